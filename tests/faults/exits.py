@@ -1,13 +1,15 @@
 """Programs that end at a random moment, with all that Pulse does for them under way and left open.
 
-Submissions, a follower, many subscribers, a relay, a group and rounds of PULSELoCo (where torch is installed) run in
-daemon threads; the main thread ends by itself, by an exception, by `sys.exit` or by an interrupt. No program ends by a
-signal or hangs, all that was submitted is there, and both stores are whole. Each program is a fork of one that has
-imported all, made before it has a thread: it ends as any other.
+Submissions, a follower, many subscribers, a relay and a group run in daemon threads; the main thread trains with
+another process in rounds of PULSELoCo (where torch is installed), and ends by itself, or by an exception, `sys.exit` or
+an interrupt in the middle of what it does. No program ends by a signal or hangs, all that was submitted
+is there, and both stores are whole. Each program is a fork of one that has imported all, made before it has a thread:
+it ends as any other.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 import shutil
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
+from typing import NoReturn
 
 import numpy as np
 
@@ -40,7 +43,7 @@ from pulse_rl.errors import EmptyStream
 
 _ENDS = {"itself": 0, "exception": 1, "exit": 3, "interrupt": 130}
 _MOST_SECONDS = 60.0
-_SUBMITTED, _SAID = "submitted", "stderr"
+_SUBMITTED, _SAID, _ROUND = "submitted", "stderr", "round"
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
 _kept: list[object] = []
 
@@ -50,7 +53,8 @@ class AsAnyOther(BaseException):
 
 
 def sequence(seed: int) -> Counter[str]:
-    """One program: how it ended, and the versions that it left. In the program's own process it does not return."""
+    """One program: how it ended, the versions that it left and the rounds in which it was. In the program's own process
+    it does not return."""
     if _HAS_TORCH:
         import torch  # noqa: F401 - so that each program has it already
 
@@ -64,11 +68,12 @@ def sequence(seed: int) -> Counter[str]:
         sys.exit(_program(rng, folder, end))  # and the interpreter goes down as it does at any end
     wrong = _awaited(child, _ENDS[end])
     found, torn = _looked_at(folder)
+    rounds = len(list(folder.glob(f"{_ROUND}*")))
     said = (folder / _SAID).read_text(errors="replace")
     shutil.rmtree(folder)
     wrong = wrong or torn
     assert not wrong, f"a program that ends by {end}: {wrong}\n{said[-4000:]}"
-    return Counter({end: 1, "versions": found})
+    return Counter({end: 1, "versions": found, "rounds": rounds})
 
 
 def _awaited(child: int, expected: int) -> str:
@@ -102,6 +107,12 @@ def _looked_at(folder: Path) -> tuple[int, str]:
 def _program(rng: Random, folder: Path, end: str) -> int:
     """What a user's program does, until it ends. What it made is kept, so that nothing closes it."""
     os.dup2(os.open(folder / _SAID, os.O_WRONLY | os.O_CREAT), 2)
+    faulthandler.enable()  # says where it hangs
+    step: Callable[[], object] = int  # nothing
+    if _HAS_TORCH and rng.random() < 0.6:
+        if not os.fork():  # before there is a thread
+            _train_until(folder, os.getppid())
+        step = _training(folder, rank=0)
     store = open_store(folder / "store")
     numbers = np.random.default_rng(rng.getrandbits(32))
     weight = numbers.integers(0x3C00, 0x4000, (rng.choice((10, 3000)), 1000)).astype(np.uint16)
@@ -112,7 +123,6 @@ def _program(rng: Random, folder: Path, end: str) -> int:
         lambda: _many(store),
         lambda: _relays(store, folder / "near"),
         lambda: _polls(store),
-        *([_rounds] if _HAS_TORCH else []),
     ]
     _kept.append(publisher)
     for work in rng.sample(works, rng.randint(1, len(works))):
@@ -126,16 +136,26 @@ def _program(rng: Random, folder: Path, end: str) -> int:
         else:
             publisher.publish(state)
         (folder / f"{_SUBMITTED}{version}").touch()
+        step()
         weight[numbers.random(weight.shape) < 0.05] += np.uint16(1)
         version += 1
         if rng.random() < 0.3:
             break
-    if end == "exception":
-        raise AsAnyOther
-    if end == "interrupt":
+    if end != "itself":
+
+        def ended(*_: object) -> NoReturn:
+            raise {"exception": AsAnyOther, "exit": SystemExit(_ENDS[end]), "interrupt": KeyboardInterrupt}[end]
+
+        signal.signal(signal.SIGALRM, ended)
+        seconds = 1e-6 + rng.random() * rng.choice((0.001, 0.05))
         with suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again where a destructor swallows it
+                while True:
+                    step()
+                    time.sleep(0.001)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
     return _ENDS[end]
 
 
@@ -173,16 +193,40 @@ def _polls(store: object) -> None:
         time.sleep(0.002)
 
 
-def _rounds() -> None:
+def _training(folder: Path, rank: int) -> Callable[[], object]:
+    """A step of one of two trainers, with a round after it."""
     import torch
+    import torch.distributed as dist
 
-    from pulse_rl.loco import PulseLoCo
+    from pulse_rl.loco import PulseLoCo, Round
 
-    net = torch.nn.Linear(300, 300)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    loop = PulseLoCo(net, optimizer, sync_every=1)
-    _kept.append(loop)
-    while True:
+    def note(done: Round) -> None:
+        (folder / f"{_ROUND}{done.number}").touch()
+
+    def step() -> None:
         optimizer.zero_grad()
         net(torch.ones(1, 300)).square().mean().backward()
         optimizer.step()
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    net = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _kept.append(PulseLoCo(net, optimizer, sync_every=1, on_round=None if rank else note).__enter__())
+    return step
+
+
+def _train_until(folder: Path, parent: int) -> NoReturn:
+    """The other trainer, which ends with its ``parent``."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.02)
+        os._exit(0)
+
+    try:
+        threading.Thread(target=watch, daemon=True).start()
+        step = _training(folder, rank=1)
+        while True:
+            step()
+    finally:
+        os._exit(0)

@@ -1,16 +1,22 @@
-"""A fleet under faults: an origin, a relay into a near store, and workers of the whole state or of a part of it."""
+"""A fleet under faults and lies: an origin, a relay into a near store, and workers of the whole state or of a part of
+it, with caches or without, which read their stores through servers that lie now and then."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from pulse_rl import Publisher, PulseError, Relay, State, Subscriber
 from pulse_rl.errors import ChainGap, EmptyStream, PublisherConflict
 from pulse_rl.maintenance.compaction import fold_stream
 from pulse_rl.sync.gc import gc_stream
+from tests.support.lying_store import LIES, LyingStore
 from tests.support.publishers import tuned
 
 from .model import STREAM, Snapshot, check, snapshot
@@ -20,6 +26,11 @@ from .trainer import Trainer
 
 _SELECTIONS = (None, None, "embed", ["layer*"])
 _PUBLISHED, _NEAR = "origin", "near"
+_LIES = 0.2
+_MOST_LISTED = 2000
+
+
+_Server = LyingStore[Client]
 
 
 class Follower:
@@ -29,34 +40,36 @@ class Follower:
         self._fleet = fleet
         self.select = rng.choice(_SELECTIONS)
         self._places = rng.choice(([_NEAR], [_NEAR, _PUBLISHED], [_NEAR, _PUBLISHED], [_PUBLISHED]))
+        cached = self.select is None and rng.random() < 0.5
+        self._cache = f"{fleet.folder.name}/{rng.getrandbits(32)}" if cached else None
         self.start()
 
-    @property
-    def reads_the_origin(self) -> bool:
-        return _PUBLISHED in self._places
-
     def start(self) -> None:
-        self.clients = [Client(self._fleet.nets[place]) for place in self._places]
-        self.subscriber = Subscriber(list(self.clients), stream=STREAM, select=self.select, threads=1)
+        self._servers = [self._fleet.server(place) for place in self._places]
+        stores = list(self._servers)
+        self.subscriber = Subscriber(stores, stream=STREAM, select=self.select, cache=self._cache, threads=1)
         self.subscriber.patience_seconds = 0
         self._last = -1
 
-    def sync(self, faults: list[list[Fault]]) -> None:
-        for client, expected in zip(self.clients, faults, strict=False):
-            client.expect(expected)
-        try:
-            update = self.subscriber.sync()
-            if update is not None:
-                update.acknowledge()
-        except CrashNow:
-            pass
-        except PulseError as error:
-            hit = sum(client.hit for client in self.clients)
-            excused = hit or self._fleet.destroyed or isinstance(error, EmptyStream)
-            check(bool(excused), f"{self} failed without a fault: {error!r}")
-        for client in self.clients:
-            client.calm()
-        if any(client.dead for client in self.clients):
+    def sync(self, rng: Random) -> None:
+        origin = self._servers[-1] if self._places[-1] == _PUBLISHED else None
+        with self._fleet.disturbed(rng, self._servers):
+            try:
+                update = self.subscriber.sync()
+                if update is not None:
+                    update.acknowledge()
+                ended = True
+            except CrashNow:
+                ended = False
+            except PulseError as error:
+                hit = _hit(origin) if origin else any(map(_hit, self._servers))
+                excused = hit or self._fleet.destroyed or isinstance(error, EmptyStream)
+                check(excused, f"{self} failed without a fault: {error!r}")
+                ended = False
+            if ended and origin and not _hit(origin) and not self._fleet.destroyed:
+                newest, version = max(self._fleet.published, default=None), self.subscriber.version
+                check(version == newest, f"{self} is at {version}, not at {newest}, which its origin has")
+        if any(server.inner.dead for server in self._servers):
             self.start()
         self.inspect()
 
@@ -86,6 +99,7 @@ class Fleet:
         self.disks = {place: Disk(lambda name, data: None) for place in (_PUBLISHED, _NEAR)}
         self.nets = {place: Net(disk) for place, disk in self.disks.items()}
         self.counts: Counter[str] = Counter()
+        self.folder = TemporaryDirectory(prefix="pulse-faults-")
         self.destroyed = False
         self.published: dict[int, Snapshot] = {}
         self._trainer = Trainer(rng)
@@ -93,7 +107,7 @@ class Fleet:
         self._keep = rng.choice((None, 1, 3))
         self._sharded = rng.random() < 0.5
         self._publisher: Publisher | RankTrainer | None = None
-        self._relay: tuple[list[Client], Relay] | None = None
+        self._relay: tuple[list[_Server], Relay] | None = None
         self.followers = [Follower(self, rng) for _ in range(3)]
 
     @property
@@ -110,6 +124,27 @@ class Fleet:
     def close(self) -> None:
         for follower in self.followers:
             follower.subscriber.close()
+        self.folder.cleanup()
+
+    def server(self, place: str) -> _Server:
+        return LyingStore(Client(self.nets[place]))
+
+    @contextmanager
+    def disturbed(self, rng: Random, servers: Sequence[_Server]) -> Iterator[None]:
+        """Faults befall calls, and each of the servers may lie, for a while."""
+        for server in servers:
+            server.inner.expect(_faults(rng))
+            server.tell()
+            if rng.random() < _LIES:
+                server.tell(*LIES[lie := rng.choice(list(LIES))])
+                self.trace.append(f"  server {servers.index(server)} lies: {lie}")
+            server.most_requests = 500 + 20 * len(self.disks[_PUBLISHED].names(STREAM))
+        with patch("pulse_rl.store.wrappers.MAX_LISTED", _MOST_LISTED):
+            yield
+        for server in servers:
+            self.counts["lies"] += server.lies
+            server.tell()
+            server.inner.calm()
 
     def publish(self, rng: Random) -> None:
         """Without faults: those of publishers are another world's."""
@@ -151,24 +186,23 @@ class Fleet:
 
     def relay(self, rng: Random) -> None:
         if self._relay is None or rng.random() < 0.1:
-            clients = [Client(self.nets[_PUBLISHED]), Client(self.nets[_NEAR])]
-            self._relay = clients, Relay(*clients, stream=STREAM, keep=self._keep, threads=1)
-        clients, relay = self._relay
-        for client in clients:
-            client.expect(_faults(rng))
-        try:
-            if relay.sync() is not None:
-                self.counts["relayed"] += 1
-        except CrashNow:
-            self.counts["relays_stopped"] += 1
-        except PulseError as error:
-            check(not isinstance(error, PublisherConflict), f"the relay takes its own copy for another's: {error}")
-            hit = sum(client.hit for client in clients)
-            check(hit > 0 or self.destroyed, f"the relay failed without a fault: {error!r}")
-            self.counts["relays_failed"] += 1
-        for client in clients:
-            client.calm()
-        if any(client.dead for client in clients):
+            servers = [self.server(_PUBLISHED), self.server(_NEAR)]
+            self._relay = servers, Relay(*servers, stream=STREAM, keep=self._keep, threads=1)
+        servers, relay = self._relay
+        with self.disturbed(rng, servers):
+            try:
+                if relay.sync() is not None:
+                    self.counts["relayed"] += 1
+            except CrashNow:
+                self.counts["relays_stopped"] += 1
+            except PulseError as error:
+                conflict = isinstance(error, PublisherConflict) and not servers[1].lies
+                check(not conflict, f"the relay takes its own copy for another's: {error}")
+                check(any(map(_hit, servers)) or self.destroyed, f"the relay failed without a fault: {error!r}")
+                self.counts["relays_failed"] += 1
+            if servers[1].lies and servers[1].call in ("put", "put_new"):
+                self.destroyed = True  # what it says that it has stored is not there
+        if any(server.inner.dead for server in servers):
             self._relay = None
         self.look_at_the_copy()
 
@@ -189,8 +223,7 @@ class Fleet:
             self.counts["shown"] += 1
 
     def follow(self, rng: Random) -> None:
-        follower = rng.choice(self.followers)
-        follower.sync([_faults(rng), _faults(rng)])
+        rng.choice(self.followers).sync(rng)
 
     def destroy(self, rng: Random) -> None:
         """An object of either store is lost or damaged; no manifest of the origin, whose number would be used again."""
@@ -230,6 +263,10 @@ class Fleet:
             follower.inspect()
             version = follower.subscriber.version
             check(version == done.version, f"a follower of {follower._places} is at {version}, not {done.version}")
+
+
+def _hit(server: _Server) -> bool:
+    return server.lies > 0 or server.inner.hit > 0
 
 
 def _faults(rng: Random) -> list[Fault]:

@@ -42,14 +42,7 @@ class Inline(SerialThread):
 
 
 class Worker:
-    def __init__(
-        self,
-        net: Net,
-        model: Model,
-        counts: Counter[str],
-        cache: Path | None,
-        setup: Setup,
-    ) -> None:
+    def __init__(self, net: Net, model: Model, counts: Counter[str], cache: Path | None, setup: Setup) -> None:
         self._net = net
         self._model = model
         self._counts = counts

@@ -13,10 +13,7 @@ from pulse_rl.patch.header import BlockEntry, PatchHeader, all_of, check_of
 from pulse_rl.state.digest import state_digest
 
 _RAMP = np.arange(2000, dtype=np.uint16)
-BASE: dict[str, Bits] = {
-    "a": Bits(_RAMP.reshape(20, 100) * 33, "BF16"),
-    "b": Bits(_RAMP[:64].astype(np.uint64), "U64"),
-}
+BASE: dict[str, Bits] = {"a": Bits(_RAMP.reshape(20, 100) * 33, "BF16"), "b": Bits(_RAMP[:64].astype(np.uint64), "U64")}
 """The state that the patches say they are for."""
 
 

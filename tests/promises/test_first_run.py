@@ -12,17 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import (
-    GroupMember,
-    MemoryStore,
-    Publisher,
-    Relay,
-    Signer,
-    State,
-    Subscriber,
-    Subscribers,
-    open_store,
-)
+from pulse_rl import GroupMember, MemoryStore, Publisher, Relay, Signer, State, Subscriber, Subscribers, open_store
 from pulse_rl.events import Event, Hint
 from tests.support.states import run_python
 

@@ -4,8 +4,7 @@ of docs/protocol.md, section 2."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,12 @@ from pulse_rl import (
     verify_stream,
 )
 from pulse_rl.errors import PulseError, StoreUnavailable
-from pulse_rl.store import Data, ObjectInfo
 from pulse_rl.study import StoredStream
+from tests.support.lying_store import LIES, Lie, LyingStore
 from tests.support.publishers import tuned
 
 VERSIONS = 12
-MOST_REQUESTS, MOST_LISTED = 500, 2000
-Lie = Callable[["Liar", str, Any], Any]
+MOST_LISTED = 2000
 
 
 def states() -> list[dict[str, Bits]]:
@@ -46,100 +44,6 @@ def states() -> list[dict[str, Bits]]:
 
 STATES = states()
 ROOTS = [state_root(state) for state in STATES]
-
-
-class Liar:
-    """A store that answers a kind of call as ``lie`` makes of the right answer. Counts what it is asked for."""
-
-    def __init__(self, inner: Store, call: str, lie: Lie) -> None:
-        self.inner = inner
-        self._call, self._lie = call, lie
-        self.requests = self.listed = self.nbytes = self.lies = 0
-
-    def _answer(self, call: str, name: str, right: Callable[[], Any]) -> Any:
-        self.requests += 1
-        assert self.requests < MOST_REQUESTS, "requests without end"
-        if call != self._call and self._call != "every":
-            return right()
-        self.lies += 1
-        return self._lie(self, name, right)
-
-    def put(self, name: str, data: Data) -> None:
-        self._answer("put", name, lambda: self.inner.put(name, data))
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self._answer("put_new", name, lambda: self.inner.put_new(name, data))
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        assert stop is not None, f"{name} is read to its end, wherever that is"
-        self.nbytes += stop - start
-        found: bytes = self._answer("get", name, lambda: self.inner.get(name, start, stop))
-        return found
-
-    def head(self, name: str) -> ObjectInfo:
-        found: ObjectInfo = self._answer("head", name, lambda: self.inner.head(name))
-        return found
-
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        for info in self._answer("list", folder, lambda: self.inner.list(folder, start_after)):
-            self.listed += 1
-            yield info
-
-    def delete(self, name: str) -> None:
-        self._answer("delete", name, lambda: self.inner.delete(name))
-
-
-def endless(names: Callable[[str, int], str]) -> Lie:
-    def told(liar: Liar, folder: str, right: Callable[[], Iterable[ObjectInfo]]) -> Iterator[ObjectInfo]:
-        yield from right()
-        for number in count(10**6):
-            yield ObjectInfo(names(folder, number), 1, 0.0)
-
-    return told
-
-
-def each(change: Callable[[ObjectInfo], ObjectInfo]) -> Lie:
-    return lambda liar, folder, right: map(change, right())
-
-
-def of(change: Callable[[Any], Any]) -> Lie:
-    return lambda liar, name, right: change(right())
-
-
-def other(liar: Liar, name: str, right: object) -> bytes:
-    return liar.inner.get(next(iter(liar.inner.list("s/payloads"))).name)
-
-
-LIES: dict[str, tuple[str, Lie]] = {
-    "endless versions": ("list", endless(lambda folder, number: f"{folder}/{number:012d}.json")),
-    "endless links": ("list", endless(lambda folder, number: f"{folder}/{number:012d}-anchor-000000000005")),
-    "endless names": ("list", endless(lambda folder, number: f"{folder}/~{number}")),
-    "endless of elsewhere": ("list", endless(lambda folder, number: f"~/{number}")),
-    "endless of the same": ("list", endless(lambda folder, number: f"{folder}/~")),
-    "twice": ("list", lambda liar, folder, right: [info for info in right() for _ in range(2)]),
-    "disorder": ("list", lambda liar, folder, right: sorted(right(), reverse=True)),
-    "nothing": ("list", lambda liar, folder, right: []),
-    "listed as nothing": ("list", each(lambda info: info._replace(nbytes=0))),
-    "listed as less than nothing": ("list", each(lambda info: info._replace(nbytes=-1))),
-    "listed as more": ("list", each(lambda info: info._replace(nbytes=info.nbytes + 1))),
-    "listed as less": ("list", each(lambda info: info._replace(nbytes=max(info.nbytes - 1, 0)))),
-    "listed as exabytes": ("list", each(lambda info: info._replace(nbytes=1 << 62))),
-    "listed out of time": ("list", each(lambda info: info._replace(modified=float("nan")))),
-    "too much": ("get", of(lambda data: data + bytes(1000))),
-    "too little": ("get", of(lambda data: data[:-1])),
-    "no bytes": ("get", of(lambda data: b"")),
-    "zeros": ("get", of(lambda data: bytes(len(data)))),
-    "a bit": ("get", of(lambda data: bytes([data[0] ^ 1]) + data[1:] if data else data)),
-    "another object": ("get", other),
-    "less than it has": ("head", of(lambda info: info._replace(nbytes=0))),
-    "less than nothing": ("head", of(lambda info: info._replace(nbytes=-1))),
-    "exabytes": ("head", of(lambda info: info._replace(nbytes=1 << 62))),
-    "the end of time": ("head", of(lambda info: info._replace(modified=float("inf")))),
-    "of another": ("head", of(lambda info: info._replace(name="s/another"))),
-    "created, but not": ("put_new", lambda liar, name, right: None),
-    "stored, but not": ("put", lambda liar, name, right: None),
-    "deleted, but not": ("delete", lambda liar, name, right: None),
-}
 
 
 def followed(store: Any, **options: Any) -> None:
@@ -212,7 +116,7 @@ def copied(stream: dict[str, bytes]) -> MemoryStore:
 
 def told_by(stream: dict[str, bytes], call: str, lie: Lie, operation: str, tmp_path: Any) -> PulseError | None:
     """The error with which an operation ended on a store that lies."""
-    liar = Liar(copied(stream), call, lie)
+    liar = LyingStore(copied(stream), call, lie)
 
     def whole(kind: object = None) -> Any:
         return copied(stream) if kind else tmp_path
@@ -225,6 +129,8 @@ def told_by(stream: dict[str, bytes], call: str, lie: Lie, operation: str, tmp_p
     finally:
         assert liar.nbytes < max_bytes
         assert liar.listed <= MOST_LISTED * 10
+        if operation == "a target" and call in ("get", "head", "list"):  # all is there already
+            assert stream.keys() <= {info.name for info in liar.inner.list("s")}
         if operation == "gc":  # all are kept
             assert all(report.ok for report in verify_stream(liar.inner, "s", threads=1))
     return None
@@ -246,7 +152,7 @@ def test_a_store_whose_every_answer_is_late_ends_it(
     clock, late = time.monotonic, [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock() + late[0])
 
-    def tardy(liar: Liar, name: str, right: Callable[[], Any]) -> Any:
+    def tardy(liar: LyingStore[Store], name: str, right: Callable[[], Any]) -> Any:
         late[0] += 350.0
         assert late[0] < 60 * 350.0, "no end"
         found = right()

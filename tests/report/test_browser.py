@@ -26,11 +26,7 @@ pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium here: install one, or name it in PULSE_CHROMIUM"),
 ]
 
-SLIDERS = {
-    "step_seconds": (0.01, 1000),
-    "bandwidth": (1e6, 1e12),
-    "workers": (1, 1024),
-}
+SLIDERS = {"step_seconds": (0.01, 1000), "bandwidth": (1e6, 1e12), "workers": (1, 1024)}
 
 
 @pytest.fixture(scope="module")
@@ -235,11 +231,7 @@ def test_moving_sliders_draws_what_the_plan_says(browser: Chromium, pages: dict[
     assert table(browser) == {name: row(plan.methods[name]) for name in METHODS}
     seen = [curves(browser)]
     changes: dict[str, Any] = {}
-    for name, position in [
-        ("bandwidth", 700),
-        ("density", 38),
-        ("step_seconds", 400),
-    ]:
+    for name, position in [("bandwidth", 700), ("density", 38), ("step_seconds", 400)]:
         move = slide_density(browser, position) if name == "density" else slide(browser, name, position)
         changes[name] = move
         plan = make_plan(Scenario(**({"params": PARAMETERS, "density": 0.01, "step_seconds": 50.0, "bandwidth": 2e8}

@@ -87,11 +87,7 @@ def test_a_list_comes_in_pages(served: FolderServer, tmp_path: Path) -> None:
         (folder / f"{k:05d}").touch()
     store = CountedHttpStore(served.url)
     assert names(store, "many") == [f"many/{k:05d}" for k in range(2500)]
-    assert asked(store) == [
-        "GET many/?after=",
-        "GET many/?after=00999",
-        "GET many/?after=01999",
-    ]
+    assert asked(store) == ["GET many/?after=", "GET many/?after=00999", "GET many/?after=01999"]
     assert ask(served, "GET", "/many/")[1].count(b"\n") == 1000
 
 

@@ -24,12 +24,7 @@ from tests.support.states import Rng
 
 Floats = dict[str, np.ndarray]
 KS = (1, 2, 3, 5)
-TORCH = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 SPECIAL = np.array([np.nan, -0.0, 0.0, np.inf, -np.inf, 1e-45, -1e-40, 3e38, 448, -465, 6e4, 7e4], np.float32)
 
 

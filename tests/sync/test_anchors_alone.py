@@ -9,6 +9,7 @@ from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root, verif
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.events import FallbackUsed
 from tests.support.states import Live, Rng, Tensors
+from tests.support.stores import FaultyStore
 
 ELEMENTS = 200_000
 
@@ -46,22 +47,13 @@ def test_a_patch_no_smaller_than_the_state_becomes_an_anchor(rng: Rng) -> None:
 
 
 def test_its_baseline_moves_only_after_the_commit(rng: Rng) -> None:
-    class Failing(MemoryStore):
-        fail = False
-
-        def put_new(self, name: str, data: bytes) -> None:
-            if self.fail and "/versions/" in name:
-                raise StoreUnavailable("the store is away")
-            super().put_new(name, data)
-
-    first, second, store = noise(rng), noise(rng), Failing()
+    first, second, store = noise(rng), noise(rng), FaultyStore(MemoryStore())
     third = step(second, rng)
     publisher = Publisher(store, stream="s", threads=1)
     publisher.publish(first)
-    store.fail = True
+    store.fail_on("put_new", "versions")
     with pytest.raises(StoreUnavailable):
         publisher.publish(second)
-    store.fail = False
     done = publisher.publish(third)  # the pending version is committed first
     assert (done.version, done.changed) == (2, ELEMENTS // 100)
     assert [r.problems for r in verify_stream(store, "s")] == [()] * 3

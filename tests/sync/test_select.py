@@ -12,18 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pulse_rl import (
-    MemoryStore,
-    Publisher,
-    Relay,
-    Signer,
-    Store,
-    Subscriber,
-    Update,
-    audit,
-    fold_stream,
-    gc_stream,
-)
+from pulse_rl import MemoryStore, Publisher, Relay, Signer, Store, Subscriber, Update, audit, fold_stream, gc_stream
 from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import Event, Synced
 from pulse_rl.stream.manifest import AnchorRef, Payload

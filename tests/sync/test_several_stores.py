@@ -11,6 +11,7 @@ from pulse_rl import GroupMember, MemoryStore, Publisher, Relay, Signer, Store, 
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecreated
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.store import ObjectInfo
+from tests.support.lying_store import LyingStore
 from tests.support.states import Live, Rng, Tensors, history, taken
 from tests.support.stores import FaultyStore, names
 
@@ -381,23 +382,15 @@ def test_a_restart_is_followed_once_the_origin_can_be_asked(rng: Rng) -> None:
     assert (worker.version, worker.root) == (0, root)
 
 
-class Endless(MemoryStore):
-    """Lists names without end, each a hundredth of a second late."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self.clock, self.lists = clock, 0
-
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        self.lists += 1
+def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_while(rng: Rng, clock: Clock) -> None:
+    def endless(liar: object, folder: str, right: object) -> Iterator[ObjectInfo]:
+        """Each name a hundredth of a second late."""
         for version in range(10**6):
-            self.clock.now += 0.01
+            clock.now += 0.01
             yield ObjectInfo(f"{folder}/{version:012d}.json", 9, 1.0)
         raise AssertionError("the listing was followed to its end")
 
-
-def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_while(rng: Rng, clock: Clock) -> None:
-    fleet, near = Fleet(rng), Endless(clock)
+    fleet, near = Fleet(rng), LyingStore(MemoryStore(), "list", endless)
     root = fleet.publish(relayed=False)
     worker = Subscriber([near, fleet.origin], stream="policy", threads=1)
     worker.patience_seconds = 20
@@ -405,43 +398,33 @@ def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_whil
     worker.sync()
     assert worker.root == root
     assert clock.now - began < 40
-    assert near.lists == 1
+    assert near.lies == 1
     fleet.publish(relayed=False)
     worker.sync()
-    assert (worker.version, near.lists) == (1, 1)
+    assert (worker.version, near.lies) == (1, 1)
     clock.now += 100
     worker.sync()
-    assert near.lists == 2
+    assert near.lies == 2
 
 
 def test_a_near_store_whose_every_answer_is_late_is_passed_over(rng: Rng, clock: Clock) -> None:
     """The worker goes on in the origin from the version that it has reached."""
     fleet = Fleet(rng)
     fleet.publish()
-    near = Late(clock)
+    near = LyingStore(MemoryStore())
     worker = Subscriber([near, fleet.origin], stream="policy", threads=1)
     worker.patience_seconds = 60
     worker.sync()
     for _ in range(7):
         root = fleet.publish(relayed=False)
     Relay(fleet.origin, near, stream="policy", threads=1).sync()
-    near.seconds, began = 11.0, clock.now
+    began = clock.now
+
+    def late(liar: object, name: str, right: Callable[[], object]) -> object:
+        clock.now += 11
+        return right()
+
+    near.tell("every", late)
     worker.sync()
     assert worker.root == root
     assert clock.now - began < 120
-
-
-class Late(MemoryStore):
-    """Answers each reading call ``seconds`` late."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self.clock, self.seconds = clock, 0.0
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        self.clock.now += self.seconds
-        return super().get(name, start, stop)
-
-    def head(self, name: str) -> ObjectInfo:
-        self.clock.now += self.seconds
-        return super().head(name)

@@ -261,7 +261,7 @@ class Relay:
 
     def _check_fold(self, link: Link, manifest: Manifest, new: list[Payload]) -> None:
         """Raises DigestMismatch, and takes back what is ``new``, unless the fold is one from its base to its version:
-        anybody may have listed it."""
+        anybody may have listed it. What was there before, be it damaged, others may name."""
         assert link.base is not None
         try:
             base_root = self._target.manifest(link.base).root
@@ -306,10 +306,10 @@ class Relay:
     # -- payloads
 
     def _copy_payload(self, payload: Payload, kind: str) -> bool:
-        """Copies a payload unless it is in the target, whole; returns whether it was not. Raises NotFound and
-        DigestMismatch; a damaged reply is asked for once more."""
+        """Copies a payload unless it is in the target, whole; returns whether nothing was there of its name. Raises
+        NotFound and DigestMismatch; a damaged reply is asked for once more."""
         name = self.source.names.payload(payload.sha256, kind)
-        if holds_whole(self._target.store, name, payload, self._threads):
+        if whole := holds_whole(self._target.store, name, payload, self._threads):
             return False
         for again in reversed(range(_TRIES)):
             try:
@@ -321,7 +321,7 @@ class Relay:
             except DigestMismatch:
                 if not again:
                     raise
-        return True
+        return whole is None
 
     def _fetched(self, name: str, payload: Payload) -> Iterator[bytes]:
         """The chunks of a payload. Raises DigestMismatch in place of their end, so that no store keeps wrong ones."""
@@ -452,8 +452,9 @@ def chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Iter
         yield from chunks
 
 
-def holds_whole(store: Store, name: str, payload: Payload, threads: int | None) -> bool:
-    """Whether the payload is in the store, whole: what a killed relay left, or somebody else's junk."""
+def holds_whole(store: Store, name: str, payload: Payload, threads: int | None) -> bool | None:
+    """Whether the payload is in the store, whole: not so what a killed relay left, or somebody else's junk. None where
+    nothing is."""
     try:
         if store.head(name).nbytes != payload.bytes:
             return False
@@ -461,5 +462,5 @@ def holds_whole(store: Store, name: str, payload: Payload, threads: int | None) 
         for chunk in chunks_of(store, name, payload.bytes, threads):
             running.update(chunk)
     except NotFound:
-        return False
+        return None
     return running.hexdigest() == payload.sha256

@@ -234,17 +234,7 @@ def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
 
 
 def test_two_ranks() -> None:
-    together(
-        ranks_program,
-        2,
-        fsdp2,
-        columns,
-        ties,
-        stages_and_experts,
-        a_tensor_that_moves,
-        refusals,
-        seconds=60,
-    )
+    together(ranks_program, 2, fsdp2, columns, ties, stages_and_experts, a_tensor_that_moves, refusals, seconds=60)
 
 
 def test_four_ranks() -> None:
