@@ -24,7 +24,7 @@ from unittest.mock import patch
 from pulse_rl._util import serial
 from pulse_rl.patch import reader
 from pulse_rl.stream import stream
-from pulse_rl.sync import baseline, catch_up, commit, group, planner, publisher
+from pulse_rl.sync import baseline, commit, group, host_state, planner, publisher
 from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 
@@ -131,7 +131,7 @@ def repeatable(rng: Random) -> Iterator[None]:
             (serial.SerialThread, "post", _post_at_once),
             (GatedOperation, "begin_late", staticmethod(lambda: rng.random() < 0.5)),
             (os, "fsync", lambda _: None),
-            (catch_up, "_PREFETCH", 1),
+            (host_state, "_PREFETCH", 1),
             (reader, "_FILES_AT_ONCE", 1),
             (stream, "_AT_ONCE", 1),
             (baseline, "_LINKS_AT_ONCE", 1),

@@ -19,9 +19,8 @@ from ..stream.manifest import Link
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from ..sync.catch_up import catch_up
 from ..sync.folds import DEFAULT_FOLDS, FoldMaker, checked_folds
-from ..sync.host_state import HostState
+from ..sync.host_state import HostState, catch_up
 from ..sync.layout import whole_layout
 from ..sync.pending import Baseline
 from ..sync.publisher import Publisher

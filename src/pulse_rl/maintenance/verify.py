@@ -21,8 +21,7 @@ from ..stream.names import FILE, PATCH
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from ..sync.catch_up import catch_up, follow_link
-from ..sync.host_state import HostState
+from ..sync.host_state import HostState, catch_up, follow_link
 
 
 @dataclass(frozen=True, slots=True)

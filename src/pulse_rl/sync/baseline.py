@@ -23,8 +23,7 @@ from ..stream.anchor import AnchorFiles
 from ..stream.manifest import Link, Payload
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from .catch_up import catch_up
-from .host_state import HostState, most_remembered
+from .host_state import HostState, catch_up, most_remembered
 from .layout import Layout, whole_layout
 from .leaves import Leaves, gather_tree, hash_shared, inner_leaves
 from .pending import Baseline

@@ -17,8 +17,7 @@ from ..store.wrappers import DEFAULT_LATE_SECONDS
 from ..stream.manifest import Manifest, Payload
 from ..stream.stream import Head, Stream
 from ..stream.unreadable import UNREADABLE
-from .catch_up import catch_up
-from .host_state import HostState
+from .host_state import HostState, catch_up
 
 DEFAULT_PATIENCE_SECONDS = 30.0
 _PASSED = (StoreError, StreamError, FormatError, IntegrityError)
