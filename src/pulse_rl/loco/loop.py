@@ -244,6 +244,7 @@ class OuterLoop(NotCopyable):
         group = TrainerGroup(self._process_group, timeout_seconds=self.exchange.timeout_seconds)
         group.progress.begin(self._note())
         try:
+            # Agreed with the others first, taken over at once afterwards: a failure leaves this trainer as it was.
             take_up = self.trainer.meet(group, self._settings(), self.exchange.site, self._lookahead())
 
             def begin() -> None:
@@ -254,6 +255,7 @@ class OuterLoop(NotCopyable):
         except BaseException:
             group.close()
             raise
+        # A trainer whose round failed has taken all its inner steps: it owes the round before it may take another.
         self._group = group
         group.progress.note(self._note())
         if self.inner_step >= self.sync_every:

@@ -53,6 +53,7 @@ def advance_state(
             return
         old = changes.replaced(block.read(state))
         scatter(block, state, changes)
+        # The new bits are in the state now: their memory is free for the old ones.
         if old is not changes.before and changes.values.flags.writeable:
             changes.values[:] = old
             old = changes.values
@@ -158,6 +159,7 @@ def decode_block(
     where = f"block {index} ({block})"
     if entry.codec_id == codecs.SAME:
         return Changes(np.empty(0, np.uint32), np.empty(0, block.dtype.uint))
+    # Here damage gets the name of its block, and costs no decoding. What proves the state is the root at the end.
     if check_of(payload) != entry.check:
         raise CorruptPatch(f"{where} does not match its checksum")
     try:

@@ -111,6 +111,8 @@ def runs_of(segment: Segment, most: int | None = None) -> list[Segment]:
     if spec.elements <= most:
         return [segment]
     leaf = LEAF_BYTES // spec.dtype.width
+    # Counted from the start of a leaf: whatever a rank holds, its inner cuts lie between leaves, which one block
+    # then hashes alone.
     first = start // leaf * leaf
     runs = -(-(stop - first) // most)
     step = -(-(stop - first) // (runs * leaf)) * leaf
@@ -135,6 +137,7 @@ def recut(changes: Mapping[int, Changes], old: Sequence[Block], new: Sequence[Bl
         for segment, base, piece in pieces_of(old[index], found):
             placed = Changes(piece.positions - np.uint32(base), piece.values)
             of.setdefault(segment.spec.name, []).append((segment, placed))
+    # 1. The changes by tensor, in the order of their elements; 2. those that lie in each of the new blocks.
     for pieces in of.values():
         pieces.sort(key=lambda item: item[0].start)
     made: dict[int, Changes] = {}

@@ -104,6 +104,7 @@ def merged(steps: tuple[StateChanges, ...], state: State) -> StateChanges:
         return steps[0]
     whole: StateChanges = {}
     for name in sorted({name for step in steps for name in step}):
+        # Places are joined, and values read from the state: the last of several changes is what it holds.
         indices = np.unique(np.concatenate([step[name].indices for step in steps if name in step]))
         whole[name] = TensorChanges.at(indices, state.read(name)[indices])
     return whole

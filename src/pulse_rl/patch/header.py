@@ -103,6 +103,8 @@ class PatchHeader:
             at = stop
         put_number(out, len(self.blocks))
         out += bytes(entry.codec_id for entry in self.blocks)
+        # Ids above, then lengths, then checks: like stands with like when the header is compressed, and what is random
+        # does not come between.
         for entry in self.blocks:
             if entry.codec_id != SAME:
                 put_number(out, entry.changed)

@@ -89,6 +89,7 @@ class History:
         that."""
         if name is None:
             return History()
+        # A patch may need less than is known. Spans alone say little: the roots show that it is the same past.
         found = History(self.windows[-len(name.spans) :])
         if found.name != name:
             raise WrongHistory(
@@ -136,6 +137,7 @@ class History:
         """The same changes in windows of ``spans``, of which several of this history's make one; what is older is
         forgotten, and all that is older than a span which they do not make."""
         groups: list[tuple[Window, ...]] = []
+        # From the newest back: that is the end which all readers have, however they came here.
         end = len(self.windows)
         for span in reversed(spans):
             start = end
@@ -172,6 +174,7 @@ class Recorder:
         """The ``changes`` of a block whose elements were ``before``."""
         if dtype.width > 4 or (self._only is not None and index not in self._only):
             return
+        # Counted before records are made: what is too much costs no time either.
         with self._lock:
             if self._left is not None:
                 self._left -= RECORD_BYTES * len(changes.positions)

@@ -146,6 +146,7 @@ def _read_blocks(read: RangeReader, parsed: ParsedHeader, chosen: Sequence[int])
     for run in ranges((places[k], places[k + 1]) for k in changed):
         wanted = [changed[number] for number in run]
         begin, end = places[wanted[0]], places[wanted[-1] + 1]
+        # A range has no digest of its own, so each block's check stands for it.
         for again in reversed(range(_TRIES)):
             data = memoryview(read(begin, end))
             total += len(data)

@@ -51,6 +51,7 @@ def changed_leaves(
     pieces = []
     for block, before, made in zip(blocks, elements, changes, strict=True):
         positions, values = made[:2] if made is not None else (_NOWHERE, before[:0])
+        # A block's changes, cut where one tensor ends and the next begins: leaves never reach over that.
         ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
         for (start, end), (first, last) in zip(
             pairwise([0, *ends]), pairwise([0, *bits.below(positions, ends)]), strict=True
@@ -76,6 +77,7 @@ class TreeUpdate:
             if leaves is not None:
                 piece = leaves[k]
             else:
+                # Segments begin where leaves do, and end there or with their tensor: 32 bytes a leaf, also a short one.
                 per_leaf = LEAF_BYTES // segment.spec.dtype.width
                 old = self._old.leaves[segment.spec.name]
                 piece = old[segment.start // per_leaf * 32 : -(-segment.stop // per_leaf) * 32]
@@ -109,6 +111,7 @@ def _runs(spec: TensorSpec, changes: TensorChanges) -> Iterator[Segment]:
     """The changed leaves of a tensor, those side by side as one segment of at most 16."""
     per_leaf = LEAF_BYTES // spec.dtype.width
     changed = np.unique(changes.indices // per_leaf)
+    # Where a row of neighbours begins. Neighbours are hashed in one call, which fills the lanes of a processor.
     starts = np.flatnonzero(np.diff(changed, prepend=-2) != 1)
     for first, end in pairwise([*starts.tolist(), len(changed)]):
         for at in range(first, end, _SIDE_BY_SIDE):

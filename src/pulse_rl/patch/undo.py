@@ -39,6 +39,7 @@ class UndoLog:
         for index, changes in undo.items():
             pieces = self._pieces.setdefault(index, [])
             pieces.append(changes)
+            # What changes again and again is kept once: a log is bounded by what changed at all.
             if len(pieces) >= _PIECES:
                 self._pieces[index] = [_oldest(pieces)]
 

@@ -38,6 +38,7 @@ class Claims:
             epoch = next_unused(listed, max(newest.epoch if newest else 0, above))
             claim = Claim(self._names.stream, stream_id, epoch, publisher, newest.publisher if newest else NOBODY)
             hit("claim.before")
+            # Creation decides between publishers that saw the same list; who comes second looks again.
             if create_or_confirm(self._store, self._names.epoch(epoch), claim.to_bytes(self._signer)):
                 return epoch
         raise PublisherConflict(f"{_TRIES} other publishers claimed {self._names.stream!r} at the same time")

@@ -60,6 +60,7 @@ def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
     """The whole digest tree of a version, proved by its root, and its length in bytes. Raises NotFound,
     CorruptCheckpoint and DigestMismatch."""
     name = stream.names.digests_of(manifest.root, LEAVES)
+    # How many tensors there are is proved by the root before anything as long as the tree is read.
     count = _count(stream, manifest.root)
     header_most = min(MAX_HEADER_BYTES, _MIN_HEADER + _ENTRY_BYTES * count)
     most = 8 + header_most + 32 * (manifest.dense_bytes // LEAF_BYTES + count)

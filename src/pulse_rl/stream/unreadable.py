@@ -71,6 +71,7 @@ class UnreadableObjects:
         that takes more than ten minutes: the next look goes on.
         """
         self._looks += 1
+        # What is gone, or was written again since, is not what was refused.
         self._refused = {n: was for n, was in self._refused.items() if listed.get(n) == was.info}
         if not numbers or numbers[0] not in self._refused:
             self.error = None

@@ -88,6 +88,7 @@ def restore_baseline(
         tree = gather_tree(layout, ranks, leaves)
     if ranks.on_rank0(lambda: tree.root.encode() if tree else b"").decode() != root:
         return "what was restored has another root"
+    # A rank whose records took too much memory remembers less: a patch names one history for all of them.
     return baseline._replace(leaves=leaves, history=baseline.history.last(min(remembered)))
 
 
@@ -159,6 +160,7 @@ def _restore_slices(
     most = most_remembered(sum(spec.nbytes for spec in specs))
     state, histories = SlicedState.allocate(segments), list[History]()
     for batch in _batches(specs, state.segments):
+        # 1. Backwards: which blocks of each patch have to be read for these elements.
         # What a patch needs of the version before is known from its end.
         wanted: _Ranges = {s.spec.name: [(s.start, s.stop)] for s in batch}
         touched: list[list[int]] = []
@@ -166,12 +168,14 @@ def _restore_slices(
             touched.append(_touching(patch, wanted))
             wanted = _joined(wanted, [patch.header.cuts[k] for k in touched[-1]])
         pieces = _Pieces([Segment(spec, *place) for spec in specs for place in wanted.get(spec.name, ())])
+        # 2. Forwards: from the anchor, patch by patch.
         anchor.read(pieces, pieces.segments)
         history = History()
         for step, patch, chosen in zip(path[1:], patches, reversed(touched), strict=True):
             records = _apply(patch, chosen, pieces, history, most if step.remembers else 0, threads)
             window = None if records is None else _window(step.link, patch, records)
             history = history.after(window, step.remembers, most, threads=threads)
+        # 3. The segments are kept; what lay beside them in their blocks is let go.
         histories.append(history)
         for segment in batch:
             state.read(*segment.place)[:] = pieces.read(*segment.place)

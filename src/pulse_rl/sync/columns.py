@@ -127,6 +127,7 @@ def _put(whole: UIntArray, target: Segment, box: Box, inside: tuple[int, int], d
     columns = target.spec.shape[-1]
     low, high = inside
     first, last = min(-(-low // row) * row, high), max(high // row * row, min(-(-low // row) * row, high))
+    # The ragged ends element by element: each is less than a row of the box.
     for start, stop in ((low, first), (last, high)):
         if start < stop:
             whole[box.places(start, stop) - target.start] = data[start - low : stop - low]
@@ -138,6 +139,7 @@ def _put(whole: UIntArray, target: Segment, box: Box, inside: tuple[int, int], d
         # The places of each row's first element in this range of columns.
         starts = box.places_of_rows(first // row, last // row) + left - target.start
         piece = rows[:, at : at + right - left]
+        # Rows at equal distances, as almost all are, are one strided copy.
         if len(starts) > 1 and np.all(np.diff(starts) == columns):
             begin = int(starts[0])
             view = np.lib.stride_tricks.as_strided(

@@ -388,16 +388,19 @@ class StreamHead:
     def find(self, version: int | None) -> Found:
         """What the head is to ranks whose baseline is ``version``. Claims the stream where that is to be done."""
         committer = self.committer
+        # 1. In a steady state one look is enough, which finds a head that the store has lost.
         if version is not None and version == committer.version:
             if self._stream.has_version(version):
                 return Found(keep=True)
             committer.reclaim()
             self._files.forget()
             return Found(lost=version)
+        # 2. A publisher that begins, or whose number was taken: what is there, and a claim that stops the older ones.
         committer.take()
         head = committer.head
         if head is None:
             return Found()
+        # 3. Whether the next version owes newcomers an anchor.
         try:
             self._since_anchor = bytes_since_anchor(self._stream, head.version, self._anchor_ratio)
         except (ChainGap, *UNREADABLE):  # newcomers cannot come here from the last anchor
@@ -426,6 +429,8 @@ class StreamHead:
             manifest = self._signer.sign(manifest)
         # Before it is created for good: what no reader could parse must not be committed.
         manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
+        # Ranks may have been given stores that only look the same: rank 0 looks, at the first version and at each
+        # anchor, before a manifest names what readers would not find.
         if self._looks_for_payloads or (manifest.anchor and self._together):
             if not self._stream.has_payloads(manifest, files=False):
                 raise InputError(

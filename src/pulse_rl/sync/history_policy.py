@@ -148,6 +148,7 @@ class HistoryPolicy:
         saves = 1 - coded / plain
         self._saves = _KEPT * self._saves + (1 - _KEPT) * saves if self._measured else saves
         self._measured += 1
+        # Two bounds: one alone would turn it on and off around it, and each time what is remembered starts anew.
         if self._measured >= _MIN_MEASURED:
             self.on = self._saves >= (_STILL_PAYS if self.on else _PAYS)
 

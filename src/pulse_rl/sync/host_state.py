@@ -143,6 +143,7 @@ class HostState:
     def recover(self) -> None:
         """Ends `poisoned`: hashes the state, and drops it unless it is still its version."""
         at = self._at
+        # An interrupt stopped an apply or its undo: only the bits themselves can say whether they are a version's.
         if self.poisoned and at and state_digest(at.state, threads=self.threads).leaves != at.digest.leaves:
             self._at = None
         self.poisoned = False
@@ -387,11 +388,13 @@ def _apply_link(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
         raise fetched.error
     link, manifest = fetched.link, fetched.manifest
     assert manifest is not None
+    # An anchor: the whole state is new, and so is what is remembered.
     if fetched.payload is None:
         state, digest, nbytes = _restored(host, stream, manifest)
         link = link._replace(nbytes=nbytes)
         host.replace([link], state, digest, History())
         return link
+    # A patch, once it is seen to fit the state, to lead to its manifest's root, and to keep the ties of tensors.
     if link.base != host.version:
         raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
     payload = fetched.payload

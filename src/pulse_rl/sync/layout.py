@@ -215,6 +215,7 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
                     f"tensor {name!r} is {held.spec.dtype.name} {list(held.spec.shape)} on rank {rank}, but "
                     f"{first.spec.dtype.name} {list(first.spec.shape)} on rank {next(iter(of))}"
                 )
+        # Tied are names that share their memory on every rank that has them, with the same dtype, shape and place.
         storages = tuple((rank, held.storage) for rank, held in of.items() if held.storage is not None)
         places = tuple((rank, held.box) for rank, held in of.items())
         key = (first.spec.dtype, first.spec.shape, places, storages) if storages else name
@@ -223,6 +224,7 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
     names = []
     for group in stored.values():
         old = [name for name in group if name in known]
+        # The name of the version before, unless two of its tensors were tied since.
         chosen = old[0] if len(old) == 1 else group[0]
         names.append(chosen)
         aliases |= {name: chosen for name in group if name != chosen}
@@ -294,6 +296,7 @@ def _shared_leaves(specs: Iterable[TensorSpec], published: dict[str, dict[int, S
             continue
         width, leaves = spec.dtype.width, dict[int, list[Fragment]]()
         for rank, segment in of.items():
+            # Only the first and the last leaf of a segment can reach into another one.
             ends = {segment.start * width // LEAF_BYTES, (segment.stop * width - 1) // LEAF_BYTES}
             for leaf in sorted(ends):
                 start = max(segment.start, leaf * LEAF_BYTES // width)
@@ -307,6 +310,7 @@ def whole_leaves(layout: Layout, rank: int) -> Iterable[tuple[str, int]]:
     """The leaves whose last byte ``rank`` publishes, by the tensor's name and the leaf's number, in order."""
     for segment in layout.segments(rank):
         width = segment.spec.dtype.width
+        # A leaf that another rank continues ends there; a tensor's last leaf may be short.
         last = (
             -(-segment.stop * width // LEAF_BYTES)
             if segment.stop == segment.spec.elements

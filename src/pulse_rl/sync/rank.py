@@ -119,6 +119,7 @@ class RankPublisher:
         Raises what `Publisher.publish` raises. ``number``: of the call, the same on all ranks, which part where it is
         not. Raises CancelledError, on all, if the ``submission`` is cancelled on one."""
         timer = PhaseTimer()
+        # What the version before left to do: a fold is coded from its bits, which the commit changes in place.
         self.keep_up()
         try:
             with self._stream.limited():
@@ -134,6 +135,7 @@ class RankPublisher:
             self._ranks.common_error = None  # it would keep what the call worked on
             request.let_go()
             self._emit_events()  # a listener that fails must not part the ranks
+        # It is committed. What follows concerns no other rank, and may fail without parting them.
         self._retention.committed(manifest)
         published = published_as(manifest, timer, draft.reason, blocked_seconds)
         self._tell(published)
@@ -280,6 +282,8 @@ class RankPublisher:
         it. None if that has to be an anchor."""
         if found.version is None:
             return None
+        # A trainer that starts again often has the head's own weights: built as a full state they have its root, and
+        # nothing is fetched.
         built = self._build(local, scan, found, timer)
         how, reason = "matched", ""
         if built.root == found.root:
@@ -312,6 +316,7 @@ class RankPublisher:
             reason = f"{NO_SMALLER} {patch_bytes} bytes, the state has {layout.nbytes}"
             del draft  # before the state is copied
             draft, patch_bytes = self._drafted(layout, scan, None, reason)
+        # The root is of the whole state, whoever has it: each rank hashed its leaves, and rank 0 joins them.
         with self._ranks.isolated():
             tree = gather_tree(layout, self._ranks, draft.leaves)
         root = self._ranks.from_rank0(lambda: tree.root if tree else "", str.encode, bytes.decode)
@@ -351,6 +356,7 @@ class RankPublisher:
         known = frozenset(found.names)
         if self._baseline:
             known = frozenset(spec.name for spec in self._baseline.layout.specs)
+        # A tied tensor is stored under the name that it had: under another one no patch would lead there.
         if self._ranks.size == 1 and not local.boxes:
             state = scan.state.stored_as(known)
             return whole_layout(state.specs, state.aliases)
@@ -384,6 +390,7 @@ class RankPublisher:
                 self._events.append(FallbackUsed(self._stream.name, f"file {ref.name!r}", reason, NotFound.kind))
             due = self._head.needs_anchor(built.patch_bytes, layout.nbytes)
             with_anchor = base is None or request.anchor or due
+            # Before the manifest: who selects tensors of the version looks for them at once.
             if built.tree:
                 put_digests(self._stream, built.tree, leaves=with_anchor)
             return json.dumps([with_anchor, self._head.next]).encode()

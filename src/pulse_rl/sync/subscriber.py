@@ -367,8 +367,10 @@ class Subscriber(Closing, NotCopyable):
     def _update(self, pending: Pending, started: float) -> Update:
         host = self._ready()
         update = make_update(pending, self._state(), self._manifest(), started, self._serial)
+        # An acknowledged update to an older version says nothing of what came since: its receipt is let go.
         self._delivered = [r for r in self._delivered if r.version == update.version][-_KEPT_RECEIPTS:]
         self._delivered.append(update._receipt)
+        # Whole values are views of the host state; what changed alone has arrays of its own.
         if any(tensor.whole for tensor in update.tensors):
             host.pin(update)
         return update
