@@ -1,9 +1,9 @@
 """The pause of a live vLLM engine, beside vLLM's own sparse patches on the same update.
 
 Run it in the environment of `make test-vllm`: ``.venv-vllm/bin/python -m benchmarks.engines``. The model has the shape
-of Qwen2.5-0.5B, or with ``--shape moe`` that of a small Qwen3-MoE, and random weights; 1% of them change. What comes
-before the first pause, the map and its proofs, is told beside the pause, in seconds and in those of the workers'
-CPUs, which other programs do not lengthen. ``--bandwidth`` limits what the engine's worker reads from the
+of Qwen2.5-0.5B, or with ``--shape moe`` that of a small Qwen3-MoE, and random weights; 1% of them change. What
+`connect` takes, with the map and its proofs, is told beside the pause, in seconds and in those of the workers' CPUs,
+which other programs do not lengthen. ``--bandwidth`` limits what the engine's worker reads from the
 store, in Mbit/s: the pause must not depend on it. Memory is that of the engine's processes beside what they had before
 the stream was opened, in states (bytes of the BF16 weights); each page that they share counts once.
 """
@@ -95,9 +95,11 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         llm.collective_rpc(slow_down, args=(arguments.bandwidth * 1e6 / 8,))
     weights = sum(p.numel() for p in model.parameters())
     print(f"{weights / 1e9:.2f} billion weights, density {arguments.density:.2%}")
-    begun = time.perf_counter()
+    begun, busy = time.perf_counter(), llm.collective_rpc(cpu_seconds)
     with Memory(llm) as memory, connect(llm, store=store, stream="policy") as handle:
         opened = time.perf_counter() - begun
+        spent = max(now - then for now, then in zip(llm.collective_rpc(cpu_seconds), busy, strict=True))
+        print(f"connect, with the map and its proofs: {opened:.2f} s (CPU {spent:.2f})")
         for _ in range(arguments.updates):
             old = {name: weight.detach().clone() for name, weight in model.named_parameters()}
             change(model, arguments.density)
@@ -107,8 +109,6 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
             assert done is not None
             took = time.perf_counter() - started
             busy = [now - then for now, then in zip(llm.collective_rpc(cpu_seconds), busy, strict=True)]
-            if not done.previous:
-                print(f"connect {opened:.2f} s, the map and its proofs {took - done.pause_seconds:.2f} s")
             audit = "" if done.audit_seconds is None else f", of which audit {done.audit_seconds:.2f} s"
             print(
                 f"version {done.version}: {done.fetched_bytes / 1e6:.1f} MB in {took:.2f} s (CPU {max(busy):.2f}, "

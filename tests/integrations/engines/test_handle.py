@@ -59,15 +59,9 @@ class Engine:
             self.owner = None
         if self.owner is None:
             return [status]
-        facts = {
-            "leader": True,
-            "version": self.live,
-            "held": self.newest,
-            "staged": self.newest,
-            "left": 0,
-            "derives": False,
-        }
-        return [status | facts | {"asked": self.asked, "answered": self.asked, "report": REPORT, "differing": ["a"]}]
+        status |= {"leader": True, "version": self.live, "held": self.newest, "staged": self.newest, "derives": False}
+        facts = {"left": 0, "asked": self.asked, "answered": self.asked, "report": REPORT, "differing": ["a"]}
+        return [status | facts]
 
     def recover(self) -> None:
         self.calls.append("recover")
@@ -172,9 +166,9 @@ def test_an_update_that_the_workers_have_undone_leaves_nothing_to_do() -> None:
 
 def test_an_error_of_the_store_is_raised_without_a_pause() -> None:
     engine = Engine()
-    handle = handle_on(engine)
     engine.newest = 1
     engine.error = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
+    handle = handle_on(engine)  # which waits for no store
     with pytest.raises(StoreUnavailable, match="no route"):
         handle.sync()
     assert engine.calls == ["init"]

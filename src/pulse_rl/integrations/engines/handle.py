@@ -66,7 +66,8 @@ class EngineHandle(Closing):
 
     @classmethod
     def _on(cls, transport: EngineTransport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
-        """A handle that has opened a session in the engine as its owner. Raises InputError."""
+        """A handle that has opened a session in the engine as its owner. Raises InputError, and UnsupportedTensor where
+        the engine cannot follow the stream."""
         if not isinstance(info.store, str):
             raise InputError(
                 f"the store must be an address, not a {type(info.store).__name__}",
@@ -87,6 +88,11 @@ class EngineHandle(Closing):
         self._stale = self._untagged = self._paused = self._waits = False
         self._asleep = frozenset()
         self._open()
+        try:
+            self._prove()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     @property
@@ -160,7 +166,8 @@ class EngineHandle(Closing):
 
         ``functional``: the names of modules are returned as well that do not compute with the live parameters. For that
         the engine makes another model, for which it needs the memory, and both get weights of trial; the live ones are
-        restored then. Done once by itself, before the first update; the next sync mends nothing of it."""
+        restored then. Done once by itself, by `connect` or before the first update; the next sync mends nothing of
+        it."""
         with self._lock:
             if self._leader(self._ask("status"))["derives"]:
                 self.sync()
@@ -215,9 +222,22 @@ class EngineHandle(Closing):
         except Exception as error:
             raise self._reason(error) from error
 
+    def _prove(self) -> None:
+        """Has the engine learn and prove its map for the tensors of the stream. Left to the first sync where nothing
+        can be staged yet, which says why."""
+        try:
+            leader = self._staged(self._leader(self._ask("status"))["asked"])
+        except PulseError:  # an empty stream, a store that is away
+            return
+        if leader["left"]:
+            self._ask("prepare")
+
     def _stage(self, version: int | None) -> Status:
-        """Waits until the engine's workers have looked at the store, and hold what they found."""
-        asked = self._leader(self._ask("stage", version))["asked"]
+        """Lets the engine's workers look at the store, and waits for what they find."""
+        return self._staged(self._leader(self._ask("stage", version))["asked"])
+
+    def _staged(self, asked: int) -> Status:
+        """Waits until the engine's workers have looked ``asked`` times at the store, and hold what they found."""
         deadline = time.monotonic() + self._timeout
         while True:
             statuses = self._ask("status")

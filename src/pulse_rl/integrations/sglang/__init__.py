@@ -57,7 +57,8 @@ def connect(
     ``stream``, ``base``, ``follow``, ``audit_every``, ``timeout_seconds`` and the keywords of `pulse_rl.Subscriber` are
     those of `pulse_rl.integrations.vllm.connect`.
 
-    Raises InputError, EngineError, EngineUnavailable, and ConcurrentUse while another handle drives the server.
+    Raises InputError, EngineError, EngineUnavailable, ConcurrentUse while another handle drives the server, and
+    UnsupportedTensor for an engine that does not compute with the checkpoint that it was started from.
     """
     info = InitInfo(store, stream, base, follow, audit_every, **subscriber)
     return EngineHandle._on(Server(url, timeout_seconds), info, in_flight, timeout_seconds)

@@ -49,7 +49,12 @@ def connect(
     ``audit_every``: updates from one audit to the next; the first update is always audited. ``timeout_seconds``: for
     each wait.
 
-    Raises InputError, EngineError, EngineUnavailable, and ConcurrentUse while another handle drives the engine.
+    Where the stream has a version already, the engine stages it and proves that it computes with what an update writes
+    (docs/vllm.md); else the first sync begins with that.
+
+    Raises InputError, EngineError, EngineUnavailable, ConcurrentUse while another handle drives the engine, and
+    UnsupportedTensor, which names tensors or modules, for one that computes with something else. That engine follows
+    nothing, and its weights are what they were.
     """
     transport = transport_to(engine, timeout_seconds)
     info = InitInfo(store, stream, base, follow, audit_every, **subscriber)
