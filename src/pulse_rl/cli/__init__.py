@@ -30,6 +30,7 @@ _EXAMPLES = {
     "inspect": "pulse inspect update.patch --base step-100",
     "digest": "pulse digest step-100",
     "publish": "pulse publish step-100 s3://bucket/run --stream policy --dtype BF16 --metadata step=100",
+    "watch": "pulse watch broadcasts s3://bucket/run --stream policy --pattern 'step_*' --done STABLE",
     "anchor": "pulse anchor s3://bucket/run --stream policy",
     "follow": "pulse follow s3://bucket/run --stream policy --out policy",
     "checkout": "pulse checkout s3://bucket/run --stream policy --version 40 --out policy-40",
@@ -155,21 +156,17 @@ def make_parser() -> argparse.ArgumentParser:
 
     checkpoint = argparse.ArgumentParser(add_help=False)
     checkpoint.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
-    command = commands.add_parser(
-        "publish",
-        parents=[common, coding, checkpoint, stream, signing, trust],
-        help="publish a checkpoint as the next version",
-    )
-    command.add_argument(
+    version = argparse.ArgumentParser(add_help=False)
+    version.add_argument(
         "--dtype",
         type=str.upper,
         choices=list(COMPUTE_DTYPES),
         help="cast wider floating-point tensors to this compute dtype (default: as they are)",
     )
-    command.add_argument(
+    version.add_argument(
         "--anchor", action="store_true", help="store the whole state, too, for newcomers to start from"
     )
-    beside = command.add_mutually_exclusive_group()
+    beside = version.add_mutually_exclusive_group()
     beside.add_argument(
         "--file",
         action="append",
@@ -178,16 +175,40 @@ def make_parser() -> argparse.ArgumentParser:
         "may be repeated",
     )
     beside.add_argument("--no-files", action="store_true", help="publish the weights alone")
-    command.add_argument(
+    version.add_argument(
         "--metadata",
         type=fact,
         action="append",
         metavar="KEY=VALUE",
         help="say this of the version, such as step=40; may be repeated",
     )
-    command.add_argument("--keep", type=count, metavar="N", help="then keep the newest N versions (see gc)")
-    command.add_argument("--folds", type=count, nargs="+", metavar="N", help="then make folds (see fold)")
+    version.add_argument("--keep", type=count, metavar="N", help="then keep the newest N versions (see gc)")
+    version.add_argument("--folds", type=count, nargs="+", metavar="N", help="then make folds (see fold)")
+    command = commands.add_parser(
+        "publish",
+        parents=[common, coding, checkpoint, stream, version, signing, trust],
+        help="publish a checkpoint as the next version",
+    )
     command.set_defaults(run=streams.publish)
+
+    watched = argparse.ArgumentParser(add_help=False)
+    watched.add_argument("folder", metavar="FOLDER", help="where the trainer writes a folder for each step")
+    command = commands.add_parser(
+        "watch",
+        parents=[common, coding, watched, stream, version, signing, trust],
+        help="publish the checkpoints that a trainer writes into a folder, each once, in the order of their steps",
+    )
+    command.add_argument(
+        "--pattern", default="*", metavar="GLOB", help="the names of those folders, such as step_* (default: *)"
+    )
+    command.add_argument(
+        "--done", required=True, metavar="FILE", help="the file that the trainer writes last, such as STABLE"
+    )
+    command.add_argument("--once", action="store_true", help="publish what is there, then exit")
+    command.add_argument(
+        "--poll", type=seconds, default=1.0, metavar="SECONDS", help="seconds between looks (default: 1)"
+    )
+    command.set_defaults(run=following.watch)
 
     command = commands.add_parser(
         "anchor",

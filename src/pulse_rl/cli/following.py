@@ -1,14 +1,23 @@
-"""Commands that go on until they are stopped: follow, into a folder or a live engine, and relay."""
+"""Commands that go on until they are stopped: follow, into a folder or a live engine; watch, out of one; relay."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from .._util.settings import format_bytes
-from ..errors import ConcurrentUse, EmptyStream, FormatError, InputError, PulseError, UnsupportedTensor
+from ..errors import (
+    ConcurrentUse,
+    EmptyStream,
+    FormatError,
+    InputError,
+    PublisherConflict,
+    PulseError,
+    UnsupportedTensor,
+)
 from ..events import Relayed
 from ..integrations import sglang, vllm
 from ..integrations.engines.handle import EngineHandle, EngineSync
@@ -22,10 +31,11 @@ from ..sync.polling import PollTimer, jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
 from .output import Console
-from .streams import open_lasting
+from .streams import files_beside, open_lasting, open_publisher, print_published
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 60.0
 _LOOK_SECONDS = 30.0
+_MAX_DIGITS = 16
 
 
 def follow(args: argparse.Namespace, console: Console) -> int:
@@ -254,6 +264,63 @@ def relay(args: argparse.Namespace, console: Console) -> int:
     return keep_on(
         sync, args, console, lambda poll: pause.wait([each.source.last_accepted for each in relays.values()], poll)
     )
+
+
+def watch(args: argparse.Namespace, console: Console) -> int:
+    folder = Path(args.folder)
+    if not folder.is_dir():
+        raise InputError(f"{args.folder} is no folder", hint="Make it, or name the one that the trainer writes into.")
+    publisher = open_publisher(args, console, args.folds or ())
+
+    def work() -> None:
+        head = publisher.head()
+        newest = -1 if head is None else head.metadata.get("step")
+        if not isinstance(newest, int):
+            raise InputError(
+                f"the newest version of {args.stream!r} does not say which step it is",
+                hint="Watch into a stream of its own, or publish with --metadata step=N.",
+            )
+        after = -1 if head is None else head.version
+        for step, found in _complete(folder, args.pattern, args.done):
+            if step > newest:
+                after = publish(step, found, after)
+
+    def publish(step: int, found: Path, after: int) -> int:
+        """The newest version."""
+        try:
+            done = publisher.publish(
+                load(found)[0],
+                dtype=args.dtype,
+                anchor=args.anchor,
+                metadata={**dict(args.metadata or ()), "folder": found.name, "step": step},
+                files=files_beside(args, found),
+                after=after,
+            )
+        except PublisherConflict:
+            head = publisher.head()
+            if head is None or head.metadata.get("step") != step:
+                raise
+            return head.version  # another watcher was faster
+        except (FormatError, UnsupportedTensor, InputError, FileNotFoundError) as error:
+            if found.exists():  # it was not deleted meanwhile, as trainers delete what is old
+                console.note(f"{found.name} is passed over: {error}")
+            return after
+        print_published(done, console)
+        return done.version
+
+    with publisher:
+        return keep_on(work, args, console, _sleep)
+
+
+def _complete(folder: Path, pattern: str, done: str) -> list[tuple[int, Path]]:
+    """(step, folder) of the checkpoints that a trainer has written to their end, in the order of their steps, which
+    are the last numbers in their names."""
+    found = []
+    for each in folder.glob(pattern):
+        numbers = re.findall(r"\d+", each.name)
+        if numbers and len(numbers[-1]) < _MAX_DIGITS and (each / done).is_file():
+            found.append((int(numbers[-1]), each))
+    return sorted(found)
 
 
 def _show_relayed(done: Relayed, console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,10 +30,27 @@ _TOO_LONG_HERE = {"test_the_longest_name"}
 
 def publish(args: argparse.Namespace, console: Console) -> int:
     state, _ = load(args.checkpoint)
+    with open_publisher(args, console) as publisher:
+        done = publisher.publish(
+            state,
+            dtype=args.dtype,
+            anchor=args.anchor,
+            metadata=dict(args.metadata or ()),
+            files=files_beside(args, Path(args.checkpoint)),
+        )
+    if args.folds:
+        list(_folds(args, console))
+    print_published(done, console)
+    return 0
+
+
+def open_publisher(args: argparse.Namespace, console: Console, folds: Sequence[int] = ()) -> Publisher:
+    """Raises InputError for a signed stream without a key."""
     publisher = Publisher(
         open_lasting(args.store),
         stream=args.stream,
         codec=args.codec,
+        folds=folds,
         keep=args.keep,
         signer=_signer(args),
         trusted_keys=args.trust or (),
@@ -45,13 +62,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
     head = publisher.head()
     if head is not None and head.signature and not args.sign_key:
         raise InputError(f"stream {args.stream!r} is signed", hint="Give the key with --sign-key, or another stream.")
-    metadata = dict(args.metadata or ())
-    done = publisher.publish(state, dtype=args.dtype, anchor=args.anchor, metadata=metadata, files=_files(args))
-    publisher.close()
-    if args.folds:
-        list(_folds(args, console))
-    _print_published(done, console)
-    return 0
+    return publisher
 
 
 def anchor(args: argparse.Namespace, console: Console) -> int:
@@ -64,7 +75,7 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
         threads=args.threads,
         on_event=console,
     )
-    _print_published(done, console)
+    print_published(done, console)
     return 0
 
 
@@ -152,7 +163,7 @@ def keygen(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _print_published(done: Published, console: Console) -> None:
+def print_published(done: Published, console: Console) -> None:
     facts = {
         "stream": done.stream,
         "stream_id": done.stream_id,
@@ -171,14 +182,13 @@ def _print_published(done: Published, console: Console) -> None:
     console.result(facts, [f"{done}, root {done.root}"])
 
 
-def _files(args: argparse.Namespace) -> dict[str, bytes] | None:
+def files_beside(args: argparse.Namespace, checkpoint: Path) -> dict[str, bytes] | None:
     """What goes with the weights: those of the version before where a file of weights is published alone."""
-    folder = Path(args.checkpoint)
     if args.no_files:
         return {}
     if args.file:
         return of_dtype(checked_files({Path(file).name: file for file in args.file}), args.dtype)
-    return of_dtype(files_of(current_version(folder)), args.dtype) if folder.is_dir() else None
+    return of_dtype(files_of(current_version(checkpoint)), args.dtype) if checkpoint.is_dir() else None
 
 
 def _signer(args: argparse.Namespace) -> Signer | None:

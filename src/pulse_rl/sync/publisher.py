@@ -180,6 +180,7 @@ class Publisher(Closing, NotCopyable):
         anchor: bool = False,
         files: Files | None = None,
         on_device: str | None = None,
+        after: int | None = None,
     ) -> Published:
         """Commits a state as the next version and returns what it cost.
 
@@ -193,7 +194,9 @@ class Publisher(Closing, NotCopyable):
         256 of 128 MiB in all. They are stored once while they do not change. None keeps those of the version before,
         ``{}`` carries none. ``on_device``: what the devices of CUDA tensors have memory for: "copy", for `submit`, a
         copy, until it is on the host, so that training does not wait for the bus; "baseline", that, and the last
-        version, so that only what differs crosses the bus; None, nothing.
+        version, so that only what differs crosses the bus; None, nothing. ``after``: the version that this one must
+        follow, -1 where the stream must be new; where another has come since, PublisherConflict is raised and nothing
+        is published. None: whatever is the newest.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises StoreUnavailable or StoreFull,
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
@@ -205,7 +208,7 @@ class Publisher(Closing, NotCopyable):
         with self._call() as number, failures_to(self._listener, self._stream.name, "publish"):
             # In the caller's thread: whose devices must have written the state, and whose arguments are wrong.
             read = partial(self._read, source, dtype)
-            request = self._request(read, metadata, dtype, anchor, files, on_device, PublishRequest.awaited)
+            request = self._request(read, metadata, dtype, anchor, files, on_device, PublishRequest.awaited, after)
             # All else on the publisher's own thread, which no interrupt reaches.
             return self._serial.run(lambda: self._rank.publish(request, number=number))[0]
 
@@ -351,13 +354,22 @@ class Publisher(Closing, NotCopyable):
         files: Files | None,
         on_device: str | None,
         then: Callable[[PublishRequest], PublishRequest],
+        after: int | None = None,
     ) -> PublishRequest:
         """The request of a call, looked at in the caller's thread; among several ranks an error is kept until all can
         be told."""
         try:
             mine = files if self._rank.first else None  # rank 0's are the version's
             return then(
-                PublishRequest.of(read, metadata=metadata, dtype=dtype, anchor=anchor, files=mine, on_device=on_device)
+                PublishRequest.of(
+                    read,
+                    metadata=metadata,
+                    dtype=dtype,
+                    anchor=anchor,
+                    files=mine,
+                    on_device=on_device,
+                    after=after,
+                )
             )
         except Exception as error:  # whatever it is: the others wait to be told
             if not self._together:

@@ -189,7 +189,7 @@ class RankPublisher:
                 return call
             held.append(held_to_bytes(made[0].held))
             at = self._baseline
-            arguments = {"metadata": request.metadata, "dtype": request.dtype, "anchor": request.anchor}
+            arguments = {name: getattr(request, name) for name in ("metadata", "dtype", "anchor", "after")}
             known = f"{at.version} {at.root} {at.history.spans}" if at else ""
             return call + json.dumps([arguments, sha256(held[0]).hexdigest(), len(held[0]), known]).encode()
 
@@ -245,6 +245,7 @@ class RankPublisher:
             self._folds.make()
             # 2. Resume: what is the head, and is the baseline it? Else the head is restored, or an anchor starts over.
             found = self._resume()
+            self._require_head(request.after, found)
             timer.end("resume")
             # 3. Build: what lies on devices is compared there; then compare, code, decode as a check, and hash.
             scan = self._scan(local)
@@ -265,6 +266,19 @@ class RankPublisher:
         if found.lost is not None:
             self._resumed(found.lost, "anchored", "the store no longer holds it")
         return found
+
+    def _require_head(self, after: int | None, found: Found) -> None:
+        """Raises PublisherConflict, on all ranks, where another version than ``after`` is the newest."""
+        known = found.version if found.version is not None else found.lost
+        head = self._baseline.version if found.keep and self._baseline else -1 if known is None else known
+        if after is not None and head != after:
+            raise self._ranks.mark_collective(
+                PublisherConflict(
+                    f"the newest version of {self._stream.name!r} is {'none' if head < 0 else head}, not "
+                    f"{'none' if after < 0 else after}",
+                    hint="Look at head(): another publisher was faster, or this version is published already.",
+                )
+            )
 
     def _scan(self, local: LocalState) -> Scan:
         """What the version is to hold, once what lies on devices is compared there or copied."""

@@ -92,7 +92,8 @@ class HostCopy:
 class PublishRequest:
     """What is to be published: the elements that ``local`` has, once its ``copy``, where there is one, was waited for;
     nothing where it was ``refused``; and the ``files`` beside the weights, None for those of the version before.
-    ``out_of_memory``: whether a device had no memory for its copy."""
+    ``after``: the version that the new one must follow, see `Publisher.publish`. ``out_of_memory``: whether a device
+    had no memory for its copy."""
 
     local: LocalState | None
     metadata: Metadata
@@ -100,6 +101,7 @@ class PublishRequest:
     anchor: bool
     files: Mapping[str, bytes] | None = None
     on_device: str | None = None
+    after: int | None = None
     out_of_memory: bool = False
     copy: HostCopy | None = None
     refused: Exception | None = None
@@ -114,13 +116,16 @@ class PublishRequest:
         anchor: bool,
         files: Files | None,
         on_device: str | None,
+        after: int | None,
     ) -> Self:
         """The request of a call of `Publisher.publish`. Raises what that does for its arguments."""
         if on_device not in (None, COPY, BASELINE):
             raise InputError(f"on_device must be None, 'copy' or 'baseline', not {on_device!r}")
         facts = checked_metadata({} if metadata is None else metadata)
         taken = None if files is None else checked_files(files)
-        return cls(read(), facts, dtype, anchor, taken, on_device)
+        if after is not None and (isinstance(after, bool) or not isinstance(after, int) or after < -1):
+            raise InputError(f"after must be the number of a version, or -1 for a new stream, not {after!r}")
+        return cls(read(), facts, dtype, anchor, taken, on_device, after)
 
     @classmethod
     def refusing(cls, error: Exception) -> Self:
