@@ -17,7 +17,7 @@ from pulse_rl.store.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
 from tests.support.relays import Counted, newest_root
 from tests.support.states import Rng, history, roots
-from tests.support.stores import FaultyStore
+from tests.support.stores import FaultyStore, requests
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +32,6 @@ def origin(tmp_path: Path) -> LocalStore:
 def served(origin: LocalStore) -> Iterator[FolderServer]:
     with FolderServer(origin.root) as server:
         yield server
-
-
-def requests(source: FaultyStore, relay: Relay) -> Counter[str]:
-    source.calls.clear()
-    relay.sync()
-    return Counter(f"{call} {name.split('/')[1]}" for call, name in source.calls)
 
 
 def test_a_version_costs_a_list_a_manifest_and_the_patch(rng: Rng) -> None:

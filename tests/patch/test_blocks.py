@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pulse_rl import Bits, State
 from pulse_rl.errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
 from pulse_rl.patch import BLOCK_ELEMENTS, apply_patch, build_patch, parse_patch
-from pulse_rl.patch.blocks import Block, cut
+from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import (
     MAX_SLICES,
     Base,
@@ -26,7 +26,6 @@ from pulse_rl.patch.header import (
     slices_of,
 )
 from pulse_rl.patch.undo import by_whole_blocks
-from pulse_rl.state.cast import CastState
 from pulse_rl.state.digest import LEAF_BYTES, StateDigest, state_digest
 from pulse_rl.state.memory import pageable
 from pulse_rl.state.tensors import DTYPES, Segment, TensorSpec
@@ -70,11 +69,6 @@ def test_a_large_tensor_is_cut_into_the_fewest_runs(elements: int) -> None:
     assert len(blocks) == -(-elements // UNIT)
 
 
-def test_the_number_of_blocks_is_never_below_what_a_header_is_held_to() -> None:
-    for elements in (UNIT - 1, UNIT, UNIT + 1, 5 * UNIT, 5 * UNIT + 1):
-        assert len(cut(specs_of([("F64", elements)]), most=UNIT)) >= elements // UNIT
-
-
 def test_small_neighbours_of_one_dtype_share_a_block() -> None:
     blocks = cut(specs_of([("BF16", 5), ("BF16", 0), ("BF16", 7), ("F32", 3), ("BF16", 2), ("BF16", UNIT)]), most=UNIT)
     assert [[s.spec.name for s in b.segments] for b in blocks] == [["w00", "w02"], ["w03"], ["w04"], ["w05"]]
@@ -101,15 +95,6 @@ def test_the_cut_is_pinned() -> None:
     assert [b.segments[0].stop for b in cut(specs_of([("F32", 5 * UNIT)]))] == [2621440, 5242880]
 
 
-def test_a_block_reads_its_segments_one_after_another() -> None:
-    state = State.of({"a": np.arange(3, dtype=np.int16), "b": np.arange(3, 7, dtype=np.int16)})
-    (block,) = cut(state.specs)
-    assert block.read(state).tolist() == list(range(7))
-    alone = Block(block.dtype, (block.segments[1]._replace(start=1, stop=3),))
-    assert alone.read(state).tolist() == [4, 5]
-    assert np.shares_memory(alone.read(state), state.read("b"))
-
-
 def test_a_state_in_one_piece_is_read_without_a_copy() -> None:
     specs = tuple(TensorSpec(f"w{k}", DTYPES["BF16"], (32 * (k + 1),)) for k in range(4))
     state = State.empty(specs)
@@ -134,13 +119,6 @@ def test_what_lies_apart_is_copied() -> None:
         read = block.read(state)
         assert block.read_into(state, pageable)[1]
         assert not any(np.shares_memory(read, state.read(name)) for name in state)
-
-
-def test_what_a_state_casts_is_a_copy() -> None:
-    state = CastState(State.of({"w": np.zeros(5, np.float32)}), DTYPES["BF16"])
-    (block,) = cut(state.specs)
-    assert block.read_into(state, pageable)[1]
-    assert not block.read_into(state.copy(), pageable)[1]
 
 
 @given(tensor_sets, st.lists(st.floats(0, 1), min_size=2, max_size=6))
@@ -236,12 +214,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rng: Rng) -> None:
     with pytest.raises(DigestMismatch):
         apply_patch(parse_patch(false, base), state, base)
     assert state_digest(state).leaves == base.leaves
-
-
-def test_a_part_alone_is_not_the_patch(rng: Rng) -> None:
-    old, new = pair(rng)
-    with pytest.raises(CorruptPatch, match=r"in no file|not in one file"):
-        parse_patch([part(old, new, cut_among(old, rng, 2)[0])], state_digest(old))
 
 
 @pytest.mark.slow

@@ -23,13 +23,7 @@ from pulse_rl.study import CheckpointFolder, study
 from pulse_rl.study.meter import SparsityMeter
 from pulse_rl.study.recurrence import (
     CLASSES,
-    DOWN,
-    NEVER,
-    UP,
-    ChangeTable,
-    LastChanges,
     Remembered,
-    StateStep,
     steps_to_code,
 )
 from tests.study.test_study import Listed
@@ -125,65 +119,6 @@ def studied(states: Sequence[np.ndarray], dtype: str, **options: Any) -> dict[st
 
 def shares(found: dict[str, Any]) -> list[float]:
     return [found["not_yet"], *(age["share"] for age in found["ages"])]
-
-
-def test_ages_directions_and_lengths_of_single_elements() -> None:
-    last = LastChanges(4)
-    everything = np.arange(4, dtype=np.uint32)
-    last.advance(np.array([1, 2], np.uint32), np.array([1, -2]))
-    assert last.ages(everything).tolist() == [0, 1, 1, 0]
-    assert last.directions(everything).tolist() == [NEVER, UP, DOWN, NEVER]
-    assert last.lengths(everything).tolist() == [0, 1, 2, 0]
-    last.advance(np.array([2, 3], np.uint32), np.array([1, -1]))
-    assert last.ages(everything).tolist() == [0, 2, 1, 1]
-    assert last.directions(everything).tolist() == [NEVER, UP, UP, DOWN]
-    assert last.lengths(everything).tolist() == [0, 1, 1, 1]
-    assert last.nbytes == 4
-
-
-def test_ages_grow_by_octaves_and_never_start_again() -> None:
-    last, nothing = LastChanges(2), np.empty(0, np.uint32)
-    last.advance(np.array([0], np.uint32), np.array([7]))
-    for age in range(1, 300):
-        assert last.ages(slice(None)).tolist() == [class_of(age), 0], age
-        assert (last.directions(np.array([0], np.uint32)), last.lengths(np.array([0], np.uint32))) == (UP, 2)
-        last.advance(nothing, np.empty(0, np.int64))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "old", "new", "size"),
-    [
-        ("BF16", 0x3F80, 0x3F82, 2),
-        ("BF16", 0xBF80, 0xBF81, -1),  # further below zero
-        ("BF16", 0x8000, 0x0000, 1),  # -0 and +0 are neighbours
-        ("F16", 0x8003, 0x8001, 2),
-        ("F8_E4M3", 0x81, 0x80, 1),
-        ("F8_E5M2", 0x00, 0x80, -1),
-        ("I8", 0xFF, 0x01, 2),
-        ("F32", 0xFFFFFFFF, 0x7FFFFFFF, -1),  # the ends of the order, one apart modulo 2^32
-    ],
-)
-def test_steps_are_counted_in_values(dtype: str, old: int, new: int, size: int) -> None:
-    kind = DTYPES[dtype].uint
-    step = StateStep(np.zeros(1, np.uint32), np.array([old], kind), np.array([new], kind))
-    assert step.sizes(DTYPES[dtype]).tolist() == [size] == [step_of(old, new, dtype)]
-
-
-def test_a_table_by_hand() -> None:
-    """Eight BF16 elements of one exponent: two changed one version ago, up; one of those and one other change."""
-    old = np.arange(0x3F80, 0x3F88, dtype=np.uint16)
-    last = LastChanges(8)
-    last.advance(np.array([0, 1], np.uint32), np.array([1, 3]))
-    at = np.array([0, 5], np.uint32)
-    step = StateStep(at, old[at], old[at] + np.array([1, 2], np.uint16))
-    table = ChangeTable(DTYPES["BF16"])
-    table.add(old, step, last)
-    assert (table.elements[127, :2].tolist(), table.changed[127, :2].tolist()) == ([6, 2], [1, 1])
-    position, sign, size = table.bits()
-    # 2 of 8; 1 of 6 and 1 of 2.
-    assert position == pytest.approx((8 * 3 - 2 - 6 * math.log2(6), 6 * math.log2(6) - 5 * math.log2(5) + 2))
-    assert sign == (0.0, 0.0)  # both went up
-    assert size == pytest.approx((2.0, 0.0))  # one by 1, after a step of 1, and one by 2, which had not moved yet
 
 
 @pytest.mark.parametrize("periods", [(1, 2, 3, 5, 9), (17, 40)])

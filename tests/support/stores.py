@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -104,3 +105,10 @@ class FaultyStore:
 
     def delete(self, name: str) -> None:
         self._call("delete", name, lambda: self.inner.delete(name))
+
+
+def requests(store: FaultyStore, reader: Any) -> Counter[str]:
+    """What a ``sync`` asks of the store: how often each call, and on which folder of the stream."""
+    store.calls.clear()
+    reader.sync()
+    return Counter(f"{call} {name.split('/')[1]}" for call, name in store.calls)

@@ -6,13 +6,7 @@ from collections import Counter
 
 from pulse_rl import MemoryStore, Publisher, Subscriber
 from tests.support.states import Rng, history
-from tests.support.stores import FaultyStore
-
-
-def requests(store: FaultyStore, worker: Subscriber) -> Counter[str]:
-    store.calls.clear()
-    worker.sync()
-    return Counter(f"{call} {name.split('/')[1]}" for call, name in store.calls)
+from tests.support.stores import FaultyStore, requests
 
 
 def test_requests_of_a_look_and_of_a_sync(rng: Rng) -> None:

@@ -64,19 +64,25 @@ def test_an_exception_is_raised_at_its_place(threads: int | None) -> None:
     assert seen == [0, 1, 2]
 
 
-@threads
-def test_nothing_runs_after_it_was_closed(threads: int | None) -> None:
-    """Undo relies on it: a thread that writes after the undo would leave the state half-way."""
+def counted() -> tuple[list[int], Callable[[int], int]]:
+    """How many calls of the function are running, and the function."""
     running, lock = [0], threading.Lock()
 
     def work(k: int) -> int:
         with lock:
             running[0] += 1
-        time.sleep(0.005)
+        time.sleep(0.004)
         with lock:
             running[0] -= 1
         return k
 
+    return running, work
+
+
+@threads
+def test_nothing_runs_after_it_was_closed(threads: int | None) -> None:
+    """Undo relies on it: a thread that writes after the undo would leave the state half-way."""
+    running, work = counted()
     with closing(ordered_map(work, range(100), threads)) as results:
         next(results)
     assert running == [0]
@@ -269,16 +275,7 @@ def test_a_call_is_run_once_or_cancelled() -> None:
 
 def test_a_stopped_map_leaves_nothing_running() -> None:
     """What undo relies on, in an operation that is asked to stop in the midst of it."""
-    serial, lock = SerialThread("Thing"), threading.Lock()
-    running = [0]
-
-    def block(k: int) -> int:
-        with lock:
-            running[0] += 1
-        time.sleep(0.003)
-        with lock:
-            running[0] -= 1
-        return k
+    serial, (running, block) = SerialThread("Thing"), counted()
 
     def work() -> None:
         try:
@@ -308,15 +305,3 @@ def test_what_a_map_runs_in_threads_stops_with_the_operation() -> None:
         serial.run(lambda: list(ordered_map(slow, range(2), 2)))
     assert sorted(stopped) == [0, 1]
     assert time.monotonic() - started < 25
-
-
-def test_what_a_map_runs_in_threads_ends_where_nothing_stops() -> None:
-    serial, done = SerialThread("Thing"), list[int]()
-
-    def inner() -> None:
-        with shield():
-            list(ordered_map(lambda _: steps(done, 60)(), range(2), 2))
-
-    with pytest.raises(Boom), interrupted_after(0.02):
-        serial.run(inner)
-    assert len(done) == 120
