@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
             print(described(shrunk(outcome) if outcome.steps and not (args.steps or args.concurrent) else outcome))
             return 1
         print("\n".join(outcome.trace))
-        print(f"sequence {outcome.seed}: {len(outcome.steps)} steps, nothing wrong")
+        print(f"sequence {outcome.seed}: {len(outcome.steps)} steps, {dict(outcome.counts)}, nothing wrong")
         return 0
 
     started = said = time.monotonic()
