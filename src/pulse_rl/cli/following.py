@@ -280,10 +280,15 @@ def watch(args: argparse.Namespace, console: Console) -> int:
                 f"the newest version of {args.stream!r} does not say which step it is",
                 hint="Watch into a stream of its own, or publish with --metadata step=N.",
             )
-        after = -1 if head is None else head.version
+        after = known = -1 if head is None else head.version
         for step, found in _complete(folder, args.pattern, args.done):
             if step > newest:
                 after = publish(step, found, after)
+        if args.once and after == known:
+            facts = {"version": None if head is None else after, "step": None if head is None else newest}
+            console.result(
+                facts, [f"no checkpoint in {args.folder} is newer" + (f" than step {newest}" if head else "")]
+            )
 
     def publish(step: int, found: Path, after: int) -> int:
         """The newest version."""
