@@ -227,14 +227,15 @@ class Staging:
     def wait_for(self, version: int, seconds: float) -> None:
         """Lets the thread look until it holds ``version``; returns at once where another process of the node leads.
         Raises what it last met in the store, or EngineError, once ``seconds`` have passed."""
-        deadline = time.monotonic() + seconds
+        deadline, again = time.monotonic() + seconds, 0.0
         while self.subscriber is not None and (self.held is None or self.held.version != version):
-            if self.state.answered >= self.state.asked:
-                failure = self.state.error
-                late = EngineError(f"the store did not have version {version} within {seconds:g} s")
-                if time.monotonic() > deadline or (failure is not None and not failure.retryable):
-                    raise failure or late
+            now, answered = time.monotonic(), self.state.answered >= self.state.asked
+            failure = self.state.error
+            if now > deadline or (answered and failure is not None and not failure.retryable):
+                raise failure or EngineError(f"the store did not have version {version} within {seconds:g} s")
+            if answered and now >= again:
                 self.ask(None)
+                again = now + POLL_SECONDS
             time.sleep(_LOCAL_POLL_SECONDS)
 
     def host_state(self) -> State | None:
