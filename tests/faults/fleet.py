@@ -27,7 +27,6 @@ from .trainer import Trainer
 _SELECTIONS = (None, None, "embed", ["layer*"])
 _PUBLISHED, _NEAR = "origin", "near"
 _LIES = 0.2
-_MOST_LISTED = 2000
 
 
 _Server = LyingStore[Client]
@@ -58,17 +57,15 @@ class Follower:
                 update = self.subscriber.sync()
                 if update is not None:
                     update.acknowledge()
-                ended = True
+                if origin and not _hit(origin) and not self._fleet.destroyed:
+                    newest, version = max(self._fleet.published, default=None), self.subscriber.version
+                    check(version == newest, f"{self} is at {version}, not at {newest}, which its origin has")
             except CrashNow:
-                ended = False
+                pass
             except PulseError as error:
                 hit = _hit(origin) if origin else any(map(_hit, self._servers))
                 excused = hit or self._fleet.destroyed or isinstance(error, EmptyStream)
                 check(excused, f"{self} failed without a fault: {error!r}")
-                ended = False
-            if ended and origin and not _hit(origin) and not self._fleet.destroyed:
-                newest, version = max(self._fleet.published, default=None), self.subscriber.version
-                check(version == newest, f"{self} is at {version}, not at {newest}, which its origin has")
         if any(server.inner.dead for server in self._servers):
             self.start()
         self.inspect()
@@ -139,7 +136,7 @@ class Fleet:
                 server.tell(*LIES[lie := rng.choice(list(LIES))])
                 self.trace.append(f"  server {servers.index(server)} lies: {lie}")
             server.most_requests = 500 + 20 * len(self.disks[_PUBLISHED].names(STREAM))
-        with patch("pulse_rl.store.wrappers.MAX_LISTED", _MOST_LISTED):
+        with patch("pulse_rl.store.wrappers.MAX_LISTED", 2000):
             yield
         for server in servers:
             self.counts["lies"] += server.lies
@@ -200,8 +197,8 @@ class Fleet:
                 check(not conflict, f"the relay takes its own copy for another's: {error}")
                 check(any(map(_hit, servers)) or self.destroyed, f"the relay failed without a fault: {error!r}")
                 self.counts["relays_failed"] += 1
-            if servers[1].lies and servers[1].call in ("put", "put_new"):
-                self.destroyed = True  # what it says that it has stored is not there
+            # What the target says that it has stored is not there.
+            self.destroyed |= servers[1].lies > 0 and servers[1].call in ("put", "put_new")
         if any(server.inner.dead for server in servers):
             self._relay = None
         self.look_at_the_copy()

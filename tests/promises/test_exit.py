@@ -12,12 +12,12 @@ import pytest
 from pulse_rl import LocalStore, MemoryStore, Publisher, Subscriber, verify_stream
 
 PROGRAM = """
-import random, sys, threading, time, numpy as np
+import atexit, sys, threading, numpy as np
 from pulse_rl import Bits, Publisher, Subscriber, Subscribers
 
 store, how = sys.argv[1:]
 rng = np.random.default_rng(1)
-weight = rng.integers(0x3C00, 0x4000, (3000, 1000)).astype(np.uint16)
+weight = rng.integers(0x3C00, 0x4000, (9000, 1000)).astype(np.uint16)
 publisher = Publisher(store, stream="s")
 many = Subscribers(store, streams=["s"], poll_seconds=0.01, threads=2)
 
@@ -30,12 +30,25 @@ def follow():
         for _ in worker.updates(poll_seconds=0.001):
             pass
 
-for work in (read, follow):
+for work in () if how == "destructor" else (read, follow):
     threading.Thread(target=work, daemon=True).start()
-for step in range(3):
-    publisher.submit({"weight": Bits(weight, "BF16")})
-    weight[rng.random(weight.shape) < 0.1] += np.uint16(1)
-time.sleep(random.random() / 20)
+
+def submit(*_):
+    for step in range(3):
+        publisher.submit({name: Bits(weight, "BF16") for name in "ab"})
+        weight[step::9] += np.uint16(1)
+
+class Late:
+    __del__ = submit
+
+if how == "thread":
+    threading.Timer(0.2, submit).start()
+elif how == "at exit":
+    atexit.register(submit)
+else:
+    submit()
+kept = [Late() if how == "destructor" else None]
+kept.append(kept)
 if how == "exception":
     raise ValueError("as any other")
 if how == "exit":
@@ -62,7 +75,9 @@ def test_where_no_thread_can_be_started_the_work_is_done(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "status"), [("normal", 0), ("exception", 1), ("exit", 3)])
+@pytest.mark.parametrize(
+    ("how", "status"), [("normal", 0), ("exception", 1), ("exit", 3), ("thread", 0), ("at exit", 0), ("destructor", 0)]
+)
 def test_what_was_submitted_is_published(how: str, status: int, tmp_path: Path) -> None:
     for attempt in range(3):
         store = tmp_path / str(attempt)
@@ -70,6 +85,7 @@ def test_what_was_submitted_is_published(how: str, status: int, tmp_path: Path) 
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert ended.returncode == status, ended.stderr
         assert ("ValueError" in ended.stderr) == (how == "exception")
+        assert ("the program has ended" in ended.stderr) == (how == "destructor")
         reports = list(verify_stream(LocalStore(store), "s"))
         assert [report.version for report in reports] == [0, 1, 2]
         assert all(report.ok for report in reports)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -133,12 +134,17 @@ class SerialThread(NotCopyable):
             self._callers.pop("caller", None)
 
     def post(self, work: Callable[[], R]) -> Operation[R]:
-        """Runs ``work()`` after what was run or posted before, and does not wait for it. Raises as `run` does."""
+        """Runs ``work()`` after what was run or posted before, and does not wait for it, except where the program has
+        ended, and would not wait either. Raises as `run` does."""
+        if getattr(running, "operation", None) is None:
+            _park_at_the_end()
         self._take_turn()
         try:
             operation = Operation(work)
             _posted.add(operation)
             self._put(operation)
+            if _ending and get_ident() not in self._ident:
+                operation.wait()
             return operation
         finally:
             self._callers.pop("caller", None)
@@ -161,6 +167,8 @@ class SerialThread(NotCopyable):
             raise InputError(
                 f"this {self._owner} was made in another process", hint="Make one in each process, after the fork."
             )
+        if sys.is_finalizing():  # threads do not run any more
+            raise InputError(f"a {self._owner} is used after the program has ended", hint="Use it before the end.")
         me = get_ident()
         if self._callers.setdefault("caller", me) != me:
             raise ConcurrentUse(f"two threads use one {self._owner} at the same time")
@@ -219,7 +227,8 @@ def shield() -> Iterator[None]:
 # -- the end of the program
 #
 # A thread that comes back from a kernel into an interpreter that is being taken down is ended there, within frames of
-# C++, which ends the process by an abort. So no thread may be in a kernel by then.
+# C++, which ends the process by an abort. So no thread may be in a kernel by then. What was posted is ended twice:
+# before the pools of others go, and after the threads for which the program has waited and all that runs at its exit.
 
 _posted: weakref.WeakSet[Operation[Any]] = weakref.WeakSet()
 _active: dict[Operation[Any], int] = {}
@@ -228,14 +237,25 @@ _ending: list[bool] = []
 
 def _finish() -> None:
     """What was posted is ended, as an executor's work is."""
-    for operation in list(_posted):
+    for operation in _unended():
         while not operation.ended:
             operation.wait(LOOK_SECONDS)
 
 
+def _unended() -> list[Operation[Any]]:
+    while True:
+        try:
+            return [operation for operation in _posted if not operation.ended]
+        except RuntimeError:  # a thread has posted meanwhile
+            pass
+
+
 def _rest() -> None:
-    """What others wait for, none of which ends by itself any more, is stopped at its next checkpoint."""
+    """What was posted since is ended, too, with what it posts. What others wait for, none of which ends by itself any
+    more, is stopped at its next checkpoint."""
     _ending.append(True)
+    while _unended():
+        _finish()
     limit = time.monotonic() + _LONGEST_REST_SECONDS
     while _active and time.monotonic() < limit:
         for operation in list(_active):

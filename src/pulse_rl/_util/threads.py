@@ -9,6 +9,7 @@ a call is claimed by whoever runs or cancels it, and says when it has ended.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from _thread import allocate_lock, start_new_thread
 from collections import deque
@@ -123,7 +124,8 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | N
     they did never races with one. Raises InputError for less than one worker.
     """
     threads = checked_threads(threads) or default_threads()
-    if threads == 1 or (isinstance(items, Sequence) and len(items) < 2):
+    # In an interpreter that is being taken down, as where destructors run, a new thread would never get on.
+    if threads == 1 or sys.is_finalizing() or (isinstance(items, Sequence) and len(items) < 2):
         for item in items:
             checkpoint()
             yield function(item)
