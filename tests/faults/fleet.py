@@ -131,10 +131,9 @@ class Fleet:
         """Faults befall calls, and each of the servers may lie, for a while."""
         for server in servers:
             server.inner.expect(_faults(rng))
-            server.tell()
-            if rng.random() < _LIES:
-                server.tell(*LIES[lie := rng.choice(list(LIES))])
-                self.trace.append(f"  server {servers.index(server)} lies: {lie}")
+            lie = rng.choice(list(LIES)) if rng.random() < _LIES else "the truth"
+            server.tell(*LIES.get(lie, ()))
+            self.trace.append(f"  server {servers.index(server)} tells: {lie}")
             server.most_requests = 500 + 20 * len(self.disks[_PUBLISHED].names(STREAM))
         with patch("pulse_rl.store.wrappers.MAX_LISTED", 2000):
             yield

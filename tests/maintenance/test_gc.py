@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pulse_rl import LocalStore, MemoryStore, Publisher, Store, Subscriber, gc_stream, state_root, verify_stream
 from pulse_rl.errors import EmptyStream, InputError, StoreUnavailable
 from pulse_rl.events import CallFailed, Event
+from tests.support.lying_store import LyingStore
 from tests.support.states import TinyTrainer
 from tests.support.stores import FaultyStore, names
 
@@ -82,16 +84,13 @@ def test_a_payload_whose_manifest_is_on_its_way_stays() -> None:
 def test_a_reader_in_mid_restore_finds_another_path() -> None:
     """gc runs between the reader's planning and its fetching: the read that fails makes it plan again."""
 
-    class Collected(MemoryStore):
-        armed = False
+    def collect(liar: LyingStore[MemoryStore], name: str, right: Callable[[], bytes]) -> bytes:
+        if name.endswith(".patch"):
+            liar.tell()
+            gc_stream(liar, "s", keep=1, grace_seconds=0)
+        return right()
 
-        def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-            if self.armed and name.endswith(".patch"):
-                self.armed = False
-                gc_stream(self, "s", keep=1, grace_seconds=0)
-            return super().get(name, start, stop)
-
-    store = Collected()
+    store = LyingStore(MemoryStore())
     trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", anchor_ratio=0.02, threads=1)
     for _ in range(30):
@@ -99,10 +98,10 @@ def test_a_reader_in_mid_restore_finds_another_path() -> None:
         publisher.publish(trainer.state)
     reader = Subscriber(store, stream="s", threads=1)
     reader.sync(target=1)
-    store.armed = True
+    store.tell("get", collect)
     reader.sync()
     assert reader.root == state_root(trainer.state)
-    assert not store.armed
+    assert not store.call
 
 
 def test_bad_wishes() -> None:

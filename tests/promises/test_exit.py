@@ -22,13 +22,11 @@ publisher = Publisher(store, stream="s")
 many = Subscribers(store, streams=["s"], poll_seconds=0.01, threads=2)
 
 def read():
-    for _ in many.updates():
-        pass
+    list(many.updates())
 
 def follow():
     with Subscriber(store, stream="s") as worker:
-        for _ in worker.updates(poll_seconds=0.001):
-            pass
+        list(worker.updates(poll_seconds=0.001))
 
 for work in () if how == "destructor" else (read, follow):
     threading.Thread(target=work, daemon=True).start()
@@ -38,16 +36,9 @@ def submit(*_):
         publisher.submit({name: Bits(weight, "BF16") for name in "ab"})
         weight[step::9] += np.uint16(1)
 
-class Late:
-    __del__ = submit
-
-if how == "thread":
-    threading.Timer(0.2, submit).start()
-elif how == "at exit":
-    atexit.register(submit)
-else:
-    submit()
-kept = [Late() if how == "destructor" else None]
+starts = {"thread": threading.Timer(0.2, submit).start, "at exit": lambda: atexit.register(submit)}
+starts.get(how, submit)()
+kept = [type("Late", (), {"__del__": submit})() if how == "destructor" else None]
 kept.append(kept)
 if how == "exception":
     raise ValueError("as any other")

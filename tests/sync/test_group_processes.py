@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -11,6 +12,7 @@ from pulse_rl import GroupMember, MemoryStore, Subscriber, Update
 from pulse_rl.errors import InputError, MemberConflict, StoreUnavailable
 from pulse_rl.store import ObjectInfo
 from tests.faults.groups import MEMBERS
+from tests.support.lying_store import LyingStore
 from tests.support.members import Clock, KeepsAll, Stream, member, rounds
 from tests.support.states import Live
 from tests.support.stores import FaultyStore, names
@@ -186,19 +188,16 @@ def test_a_process_that_was_replaced_is_not_waited_for_even_where_nobody_may_del
 
 
 def test_a_note_that_is_deleted_at_once_is_written_again(clock: Clock) -> None:
-    class Deletes(MemoryStore):
-        armed = True
+    def delete(liar: LyingStore[MemoryStore], name: str, right: Callable[[], ObjectInfo]) -> ObjectInfo:
+        if "/members/" in name:
+            liar.tell()
+            liar.delete(name)
+        return right()
 
-        def head(self, name: str) -> ObjectInfo:
-            if self.armed and "/members/" in name:
-                self.armed = False
-                self.delete(name)
-            return super().head(name)
-
-    store = Deletes()
+    store = LyingStore(MemoryStore(), "head", delete)
     Stream(store).publish()
     assert member(store, "a").poll() is not None
-    assert not store.armed
+    assert not store.call
 
 
 def test_who_stages_for_long_switches_to_nothing_that_the_others_have_left(clock: Clock) -> None:
