@@ -21,12 +21,9 @@ weight = rng.integers(0x3C00, 0x4000, (9000, 1000)).astype(np.uint16)
 publisher = Publisher(store, stream="s")
 many = Subscribers(store, streams=["s"], poll_seconds=0.01, threads=2)
 
-def read():
-    list(many.updates())
+def read(): list(many.updates())
 
-def follow():
-    with Subscriber(store, stream="s") as worker:
-        list(worker.updates(poll_seconds=0.001))
+def follow(): list(Subscriber(store, stream="s").updates(poll_seconds=0.001))
 
 for work in () if how == "destructor" else (read, follow):
     threading.Thread(target=work, daemon=True).start()
@@ -40,10 +37,8 @@ starts = {"thread": threading.Timer(0.2, submit).start, "at exit": lambda: atexi
 starts.get(how, submit)()
 kept = [type("Late", (), {"__del__": submit})() if how == "destructor" else None]
 kept.append(kept)
-if how == "exception":
-    raise ValueError("as any other")
-if how == "exit":
-    sys.exit(3)
+if how == "exception": raise ValueError("as any other")
+if how == "exit": sys.exit(3)
 """
 
 

@@ -73,6 +73,18 @@ def test_the_state_may_change_as_soon_as_it_is_taken(slow: SlowStore, rng: Rng) 
     assert all(report.ok for report in verify_stream(slow, "policy"))
 
 
+def test_a_callback_that_would_wait_for_itself_is_refused(rng: Rng) -> None:
+    publisher, ended = Publisher(MemoryStore(), stream="s", threads=1), threading.Event()
+
+    def again(_: object) -> None:
+        with pytest.raises(ConcurrentUse, match="itself"):
+            list(map(publisher.submit, history(rng, 3)))
+        ended.set()
+
+    publisher.submit(policy(rng)).add_done_callback(again)
+    assert ended.wait(20)
+
+
 def test_it_is_the_same_stream_as_that_of_publish(rng: Rng) -> None:
     """Patches, anchors and bytes, with memory that is used again and tensors that come and go."""
     states = history(rng, 9, density=0.05)

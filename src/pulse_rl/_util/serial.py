@@ -149,6 +149,11 @@ class SerialThread(NotCopyable):
         finally:
             self._callers.pop("caller", None)
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether the caller is within an operation, so that it cannot wait for another one."""
+        return get_ident() in self._ident
+
     def _run_here(self, work: Callable[[], R]) -> R:
         self._ident[:] = [get_ident()]
         try:

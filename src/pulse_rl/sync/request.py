@@ -11,7 +11,7 @@ from traceback import clear_frames
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from .._util.serial import Operation, SerialThread
-from ..errors import InputError
+from ..errors import ConcurrentUse, InputError
 from ..events import Metadata, Published
 from ..state.cast import CastState, compute_dtype_named
 from ..state.checkpoint import StateSource, as_state
@@ -273,6 +273,10 @@ class Submissions(Generic[T]):
         # 1. Room: by cancelling what waits, or by waiting for what is in flight.
         while len(unfinished := self._unfinished()) >= _MAX_UNFINISHED:
             if not (replace and unfinished[-1].submission.cancel()):
+                if self._serial.runs_here:
+                    raise ConcurrentUse(
+                        "a submission's callback would wait for itself", hint="Submit so many from another thread."
+                    )
                 unfinished[0].operation.wait()
         # 2. The copy, into memory that an earlier version no longer needs: new memory costs as much as the copy.
         self._reclaim()
@@ -324,7 +328,7 @@ class Submissions(Generic[T]):
         self._entries = [e for e in self._entries if not e.operation.ended or e.submission._failed_unasked]
 
     def _unfinished(self) -> list[_Entry[T]]:
-        return [e for e in self._entries if not e.operation.ended and not e.submission.cancelled()]
+        return [e for e in self._entries if not e.operation.ended and not e.submission.done()]
 
 
 def _popped(held: list[T]) -> T | None:
