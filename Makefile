@@ -89,7 +89,7 @@ bench-vllm: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m benchmarks.engines $(ARGS)
 
 # Under 25 seconds on two idle cores, to run while typing: every part, but no real processes, servers or exhaustive
-# sequences, and of a test with many parameters the first and the last.
+# sequences, and of a test with many parameters the last.
 quick: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow" --few -n 3 --dist worksteal $(ARGS)
 

@@ -78,6 +78,7 @@ def test_what_is_exported_has_a_docstring() -> None:
             assert value.__doc__, name
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_and_says_what_it_is_for() -> None:
     for name in modules():
         module = importlib.import_module(name)

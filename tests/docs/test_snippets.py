@@ -111,6 +111,7 @@ def test_the_examples_run(page: str, world: dict[str, Any]) -> None:
         exec(compile(here(code), f"{page}.md", "exec"), world)
 
 
+@pytest.mark.slow
 def test_what_the_examples_do_is_seen(world: dict[str, Any]) -> None:
     """An example of a worker does bring its model to the newest version."""
     newest = world["subscriber"]

@@ -94,6 +94,7 @@ def test_random_sequences(kind: str, sequences: int) -> None:
         assert set(FAULTS) <= set(counts), "each fault befell somebody"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WORLDS)
 def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
     """With threads or without, hostile or not; and each is another."""

@@ -110,6 +110,7 @@ def test_objects_print_in_a_line(tmp_path: Path) -> None:
     assert all(word in repr(done) for word in ("density=", "ratio=", "reason="))
 
 
+@pytest.mark.slow
 def test_no_public_object_prints_as_an_address() -> None:
     """But what users write themselves."""
     for line in (Path(__file__).parents[1] / "public_api.txt").read_text().splitlines():
