@@ -94,8 +94,8 @@ def test_small_tensors_of_other_parts_in_a_block_are_held_and_not_shown(rng: Rng
 
 @pytest.mark.slow
 def test_an_eighth_costs_an_eighth(rng: Rng, tmp_path: Path) -> None:
-    """Of the bytes, of anchor and patch, plus 5%; and of the memory."""
-    store, state = Counted(), staged(rng, elements=1 << 20, layers=16)
+    """Of the bytes, of anchor and patch, plus 5%; and of the memory. A stage's weights are a block."""
+    store, state = Counted(), staged(rng, elements=1 << 20, layers=4 * STAGES)
     dense = sum(tensor.array.nbytes for tensor in state.values())
     publisher = tuned(store, stream="policy", anchor_ratio=1e9, shard_bytes=8 << 20)
     anchored = publisher.publish(state)

@@ -7,6 +7,7 @@ Sender and receiver compute the same cut, so a patch header lists no block bound
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,10 +20,11 @@ from ..state.memory import Allocate, joined, pageable
 from ..state.tensors import DType, Segment, State, TensorSpec, UIntArray
 
 BLOCK_ELEMENTS = 1 << 22
+_NEAR = 64
 
 
 class Block(NamedTuple):
-    """A run of elements of one tensor, or several whole small tensors of one dtype, in name order."""
+    """A run of elements of one tensor, or what is held of several small tensors of one dtype, in name order."""
 
     dtype: DType
     segments: tuple[Segment, ...]
@@ -67,40 +69,58 @@ def cut(
 ) -> tuple[Block, ...]:
     """The blocks of a file that holds the slices ``held`` of the tensors ``specs``, both in order; None: all of them.
 
-    Tensors of at most `BLOCK_ELEMENTS` elements share a block with their neighbours of one dtype while the whole
-    tensors fit, whatever the file holds of them: so a reader that decodes whole tensors can decode parts of them. A
-    slice of a larger tensor is cut by `runs_of`. Tensors without elements are in no block. ``most``: another number in
-    the place of `BLOCK_ELEMENTS`, for what is no patch file.
+    Tensors of at most `BLOCK_ELEMENTS` elements share a block with the next ones of their dtype while the whole tensors
+    fit, and little lies between them or is in the block, whatever the file holds of them: so a reader that decodes
+    whole tensors can decode parts of them. A slice of a
+    larger tensor is cut by `runs_of`. Tensors without elements are in no block. Blocks are in the order in which their
+    last tensor, or the one that closes them, comes. ``most``: another number in the place of `BLOCK_ELEMENTS`, for what
+    is no patch file.
     """
     most = BLOCK_ELEMENTS if most is None else most
     of: dict[str, list[Segment]] = {}
     for segment in held or ():
         of.setdefault(segment.spec.name, []).append(segment)
     blocks: list[Block] = []
-    group: list[Segment] = []
-    dtype: DType | None = None
-    room = 0
+    groups: dict[DType, _Group] = {}  # the open ones
+    passed = 0
 
-    def close() -> None:
-        nonlocal dtype
-        if group:
-            blocks.append(Block(group[0].spec.dtype, tuple(group)))
-            group.clear()
-        dtype = None
+    def close(dtype: DType) -> None:
+        if (group := groups.pop(dtype, None)) and group.segments:
+            blocks.append(Block(dtype, tuple(group.segments)))
 
     for spec in specs:
         slices = of.get(spec.name, []) if held is not None else [Segment(spec, 0, spec.elements)]
         if spec.elements > most:
-            close()
+            close(spec.dtype)
             blocks += [Block(spec.dtype, (run,)) for segment in slices for run in runs_of(segment, most)]
         elif spec.elements:
-            if dtype is None or dtype != spec.dtype or spec.elements > room:
-                close()
-                dtype, room = spec.dtype, most
-            group += slices
-            room -= spec.elements
-    close()
+            group = groups.get(spec.dtype)
+            if group is None or not group.takes(spec.elements, passed, most):
+                close(spec.dtype)
+                group = groups[spec.dtype] = _Group()
+            group.segments += slices
+            group.elements += spec.elements
+            group.end = passed + spec.elements
+        passed += spec.elements
+    for dtype in list(groups):
+        close(dtype)
     return tuple(blocks)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Small tensors of one dtype, ``elements`` in all; the last one ends at element ``end`` of the state. ``segments``:
+    what is held of them."""
+
+    segments: list[Segment] = field(default_factory=list)
+    elements: int = 0
+    end: int = 0
+
+    def takes(self, elements: int, start: int, most: int) -> bool:
+        """Whether a tensor of so many elements, which starts at element ``start`` of the state, joins. What lies
+        between its tensors, or what it holds, stays small: who needs one of them decodes all."""
+        near, together = start - self.end, self.elements + elements
+        return together <= most and min(near, together) <= most // _NEAR
 
 
 def runs_of(segment: Segment, most: int | None = None) -> list[Segment]:

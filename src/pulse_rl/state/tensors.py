@@ -234,8 +234,10 @@ class State:
     @classmethod
     def empty(cls, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> Self:
         """A state of ``specs`` and ``aliases`` in new memory with uninitialised values."""
-        memory = contiguous([s.nbytes for s in specs])
-        return cls(specs, {s.name: m.view(s.dtype.uint) for s, m in zip(specs, memory, strict=True)}, aliases)
+        # Small tensors of one dtype share a block, whatever lies between them: so that it can be read as it is.
+        placed = sorted(specs, key=lambda s: (s.dtype.id, s.name.encode()))
+        memory = contiguous([s.nbytes for s in placed])
+        return cls(specs, {s.name: m.view(s.dtype.uint) for s, m in zip(placed, memory, strict=True)}, aliases)
 
     @property
     def elements(self) -> int:
