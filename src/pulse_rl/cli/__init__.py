@@ -233,6 +233,15 @@ def make_parser() -> argparse.ArgumentParser:
     kept.add_argument("--out", type=path, metavar="DIR", help="a folder that engines load, replaced atomically")
     kept.add_argument("--engine", metavar="URL", help="a vLLM or SGLang server, started for pulse")
     command.add_argument(
+        "--layout",
+        metavar="NAME",
+        help="a folder in DIR for each version, as trainers write them: prime-rl, slime, areal, hf, or a pattern such "
+        "as step_{}/STABLE, the folder and the file that is written last",
+    )
+    command.add_argument(
+        "--keep", type=count, metavar="N", help="keep the newest N folders of the layout (default: all)"
+    )
+    command.add_argument(
         "--in-flight",
         choices=["keep", "abort", "wait"],
         default="keep",
@@ -265,7 +274,15 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--version", type=number, required=True, metavar="N", help="the version's number")
     command.add_argument("--out", type=path, required=True, metavar="DIR", help="a folder that engines load")
     command.set_defaults(
-        run=following.checkout, once=True, poll=1.0, select=None, cache=None, allow_recreated=False, name=None
+        run=following.checkout,
+        once=True,
+        poll=1.0,
+        select=None,
+        cache=None,
+        allow_recreated=False,
+        name=None,
+        layout=None,
+        keep=None,
     )
 
     inventory.add_parsers(commands, [common], trust)

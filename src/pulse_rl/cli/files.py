@@ -75,7 +75,7 @@ def apply(args: argparse.Namespace, console: Console) -> int:
         replace_folder(
             out,
             applied.digest.root[:12],
-            lambda into: write_checkpoint(into, base, files, kept, sharded=args.sharded),
+            lambda into: write_checkpoint(into, base, applied.digest, files, kept, sharded=args.sharded),
             force=args.force,
         )
     facts = {

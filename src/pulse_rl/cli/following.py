@@ -26,6 +26,7 @@ from ..maintenance.relay import Relay
 from ..metrics import Heartbeat, fan_out
 from ..state.checkpoint import FILE_NAME, current_version, load
 from ..state.folder import check_folder
+from ..state.version_folders import Layout
 from ..sync.notices import absence
 from ..sync.polling import PollTimer, jittered
 from ..sync.subscriber import Subscriber
@@ -40,7 +41,11 @@ _MAX_DIGITS = 16
 
 def follow(args: argparse.Namespace, console: Console) -> int:
     if args.engine is None:
+        if args.keep and not args.layout:
+            raise InputError("--keep is for the folders of a --layout", hint="Otherwise the newest version is kept.")
         return _follow_into_a_folder(args, console)
+    if args.layout or args.keep:
+        raise InputError("an engine has no --layout", hint="Leave --layout and --keep out, or give --out.")
     if len(args.store) > 1:
         raise InputError("an engine follows one store", hint="Give the nearest one.")
     if args.select:
@@ -120,9 +125,11 @@ def _show_live(done: EngineSync, console: Console) -> None:
 def _follow_into_a_folder(args: argparse.Namespace, console: Console, target: int | None = None) -> int:
     """``target``: the version; None: the newest."""
     out = Path(args.out)
-    check_folder(out, [FILE_NAME], force=args.force)
+    layout = Layout.of(args.layout) if args.layout else None
+    if layout is None:
+        check_folder(out, [FILE_NAME], force=args.force)
     # From a later version no path leads back.
-    base, written = _left_in(out) if target is None else (None, None)
+    base, written = _left_in(out, layout) if target is None else (None, None)
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
@@ -136,6 +143,9 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console, target: in
         on_event=fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console,
     )
 
+    def save() -> None:
+        subscriber.save(out, sharded=args.sharded, force=args.force, layout=args.layout, keep=args.keep)
+
     def sync() -> None:
         nonlocal written
         there = [] if target is None else subscriber.stream.versions()
@@ -144,10 +154,10 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console, target: in
             raise InputError(f"stream {args.stream!r} has no version {target}: {has}", hint="`pulse log` shows them.")
         update = subscriber.sync(target)
         if update is None and subscriber.version is not None and written not in (None, subscriber.version):
-            subscriber.save(out, sharded=args.sharded, force=args.force)  # the same weights, with other files
+            save()  # the same weights, with other files
             written = subscriber.version
         if update is not None:
-            subscriber.save(out, sharded=args.sharded, force=args.force)
+            save()
             written = update.version
             _show_written(update, console)
             update.acknowledge()
@@ -193,15 +203,18 @@ def keep_on(
         pause(wait)
 
 
-def _left_in(out: Path) -> tuple[Path | None, int | None]:
-    """(the checkpoint of an earlier run, its version); None where there is none or it is damaged: then the state comes
-    from an anchor."""
+def _left_in(out: Path, layout: Layout | None) -> tuple[Path | None, int | None]:
+    """(the newest checkpoint of an earlier run, its version); None where there is none or it is damaged: then the state
+    comes from an anchor."""
+    if layout is not None:
+        version, shown = max(layout.versions(out), default=(None, None))
+        return shown, version
     shown = current_version(out)
     try:
-        version = load(shown)[1].get("pulse.version", "")
+        said = load(shown)[1].get("pulse.version", "")
     except (FormatError, UnsupportedTensor, InputError):
         return None, None
-    return shown, int(version) if version.isdecimal() else None
+    return shown, int(said) if said.isdecimal() else None
 
 
 def _show_written(update: Update, console: Console) -> None:

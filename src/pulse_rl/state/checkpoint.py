@@ -55,17 +55,19 @@ def as_state(source: StateSource) -> State:
 
 
 def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
-    """(state mapped read-only from disk, safetensors metadata) of a checkpoint folder or a .safetensors file."""
+    """(state mapped read-only from disk, metadata) of a checkpoint folder or a .safetensors file. What an index says of
+    all shards counts more than what they say."""
     data: dict[str, UIntArray] = {}
     specs: list[TensorSpec] = []
     metadata: dict[str, str] = {}
-    files, listed = _files(checked_path(path))
+    files, listed, of_all = _files(checked_path(path))
     for file in files:
         for spec, bits in _map_file(file, metadata):
             if spec.name in data:
                 raise CorruptCheckpoint(f"tensor {spec.name!r} is in two files of {path}")
             data[spec.name] = bits
             specs.append(spec)
+    metadata.update(of_all)
     for name in sorted(listed - data.keys()):
         raise CorruptCheckpoint(f"the index of {path} lists tensor {name!r}, which its files do not hold")
     return State(tuple(specs), data), metadata
@@ -165,16 +167,16 @@ def header_length(prefix: bytes | memoryview, file_bytes: int) -> int:
     return length
 
 
-def _files(path: Path) -> tuple[list[Path], set[str]]:
-    """(the checkpoint's files, the names that its index lists, if it has one)."""
+def _files(path: Path) -> tuple[list[Path], set[str], dict[str, str]]:
+    """(the checkpoint's files; the names that its index lists, and what it says of all, if it has one)."""
     path = current_version(path)
     try:
         if path.is_file():
-            return [path], set()
+            return [path], set(), {}
         if (path / INDEX_NAME).is_file():
             return _indexed(path / INDEX_NAME)
         if (path / FILE_NAME).is_file():
-            return [path / FILE_NAME], set()
+            return [path / FILE_NAME], set(), {}
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {str(path)[:200]!r}: {error}", hint=_READ_HINT) from None
@@ -182,13 +184,15 @@ def _files(path: Path) -> tuple[list[Path], set[str]]:
         raise InputError(
             f"no checkpoint at {path}", hint=f"Give a .safetensors file, or a folder with {FILE_NAME} or {INDEX_NAME}."
         )
-    return files, set()
+    return files, set(), {}
 
 
-def _indexed(index: Path) -> tuple[list[Path], set[str]]:
+def _indexed(index: Path) -> tuple[list[Path], set[str], dict[str, str]]:
     try:
-        places = json.loads(index.read_text())["weight_map"]
+        read = json.loads(index.read_text())
+        places = read["weight_map"]
         names = sorted(set(places.values()))
+        said = (read.get("metadata") or {}).items()
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{index} is not an index of shards: {error}") from None
     if not names:
@@ -196,7 +200,8 @@ def _indexed(index: Path) -> tuple[list[Path], set[str]]:
     for name in names:
         if not isinstance(name, str) or not _SAFE_FILE.fullmatch(name):
             raise CorruptCheckpoint(f"{index} names the file {name!r}")
-    return [index.parent / name for name in names], set(places)
+    facts = {key: text for key, text in said if isinstance(text, str)}
+    return [index.parent / name for name in names], set(places), facts
 
 
 def _map_file(file: Path, metadata: dict[str, str]) -> Iterator[tuple[TensorSpec, UIntArray]]:

@@ -27,13 +27,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .._util.files import disk_error, make_folder, sync_folder, write_atomically
-from ..errors import InputError
-from .checkpoint import ADAPTER_NAME, CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, save, serialize
+from ..errors import InputError, PulseError
+from .checkpoint import ADAPTER_NAME, CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, load, save, serialize
 from .companions import weight_map
+from .digest import StateDigest, root_of
 from .tensors import State, TensorSpec
 
-CHECKPOINT_MARK = b'"pulse.root":"'
-"""In the metadata, which come first, of every checkpoint that pulse writes."""
+_ROOT = "pulse.root"
+CHECKPOINT_MARK = f'"{_ROOT}"'.encode()
+"""In the metadata, which come first, of every file of weights and every index that pulse writes."""
 _HEAD = 4096
 _LOCK = "lock"
 _OWN = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}|link-[0-9a-f]{8}")
@@ -41,11 +43,22 @@ _SHARD_BYTES = 5_000_000_000
 
 
 def write_checkpoint(
-    into: Path, state: State, files: Mapping[str, bytes], metadata: Mapping[str, str], *, sharded: bool
+    into: Path,
+    state: State,
+    digest: StateDigest,
+    files: Mapping[str, bytes],
+    metadata: Mapping[str, str],
+    *,
+    sharded: bool,
+    earlier: Path | None = None,
 ) -> None:
-    """Puts a checkpoint of ``state`` into the folder ``into``: one file of weights, or, where it is ``sharded``, those
-    of the index among ``files`` with an index of their own; where no index fits the state, files of about 5 GB. With
-    an ``adapter_config.json`` among the files it is a PEFT adapter. Raises StoreFull and StoreError."""
+    """Puts a checkpoint of ``state`` with this ``digest`` into the folder ``into``: one file of weights, or, where it
+    is ``sharded``, those of the index among ``files`` with an index of their own; where no index fits the state, files
+    of about 5 GB. With an ``adapter_config.json`` among the files it is a PEFT adapter.
+
+    A shard's metadata have the root of its own tensors, the index's those of the whole: one that is as it was in
+    ``earlier``, a checkpoint that this process wrote or verified, is a hard link to it. Raises StoreFull and
+    StoreError."""
     for name, data in files.items():
         if name != INDEX_NAME:
             write_atomically(into / name, [data])
@@ -58,9 +71,23 @@ def write_checkpoint(
     for spec in state.specs:
         shards.setdefault(places[spec.name], []).append(spec)
     for file, specs in sorted(shards.items()):
-        write_atomically(into / file, serialize(state, tuple(specs), metadata))
-    index = {"metadata": {"total_size": state.nbytes}, "weight_map": dict(sorted(places.items()))}
+        own = {"format": "pt", _ROOT: root_of([digest.tensor(spec) for spec in specs])}
+        if earlier is None or not _linked(earlier / file, into / file, own):
+            write_atomically(into / file, serialize(state, tuple(specs), own))
+    whole = {key: text for key, text in metadata.items() if key != "format"}
+    index = {"metadata": {"total_size": state.nbytes, **whole}, "weight_map": dict(sorted(places.items()))}
     write_atomically(into / INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()])
+
+
+def _linked(earlier: Path, file: Path, metadata: Mapping[str, str]) -> bool:
+    """Whether ``file`` is now a hard link to the weights ``earlier``, which have the same ``metadata``."""
+    try:
+        if load(earlier)[1] == metadata:
+            os.link(earlier, file)
+            return True
+    except (PulseError, OSError):  # it is gone, is another's, or the file system has no links
+        pass
+    return False
 
 
 def check_folder(folder: Path, names: Iterable[str], *, force: bool) -> None:
@@ -119,9 +146,9 @@ def replace_folder(folder: Path, label: str, write: Callable[[Path], None], *, f
         make_folder(private)
         if private.is_symlink() or ((private / CURRENT).exists() and not (private / CURRENT).is_symlink()):
             raise InputError(f"{private} is not a folder that pulse made", hint="Give a separate folder.")
-        with _locked(private):
+        with locked(private):
             before = _target(private)
-            _remove_all_but(private, {before})
+            remove_all_but(private, {before})
             made = private / f"{label}-{secrets.token_hex(4)}"
             made.mkdir()
             try:
@@ -147,13 +174,13 @@ def replace_folder(folder: Path, label: str, write: Callable[[Path], None], *, f
                 if is_shown(entry) and entry.name not in names:
                     entry.unlink()
             sync_folder(folder)
-            _remove_all_but(private, {before, made.name})
+            remove_all_but(private, {before, made.name})
     except OSError as error:
         raise disk_error(error, f"write {folder}") from error
 
 
 @contextmanager
-def _locked(private: Path) -> Iterator[None]:
+def locked(private: Path) -> Iterator[None]:
     """Held by one process at a time, and by none that was killed."""
     with (private / _LOCK).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -178,7 +205,7 @@ def _replace_link(link: Path, target: str, private: Path) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _remove_all_but(private: Path, kept: set[str]) -> None:
+def remove_all_but(private: Path, kept: set[str]) -> None:
     """Removes older versions, and what was left by a process that was killed. Anything else is somebody else's."""
     for entry in private.iterdir():
         if entry.name in kept or not _OWN.fullmatch(entry.name):

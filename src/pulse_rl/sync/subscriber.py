@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .._util.serial import Closing, NotCopyable, SerialThread
-from .._util.settings import checked_number, checked_path
+from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
 from ..events import FallbackUsed, Listener, Synced, checked_listener, failures_to
 from ..patch.history import History
 from ..patch.history_file import beside, load_history, save_history
-from ..state.checkpoint import StateSource, as_state, save
+from ..state.checkpoint import StateSource, as_state, current_version, save
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.folder import replace_folder, write_checkpoint
 from ..state.tensors import State
+from ..state.version_folders import Layout, add_version
 from ..store import Store, open_store
 from ..store.wrappers import BoundedStore, CachedStore
 from ..stream.manifest import Manifest
@@ -115,6 +116,8 @@ class Subscriber(Closing, NotCopyable):
         self._listener = on_event
         self._delivered: list[Receipt] = []
         self._files: dict[str, bytes] = {}
+        self._checkpoint: Path | None = None
+        """Where the state lay when it was last written or found: what is unchanged there need not be written again."""
 
     def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
         """What the stream is read from."""
@@ -202,6 +205,8 @@ class Subscriber(Closing, NotCopyable):
         *,
         sharded: bool = False,
         force: bool = False,
+        layout: str | None = None,
+        keep: int | None = None,
     ) -> None:
         """Writes the current version to ``path``: a folder that engines load, with weights and `files`; or, where the
         name ends with ``.safetensors``, the weights alone, as one file. ``metadata`` are added to those of the weights.
@@ -212,11 +217,20 @@ class Subscriber(Closing, NotCopyable):
         ``sharded`` those of the published index, or of 5 GB. Files that pulse did not write are replaced with ``force``
         only; where other weights lie in the folder, it is refused.
 
+        With a ``layout`` each version has a folder of plain files in ``path``, as a framework's trainer writes it:
+        "prime-rl", "slime", "areal", "hf", or a pattern such as ``"step_{}/STABLE"``: the folder's name, where the
+        number is the ``step`` of the version's metadata, or the version without one; and a file that is written last.
+        It appears whole. Shards that are as in the version before, which this Subscriber wrote, are hard links to it.
+        Of these folders the newest ``keep`` stay (None: all).
+
         What is remembered of the versions before is written, too, as ``pulse.history``: a Subscriber with this ``path``
         as ``base`` goes on from it. Raises as `state` and `files` do, InputError, StoreFull and StoreError.
         """
         target = checked_path(path)
-        is_file = target.suffix == ".safetensors"
+        named = None if layout is None else Layout.of(layout)
+        if keep is not None:
+            checked_count("keep", keep)
+        is_file = target.suffix == ".safetensors" and named is None
         state, manifest, history, files = self._serial.run(
             lambda: (self._state(), self._manifest(), self._host.history, {} if is_file else self._read_files())
         )
@@ -228,10 +242,16 @@ class Subscriber(Closing, NotCopyable):
             return
 
         def write(into: Path) -> None:
-            write_checkpoint(into, state, files, facts, sharded=sharded)
+            write_checkpoint(into, state, digest, files, facts, sharded=sharded, earlier=self._checkpoint)
             save_history(beside(into), history, digest)
 
-        replace_folder(target, f"{manifest.version:012d}", write, force=force)
+        if named is None:
+            replace_folder(target, f"{manifest.version:012d}", write, force=force)
+            self._checkpoint = current_version(target)
+        else:
+            step = manifest.metadata.get("step")
+            number = step if type(step) is int and step >= 0 else manifest.version
+            self._checkpoint = add_version(target, named, number, manifest.version, write, keep=keep, force=force)
 
     def full_update(self) -> Update:
         """The whole current state as an update, for a model that is new or missed one. Raises as `state` does."""
@@ -397,6 +417,7 @@ class Subscriber(Closing, NotCopyable):
                 history = History()
                 if isinstance(base, str | os.PathLike):
                     history = load_history(beside(Path(base)), digest) or history
+                    self._checkpoint = current_version(Path(base))
                 self._host.adopt(version, own, digest, history=history, remembers=manifest.remembers)
                 break
         return True
