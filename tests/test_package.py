@@ -57,7 +57,17 @@ def test_importing_needs_neither_torch_nor_safetensors(module: str) -> None:
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert loaded.isdisjoint(
-        {"torch", "safetensors", "transformers", "matplotlib", "rich", "pytest", "unittest", "prometheus_client"}
+        {
+            "torch",
+            "safetensors",
+            "transformers",
+            "matplotlib",
+            "rich",
+            "tqdm",
+            "pytest",
+            "unittest",
+            "prometheus_client",
+        }
     )
     assert {"numpy", "msgspec", "obstore"} <= loaded
 

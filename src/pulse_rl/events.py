@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -34,6 +34,8 @@ __all__ = [
     "Relayed",
     "Synced",
 ]
+
+_BAR_DELAY_SECONDS = 0.5
 
 Metadata = dict[str, str | int | float | bool]
 """The publisher's own data about a version (a training step, a reward), small and flat."""
@@ -295,6 +297,56 @@ def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[
             listener(Progress(stage, done, total))
 
     return add
+
+
+class ProgressBars:
+    """A listener that shows each stage's `Progress` by tqdm, with the time left, where it takes more than a moment; in
+    a notebook as a widget. Hands all events on to ``listener``. ``disable``: as tqdm's, None where there is no
+    terminal. Events of one stage come one after another."""
+
+    def __init__(self, listener: Listener | None = None, *, disable: bool | None = False) -> None:
+        self._listener = listener
+        self._disable = disable
+        self._bars: dict[str, Any] = {}
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Progress):
+            self._show(event)
+        if self._listener:
+            self._listener(event)
+
+    def _show(self, event: Progress) -> None:
+        bar = self._bars.get(event.stage)
+        if bar is None:
+            from tqdm.auto import tqdm  # here: most programs show no bar
+
+            bar = self._bars[event.stage] = tqdm(
+                desc=event.stage,
+                total=event.total,
+                unit="B",
+                unit_scale=True,
+                delay=_BAR_DELAY_SECONDS,
+                leave=False,
+                disable=self._disable,
+            )
+        elif event.done < bar.n or event.total != bar.total:  # the stage's next piece of work
+            bar.reset(event.total)
+        bar.update(event.done - bar.n)
+
+    def close(self) -> None:
+        """Takes the bars away."""
+        while self._bars:
+            self._bars.popitem()[1].close()
+
+
+@contextmanager
+def progress_shown(wanted: bool, listener: Listener | None) -> Iterator[Listener | None]:
+    """``listener``, or, where ``wanted``, one that shows bars as well until the block ends."""
+    if not wanted:
+        yield listener
+        return
+    with closing(ProgressBars(listener)) as bars:
+        yield bars
 
 
 class PhaseTimer:

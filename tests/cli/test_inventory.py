@@ -99,7 +99,7 @@ def test_workers_say_what_they_hold(pulse: Pulse, tmp_path: Path, rng: Rng) -> N
         assert publisher.wait_for(2, workers={"w", "cli"}) == publisher.wait_for(2, workers=2) == ()
         assert publisher.wait_for(2, workers=["w", "w-1", "x"], timeout_seconds=0) == ("w-1", "x")
         assert publisher.wait_for(2, workers=4, timeout_seconds=0) == ("w-1", "?")
-        assert publisher.wait_for(2, workers=3, most_behind=2) == ()
+        assert publisher.wait_for(workers=3, most_behind=2) == ()
         with pytest.raises(InputError, match="collection"):
             publisher.wait_for(2, workers="w")
         later = threading.Timer(0.2, Heartbeat(store, "x").beat, ("policy", 2))

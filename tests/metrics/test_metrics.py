@@ -164,6 +164,29 @@ def drifts(densities: list[float]) -> list[int]:
     return [e.version for e in of(DensityDrift, seen)]
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_progress_shows_bars_until_the_call_ends(
+    rng: Rng, wanted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside the listener, which gets what it always gets, for a publish, a patch and a first sync."""
+    monkeypatch.setattr("pulse_rl.events._BAR_DELAY_SECONDS", 0)
+    heard: list[Event] = []
+    store = MemoryStore()
+    with Publisher(store, stream="policy", on_event=heard.append) as publisher:
+        for state in history(rng, 2):
+            publisher.publish(state, progress=wanted)
+    shown = capsys.readouterr().err
+    for stage in ("digest", "diff", "upload"):
+        assert (f"{stage}: " in shown) == wanted
+        assert stage in {event.stage for event in of(Progress, heard)}
+    assert len(of(Published, heard)) == 2
+    subscriber = Subscriber(store, stream="policy")
+    (update,) = subscriber.updates(timeout_seconds=0.0, progress=wanted)
+    assert update.version == 1
+    assert ("restore: " in capsys.readouterr().err) == wanted
+    assert not wanted or not shown.rpartition("\r")[2].strip(), "the last bar was taken away"
+
+
 def warm_up(steps: int, peak: float) -> list[float]:
     """Density as in the PULSE paper's runs: a rise over 20 steps, ``peak`` times the steady state, then a decline."""
     return [0.01 * min(1, (i + 1) / 20) * (1 + (peak - 1) * math.exp(-max(0, i - 20) / 12)) for i in range(steps)]

@@ -7,20 +7,14 @@ import io
 import json
 import os
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .._util.files import open_regular, write_atomically
-from .._util.settings import format_duration
 from ..errors import InputError, PulseError
-from ..events import BaselineRestored, Event, FallbackUsed, Hint, Progress
+from ..events import BaselineRestored, Event, FallbackUsed, Hint, Progress, ProgressBars
 from ..state.folder import check_file
-
-_BAR = 28
-_REDRAW_SECONDS = 0.1
-_QUIET_SECONDS = 0.5
 
 
 def open_streams() -> None:
@@ -39,19 +33,16 @@ class Console:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
-        self._live = sys.stderr.isatty()
-        self._stage = ""
-        self._started = self._drawn = time.monotonic()
-        self._shown = False
+        self._bars = ProgressBars(disable=None)
         self._noted: set[str] = set()
 
     def result(self, facts: dict[str, Any], lines: list[str]) -> None:
         """The outcome: ``facts`` with --json, else ``lines``."""
-        self._clear()
+        self._bars.close()
         print(json.dumps(facts) if self._as_json else "\n".join(map(_printable, lines)), flush=True)
 
     def error(self, error: PulseError) -> None:
-        self._clear()
+        self._bars.close()
         if self._as_json:
             print(json.dumps({"error": error.kind, "message": str(error), "hint": error.hint}), flush=True)
         message = _printable(" ".join(str(error).split()))
@@ -60,7 +51,7 @@ class Console:
     def __call__(self, event: Event) -> None:
         """Listens to the library's events."""
         if isinstance(event, Progress):
-            self._progress(event)
+            self._bars(event)
         elif isinstance(event, FallbackUsed):
             self.note(f"{event.link} cannot be used: {event.reason}")
         elif isinstance(event, BaselineRestored) and event.how == "anchored":
@@ -68,36 +59,17 @@ class Console:
         elif isinstance(event, Hint) and event.kind != "no_stream":  # which is an error where it counts
             self.note(f"{event.reason} ({event.hint})")
 
-    def _progress(self, event: Progress) -> None:
-        now = time.monotonic()
-        if event.stage != self._stage:
-            self._stage, self._started = event.stage, now
-        if not self._live or now - self._started < _QUIET_SECONDS or now - self._drawn < _REDRAW_SECONDS:
-            return
-        share = event.done / max(event.total, 1)
-        passed = now - self._started
-        left = format_duration(round(passed * (event.total - event.done) / max(event.done, 1)))
-        bar = ("━" * round(share * _BAR)).ljust(_BAR)
-        text = f"\r{event.stage:8} {bar} {share:4.0%}  {event.done / passed / 1e9:.2f} GB/s  {left} left \033[K"
-        print(text, end="", file=sys.stderr, flush=True)
-        self._drawn, self._shown = now, True
-
     def note(self, text: str) -> None:
         """Prints a line on stderr, unless it was printed since `forget_notes`: what is tried again fails again."""
         if text in self._noted:
             return
         self._noted.add(text)
-        self._clear()
+        self._bars.close()
         print(f"pulse: {_printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
 
     def forget_notes(self) -> None:
         """What was noted before is news again."""
         self._noted.clear()
-
-    def _clear(self) -> None:
-        if self._shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-            self._shown = False
 
 
 def _printable(text: str) -> str:

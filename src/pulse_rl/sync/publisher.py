@@ -181,6 +181,7 @@ class Publisher(Closing, NotCopyable):
         files: Files | None = None,
         on_device: str | None = None,
         after: int | None = None,
+        progress: bool = False,
     ) -> Published:
         """Commits a state as the next version and returns what it cost.
 
@@ -196,7 +197,8 @@ class Publisher(Closing, NotCopyable):
         copy, until it is on the host, so that training does not wait for the bus; "baseline", that, and the last
         version, so that only what differs crosses the bus; None, nothing. ``after``: the version that this one must
         follow, -1 where the stream must be new; where another has come since, PublisherConflict is raised and nothing
-        is published. None: whatever is the newest.
+        is published. None: whatever is the newest. ``progress``: show a bar for what takes more than half a second,
+        in a terminal or a notebook, with the time left.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises StoreUnavailable or StoreFull,
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
@@ -210,7 +212,7 @@ class Publisher(Closing, NotCopyable):
             read = partial(self._read, source, dtype)
             request = self._request(read, metadata, dtype, anchor, files, on_device, PublishRequest.awaited, after)
             # All else on the publisher's own thread, which no interrupt reaches.
-            return self._serial.run(lambda: self._rank.publish(request, number=number))[0]
+            return self._serial.run(lambda: self._rank.publish(request, number=number, progress=progress))[0]
 
     def submit(
         self,
@@ -294,17 +296,26 @@ class Publisher(Closing, NotCopyable):
         self._submissions.raise_unasked()
 
     def wait_for(
-        self, version: int, *, workers: int | Collection[str], most_behind: int = 0, timeout_seconds: float = 600.0
+        self,
+        version: int | None = None,
+        *,
+        workers: int | Collection[str],
+        most_behind: int = 0,
+        timeout_seconds: float = 600.0,
     ) -> tuple[str, ...]:
-        """Waits until workers hold ``version``, or one that is at most ``most_behind`` older: a bound on staleness.
+        """Waits until workers hold ``version`` (None: the newest of now), or one that is at most ``most_behind`` older:
+        a bound on staleness.
 
         ``workers``: how many, or their names, as they say themselves in the store (`pulse_rl.metrics.Heartbeat`, or
         ``pulse follow --name``). Returns those that are still behind after ``timeout_seconds``, of a number those
         that were heard of and as many "?" as were not: none, if all is well. Looks about once a second. Whoever can
-        write to the store can say what is not so. Raises InputError and StoreError.
+        write to the store can say what is not so. Raises InputError, and what `head` raises.
         """
         if isinstance(workers, str) or (isinstance(workers, int) and workers < 0):
             raise InputError("workers must be a number of workers, or a collection of their names")
+        if version is None:
+            head = self.head()
+            version = head.version if head else -1
         oldest = version - checked_number("most_behind", most_behind)
         deadline = time.monotonic() + checked_number("timeout_seconds", timeout_seconds)
         while True:

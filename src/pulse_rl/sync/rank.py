@@ -19,7 +19,7 @@ from .. import codec as codecs
 from .._util.collective import Bytes, RankGroup
 from .._util.serial import shield
 from ..errors import InputError, NotFound, PublisherConflict, RankLost
-from ..events import BaselineRestored, Event, FallbackUsed, Listener, PhaseTimer, Published, progress_to
+from ..events import BaselineRestored, Event, FallbackUsed, Listener, PhaseTimer, Published, progress_shown, progress_to
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
 from ..stream.digest_trees import put_digests
@@ -86,7 +86,7 @@ class RankPublisher:
         self._ranks = ranks
         self._settings = settings
         self._threads = settings.threads
-        self._listener = listener
+        self._listener = self._shown_to = listener
         self._head = StreamHead(stream, settings.signer, settings.anchor_ratio, together=ranks.size > 1)
         self._baseline: Baseline | None = None
         self._pending: PendingVersion | None = None
@@ -114,10 +114,17 @@ class RankPublisher:
         number: int = 0,
         submission: Submission | None = None,
         blocked_seconds: float | None = None,
+        progress: bool = False,
     ) -> tuple[Published, bool]:
         """Commits the next version; returns what it cost, and whether the request's memory has become the baseline.
         Raises what `Publisher.publish` raises. ``number``: of the call, the same on all ranks, which part where it is
-        not. Raises CancelledError, on all, if the ``submission`` is cancelled on one."""
+        not. Raises CancelledError, on all, if the ``submission`` is cancelled on one. ``progress``: rank 0 shows it."""
+        with progress_shown(progress and self.first, self._listener) as self._shown_to:
+            return self._publish(request, number, submission, blocked_seconds)
+
+    def _publish(
+        self, request: PublishRequest, number: int, submission: Submission | None, blocked_seconds: float | None
+    ) -> tuple[Published, bool]:
         timer = PhaseTimer()
         # What the version before left to do: a fold is coded from its bits, which the commit changes in place.
         self.keep_up()
@@ -317,7 +324,7 @@ class RankPublisher:
     def _restored(self, layout: Layout, version: int, root: str) -> Baseline | str:
         if self._ranks.size > 1:
             return restore_baseline(self._stream, self._ranks, layout, version, root, threads=self._threads)
-        return restore_whole(self._stream, version, root, threads=self._threads, listener=self._listener)
+        return restore_whole(self._stream, version, root, threads=self._threads, listener=self._shown_to)
 
     def _build(self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer) -> Built:
         """The next version: a patch from the baseline, or all of the state, where there is none, or one of other
@@ -355,7 +362,7 @@ class RankPublisher:
                 history=base.history if base and remembers else None,
                 recorder=self.history.recorder(base) if base and self._may_remember else None,
                 threads=self._threads,
-                progress=progress_to(self._listener, "diff" if base else "digest", total),
+                progress=progress_to(self._shown_to, "diff" if base else "digest", total),
             )
             draft.resident = scan.resident
             draft.remembers = remembers
@@ -426,7 +433,7 @@ class RankPublisher:
                         draft,
                         shard_bytes=self.shard_bytes,
                         threads=self._threads,
-                        listener=self._listener,
+                        listener=self._shown_to,
                     )
             note = Note()
             if remembers:

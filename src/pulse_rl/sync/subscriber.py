@@ -13,7 +13,7 @@ from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
-from ..events import FallbackUsed, Listener, Synced, checked_listener, failures_to
+from ..events import FallbackUsed, Listener, Synced, checked_listener, failures_to, progress_shown
 from ..patch.history import History
 from ..patch.history_file import beside, load_history, save_history
 from ..state.checkpoint import StateSource, as_state, current_version, save
@@ -176,7 +176,7 @@ class Subscriber(Closing, NotCopyable):
         """
         return self._serial.run(self._state)
 
-    def sync(self, target: int | None = None) -> Update | None:
+    def sync(self, target: int | None = None, *, progress: bool = False) -> Update | None:
         """Moves to version ``target`` and returns what changed; None if there is nothing newer. Without a ``target``,
         to the newest version that can be read and reached; what lies above it is passed over with a `FallbackUsed`.
 
@@ -185,12 +185,13 @@ class Subscriber(Closing, NotCopyable):
         StreamRecreated …) the state rests at a verified version, at which a repeated call goes on.
 
         An update has all that changed since the last one that was acknowledged (`Update.acknowledge`): what was
-        returned and was not is returned again, together with what is newer.
+        returned and was not is returned again, together with what is newer. ``progress``: show a bar for what takes
+        more than half a second, in a terminal or a notebook, with the time left.
         """
         if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
             raise InputError(f"a version is a whole number from 0 on, not {target!r}")
         with failures_to(self._listener, self.stream.name, "sync"):
-            return self._serial.run(lambda: self._sync(target))
+            return self._serial.run(lambda: self._sync_shown(target, progress))
 
     def files(self) -> dict[str, bytes]:
         """The files beside the weights that the current version carries (`Publisher.publish`), verified: names such as
@@ -257,23 +258,26 @@ class Subscriber(Closing, NotCopyable):
         """The whole current state as an update, for a model that is new or missed one. Raises as `state` does."""
         return self._serial.run(lambda: self._update(Pending(), time.perf_counter()))
 
-    def updates(self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None) -> Iterator[Update]:
+    def updates(
+        self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None, progress: bool = False
+    ) -> Iterator[Update]:
         """Yields updates as versions appear, with a `wait_for_new` of ``poll_seconds`` between looks; ends when none
-        has appeared for ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before. Raises
-        InputError, and what `sync` raises."""
+        has appeared for ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before.
+        ``progress`` as for `sync`. Raises InputError, and what `sync` raises."""
         last = time.monotonic()
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
         if timeout_seconds is not None:
             checked_number("timeout_seconds", timeout_seconds)
         timeout = math.inf if timeout_seconds is None else timeout_seconds
-        while time.monotonic() - last < timeout:
-            update = self.sync()
-            if update is None:
-                self.wait_for_new(poll_seconds, max(0.0, timeout - (time.monotonic() - last)))
-            else:
+        while True:
+            if (update := self.sync(progress=progress)) is not None:
                 yield update
                 update.acknowledge()
                 last = time.monotonic()
+            elif (left := timeout - (time.monotonic() - last)) > 0:
+                self.wait_for_new(poll_seconds, left)
+            else:
+                return
 
     def wait_for_new(self, poll_seconds: float = 1.0, max_seconds: float = math.inf) -> None:
         """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less; where the (nearest) store is
@@ -288,6 +292,13 @@ class Subscriber(Closing, NotCopyable):
     def __repr__(self) -> str:
         held = "nothing yet" if self.version is None else f"version {self.version}"
         return f"<{type(self).__name__.strip('_')} of {self.stream.name!r} in {self.stream.store!r}: {held}>"
+
+    def _sync_shown(self, target: int | None, progress: bool) -> Update | None:
+        with progress_shown(progress, self._listener) as self._host.listener:
+            try:
+                return self._sync(target)
+            finally:
+                self._host.listener = self._listener
 
     def _sync(self, target: int | None) -> Update | None:
         started = time.perf_counter()
@@ -361,7 +372,7 @@ class Subscriber(Closing, NotCopyable):
 
     def _forget(self) -> None:
         self._files = {}
-        self._host = HostState(threads=self._threads, listener=self._listener, selection=self._selection)
+        self._host = HostState(threads=self._threads, listener=self._host.listener, selection=self._selection)
         self._delivered = []
 
     def _state(self) -> State:
