@@ -329,9 +329,9 @@ class ProgressBars:
                 leave=False,
                 disable=self._disable,
             )
-        elif event.done < bar.n or event.total != bar.total:  # the stage's next piece of work
-            bar.reset(event.total)
         bar.update(event.done - bar.n)
+        if event.done >= event.total:  # the stage's next piece of work has a bar of its own
+            self._bars.pop(event.stage).close()
 
     def close(self) -> None:
         """Takes the bars away."""
