@@ -125,8 +125,8 @@ class Published(OneLine):
 @dataclass(frozen=True, slots=True, repr=False)
 class BaselineRestored(OneLine):
     """A publisher found its stream at ``version``; ``how`` is the way it got its baseline: "matched" (the caller's
-    state has the head's root), "restored" (from the store), or "anchored" (the head could not be restored, see
-    ``reason``)."""
+    state has the head's root), "kept" (it was in the folder of the argument ``baseline``), "restored" (from the store),
+    or "anchored" (the head could not be restored, see ``reason``)."""
 
     stream: str
     version: int
@@ -166,7 +166,7 @@ class Synced(OneLine):
 @dataclass(frozen=True, slots=True, repr=False)
 class FallbackUsed(OneLine):
     """A path to a version failed at ``link``, and another is tried; or a version, "version 7", could not be read or
-    trusted, and is passed over. ``kind`` is the error's (`pulse_rl.errors`)."""
+    trusted, and is passed over; or "the state in /nvme/s" is not used. ``kind`` is the error's (`pulse_rl.errors`)."""
 
     stream: str
     link: str

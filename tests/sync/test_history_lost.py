@@ -148,7 +148,7 @@ def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) 
     history = load_history(file, first.digest)
     assert history is not None
     windows = [s._replace(records=WRONG[wrong](dict(s.records))) for s in history.windows]
-    save_history(file, History(tuple(windows)), first.digest)
+    save_history(file, History(tuple(windows)), first.digest.specs, first.digest.root)
     again, _ = made.subscriber(base=tmp_path)
     for _ in range(4):
         made.publish()
@@ -160,7 +160,7 @@ def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) 
 def test_records_of_another_kind_are_none(tmp_path: Path, bytes_of_a_record: int) -> None:
     digest = state_digest(State.of({"w": np.zeros(99, np.uint8)}))
     file, records = tmp_path / "pulse.history", {0: np.zeros(2 * bytes_of_a_record, np.uint8)}
-    save_history(file, History((Window(1, digest.root, records, cut(digest.specs)),)), digest)
+    save_history(file, History((Window(1, digest.root, records, cut(digest.specs)),)), digest.specs, digest.root)
     assert load_history(file, digest) is None
 
 

@@ -22,6 +22,7 @@ POINTS = frozenset(
         "fold.before",  # a fold's payloads are stored, and not listed
         "apply.written",  # a worker's state has all new bits, and its root is not known yet
         "apply.undo",  # an apply has failed, and nothing is undone yet
+        "apply.moved",  # the state is verified as the next version, and its folder does not say so yet
         "apply.after",  # the state is verified, and its owner has not been given the update
         "relay.before",  # what leads to a version is copied, its manifest is not
     }

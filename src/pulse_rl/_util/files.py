@@ -39,7 +39,7 @@ def open_regular(path: Path) -> BinaryIO:
 def write_atomically(path: Path, chunks: Chunks, *, aside: Path | None = None) -> None:
     """Puts a file at ``path`` whole or not at all, replacing what was there. ``aside`` is the folder for the unfinished
     file (``path``'s own by default; it must be on the same file system). Raises StoreFull and StoreError."""
-    _require_posix(f"write {path}")
+    require_posix(f"write {path}")
     try:
         make_folder(path.parent)
         unfinished = _write_aside(aside or path.parent, path.name, chunks)
@@ -54,7 +54,7 @@ def write_atomically(path: Path, chunks: Chunks, *, aside: Path | None = None) -
 
 def create_atomically(path: Path, chunks: Chunks, *, aside: Path) -> None:
     """Like `write_atomically`, but raises FileExistsError, atomically, where ``path`` already exists."""
-    _require_posix(f"create {path}")
+    require_posix(f"create {path}")
     try:
         make_folder(path.parent)
         unfinished = _write_aside(aside, path.name, chunks)
@@ -93,7 +93,7 @@ def disk_error(error: OSError, doing: str) -> PulseError:
     return StoreError(f"cannot {doing}: {error.strerror or error}", hint="Check the path and its permissions.")
 
 
-def _require_posix(doing: str) -> None:
+def require_posix(doing: str) -> None:
     """Raises StoreError on a platform, Windows for one, that lacks what a durable file needs."""
     missing = [name for name in _NEEDED if not hasattr(os, name)]
     if missing:

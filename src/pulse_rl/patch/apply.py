@@ -24,6 +24,9 @@ from .history import History, Recorder, Records
 from .reader import Patch
 from .tree import TreeUpdate, block_leaves, hashed_together, rehashed
 
+Journal = Callable[[Block, Changes], None]
+"""Takes note of a block and its old bits, in any thread."""
+
 
 @dataclass(frozen=True, slots=True)
 class AppliedPatch:
@@ -38,12 +41,18 @@ class AppliedPatch:
 
 
 def advance_state(
-    state: State, blocks: Sequence[Block], changed: Sequence[Changes | None], *, threads: int | None = None
+    state: State,
+    blocks: Sequence[Block],
+    changed: Sequence[Changes | None],
+    *,
+    journal: Journal | None = None,
+    threads: int | None = None,
 ) -> dict[int, Changes]:
     """Makes the changes of ``blocks`` in a state, in place; returns the old bits by the block's index.
 
     Nothing is decoded or hashed: `code_blocks` has proved each block. The memory of the changes may become that of the
-    old bits: they can be taken over once. A state in which this was interrupted must be given up.
+    old bits: they can be taken over once. A state in which this was interrupted must be given up. ``journal`` is told
+    of each block before it is written to.
     """
     undo: dict[int, Changes] = {}
 
@@ -52,6 +61,8 @@ def advance_state(
         if changes is None:
             return
         old = changes.replaced(block.read(state))
+        if journal:
+            journal(block, Changes(changes.positions, old))
         scatter(block, state, changes)
         # The new bits are in the state now: their memory is free for the old ones.
         if old is not changes.before and changes.values.flags.writeable:
@@ -71,6 +82,7 @@ def apply_patch(
     *,
     history: History | None = None,
     max_records: int = 0,
+    journal: Journal | None = None,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AppliedPatch:
@@ -78,7 +90,8 @@ def apply_patch(
 
     The state's root must be the patch's base root (WrongBase), so that applying twice is refused rather than harmful.
     ``history``: what changed up to ``state``; a patch that needs another one is refused (WrongHistory).
-    ``max_records``: the bytes of records of it that may be kept, for a history.
+    ``max_records``: the bytes of records of it that may be kept, for a history. ``journal`` is told of each block and
+    its old bits before it is written to.
     Every block's bytes are checked against the header, every changed leaf is hashed again and the root compared with
     the target root (DigestMismatch). On any failure, cancellation included, what was written is undone first.
     """
@@ -97,7 +110,7 @@ def apply_patch(
         groups = [[index] for index in indices]
     else:
         groups = [[indices[k] for k in group] for group in hashed_together([blocks[k] for k in indices], threads)]
-    journal: dict[int, Changes] = {}
+    undo: dict[int, Changes] = {}
 
     def change(index: int) -> Changes:
         block, entry = blocks[index], header.blocks[index]
@@ -105,20 +118,22 @@ def apply_patch(
         changes = decode_block(index, block, entry, payloads[index], before, known.past(index))
         if entry.codec_id == codecs.SAME:
             return changes
-        # The old bits enter the journal before the first write, so that undo finds them whenever this stops.
-        journal[index] = Changes(changes.positions, changes.replaced(before))
+        # The old bits are noted before the first write, so that undo finds them whenever this stops.
+        undo[index] = Changes(changes.positions, changes.replaced(before))
+        if journal:
+            journal(block, undo[index])
         if recorder:
-            recorder.add(index, block.dtype, changes._replace(before=journal[index].values), before)
+            recorder.add(index, block.dtype, changes._replace(before=undo[index].values), before)
         scatter(block, state, changes)
         return changes
 
     def run(group: Sequence[int]) -> list[tuple[int, list[tuple[str, Piece]], list[bytes] | None]]:
         made = [(index, _by_tensor(blocks[index], change(index))) for index in group]
-        changed = [index for index in group if index in journal and not sliced]
+        changed = [index for index in group if index in undo and not sliced]
         leaves = dict(zip(changed, block_leaves([blocks[index] for index in changed], state), strict=True))
         return [(index, changes, leaves.get(index)) for index, changes in made]
 
-    # 2. Blocks in parallel: check, decode, journal, write, and hash again what was written.
+    # 2. Blocks in parallel: check, decode, note the old bits, write, and hash again what was written.
     tree = TreeUpdate(digest)
     per_tensor: dict[str, list[Piece]] = {}
     try:
@@ -143,12 +158,12 @@ def apply_patch(
                 f"the patched state has root {target.root[:16]}…, the patch promises {header.target_root[:16]}…"
             )
     except BaseException:
-        # 4. Undo restores what the journal has; what was not written yet is written once more with its own bits.
+        # 4. Undo restores what was noted; what was not written yet is written once more with its own bits.
         hit("apply.undo")
-        for index, undo in journal.items():
-            scatter(blocks[index], state, undo)
+        for index, old in undo.items():
+            scatter(blocks[index], state, old)
         raise
-    return AppliedPatch(joined, target, journal, recorder.records if recorder else None)
+    return AppliedPatch(joined, target, undo, recorder.records if recorder else None)
 
 
 def decode_block(

@@ -14,9 +14,9 @@ from .._util.files import disk_error
 from ..errors import PulseError
 from ..state.checkpoint import load, save
 from ..state.digest import PartDigest, StateDigest
-from ..state.tensors import Bits, State
+from ..state.tensors import Bits, State, TensorSpec
 from .blocks import cut
-from .history import MAX_SPAN, MAX_WINDOWS, RECORD_BYTES, Blocks, History, Records, Window
+from .history import MAX_SPAN, MAX_WINDOWS, RECORD_BYTES, History, Records, Window
 
 FILE_NAME = "pulse.history"
 _FORMAT = "pulse.history.1"
@@ -28,20 +28,20 @@ def beside(checkpoint: Path) -> Path:
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / FILE_NAME
 
 
-def save_history(path: Path, history: History, digest: StateDigest) -> None:
-    """Writes ``history``, which ends at the state with this ``digest``, atomically; removes the file where nothing is
-    remembered. Raises StoreFull and StoreError."""
+def save_history(path: Path, history: History, specs: tuple[TensorSpec, ...], root: str) -> None:
+    """Writes ``history``, which ends at the whole state with these ``specs`` and this ``root``, atomically; removes the
+    file where nothing is remembered. Raises StoreFull and StoreError."""
     if not history.windows:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise disk_error(error, f"write {path}") from error
         return
-    history = history.of(_blocks(digest))
+    history = history.of(cut(specs))
     records = {f"{k}.{index}": found for k, s in enumerate(history.windows) for index, found in s.records.items()}
     metadata = {
         "format": _FORMAT,
-        "root": digest.root,
+        "root": root,
         "spans": json.dumps(history.spans),
         "roots": json.dumps([window.base_root for window in history.windows]),
         "sha256": _digest(records),
@@ -57,7 +57,7 @@ def load_history(path: Path, digest: StateDigest) -> History | None:
         state, metadata = load(path)
         if (metadata.get("format"), metadata.get("root")) != (_FORMAT, digest.root):
             return None
-        blocks = _blocks(digest)
+        blocks = cut(specs_of(digest))
         spans, roots = json.loads(metadata["spans"]), json.loads(metadata["roots"])
         records = {name: state.read(name).copy() for name in state.names}
         if metadata["sha256"] != _digest(records) or not _are_windows(spans, roots):
@@ -73,9 +73,9 @@ def load_history(path: Path, digest: StateDigest) -> History | None:
     return History(tuple(Window(*each, blocks) for each in zip(spans, roots, found, strict=True)))
 
 
-def _blocks(digest: StateDigest) -> Blocks:
-    """The cut of the whole state."""
-    return cut(digest.whole if isinstance(digest, PartDigest) else digest.specs)
+def specs_of(digest: StateDigest) -> tuple[TensorSpec, ...]:
+    """Those of the whole state."""
+    return digest.whole if isinstance(digest, PartDigest) else digest.specs
 
 
 def _digest(records: dict[str, Records]) -> str:

@@ -114,7 +114,7 @@ def header_bytes(specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | No
     return len(text).to_bytes(8, "little") + text
 
 
-def _in_file_order(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+def in_file_order(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """Wider types first: each tensor then starts at a multiple of its width, so that a mapped file can be viewed."""
     return tuple(sorted(specs, key=lambda s: -s.dtype.width))
 
@@ -123,7 +123,7 @@ def serialize(
     state: State, specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """A safetensors file of some tensors of a state, as chunks of bounded size."""
-    specs = _in_file_order(specs)
+    specs = in_file_order(specs)
     yield header_bytes(specs, metadata)
     for spec in specs:
         step = _COPY_BYTES // spec.dtype.width

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -276,9 +276,9 @@ class State:
         data = self._data[name]
         return data[start:stop] if isinstance(data, np.ndarray) else data.read(start, stop)
 
-    def copy(self) -> State:
-        """The same state in new host memory."""
-        fresh = State.empty(self.specs, self.aliases)
+    def copy(self, empty: Empty | None = None) -> State:
+        """The same state in new host memory, or in that which ``empty`` makes."""
+        fresh = (empty or State.empty)(self.specs, self.aliases)
         for spec in self.specs:
             fresh.read(spec.name)[:] = self.read(spec.name)
         return fresh
@@ -329,6 +329,10 @@ class State:
                     f"but {other.dtype.name} {list(other.shape)} in {what}"
                 )
         raise StateMismatch(f"tensor {next(iter(theirs))!r} of {what} is missing")
+
+
+Empty = Callable[[tuple[TensorSpec, ...], Mapping[str, str] | None], State]
+"""Makes memory for a state with uninitialised values, as `State.empty` does."""
 
 
 def stored_tensor(state: State, name: str) -> UIntArray | Readable:

@@ -20,7 +20,7 @@ from .._util.threads import ordered_map
 from ..errors import CorruptCheckpoint, DigestMismatch, InputError, PulseError, StoreError
 from ..state.checkpoint import header_bytes, header_length, parse_header
 from ..state.digest import LEAF_BYTES, StateDigest, leaves_of, state_digest
-from ..state.tensors import Segment, State, TensorSpec, UIntArray
+from ..state.tensors import Empty, Segment, State, TensorSpec, UIntArray
 from .manifest import Payload
 
 DEFAULT_SHARD_BYTES = 1 << 27
@@ -41,19 +41,21 @@ def restore(
     root: str,
     elements: int,
     dense_bytes: int,
+    empty: Empty = State.empty,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[State, StateDigest]:
     """The state of an anchor and its tree, verified by its ``root``.
 
-    ``elements`` and ``dense_bytes`` are what the manifest promises; memory is only allocated for that much. The root
+    ``elements`` and ``dense_bytes`` are what the manifest promises; memory is only allocated for that much, by
+    ``empty``. The root
     proves names, dtypes, shapes and bits (DigestMismatch), so that the shards' own digests need not be computed.
     Raises CorruptCheckpoint.
     """
     files = AnchorFiles(shards, threads=threads)
     if (sum(s.elements for s in files.specs), sum(s.nbytes for s in files.specs)) != (elements, dense_bytes):
         raise CorruptCheckpoint(f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors")
-    state = State.empty(files.specs)
+    state = empty(files.specs, None)
     tree = StateDigest(state.specs, files.hashed(state, progress))
     if tree.root != root:
         raise files.mismatch(state)

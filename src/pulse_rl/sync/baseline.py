@@ -13,7 +13,6 @@ from .. import codec as codecs
 from .._util.collective import RankGroup
 from .._util.threads import ordered_map
 from ..errors import ChainGap, StateMismatch
-from ..events import Listener
 from ..patch.apply import decode_block, scatter
 from ..patch.blocks import BLOCK_ELEMENTS, Block, cut
 from ..patch.history import History, Recorder, Records, Window
@@ -37,12 +36,9 @@ _Ranges = dict[str, list[tuple[int, int]]]
 """Elements of tensors by name: ascending ranges [start, stop) that do not touch."""
 
 
-def restore_whole(
-    stream: Stream, version: int, root: str, *, threads: int | None, listener: Listener | None
-) -> Baseline | str:
-    """The whole of ``version`` with its ``root``, read from the store as a subscriber does it; or why that fails.
+def restore_whole(stream: Stream, version: int, root: str, host: HostState) -> Baseline | str:
+    """The whole of ``version`` with its ``root``, to which ``host`` moves as a subscriber's does; or why that fails.
     Raises StoreUnavailable."""
-    host = HostState(threads=threads, listener=listener)
     try:
         catch_up(host, stream, version)
     except (ChainGap, *UNREADABLE) as error:

@@ -7,7 +7,7 @@ What a subscriber holds, and what a publisher restores.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -26,6 +26,7 @@ from ..errors import (
     IntegrityError,
     PulseError,
     StateMismatch,
+    StoreUnavailable,
     WrongBase,
     WrongHistory,
 )
@@ -43,6 +44,7 @@ from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .planner import BROKEN_LINK, Planner
 from .selection import Selection
+from .state_folder import StateFolder
 from .update import Pending, Update
 
 _PREFETCH = 4
@@ -80,7 +82,7 @@ class _Position:
 
 class HostState:
     """``poisoned`` is set while the state in memory may be half-way between two versions. With a ``selection`` only
-    that part of a state is held."""
+    that part of a state is held; with a ``folder`` the state is in a file there."""
 
     def __init__(
         self,
@@ -89,11 +91,14 @@ class HostState:
         listener: Listener | None = None,
         watcher: Watcher | None = None,
         selection: Selection | None = None,
+        folder: StateFolder | None = None,
     ) -> None:
         self.poisoned = False
+        self.folder = folder
         self.selection = selection
         self.threads = threads
         self.listener = listener
+        self._keeps = True
         self._watcher = watcher
         self._at: _Position | None = None
         self._pinned: list[weakref.ref[Update]] = []
@@ -124,21 +129,31 @@ class HostState:
 
     def adopt(
         self,
-        version: int,
+        manifest: Manifest,
         state: State,
         digest: StateDigest,
         *,
         history: History = _NOTHING,
-        remembers: Sequence[int] = (),
+        is_new: bool = False,
     ) -> None:
-        """Takes over ``state``, in writable host memory, as the given version, which the owner already has, with the
-        ``history`` that it has. ``remembers`` is the manifest's."""
+        """Takes over ``state``, made by `empty`, as the version of ``manifest``, with the ``history`` that there is.
+        The owner has it already, unless it ``is_new`` to it."""
         if self._watcher:
             self._watcher.replaced()
-        knows = history.spans == tuple(remembers)
-        pending = Pending.nothing(version, state)
-        self._at = _Position(version, state, digest, pending, history if knows else _NOTHING, knows)
+        knows = history.spans == tuple(manifest.remembers)
+        pending = Pending() if is_new else Pending.nothing(manifest.version, state)
+        self._at = _Position(manifest.version, state, digest, pending, history if knows else _NOTHING, knows)
         self.poisoned = False
+        self._keep(manifest)
+
+    def empty(self, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> State:
+        """Memory for a state that this one may become. Raises StoreFull and StoreError."""
+        return self.folder.empty(specs, aliases) if self.folder else State.empty(specs, aliases)
+
+    def _keep(self, manifest: Manifest) -> None:
+        """Has the state found again in the folder, as the version of ``manifest``."""
+        if self.folder and self._keeps:
+            self.folder.keep(self.state, manifest, self.history)
 
     def recover(self) -> None:
         """Ends `poisoned`: hashes the state, and drops it unless it is still its version."""
@@ -148,25 +163,30 @@ class HostState:
             self._at = None
         self.poisoned = False
 
+    def beside(self) -> HostState:
+        """An empty one, in which a state is restored that may take the place of this one's. It keeps nothing."""
+        made = HostState(threads=self.threads, listener=self.listener, selection=self.selection, folder=self.folder)
+        made._keeps = False
+        return made
+
     # -- moves
 
     def apply(
         self,
         link: Link,
         patch: Patch,
-        aliases: Mapping[str, str],
-        remembers: Sequence[int] = (),
+        manifest: Manifest,
     ) -> None:
-        """Moves along ``link``, whose payload is ``patch``, or stays as it is, to the last bit. ``remembers``: the
-        spans of what is remembered at the version it leads to.
+        """Moves along ``link``, whose payload is ``patch``, to the version of ``manifest``, or stays as it is, to the
+        last bit.
 
         Raises what `apply_patch` raises. A patch that fails where it needed the history may show that this is wrong:
         then it is forgotten, and not known.
         """
-        at = self._position
+        at, remembers = self._position, manifest.remembers
         # Values of an update that is still held are views of the state: they keep it, and the state moves in a copy.
         if any(ref() is not None for ref in self._pinned):
-            self._at = at = replace(at, state=at.state.copy())
+            self._at = at = replace(at, state=at.state.copy(self.empty))
         self._pinned = []
         # Until `apply_patch` returns or has undone all, an interrupt finds the bits of two versions here.
         self.poisoned = True
@@ -177,6 +197,7 @@ class HostState:
                 at.digest,
                 history=at.history,
                 max_records=_most_records(patch) if remembers else 0,
+                journal=self.folder.journal(at.state) if self.folder else None,
                 threads=self.threads,
                 progress=progress_to(self.listener, "apply", at.state.nbytes),
             )
@@ -190,9 +211,13 @@ class HostState:
             pending = at.pending.after_patch(applied.changes, link.nbytes, at.state)
             history = self._remembered(link, patch, applied, remembers)
             knows = history.spans == tuple(remembers)
+            held = {spec.name for spec in at.state.specs}
+            aliases = {alias: name for alias, name in manifest.aliases.items() if name in held}
             self._at = _Position(link.version, at.state.with_aliases(aliases), applied.digest, pending, history, knows)
             self.followed.append(link)
             self.poisoned = False
+            hit("apply.moved")
+            self._keep(manifest)
             if self._watcher:
                 undo = by_whole_blocks(patch.header, applied.undo)
                 self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
@@ -208,9 +233,17 @@ class HostState:
         return self._position.history.after(window, remembers, _most_records(patch), threads=self.threads)
 
     def replace(
-        self, links: Sequence[Link], state: State, digest: StateDigest, history: History, *, knows: bool = True
+        self,
+        links: Sequence[Link],
+        manifest: Manifest,
+        state: State,
+        digest: StateDigest,
+        history: History,
+        *,
+        knows: bool = True,
     ) -> None:
-        """Takes ``state``, which was restored along ``links`` from an anchor and verified, in place of the old one."""
+        """Takes ``state``, which was restored along ``links`` from an anchor and verified as the version of
+        ``manifest``, in place of the old one."""
         if self._watcher:
             self._watcher.replaced()
         old = self._at
@@ -219,6 +252,7 @@ class HostState:
         self._at = _Position(links[-1].version, state, digest, pending, history, knows)
         self.followed += links
         self.poisoned = False
+        self._keep(manifest)
 
     # -- what the owner knows
 
@@ -282,6 +316,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     timer, route = PhaseTimer(), Planner(stream, target)
     beside: HostState | None = None
     passed: list[Link] = []
+    reached: Manifest | None = None
     astray = False
     while host.version != target:
         # 1. Plan, from where the state is, without the links that have failed.
@@ -296,7 +331,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         timer.end("plan")
         # An anchor is restored beside the state: until it is verified the worker keeps what it has.
         if host.version is not None and path[0].base is None:
-            beside, passed = HostState(threads=host.threads, listener=host.listener, selection=host.selection), []
+            beside, passed = host.beside(), []
             follower = beside
         if host.selection and path[0].base is None:
             path = path[:1]  # what is needed of the patches follows from the anchor's tensors
@@ -309,6 +344,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                 knew = follower.knows
                 try:
                     passed.append(_apply_link(follower, stream, item))
+                    reached = item.manifest
                     route.followed(item.link, knows=follower.knows)
                 except BROKEN_LINK as error:
                     if not astray and follower is host and _is_astray(host, stream, error):
@@ -326,7 +362,8 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     timer.end("restore" if item.link.base is None else "apply")
         # 3. The restored state takes the place of the old one, whose difference to it is what the owner lacks.
         if beside and beside.version == target:
-            host.replace(passed, beside.state, beside.digest, beside.history, knows=beside.knows)
+            assert reached is not None
+            host.replace(passed, reached, beside.state, beside.digest, beside.history, knows=beside.knows)
         timer.end("fetch")
     return timer.seconds
 
@@ -340,6 +377,34 @@ def _is_astray(host: HostState, stream: Stream, error: PulseError) -> bool:
         known = stream.manifest(host.version)
         return known.root != host.digest.root or (stream.has_version(host.version) and not stream.has_manifest(known))
     return False
+
+
+def adopt_kept(
+    host: HostState, stream: Stream, manifest_of: Callable[[int], Manifest], *, newest: int | None = None
+) -> bool:
+    """Starts from what the host state's folder keeps, if that is proved to be a version of ``stream``, ``newest`` at
+    most; what is not, is dropped. Its owner does not have it yet. Raises StoreUnavailable, and then drops nothing."""
+    kept = host.folder.kept if host.folder else None
+    if host.folder is None or kept is None:
+        return False
+    try:
+        if kept.stream != stream.name or stream.stream_id not in (None, kept.stream_id):
+            raise StateMismatch(f"it is of stream {kept.stream!r} with the ID {kept.stream_id or 'none'}")
+        if newest is not None and kept.version > newest:
+            raise StateMismatch(f"it is version {kept.version}, and the newest is {newest}")
+        manifest = manifest_of(kept.version)
+        if (manifest.stream_id, manifest.root) != (kept.stream_id, kept.root):
+            raise DigestMismatch(f"the stream has another version {kept.version}")
+        state, digest, history = host.folder.load(threads=host.threads)
+    except StoreUnavailable:
+        raise
+    except PulseError as error:
+        host.folder.drop()
+        if host.listener:
+            host.listener(FallbackUsed(stream.name, f"the state in {host.folder.path}", str(error), error.kind))
+        return False
+    host.adopt(manifest, state, digest, history=history, is_new=True)
+    return True
 
 
 def follow_link(host: HostState, stream: Stream, link: Link) -> None:
@@ -392,7 +457,7 @@ def _apply_link(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
     if fetched.payload is None:
         state, digest, nbytes = _restored(host, stream, manifest)
         link = link._replace(nbytes=nbytes)
-        host.replace([link], state, digest, History())
+        host.replace([link], manifest, state, digest, History())
         return link
     # A patch, once it is seen to fit the state, to lead to its manifest's root, and to keep the ties of tensors.
     if link.base != host.version:
@@ -403,9 +468,7 @@ def _apply_link(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
     _check_aliases(manifest, patch.header.specs)
-    held = {spec.name for spec in host.state.specs}
-    aliases = {alias: name for alias, name in manifest.aliases.items() if name in held}
-    host.apply(link, patch, aliases, manifest.remembers)
+    host.apply(link, patch, manifest)
     return link
 
 
@@ -421,6 +484,7 @@ def _restored(host: HostState, stream: Stream, manifest: Manifest) -> tuple[Stat
         root=manifest.root,
         elements=manifest.elements,
         dense_bytes=manifest.dense_bytes,
+        empty=host.empty,
         threads=host.threads,
         progress=progress_to(host.listener, "restore", manifest.dense_bytes),
     )

@@ -15,7 +15,7 @@ from .._util.collective import RankGroup
 from .._util.faults import hit
 from .._util.threads import ordered_map
 from ..codec import Changes
-from ..patch.apply import advance_state
+from ..patch.apply import Journal, advance_state
 from ..patch.blocks import Block, cut
 from ..patch.build import code_blocks, entry_of, smallest
 from ..patch.header import PatchHeader, slices_of
@@ -24,7 +24,7 @@ from ..patch.tree import hashed_together
 from ..state import bits
 from ..state.digest import StateDigest
 from ..state.memory import DeviceTensor
-from ..state.tensors import Segment, SlicedState, State, UIntArray
+from ..state.tensors import Empty, Segment, SlicedState, State, UIntArray
 from .columns import ColumnExchange
 from .layout import Fragment, Layout
 from .leaves import Leaves, changed_inner_leaves, hash_shared, inner_leaves
@@ -118,11 +118,15 @@ class PendingVersion:
         """Whether an element of it is another than in the base; without one, yes."""
         return self.base is None or self._changes_in(fragment.segment) is not None
 
-    def advance_baseline(self, version: int, root: str, *, threads: int | None) -> tuple[Baseline, dict[int, Changes]]:
+    def advance_baseline(
+        self, version: int, root: str, *, journal: Journal | None = None, threads: int | None
+    ) -> tuple[Baseline, dict[int, Changes]]:
         """The baseline that this is once it is committed, and the old bits by block. The state of the base is changed
-        in place, once."""
+        in place, once; ``journal`` is told of each block before."""
         hit("baseline.before")
-        undo = advance_state(self.state, self.blocks, self.changes, threads=threads) if self.changes else {}
+        undo: dict[int, Changes] = {}
+        if self.changes:
+            undo = advance_state(self.state, self.blocks, self.changes, journal=journal, threads=threads)
         hit("baseline.written")
         of = self.layout, self.segments, self.blocks, self.state, self.leaves
         return Baseline(version, root, *of, self.history, self.sampled), undo
@@ -179,6 +183,7 @@ def make_pending(
     reason: str,
     *,
     owned: bool = False,
+    empty: Empty = State.empty,
     codec: str = codecs.AUTO,
     history: History | None = None,
     recorder: Recorder | None = None,
@@ -187,8 +192,9 @@ def make_pending(
 ) -> PendingVersion:
     """Compares with ``base`` and codes, block by block, or copies where there is none; hashes all leaves that no other
     rank has a piece of. ``local`` has this rank's elements of the new state; ``owned``: nobody else writes to them, so
-    that they may become the baseline as they are. ``history``: what the patch may be coded by; ``recorder`` gets what
-    is to be remembered of it. ``progress`` gets the bytes that were worked through since its last call.
+    that they may become the baseline as they are; else whole tensors are copied into what ``empty`` makes.
+    ``history``: what the patch may be coded by; ``recorder`` gets what is to be remembered of it. ``progress`` gets the
+    bytes that were worked through since its last call.
 
     Raises what `code_blocks` raises, and RankLost: whatever fails here, this rank has taken part in moving columns to
     rows when this returns or raises.
@@ -202,7 +208,7 @@ def make_pending(
         tasks = columns.tasks(hashed_together(blocks, threads), blocks, source)
         if base is None:
             # No patch: the state is copied, which becomes the baseline, and hashed from the copy.
-            state = local if owned else allocated(segments)
+            state = local if owned else allocated(segments, empty)
             made = PendingVersion(layout, segments, blocks, state, None, reason)
 
             def copy(task: tuple[range, State]) -> tuple[range, Leaves]:
@@ -241,10 +247,10 @@ def make_pending(
         columns.finish()  # other ranks wait for this rank's columns, whatever failed here
 
 
-def allocated(segments: Sequence[Segment]) -> State:
-    """Segments in new host memory, with uninitialised values."""
+def allocated(segments: Sequence[Segment], empty: Empty = State.empty) -> State:
+    """Segments in new host memory, with uninitialised values; whole tensors in what ``empty`` makes."""
     if all(segment.is_whole for segment in segments):
-        return State.empty(tuple(segment.spec for segment in segments))
+        return empty(tuple(segment.spec for segment in segments), None)
     return SlicedState.allocate(segments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError
@@ -28,6 +29,7 @@ from .folds import checked_folds
 from .polling import jittered
 from .rank import RankPublisher, Settings, unlike
 from .request import LocalState, PublishRequest, Submission, Submissions
+from .state_folder import StateFolder
 
 _LOOK_SECONDS = 1.0
 
@@ -69,15 +71,17 @@ class Publisher(Closing, NotCopyable):
     changed within a span (``pulse fold`` makes them on any machine). ``keep``: the newest versions that stay; what they
     do not need is deleted in the background, as `gc_stream` does, whenever an anchor has become old enough (None: all
     stay). ``signer`` signs every manifest, claim and fold; then only what is signed by its key or by one of
-    ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``threads``: the maximum number of threads
-    (None: one per core). ``on_event`` gets the
+    ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``baseline``: a folder of this publisher's own,
+    in which the last version is a mapped file instead of memory; a publisher that starts again with it goes on from
+    there, once that is verified. ``threads``: the maximum number of threads (None: one per core). ``on_event`` gets the
     events of `pulse_rl.events`.
 
     A patch that is no smaller than an anchor is not stored: the version is an anchor alone, and `Published.reason` says
     so.
 
     A stream has one Publisher at a time: a new one takes over when it first publishes, and the one before is refused
-    with PublisherConflict at its next commit; the chain stays whole. Raises InputError and StoreError.
+    with PublisherConflict at its next commit; the chain stays whole. Raises InputError, StoreError, and ConcurrentUse
+    where another process uses the folder ``baseline``.
 
     Interrupts do no harm: the work is done on a thread of its own. After one, `head` says whether the version was
     committed. One thread uses it at a time (ConcurrentUse). It cannot be copied, pickled, or used in a forked process.
@@ -94,6 +98,7 @@ class Publisher(Closing, NotCopyable):
         keep: int | None = None,
         signer: Signer | None = None,
         trusted_keys: Collection[str] = (),
+        baseline: str | os.PathLike[str] | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
@@ -101,6 +106,7 @@ class Publisher(Closing, NotCopyable):
             RankGroup(Alone()),
             store,
             stream=stream,
+            folder=None if baseline is None else StateFolder(baseline, "baseline"),
             codec=codec,
             anchor_ratio=anchor_ratio,
             folds=folds,
@@ -117,6 +123,7 @@ class Publisher(Closing, NotCopyable):
         store: Store | str,
         *,
         stream: str,
+        folder: StateFolder | None = None,
         also: Callable[[], dict[str, Any]] = dict,
         **given: Unpack[PublisherSettings],
     ) -> None:
@@ -143,7 +150,7 @@ class Publisher(Closing, NotCopyable):
         self._together = ranks.size > 1
         self._submissions: Submissions[PublishRequest] = Submissions(self._serial, together=self._together)
         self._calls = 0
-        self._rank = RankPublisher(self._stream, ranks, settings, listener=self._listener)
+        self._rank = RankPublisher(self._stream, ranks, settings, listener=self._listener, folder=folder)
 
     def _checked(self, store: Store | str, stream: str, **given: Unpack[PublisherSettings]) -> tuple[Stream, Settings]:
         for name in given.keys() - PublisherSettings.__annotations__.keys():

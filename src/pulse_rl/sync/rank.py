@@ -20,6 +20,7 @@ from .._util.collective import Bytes, RankGroup
 from .._util.serial import shield
 from ..errors import InputError, NotFound, PublisherConflict, RankLost
 from ..events import BaselineRestored, Event, FallbackUsed, Listener, PhaseTimer, Published, progress_shown, progress_to
+from ..state.tensors import State
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
 from ..stream.digest_trees import put_digests
@@ -32,6 +33,7 @@ from .device_diff import DeviceDiff, Scan
 from .folds import FoldMaker
 from .gc import Retention
 from .history_policy import HistoryPolicy, Note
+from .host_state import HostState, adopt_kept
 from .layout import (
     Layout,
     difference,
@@ -46,6 +48,7 @@ from .leaves import gather_tree
 from .notices import Notices
 from .pending import NO_SMALLER, Baseline, Built, PendingVersion, hash_shared_leaves, make_pending
 from .request import LocalState, PublishRequest, Submission, begin
+from .state_folder import StateFolder
 
 _MAX_STALE_COMMITS = 8
 _SMALL = 1 << 16
@@ -79,7 +82,15 @@ class RankPublisher:
     """Publishes what this rank has of a state, together with the other ``ranks``. All ranks call its methods in the
     same order; one thread at a time."""
 
-    def __init__(self, stream: Stream, ranks: RankGroup, settings: Settings, *, listener: Listener | None) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        ranks: RankGroup,
+        settings: Settings,
+        *,
+        listener: Listener | None,
+        folder: StateFolder | None = None,
+    ) -> None:
         self.shard_bytes = DEFAULT_SHARD_BYTES
         self.history = HistoryPolicy(settings.folds, ranks.size)
         self._stream = stream
@@ -87,6 +98,7 @@ class RankPublisher:
         self._settings = settings
         self._threads = settings.threads
         self._listener = self._shown_to = listener
+        self._folder = folder
         self._head = StreamHead(stream, settings.signer, settings.anchor_ratio, together=ranks.size > 1)
         self._baseline: Baseline | None = None
         self._pending: PendingVersion | None = None
@@ -126,6 +138,8 @@ class RankPublisher:
         self, request: PublishRequest, number: int, submission: Submission | None, blocked_seconds: float | None
     ) -> tuple[Published, bool]:
         timer = PhaseTimer()
+        if self._folder:
+            self._folder.open()
         # What the version before left to do: a fold is coded from its bits, which the commit changes in place.
         self.keep_up()
         try:
@@ -177,6 +191,8 @@ class RankPublisher:
         self._baseline, self._pending, self._held_digests, self._layout = None, None, None, None
         self._held = []
         self._ranks.close()
+        if self._folder:
+            self._folder.close()
 
     # -- in the order of a publish
 
@@ -303,28 +319,35 @@ class RankPublisher:
         it. None if that has to be an anchor."""
         if found.version is None:
             return None
-        # A trainer that starts again often has the head's own weights: built as a full state they have its root, and
-        # nothing is fetched.
-        built = self._build(local, scan, found, timer)
-        how, reason = "matched", ""
-        if built.root == found.root:
-            self._baseline, _ = built.draft.advance_baseline(found.version, found.root, threads=self._threads)
+        # What is kept in the folder is the head, or a version before it, from where some patches lead there.
+        host = HostState(threads=self._threads, listener=self._shown_to, folder=self._folder)
+        how, reason = "kept", ""
+        if adopt_kept(host, self._stream, self._stream.manifest, newest=found.version):
+            restored = restore_whole(self._stream, found.version, found.root, host)
         else:
-            layout = built.draft.layout
-            del built  # before another state is restored
-            restored = self._restored(layout, found.version, found.root)
-            how, reason = "restored", restored if isinstance(restored, str) else ""
-            self._baseline = None if isinstance(restored, str) else restored
-            if self._baseline and self._baseline.history.windows:
-                self.history.on = True  # until it is measured
+            # A trainer that starts again often has the head's own weights: built as a full state they have its root,
+            # and nothing is fetched.
+            built = self._build(local, scan, found, timer)
+            how = "matched"
+            if built.root == found.root:
+                restored, _ = built.draft.advance_baseline(found.version, found.root, threads=self._threads)
+                self._keep(restored, self._head.committer.head)
+            else:
+                layout = built.draft.layout
+                del built  # before another state is restored
+                how, restored = "restored", self._restored(layout, found.version, found.root, host)
+        reason = restored if isinstance(restored, str) else ""
+        self._baseline = None if isinstance(restored, str) else restored
+        if self._baseline and self._baseline.history.windows:
+            self.history.on = True  # until it is measured
         self._resumed(found.version, "anchored" if reason else how, reason)
         timer.end("resume")
         return None if reason else self._build(local, scan, Found(keep=True), timer)
 
-    def _restored(self, layout: Layout, version: int, root: str) -> Baseline | str:
+    def _restored(self, layout: Layout, version: int, root: str, host: HostState) -> Baseline | str:
         if self._ranks.size > 1:
             return restore_baseline(self._stream, self._ranks, layout, version, root, threads=self._threads)
-        return restore_whole(self._stream, version, root, threads=self._threads, listener=self._shown_to)
+        return restore_whole(self._stream, version, root, host)
 
     def _build(self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer) -> Built:
         """The next version: a patch from the baseline, or all of the state, where there is none, or one of other
@@ -357,7 +380,8 @@ class RankPublisher:
                 scan.state,
                 base,
                 reason,
-                owned=scan.owned and self._ranks.size == 1,
+                owned=scan.owned and self._ranks.size == 1 and not self._folder,
+                empty=self._folder.empty if self._folder else State.empty,
                 codec=self._settings.codec,
                 history=base.history if base and remembers else None,
                 recorder=self.history.recorder(base) if base and self._may_remember else None,
@@ -473,7 +497,11 @@ class RankPublisher:
             return None
         with shield():
             self._baseline = None  # should this be interrupted by an error
-            baseline, undo = pending.advance_baseline(manifest.version, manifest.root, threads=self._threads)
+            journal = self._folder.journal(pending.state) if self._folder and pending.base else None
+            baseline, undo = pending.advance_baseline(
+                manifest.version, manifest.root, journal=journal, threads=self._threads
+            )
+            self._keep(baseline, manifest)
             if self._folds.wanted:
                 patch_bytes = sum(part.bytes for part in manifest.patch.parts) if manifest.patch else 0
                 self._folds.advanced(pending.base, patch_bytes, undo, baseline)
@@ -481,6 +509,11 @@ class RankPublisher:
             self._baseline = baseline
         self._stream.stream_id = manifest.stream_id
         return manifest
+
+    def _keep(self, baseline: Baseline, manifest: Manifest | None) -> None:
+        """Has the baseline found again in the folder, as the version of ``manifest``."""
+        if self._folder and manifest:
+            self._folder.keep(baseline.state, manifest, baseline.history)
 
     def _parsed(self, message: bytes) -> Manifest | None:
         """The manifest that rank 0 has sent; None where there is none."""

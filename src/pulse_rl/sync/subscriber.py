@@ -15,7 +15,7 @@ from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
 from ..events import FallbackUsed, Listener, Synced, checked_listener, failures_to, progress_shown
 from ..patch.history import History
-from ..patch.history_file import beside, load_history, save_history
+from ..patch.history_file import beside, load_history, save_history, specs_of
 from ..state.checkpoint import StateSource, as_state, current_version, save
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.folder import replace_folder, write_checkpoint
@@ -29,10 +29,11 @@ from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .failover import Failover
-from .host_state import HostState
+from .host_state import HostState, adopt_kept
 from .notices import Absence
 from .polling import LONGEST_POLL, PollTimer
 from .selection import Selection
+from .state_folder import StateFolder
 from .update import Pending, Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
@@ -52,9 +53,11 @@ class Subscriber(Closing, NotCopyable):
     accepted. ``stream_id``: the stream's (`Manifest.stream_id`); without it the first version decides, and later ones
     of another stream of this name are passed over. If the stream is deleted and recreated, `sync` raises
     StreamRecreated; with ``allow_recreated`` it starts over with the new one instead. ``select``: names of tensors, or
-    patterns such as ``"layers.0.*"``: only these are fetched, held, verified and shown (None: all). ``threads``: the
-    maximum number of threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises
-    InputError and StoreError.
+    patterns such as ``"layers.0.*"``: only these are fetched, held, verified and shown (None: all). ``state``: a folder
+    of this worker's own in which the state is a mapped file instead of memory; a worker that starts again with it goes
+    on from the version that is there, once that is verified (not with ``select``). ``threads``: the maximum number of
+    threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises InputError, StoreError, and
+    ConcurrentUse where another process uses the folder ``state``.
 
     Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves at a verified
     version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by
@@ -74,6 +77,7 @@ class Subscriber(Closing, NotCopyable):
         stream_id: str | None = None,
         allow_recreated: bool = False,
         select: str | Collection[str] | None = None,
+        state: str | os.PathLike[str] | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
@@ -89,6 +93,10 @@ class Subscriber(Closing, NotCopyable):
             raise InputError(
                 "select and cache do not go together: what is selected is fetched in ranges, which are not kept",
                 hint="Give one of the two.",
+            )
+        if select is not None and state is not None:
+            raise InputError(
+                "select and state do not go together: a folder holds whole states", hint="Give one of the two."
             )
         trusted = trusted_by(trusted_keys)
         streams = [
@@ -110,7 +118,8 @@ class Subscriber(Closing, NotCopyable):
         self._allow_recreated = allow_recreated
         self._serial = SerialThread("Subscriber", self._idle_seconds)
         self._selection = None if select is None else Selection(select)
-        self._host = HostState(threads=threads, listener=on_event, selection=self._selection)
+        self._folder = None if state is None else StateFolder(state, "state")
+        self._host = self._empty_host(threads, on_event)
         self._base = base
         self._threads = threads
         self._listener = on_event
@@ -238,13 +247,13 @@ class Subscriber(Closing, NotCopyable):
         digest = self.digest
         facts = {"format": "pt", "pulse.version": str(manifest.version), "pulse.root": digest.root, **(metadata or {})}
         if is_file:
-            save_history(beside(target), history, digest)
+            save_history(beside(target), history, specs_of(digest), digest.root)
             save(target, state, facts)
             return
 
         def write(into: Path) -> None:
             write_checkpoint(into, state, digest, files, facts, sharded=sharded, earlier=self._checkpoint)
-            save_history(beside(into), history, digest)
+            save_history(beside(into), history, specs_of(digest), digest.root)
 
         if named is None:
             replace_folder(target, f"{manifest.version:012d}", write, force=force)
@@ -286,8 +295,9 @@ class Subscriber(Closing, NotCopyable):
         self._pause.wait([self.stream.last_accepted], poll_seconds, checked_number("max_seconds", max_seconds))
 
     def close(self) -> None:
-        """Lets the host state go. May be called twice; a `sync` afterwards starts as a new Subscriber would."""
-        self._serial.run(self._forget)
+        """Lets the host state go; what is in the folder ``state`` stays there. May be called twice; a `sync` afterwards
+        starts as a new Subscriber would."""
+        self._serial.run(self._close)
 
     def __repr__(self) -> str:
         held = "nothing yet" if self.version is None else f"version {self.version}"
@@ -309,7 +319,15 @@ class Subscriber(Closing, NotCopyable):
             host.acknowledge()
             self._delivered = []
         newcomer = host.version is None and not self._pinned
+        # What the folder keeps is looked up whenever there is nothing; what it keeps of a stream that was recreated
+        # goes with its place in it.
+        if self._folder and host.version is None:
+            self._folder.open()
+            if adopt_kept(host, self.stream, self._failover.manifest):
+                self._failover.adopt_id(self.stream.stream_id or self._manifest().stream_id)
         # A base is looked up once: it saves the first anchor, and means nothing afterwards.
+        if host.version is not None:
+            self._base = None
         if self._base is not None and self._adopt_base(self._base):
             self._base = None
         looked = time.perf_counter() - started
@@ -372,8 +390,16 @@ class Subscriber(Closing, NotCopyable):
 
     def _forget(self) -> None:
         self._files = {}
-        self._host = HostState(threads=self._threads, listener=self._host.listener, selection=self._selection)
+        self._host = self._empty_host(self._threads, self._host.listener)
         self._delivered = []
+
+    def _empty_host(self, threads: int | None, listener: Listener | None) -> HostState:
+        return HostState(threads=threads, listener=listener, selection=self._selection, folder=self._folder)
+
+    def _close(self) -> None:
+        self._forget()
+        if self._folder:
+            self._folder.close()
 
     def _state(self) -> State:
         state = self._ready().state
@@ -412,7 +438,7 @@ class Subscriber(Closing, NotCopyable):
         if not versions:
             return False
         state = as_state(base)
-        own = state if self._selection else State.empty(state.specs, state.aliases)
+        own = state if self._selection else self._host.empty(state.specs, state.aliases)
         digest = state_digest(own, source=None if own is state else state, threads=self._threads)
         for version in reversed(versions[-_SEARCHED_FOR_BASE:]):
             try:
@@ -429,6 +455,6 @@ class Subscriber(Closing, NotCopyable):
                 if isinstance(base, str | os.PathLike):
                     history = load_history(beside(Path(base)), digest) or history
                     self._checkpoint = current_version(Path(base))
-                self._host.adopt(version, own, digest, history=history, remembers=manifest.remembers)
+                self._host.adopt(manifest, own, digest, history=history)
                 break
         return True

@@ -1,0 +1,331 @@
+"""States in a mapped file (docs/design/0036): found again by the next process, or else not used; never wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pulse_rl import Publisher, Subscriber, open_store
+from pulse_rl._util.faults import armed
+from pulse_rl.errors import ConcurrentUse, InputError, StoreError, StoreFull
+from pulse_rl.events import BaselineRestored, Event, FallbackUsed
+from tests.support.publishers import tuned
+from tests.support.states import Rng, Tensors, all_dtypes, history, mutated, policy, roots, weights
+from tests.support.stores import FaultyStore
+
+
+class Place:
+    """A store in a folder, a publisher's baseline and a subscriber's state beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[Event] = []
+        self.store = FaultyStore(open_store(str(folder / "store")))
+
+    def publish(self, *states: Tensors, **options: Any) -> list[str]:
+        settings: dict[str, Any] = {
+            "stream": "policy",
+            "baseline": self.folder / "p",
+            "on_event": self.events.append,
+        } | options
+        with tuned(self.store, **settings) as publisher:
+            return [publisher.publish(state).root for state in states]
+
+    def sync(self, *targets: int | None, **options: Any) -> str:
+        settings: dict[str, Any] = {
+            "stream": "policy",
+            "state": self.folder / "s",
+            "on_event": self.events.append,
+        } | options
+        with Subscriber(options.pop("store", self.store), **settings) as worker:
+            for target in targets or (None,):
+                update = worker.sync(target)
+                if update:
+                    update.acknowledge()
+                del update
+            return worker.root
+
+    def fetched(self, work: Callable[[], Any]) -> tuple[Any, list[str]]:
+        """What ``work()`` returns, and the payloads that were read for it."""
+        self.store.calls.clear()
+        result = work()
+        return result, [name for call, name in self.store.calls if call.startswith("get") and "payloads" in name]
+
+    def not_used(self) -> list[str]:
+        return [e.reason for e in self.events if isinstance(e, FallbackUsed) and "the state in" in e.link]
+
+    def state_file(self, which: str) -> Path:
+        (file,) = (self.folder / which).glob("state-*")
+        return file
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def killed_at(point: str, work: Callable[[], Any]) -> None:
+    """Runs ``work()`` in a process that is killed when it comes to ``point``."""
+    child = os.fork()
+    if not child:
+        try:
+            with armed(point, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                work()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_restart_downloads_nothing_but_what_is_new(rng: Rng, place: Place, remembers: bool) -> None:
+    states = [all_dtypes(rng) | policy(rng, 20_000)]
+    states += [mutated(rng, states[0], 0.02)]
+    states += [mutated(rng, states[1], 0.02), mutated(rng, states[1], 0.02)]
+    found = place.publish(*states[:2], history=remembers)
+    assert place.sync() == found[1]
+    # Another version by another process, which finds the baseline where the first one left it.
+    more, read = place.fetched(lambda: place.publish(*states[2:], history=remembers))
+    assert not read
+    assert [e.how for e in place.events if isinstance(e, BaselineRestored)] == ["kept"]
+    assert found + more == roots(states)
+    root, read = place.fetched(place.sync)
+    assert (root, len(read), place.not_used()) == (more[1], 2, [])
+
+
+def test_what_is_kept_is_new_to_a_model_that_starts(rng: Rng, place: Place) -> None:
+    place.publish(*history(rng, 2))
+    place.sync()
+    with Subscriber(place.store, stream="policy", state=place.folder / "s") as worker:
+        update = worker.sync()
+        assert update
+        assert (update.full, update.version, update.payload_bytes) == (True, 1, 0)
+        update.acknowledge()
+        assert worker.sync() is None
+
+
+@pytest.mark.parametrize("point", ["apply.written", "apply.moved", "apply.after"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_worker_killed_in_an_apply_downloads_one_patch(rng: Rng, place: Place, point: str, restored: bool) -> None:
+    expected = place.publish(*history(rng, 3))
+    if not restored:
+        place.sync(0)
+    killed_at(point, lambda: place.sync(*([0, 1] if restored else [1])))
+    root, read = place.fetched(place.sync)
+    assert (root, place.not_used()) == (expected[2], [])
+    assert len(read) <= 2
+
+
+@pytest.mark.parametrize("point", ["baseline.before", "baseline.written", "commit.before", "commit.after"])
+def test_a_publisher_killed_in_a_commit_goes_on(rng: Rng, place: Place, point: str) -> None:
+    states = history(rng, 3)
+    place.publish(states[0])
+    killed_at(point, lambda: place.publish(states[1]))
+    _, read = place.fetched(lambda: place.publish(states[2]))
+    assert place.not_used() == []
+    assert len(read) == (point != "commit.before")  # the patch of the version that was committed
+    assert place.sync() == roots(states)[2]
+
+
+def test_a_failed_apply_and_a_kill_after_it_leave_the_version_before(rng: Rng, place: Place) -> None:
+    expected = place.publish(*history(rng, 2))
+    place.sync(0)
+
+    def fail() -> None:
+        raise RuntimeError("an error between the writes and the root")
+
+    def work() -> None:
+        with armed("apply.written", fail):
+            place.sync(1)
+
+    killed_at("apply.undo", work)
+    assert (place.sync(), place.not_used()) == (expected[1], [])
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a bit": lambda file: flip(file, -1),
+    "its header": lambda file: flip(file, 20),
+    "cut short": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "empty": lambda file: os.truncate(file, 0),
+    "missing": lambda file: file.unlink(),
+    "no record": lambda file: (file.parent / "pulse.state.json").write_text("{}"),
+    "a record of another file": lambda file: edit(file, file.name.encode(), b"../../../../etc/passwd"),
+    "a record of another root": lambda file: edit(file, b'"root": "', b'"root": "00'),
+    "a record of another version": lambda file: edit(file, b'"version": 1', b'"version": 0'),
+    "a record of a version that is not there": lambda file: edit(file, b'"version": 1', b'"version": 9'),
+    "a record of another stream": lambda file: edit(file, b'"policy"', b'"other"'),
+    "a record of another stream ID": lambda file: edit(file, b'"stream_id": "', b'"stream_id": "0'),
+}
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def edit(file: Path, old: bytes, new: bytes) -> None:
+    record = file.parent / "pulse.state.json"
+    data = record.read_bytes()
+    assert old in data
+    record.write_bytes(data.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_is_not_used(rng: Rng, place: Place, damage: str) -> None:
+    states = history(rng, 3)
+    place.publish(*states[:2])
+    place.sync()
+    for which in ("p", "s"):
+        DAMAGE[damage](place.state_file(which))
+    expected = place.publish(states[2])
+    assert place.sync() == expected[0] == roots(states)[2]
+    unreadable = damage in ("no record", "a record of another file", "a record of another root")
+    assert len(place.not_used()) == (0 if unreadable else 2)
+    # Each folder has one state again, and that is used.
+    assert (place.sync(), len(list(place.folder.glob("*/state-*")))) == (expected[0], 2)
+
+
+def test_a_stream_that_was_recreated_is_not_taken_for_the_old_one(rng: Rng, place: Place) -> None:
+    place.publish(*history(rng, 2))
+    place.sync()
+    shutil.rmtree(place.folder / "store")
+    other = history(rng, 3)
+    place.publish(*other)
+    assert place.sync() == roots(other)[2]
+    assert len(place.not_used()) == 1  # the subscriber's; a publisher begins anew in an empty store
+
+
+def test_a_stream_that_is_recreated_meanwhile_takes_the_place_of_the_old_one(rng: Rng, place: Place) -> None:
+    place.publish(*history(rng, 2))
+    state = place.folder / "s"
+    with Subscriber(place.store, stream="policy", state=state, allow_recreated=True) as worker:
+        worker.sync()
+        shutil.rmtree(place.folder / "store")
+        other = history(rng, 3)
+        place.publish(*other)
+        worker.sync()
+        assert worker.root == roots(other)[2]
+    assert place.sync() == roots(other)[2]
+    assert place.not_used() == []
+
+
+def test_another_set_of_tensors_takes_the_place_of_the_old_one(rng: Rng, place: Place) -> None:
+    states = history(rng, 2)
+    states += [{"other.weight": weights(rng, 50, 10)}]
+    with tuned(place.store, stream="policy", baseline=place.folder / "p") as publisher:
+        expected = [publisher.publish(state).root for state in states]
+        assert place.sync(1, 2) == expected[2]
+        assert place.state_file("p")
+    assert place.sync() == place.publish(states[2])[0] == expected[2]
+    assert place.not_used() == []
+
+
+def test_an_update_that_is_held_keeps_its_values(rng: Rng, place: Place) -> None:
+    """The state moves in a copy, which is found again."""
+    states = history(rng, 3)
+    place.publish(*states)
+    with Subscriber(place.store, stream="policy", state=place.folder / "s") as worker:
+        held = worker.sync(0)
+        assert held
+        held.acknowledge()
+        worker.sync(1)
+        values = {tensor.spec.name: tensor.values for tensor in held.tensors}
+        for name, tensor in states[0].items():
+            assert np.array_equal(values[name], tensor.array.reshape(-1)), name
+        assert place.state_file("s")
+    root, read = place.fetched(place.sync)
+    assert (root, len(read)) == (roots(states)[2], 1)
+
+
+@pytest.mark.parametrize("what", ["a file", "a folder with files"])
+def test_what_is_not_ours_is_left_alone(place: Place, what: str) -> None:
+    for which, kind in (("p", Publisher), ("s", Subscriber)):
+        other = place.folder / which
+        if what == "a file":
+            other.write_text("theirs")
+        else:
+            other.mkdir()
+            (other / "state-1.safetensors").write_text("theirs")
+        argument: Any = {"baseline" if kind is Publisher else "state": other}
+        with pytest.raises(InputError, match=r"no folder|holds other files") as caught:
+            kind(place.store, stream="policy", **argument)
+        assert "folder of its own" in caught.value.hint
+        assert (other if what == "a file" else other / "state-1.safetensors").read_text() == "theirs"
+
+
+def test_a_second_user_is_refused(rng: Rng, place: Place) -> None:
+    states = history(rng, 2)
+    place.publish(states[0])
+    with Subscriber(place.store, stream="policy", state=place.folder / "s") as worker:
+        worker.sync()
+        child = os.fork()  # another process
+        if not child:
+            try:
+                place.sync()
+            except ConcurrentUse as error:
+                os._exit(0 if str(os.getppid()) in str(error) and "state=" in error.hint else 2)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with pytest.raises(ConcurrentUse):  # another object of this one
+            place.sync()
+        place.publish(states[1])
+        worker.sync()
+        # What was closed may be used by others, and by the same object again.
+        worker.close()
+        assert place.sync() == roots(states)[1]
+        worker.sync()
+        assert worker.root == roots(states)[1]
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_said_before_a_state_is_written(rng: Rng, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = history(rng, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StoreFull, match="no space left to map"):
+            place.publish(states[0])
+    place.publish(*states)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StoreFull, match="no space left to map"):
+            place.sync()
+    assert place.sync() == roots(states)[1]
+    assert len(list(place.folder.glob("*/state-*"))) == 2
+
+
+@pytest.mark.parametrize("call", ["pwritev", "replace"])
+def test_where_no_note_can_be_made_the_work_goes_on(
+    rng: Rng, place: Place, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Only the next start costs a download."""
+    states = history(rng, 4)
+    place.publish(states[0])
+    place.sync()
+    with monkeypatch.context() as patched:
+        real = getattr(os, call)
+        own = "pulse.state.json"
+        patched.setattr(os, call, full if call == "pwritev" else lambda a, b: full() if own in str(b) else real(a, b))
+        place.publish(*states[1:3])
+        assert place.sync() == roots(states)[2]
+    place.publish(states[3])
+    assert place.sync() == roots(states)[3]
+
+
+def test_the_folder_must_be_writable(place: Place) -> None:
+    with pytest.raises(StoreError, match="cannot use the folder") as caught:
+        Subscriber(place.store, stream="policy", state="/proc/self/pulse")
+    assert caught.value.hint
+    with pytest.raises(InputError, match="select and state"):
+        Subscriber(place.store, stream="policy", state=place.folder / "s", select="a")
