@@ -43,11 +43,11 @@ def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
     A plain ``model.state_dict()`` has other tensors: transformers 5 fuses experts in memory, and tied tensors come
     under all of their names. The conversion is transformers' own. The tensors are the model's, or views of parts of
-    them, without a copy; PEFT adapters are merged into copies. Of a model that FSDP2 has sharded, each rank gets its
-    own shards, for `pulse_rl.integrations.fsdp.ShardedPublisher`. Names lose what DDP and torch.compile add.
+    them, without a copy; PEFT adapters are merged into copies. Of a model that FSDP or DeepSpeed ZeRO-3 has sharded,
+    each rank gets its own shards, for `pulse_rl.integrations.fsdp.ShardedPublisher`. Names lose what DDP and
+    torch.compile add.
 
-    Raises UnsupportedTensor for FSDP1, DeepSpeed ZeRO-3, adapters over shards, and fused tensors that are not sharded
-    by expert.
+    Raises UnsupportedTensor for adapters over shards, and fused tensors that are not sharded by expert.
     """
     return policy_weights(model, gather=False)
 
@@ -84,9 +84,9 @@ class PulseCallback(TrainerCallback):
     ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords (``PublisherSettings``:
     ``signer``, ``folds`` …).
     Versions have the tensors that ``save_pretrained`` of the base model writes (see `checkpoint_weights`): DDP's and
-    torch.compile's parts of names are taken off, FSDP2's shards are gathered by all ranks and published by the first,
-    PEFT adapters are merged into copies. Floats are cast to the compute dtype ``dtype`` as `Publisher.publish` does;
-    None publishes them as they are. A version carries what ``save_pretrained`` of the model and of the trainer's
+    torch.compile's parts of names are taken off, shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a
+    time, and published by the first, PEFT adapters are merged into copies. Floats are cast to the compute dtype
+    ``dtype`` as `Publisher.publish` does; None publishes them as they are. A version carries what ``save_pretrained`` of the model and of the trainer's
     tokenizer or processor writes beside the weights (`checkpoint_files`), as it was when the training began, so that
     what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With ``adapter`` a version is
     the PEFT adapter alone, by PEFT's names, with its config: the folder is one that PEFT and engines load.

@@ -19,6 +19,7 @@ from ..errors import UnsupportedTensor
 from ..events import BaselineRestored, Event, FallbackUsed, Hint, Listener
 from ..state.cast import compute_dtype_named
 from ..state.checkpoint import unwrapped
+from .flat import FlatShard, has_flat_shards, is_fsdp1, named_tensors, zero3_shard
 
 __all__ = [
     "adapter_weights",
@@ -43,15 +44,18 @@ _SAMPLE = 1 << 16  # elements of a tensor
 _MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 _DEFAULT = torch.bfloat16
 _DENSE = 0.5
+_GATHERS = "Use PulseCallback, which gathers."
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the parameters are DTensors (FSDP2, tensor parallelism), so that `policy_weights` is a collective.
+    """Whether the parameters are sharded (FSDP, ZeRO-3, tensor parallelism), so that `policy_weights` is a collective.
 
     Also where FSDP2 has made them whole, as it leaves them after an evaluation: taking them makes them shards again.
     """
-    return any(isinstance(module, _fsdp2()) for module in model.modules()) or any(
-        hasattr(parameter, "full_tensor") for parameter in model.parameters()
+    return (
+        any(isinstance(module, _fsdp2()) for module in model.modules())
+        or any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+        or has_flat_shards(model)
     )
 
 
@@ -60,29 +64,30 @@ def policy_weights(
 ) -> dict[str, torch.Tensor]:
     """The weights of the policy as a checkpoint of it has them, for `Publisher.publish`.
 
-    ``model`` may be wrapped by DDP and torch.compile, sharded by FSDP2, and have PEFT adapters, which are merged into
-    copies: the model's own bits stay. Names and dtypes are the base model's; those of a Hugging Face model are what its
-    ``save_pretrained`` writes (`as_saved`). Gathered and merged tensors are cast to the compute dtype ``dtype`` if they
-    are wider, and lie in host memory; all others are the model's own, uncast. Where `is_sharded`, all ranks call this
-    together. Those that do not ``keep`` the result get none, and do nothing where they are not needed. Without
-    ``gather`` DTensors stay what they are, each rank's own.
+    ``model`` may be wrapped by DDP, DeepSpeed and torch.compile, sharded by FSDP2, FSDP1 and ZeRO-3, and have PEFT
+    adapters, which are merged into copies: the model's own bits stay. Names and dtypes are the base model's; those of a
+    Hugging Face model are what its ``save_pretrained`` writes (`as_saved`). Gathered and merged tensors are cast to the
+    compute dtype ``dtype`` if they are wider, and lie in host memory; all others are the model's own, uncast. Where
+    `is_sharded`, all ranks call this together, which gathers one tensor at a time. Those that do not ``keep`` the
+    result get none, and do nothing where they are not needed. Without ``gather`` a rank gets what is its own: DTensors,
+    and a `FlatShard` of each parameter of FSDP1 and ZeRO-3.
 
-    Raises UnsupportedTensor for FSDP1, DeepSpeed ZeRO-3, quantised layers with adapters, and adapters that cannot be
-    merged.
+    Raises UnsupportedTensor for quantised layers with adapters, adapters that cannot be merged, and adapters under
+    FSDP1.
     """
     target = torch_dtype(dtype)
     if not (keep or is_sharded(model)):
         return {}
     core = base_of(model)
-    _refuse_hidden_shards(core)
-    adapters = _Adapters(core)
+    adapters = _adapters(model, core)
     if adapters.modules and not gather and is_sharded(model):
         raise UnsupportedTensor(
             "adapters over shards are merged on whole tensors", hint="Use PulseCallback, which gathers them."
         )
     taken: dict[str, Any] = {}
     known: dict[int, Any] = {}
-    for name, tensor in core.state_dict(keep_vars=True).items():
+    # The units of FSDP1 know their parameters' names, the outermost one among them.
+    for name, tensor in named_tensors(_without_wrappers(model) if _has_fsdp1(model) else core).items():
         layer = adapters.layer_of(name)
         if layer is not None:
             if layer not in adapters.done:
@@ -93,7 +98,7 @@ def policy_weights(
         if plain is None:
             continue
         if id(tensor) not in known:  # one of several names is taken once, and stays one tensor
-            gathered = gather and hasattr(tensor, "full_tensor")
+            gathered = gather and (hasattr(tensor, "full_tensor") or isinstance(tensor, FlatShard))
             detached = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
             known[id(tensor)] = cast_to_host(tensor, target, keep=keep) if gathered else detached
         taken[plain] = known[id(tensor)]
@@ -114,7 +119,10 @@ def adapter_weights(
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(core, peft.PeftModel):
         raise UnsupportedTensor("the model has no PEFT adapter", hint="Leave adapter=True out, or give a peft_config.")
-    _refuse_hidden_shards(core)
+    if has_flat_shards(core):
+        raise UnsupportedTensor(
+            "an adapter that FSDP1 or ZeRO-3 cuts is not published by itself", hint="Publish it merged, or use FSDP2."
+        )
     active = core.active_adapters
     if len(active) != 1:
         raise UnsupportedTensor(f"{len(active)} adapters are in use, {', '.join(active)}: an engine loads one")
@@ -126,9 +134,11 @@ def adapter_weights(
     return (taken, json.dumps(plain, indent=2, sort_keys=True)) if keep else ({}, "")
 
 
-def cast_to_host(tensor: torch.Tensor, target: torch.dtype | None, *, keep: bool = True) -> torch.Tensor:
+def cast_to_host(tensor: torch.Tensor | FlatShard, target: torch.dtype | None, *, keep: bool = True) -> torch.Tensor:
     """The whole tensor in host memory, cast to ``target`` if it is wider; itself if there is nothing to do. A
-    collective for DTensors, of which those that do not ``keep`` the result get an empty one."""
+    collective for shards, of which those that do not ``keep`` the result get an empty one."""
+    if isinstance(tensor, FlatShard):
+        return tensor.to(_computed(tensor.dtype, target)).whole(keep=keep).cpu()
     narrow = tensor.detach().to(_computed(tensor.dtype, target))
     whole = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
     return whole.cpu() if keep else whole.new_empty(0)
@@ -146,25 +156,26 @@ def torch_dtype(dtype: str | None) -> torch.dtype | None:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model inside of DDP, torch.compile and PEFT. Raises UnsupportedTensor for prompt learning."""
-    return _base_model(_without_wrappers(model))
+    """The model inside of DDP, DeepSpeed, FSDP1, torch.compile and PEFT. Raises UnsupportedTensor for prompt
+    learning."""
+    model = _without_wrappers(model)
+    while is_fsdp1(model):
+        inner: Any = model.module
+        model = _without_wrappers(inner)
+    return _base_model(model)
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:
-    """The model inside of DDP and torch.compile."""
-    parallel = nn.parallel.DistributedDataParallel
+    """The model inside of DDP, DeepSpeed and torch.compile."""
+    deepspeed: Any = sys.modules.get("deepspeed")
+    parallel = (nn.parallel.DistributedDataParallel, *((deepspeed.DeepSpeedEngine,) if deepspeed else ()))
     while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
         model = getattr(model, "module" if isinstance(model, parallel) else "_orig_mod")
     return model
 
 
-def _refuse_hidden_shards(model: nn.Module) -> None:
-    """Raises UnsupportedTensor where ``state_dict`` would show pieces of weights as if they were whole."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
-        raise UnsupportedTensor("the model is sharded by FSDP1", hint="Set fsdp_version: 2 in accelerate's config.")
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise UnsupportedTensor("the model is sharded by DeepSpeed ZeRO-3", hint="Use ZeRO-2, or FSDP2.")
+def _has_fsdp1(model: nn.Module) -> bool:
+    return any(map(is_fsdp1, model.modules()))
 
 
 def _computed(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
@@ -194,7 +205,7 @@ def as_saved(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     if not hasattr(loading, "revert_weight_conversion"):  # before transformers 5 nothing was fused
         return tensors
-    if any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
+    if any(hasattr(tensor, "full_tensor") or isinstance(tensor, FlatShard) for tensor in tensors.values()):
         return _shards_as_saved(tensors, lambda whole: _reverted(model, loading, whole))
     return _reverted(model, loading, tensors)
 
@@ -215,24 +226,25 @@ class _Views(TorchFunctionMode):
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _shards_as_saved(
-    tensors: dict[str, Any], revert: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, torch.Tensor]:
+def _shards_as_saved(tensors: dict[str, Any], revert: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     """What this rank has of ``tensors``, DTensors among them, after ``revert``, which is watched on empty tensors."""
     whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     sources = {tensor.untyped_storage()._cdata: name for name, tensor in whole.items()}
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Any] = {}
     for name, part in revert(dict(whole)).items():
         source = sources.get(part.untyped_storage()._cdata)
         if source is None:
-            raise UnsupportedTensor(
-                f"{name!r} is computed from shards when the model is saved", hint="Use PulseCallback, which gathers."
-            )
+            raise UnsupportedTensor(f"{name!r} is computed from shards when the model is saved", hint=_GATHERS)
         tensor = tensors[source]
         if (part.shape, part.stride(), part.storage_offset()) == (tensor.shape, whole[source].stride(), 0):
             found[name] = tensor
             continue
         first = part.storage_offset()
+        if isinstance(tensor, FlatShard):
+            if not part.is_contiguous():
+                raise UnsupportedTensor(f"{name!r} is no range of {source!r}, which is cut over ranks", hint=_GATHERS)
+            found[name] = tensor.part(first, tuple(part.shape))
+            continue
         last = first + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
         local, start, stop = _rows_here(source, tensor)
         if start <= first and last < stop:
@@ -276,6 +288,15 @@ def _base_model(model: nn.Module) -> nn.Module:
         )
     base: nn.Module = model.get_base_model()
     return base
+
+
+def _adapters(model: nn.Module, core: nn.Module) -> _Adapters:
+    peft: Any = sys.modules.get("peft")
+    if peft and _has_fsdp1(model) and any(isinstance(module, peft.PeftModel) for module in model.modules()):
+        raise UnsupportedTensor(
+            "adapters under FSDP1 are not merged", hint="Set fsdp_version: 2 in accelerate's config."
+        )
+    return _Adapters(core)
 
 
 class _Adapters:
@@ -335,7 +356,7 @@ def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> di
             raise UnsupportedTensor(
                 f"{path!r} has adapters over {tensor.dtype} weights", hint="Merging needs a base that is not quantised."
             )
-        whole = tensor.detach()
+        whole = zero3_shard(path, tensor).whole(keep=keep) if hasattr(tensor, "ds_id") else tensor.detach()
         whole = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).to(wide, copy=True)
         copies[id(tensor)] = nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
     if not keep:

@@ -23,7 +23,7 @@ Runs = tuple[tuple[int, int], ...]
 @dataclass(frozen=True)
 class Box:
     """The elements of a tensor that one rank has: of each dimension some indices, in row-major order. ``of`` has the
-    ranges of indices of each dimension, ``shape`` is the whole tensor's."""
+    ranges of indices of each dimension, or of the flattened tensor's only one; ``shape`` is the whole tensor's."""
 
     of: tuple[Runs, ...]
     shape: tuple[int, ...]
@@ -31,6 +31,16 @@ class Box:
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
         return cls(tuple(((0, n),) if n else () for n in shape), shape)
+
+    @classmethod
+    def range(cls, start: int, stop: int, shape: tuple[int, ...]) -> Box:
+        """Elements [start, stop) of the flattened tensor."""
+        return cls((((start, stop),) if start < stop else (),), shape)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the dimensions whose indices ``of`` has."""
+        return self.shape if len(self.of) == len(self.shape) else (math.prod(self.shape),)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -45,7 +55,7 @@ class Box:
         if not self.elements:
             return (0, 0)
         start, stride, open_ = 0, math.prod(self.shape), True
-        for runs, size, local in zip(self.of, self.shape, self.local_shape, strict=True):
+        for runs, size, local in zip(self.of, self.sizes, self.local_shape, strict=True):
             stride //= size
             if not open_ and local != size:
                 return None
@@ -61,7 +71,7 @@ class Box:
         count, stride, inner = 0, math.prod(self.shape), self.elements
         if flat >= stride or not inner:
             return inner
-        for runs, size, local in zip(self.of, self.shape, self.local_shape, strict=True):
+        for runs, size, local in zip(self.of, self.sizes, self.local_shape, strict=True):
             stride //= size
             inner //= local
             index, flat = divmod(flat, stride)
@@ -72,9 +82,9 @@ class Box:
 
     def places(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """The places in the flattened tensor of the box's elements [``first``, ``last``)."""
-        indices = np.unravel_index(np.arange(first, last), self.local_shape) if self.shape else ()
+        indices = np.unravel_index(np.arange(first, last), self.local_shape) if self.of else ()
         places = np.zeros(last - first, np.int64)
-        for runs, size, index in zip(self.of, self.shape, indices, strict=True):
+        for runs, size, index in zip(self.of, self.sizes, indices, strict=True):
             places *= size
             if len(runs) == 1:
                 places += index + runs[0][0]
@@ -85,7 +95,7 @@ class Box:
     def within(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         """Which of these ``places`` in the flattened tensor are in the box, and the numbers there of those that are."""
         inside, numbers, stride = np.ones(len(places), np.bool_), np.zeros(len(places), np.int64), math.prod(self.shape)
-        for runs, size, local in zip(self.of, self.shape, self.local_shape, strict=True):
+        for runs, size, local in zip(self.of, self.sizes, self.local_shape, strict=True):
             stride //= size
             index = places // stride % size
             numbers *= local
@@ -103,8 +113,8 @@ class Box:
 
     def cut(self, flat: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The box's elements of the flattened tensor ``flat``, in the box's order."""
-        found = flat.reshape(self.shape)
-        for dim, (runs, size, local) in enumerate(zip(self.of, self.shape, self.local_shape, strict=True)):
+        found = flat.reshape(self.sizes)
+        for dim, (runs, size, local) in enumerate(zip(self.of, self.sizes, self.local_shape, strict=True)):
             if local != size:
                 before = (slice(None),) * dim
                 parts = [found[(*before, slice(*run))] for run in runs]
@@ -274,6 +284,10 @@ def _in_rows(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
     StateMismatch."""
     items = list(boxes.items())
     for k, (rank, box) in enumerate(items):
+        if any(len(box.of) != len(other.of) for _, other in items[:k]):
+            raise StateMismatch(
+                f"tensor {spec.name!r} is flattened on some ranks only, of which {rank} is one or is not"
+            )
         if any(box.meets(other) for _, other in items[:k]):
             raise StateMismatch(f"rank {rank} and a lower one have the same elements of {spec.name!r}", hint=_HINT)
     if sum(box.elements for box in boxes.values()) != spec.elements:

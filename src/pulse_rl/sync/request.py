@@ -3,15 +3,16 @@ published behind the training, one after another (docs/protocol.md, section 3)."
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from traceback import clear_frames
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from .._util.serial import Operation, SerialThread
-from ..errors import ConcurrentUse, InputError
+from ..errors import ConcurrentUse, InputError, UnsupportedTensor
 from ..events import Metadata, Published
 from ..state.cast import CastState, compute_dtype_named
 from ..state.checkpoint import StateSource, as_state
@@ -50,7 +51,10 @@ class LocalState(NamedTuple):
     def of(cls, source: StateSource, dtype: str | None) -> Self:
         """All of a state. Raises UnsupportedTensor and InputError."""
         compute = None if dtype is None else compute_dtype_named(dtype)
-        return cls(as_state(source), compute)
+        state = as_state(source)
+        if isinstance(source, Mapping):
+            require_weights((spec.name, spec.shape) for spec in state.specs)
+        return cls(state, compute)
 
     @property
     def state(self) -> State:
@@ -68,6 +72,17 @@ class LocalState(NamedTuple):
             storage = storages[state.aliases.get(name, name)] if spec.elements else None
             found.append(Held(TensorSpec(name, spec.dtype, box.shape), box, storage))
         return found
+
+
+def require_weights(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+    """Raises UnsupportedTensor for what sharded training leaves in place of weights, by names and shapes."""
+    zero = "deepspeed" in sys.modules
+    for name, shape in shapes:
+        if name.rpartition(".")[2] == "_flat_param" or (zero and shape == (0,)):
+            raise UnsupportedTensor(
+                f"{name!r} is what FSDP1 or DeepSpeed ZeRO-3 leaves in place of weights that it has cut over ranks",
+                hint="Use PulseCallback, or ShardedPublisher on all ranks, which takes the model itself.",
+            )
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Publishing from a sharded trainer without a gather: FSDP2, HSDP, tensor, pipeline and expert parallelism."""
+"""Publishing from a sharded trainer without a gather: FSDP, HSDP, ZeRO-3, tensor, pipeline and expert parallelism."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Any, Unpack
 from ..._util import extra
 
 with extra("torch"):
+    import torch
     import torch.distributed as dist
+    from torch import nn
     from torch.distributed.tensor import DTensor
 
 from ..._util.collective import GlooTransport, RankGroup
 from ..._util.settings import checked_number
 from ...errors import InputError
+from ...state.tensors import State
 from ...store import Store
 from ...sync.layout import Box
 from ...sync.publisher import Publisher, PublisherSettings
-from ...sync.request import LocalState
+from ...sync.request import LocalState, require_weights
 from ..dtensor import local_box
+from ..flat import FlatShard
+from ..weights import policy_weights
 
 __all__ = ["ShardedPublisher"]
 
@@ -29,11 +34,12 @@ class ShardedPublisher(Publisher):
     """Publishes the states of one policy that is sharded over several ranks, none of which gathers it.
 
     All ranks of ``process_group`` (None: all there are) make one, with the same arguments, and call `publish`, or
-    `submit`, in the same order, each with what it has, a ``state_dict``: shards as DTensors (``fully_shard``, with
-    replicas, tensor parallelism over rows or columns), and plain tensors, whole on one rank (pipeline stages, experts)
-    or on several. Each rank compares, codes, hashes and uploads its own slices, and keeps a copy of these alone; then
-    rank 0 commits the version, and all return what it cost. Of several ranks with the same slice the lowest publishes
-    it. Readers follow the stream as any other, and a `Publisher` or another number of ranks can continue it.
+    `submit`, in the same order, each with what it has: a ``state_dict`` of DTensors (``fully_shard``, with replicas,
+    tensor parallelism over rows or columns) and of plain tensors, whole on one rank (pipeline stages, experts) or on
+    several; or a module, whose parameters FSDP1 or DeepSpeed ZeRO-3 may have cut. Each rank compares, codes, hashes and
+    uploads its own slices, and keeps a copy of these alone; then rank 0 commits the version, and all return what it
+    cost. Of several ranks with the same slice the lowest publishes it. Readers follow the stream as any other, and a
+    `Publisher` or another number of ranks can continue it.
 
     The other settings are those of `Publisher`, ``threads`` for each rank. No call waits for another rank for longer
     than ``timeout_seconds``.
@@ -77,18 +83,23 @@ class ShardedPublisher(Publisher):
         return local_state(source, dtype)
 
 
-def local_state(source: Mapping[str, Any], dtype: str | None) -> LocalState:
-    """The elements that this rank has of ``source``, a ``state_dict``, cast to the compute dtype ``dtype``: each shard
-    under its tensor's name, with the shape that it has here. Raises InputError and UnsupportedTensor."""
+def local_state(source: Mapping[str, Any] | nn.Module, dtype: str | None) -> LocalState:
+    """The elements that this rank has of ``source``, a ``state_dict`` or a module, cast to the compute dtype ``dtype``:
+    each shard under its tensor's name, with the shape that it has here. Raises InputError and UnsupportedTensor."""
+    if isinstance(source, nn.Module):
+        source = policy_weights(source, gather=False)
     if not isinstance(source, Mapping):
-        raise InputError(f"a {type(source).__name__} is not a mapping", hint="Pass model.state_dict().")
+        raise InputError(f"a {type(source).__name__} is not a mapping", hint="Pass the model, or model.state_dict().")
+    require_weights((n, tuple(v.shape)) for n, v in source.items() if isinstance(v, torch.Tensor))
     shards: dict[str, Any] = {}
     boxes: dict[str, Box] = {}
     for name, value in source.items():
-        if not isinstance(value, DTensor):
+        if isinstance(value, FlatShard):
+            shards[name], boxes[name] = value.local, value.box
+        elif not isinstance(value, DTensor):
             shards[name] = value
         elif value.device_mesh.get_coordinate() is not None:
             shards[name] = value.to_local()
             if (box := local_box(name, value)) != Box.whole(box.shape):
                 boxes[name] = box
-    return LocalState.of(shards, dtype)._replace(boxes=boxes)
+    return LocalState.of(State.of(shards), dtype)._replace(boxes=boxes)
