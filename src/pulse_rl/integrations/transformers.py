@@ -86,10 +86,11 @@ class PulseCallback(TrainerCallback):
     Versions have the tensors that ``save_pretrained`` of the base model writes (see `checkpoint_weights`): DDP's and
     torch.compile's parts of names are taken off, shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a
     time, and published by the first, PEFT adapters are merged into copies. Floats are cast to the compute dtype
-    ``dtype`` as `Publisher.publish` does; None publishes them as they are. A version carries what ``save_pretrained`` of the model and of the trainer's
-    tokenizer or processor writes beside the weights (`checkpoint_files`), as it was when the training began, so that
-    what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With ``adapter`` a version is
-    the PEFT adapter alone, by PEFT's names, with its config: the folder is one that PEFT and engines load.
+    ``dtype`` as `Publisher.publish` does; None publishes them as they are. A version carries what ``save_pretrained``
+    of the model and of the trainer's tokenizer or processor writes beside the weights (`checkpoint_files`), as it was
+    when the training began, so that what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines
+    load. With ``adapter`` a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is one that
+    PEFT and engines load.
 
     The training is held up for merging, gathering and copying; the rest is done behind it (`Publisher.submit`). Where
     the store is slower than the steps, the newest weights ``replace`` those that still wait, which then get no version;
