@@ -9,5 +9,6 @@ with extra("torch"):
     from .exchange import Exchange
     from .loop import Round
     from .pulseloco import DiLoCo, PulseLoCo
+    from .store_rounds import StoreExchange
 
-__all__ = ["DiLoCo", "Exchange", "PulseLoCo", "Round"]
+__all__ = ["DiLoCo", "Exchange", "PulseLoCo", "Round", "StoreExchange"]

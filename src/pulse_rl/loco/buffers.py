@@ -127,6 +127,22 @@ class FrozenAndBuffers:
         if problem := self._problem():
             raise StateMismatch(problem, hint=_NEW)
 
+    def digest(self) -> str:
+        """SHA-256 of all frozen parameters and the common buffers, 64 hexadecimal digits; from now on
+        `require_unchanged` holds them to it."""
+        self._note_frozen(self._frozen)
+        return sha256(b"".join([*self._digests_of(self._frozen).values(), self._common_digest])).hexdigest()
+
+    def require_unchanged(self) -> None:
+        """Raises StateMismatch if a frozen parameter or a buffer has changed since the `digest`."""
+        own = self._message()
+        if own.problem or own.frozen or own.buffers:
+            names = ", ".join(map(repr, [*own.frozen, *own.buffers]))
+            raise StateMismatch(
+                own.problem or f"{names} changed, and no optimizer trains it: over a store buffers are not averaged",
+                hint="Freeze it, as in eval(), or give the trainers a process group in place of the store.",
+            )
+
     def restore(self) -> None:
         """Gives the model the common buffers."""
         if self.common is not None:

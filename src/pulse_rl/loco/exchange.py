@@ -435,16 +435,17 @@ class GatedReduction:
     """PULSELoCo's: entries that pass the gate are sent and summed in rank order, the others stay in the residual."""
 
     def __init__(self, state: OuterState, residual: Residual, gate: Gate, exchange: Exchange) -> None:
-        self.residual, self.gate, self.exchange = residual, gate, exchange
-        self._state, self._wire = state, Wire(exchange.wire_dtype)
-        self._classes = Classes(state.parameters.blocks)
+        self.residual: Residual = residual
+        self.gate, self.exchange = gate, exchange
+        self._state, self.wire = state, Wire(exchange.wire_dtype)
+        self.classes = Classes(state.parameters.blocks)
 
     def settings(self) -> dict[str, object]:
-        travel = {"wire_dtype": str(self._wire.dtype), "gate_sums": self.exchange.gate_sums}
+        travel = {"wire_dtype": str(self.wire.dtype), "gate_sums": self.exchange.gate_sums}
         return {**self.gate.settings(), **travel, "lookahead": float(self.residual.lookahead)}
 
     def forget(self) -> None:
-        self._classes.forget()
+        self.classes.forget()
 
     def sites(self, group: TrainerGroup) -> Sites:
         return Sites.of(group.sites)
@@ -454,20 +455,20 @@ class GatedReduction:
         # 1. The gate: the entries to send; the others, with what rounding loses, fill the next residual.
         residual.forget_message()
         with phase("gate"):
-            own = self.gate.local_message(state, residual, self._wire)
+            own = self.gate.local_message(state, residual, self.wire)
 
         def announce(digest: str) -> None:  # before the message is sent: it may count although this trainer fails
             residual.pending_message = None if own.bad else digest
 
         # 2. To the owners of shares where that is cheaper, or sites differ; else to all.
-        coder = Coder(number, state.theta, state.momentum, rounding, self._wire, self._classes, state.threads)
+        coder = Coder(number, state.theta, state.momentum, rounding, self.wire, self.classes, state.threads)
         require_same = partial(group.require_same_tensors, number, state.digests)
         transfer = Transfer(group, coder, state.parameters.blocks, phase, require_same, announce)
         arrived: Transferred | None = None
         sites, reduce_gate = self.sites(group), None
         try:
             if gates_sums(self.exchange.gate_sums, sites, lookahead=bool(residual.lookahead)):
-                reduce_gate = ReduceGate(state.theta, rounding, self.gate.scale, self._wire)
+                reduce_gate = ReduceGate(state.theta, rounding, self.gate.scale, self.wire)
                 residual.add_held_back = reduce_gate.add_residual
             if reduce_gate or sites.several or group.size >= SCATTER_FROM:
                 arrived = transfer.scatter(own, sites, reduce_gate)
@@ -484,7 +485,7 @@ class GatedReduction:
 
         def apply(lookahead: np.float32) -> int:
             residual.complete_next()
-            summed = self._state.sparse_step(arrived.entries, trainers, residual, lookahead, rounding, self._classes)
+            summed = self._state.sparse_step(arrived.entries, trainers, residual, lookahead, rounding, self.classes)
             residual.started_with = lookahead
             residual.take_next()
             return summed

@@ -19,6 +19,7 @@ from ..events import OneLine
 from .exchange import Exchange, Reduction
 from .group import TrainerGroup, TrainerNote
 from .outer import OuterState, averaged
+from .store_rounds import StoreRounds
 from .trainer import Trainer
 
 
@@ -97,6 +98,7 @@ class OuterLoop(NotCopyable):
         self._serial = SerialThread(type(self).__name__)
         self._process_group = exchange.group
         self._group: TrainerGroup | None = None
+        self.over: StoreRounds | None = None
         self._hooks: list[Any] = []
         self._seconds: dict[str, float] = {}
         self._in_global_weights = False
@@ -130,6 +132,9 @@ class OuterLoop(NotCopyable):
             self._run_round()
 
     def _run_round(self) -> None:
+        if self.over is not None and self.over.joined:
+            self._run_over_store(self.over)
+            return
         if self._group is None:
             raise InputError(
                 "a round is due, but the trainers have not met",
@@ -184,6 +189,34 @@ class OuterLoop(NotCopyable):
             with self.global_weights():
                 self.on_round(self.last_round)
 
+    def _run_over_store(self, over: StoreRounds) -> None:
+        sent, self._seconds = over.sent_bytes, {}
+        self.parameters.require()
+        try:
+            # Who is told of the round is shown theta.
+            done = over.run(self._phase, lambda: np.float32(0) if self.on_round else self._lookahead())
+        except (NonFinite, StateMismatch):  # before anything was sent
+            raise
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self.last_round = Round(
+            number=self.round,
+            trainers=done.trainers,
+            parameters=self.parameters.count,
+            entries=done.entries,
+            summed=done.summed,
+            scattered=False,
+            payload_bytes=done.payload_bytes,
+            sent_bytes=over.sent_bytes - sent,
+            between_bytes=0,
+            root=done.root,
+            seconds=dict(self._seconds),
+        )
+        if self.on_round:
+            with self.global_weights():
+                self.on_round(self.last_round)
+
     # -- joining and leaving
 
     def __repr__(self) -> str:
@@ -227,10 +260,14 @@ class OuterLoop(NotCopyable):
     def rewind(self) -> None:
         """Gives the model the start of the round and the last common buffers, and discards the local steps since."""
         self.buffers.require()
+        if self.over is not None and self.reduction.residual is not None:
+            self.reduction.residual.forget_message()  # one that was put for the round is of steps that are no more
         self._serial.run(lambda: self.trainer.rewind(self._lookahead()), whole=True)
 
     def _leave(self, error: BaseException | None = None) -> None:
         """Gives the group up. The others are told that it was on purpose, or because of ``error``."""
+        if self.over is not None:
+            self.over.leave()
         if self._group is not None:
             try:
                 self._group.progress.leave(error)
@@ -241,6 +278,11 @@ class OuterLoop(NotCopyable):
     def _join(self) -> None:
         """Makes the group, takes up the common state, and runs a round that is due."""
         self.trainer.require_finite()
+        if self.over is not None:
+            self.over.join(self._settings(), self._lookahead())
+            if self.inner_step >= self.sync_every:
+                self._run_round()
+            return
         group = TrainerGroup(self._process_group, timeout_seconds=self.exchange.timeout_seconds)
         group.progress.begin(self._note())
         try:
@@ -326,6 +368,8 @@ class OuterLoop(NotCopyable):
                 hint="Call it on all trainers after a round, before the next inner step.",
             )
         group, state, residual = self._group, self.state, self.reduction.residual
+        if self.over is not None:
+            raise InputError("over a store there is no averaged state", hint="Keep global_state() instead.")
         if group is None:
             raise InputError("the trainers have not met", hint="Call it on all trainers, within the loop's `with`.")
         try:

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 
 from .._util.settings import checked_number
-from ..errors import NonFinite
+from ..errors import InputError, NonFinite
+from ..store import Store
 from .exchange import Exchange, GatedReduction, PendingRound, Phase, exchange_of
 from .gate import Gate
 from .group import TrainerGroup
 from .loop import OuterLoop, Round
 from .outer import OuterState, Residual
 from .parameters import Parameters, parts
+from .store_rounds import StoreExchange, StoreRounds, store_exchange_of
 from .trainer import MAX_SCALE
 
 
@@ -40,7 +42,9 @@ class PulseLoCo(OuterLoop):
     a round's end; `global_state` has them always.
 
     ``group``: the trainers, a process group (default: all of torch.distributed; without it, this trainer alone), or an
-    `Exchange` that holds one, with the settings of how messages travel. ``on_round`` gets a `Round` after each round;
+    `Exchange` that holds one, with the settings of how messages travel. ``over``: instead of a group, a store or its
+    address in which the trainers meet, or a `StoreExchange` that holds one: who is late in a round is left out of it,
+    and loses nothing; no trainer must reach another. ``on_round`` gets a `Round` after each round;
     only then do all trainers hold the model's state, and only then should it be published.
 
     Memory on the host: 17 bytes per parameter. Raises InputError for settings out of range and for parameters that
@@ -61,9 +65,13 @@ class PulseLoCo(OuterLoop):
         gate_scale: float = 1.0,
         gate_dtype: torch.dtype = torch.bfloat16,
         group: dist.ProcessGroup | Exchange | None = None,
+        over: Store | str | StoreExchange | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
-        exchange = exchange_of(group)
+        if group is not None and over is not None:
+            raise InputError("trainers meet in a group or over a store", hint="Give group or over, not both.")
+        stored = None if over is None else store_exchange_of(over)
+        exchange = Exchange(wire_dtype=stored.wire_dtype, gate_sums=False) if stored else exchange_of(group)
         scale = checked_number("gate_scale", gate_scale, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         if lookahead == "auto":
@@ -72,6 +80,7 @@ class PulseLoCo(OuterLoop):
         reduction = GatedReduction(state, residual, Gate(gate_dtype, scale), exchange)
         super().__init__(model, state, reduction, exchange, sync_every=sync_every, on_round=on_round)
         self.reduction: GatedReduction = reduction
+        self.over = StoreRounds(stored, self.trainer, reduction, self._serial) if stored else None
         self.lookahead = residual.lookahead
 
 

@@ -153,6 +153,8 @@ class Trainer:
         self.state, self.residual, self.parameters = state, residual, state.parameters
         self.buffers = FrozenAndBuffers(model, self.parameters.tensors)
         self.round = self.inner_step = 0
+        self.name = ""
+        """Among trainers that meet in a store; a checkpoint keeps it."""
         self.messages: list[str] = []
         """The digests of the last round's messages."""
         # The others may have completed rounds since this state was saved, with messages that it knows nothing of.
@@ -185,6 +187,12 @@ class Trainer:
         self.round, self.inner_step = self.round + 1, 0
 
     # -- joining
+
+    def take_up(self, number: int, theta: Floats, momentum: Floats, lookahead: np.float32) -> None:
+        """Takes the outer state after round ``number``; local steps are discarded, the residual stays."""
+        self.state.theta[:], self.state.momentum[:] = theta, momentum
+        self.round, self.messages = number, []
+        self.rewind(lookahead)
 
     def meet(
         self, group: TrainerGroup, settings: dict[str, object], site: str | None, lookahead: np.float32
@@ -259,6 +267,7 @@ class Trainer:
             "round": self.round,
             "inner_step": self.inner_step,
             "messages": list(self.messages),
+            **({"trainer": self.name} if self.name else {}),
             **{key: self.parameters.copies(flat) for key, flat in self._arrays().items()},
             **({"started_with": float(residual.started_with)} if residual and residual.started_with else {}),
         }
@@ -286,6 +295,8 @@ class Trainer:
             for key, flat in self._arrays().items():
                 flat[:] = fresh[key]
             (self.round, self.inner_step), self.messages, self._from_checkpoint = counters, list(messages), True
+            if self.name and isinstance(saved.get("trainer"), str):
+                self.name = saved["trainer"]
             if self.residual is not None:
                 self.residual.forget_message()
                 self.residual.started_with = np.float32(ahead)

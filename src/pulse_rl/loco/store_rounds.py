@@ -1,0 +1,490 @@
+"""Rounds over a store: trainers that share nothing but a folder or a bucket (docs/loco.md, section 7).
+
+A trainer puts its message of a round, and whoever sees enough of them closes the round by creating one object that
+names who is in. Everybody reads the same messages in the same order and comes to the same theta. Who is left out keeps
+what it has learnt in its residual.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from .._util.serial import SerialThread
+from .._util.settings import checked_count, checked_number
+from ..errors import (
+    CorruptMessage,
+    Diverged,
+    FormatError,
+    InputError,
+    NonFinite,
+    NotFound,
+    StateMismatch,
+    StoreError,
+    TrainerLost,
+)
+from ..store import Store, open_store
+from ..store.base import create_or_confirm, is_name, whole
+from ..store.wrappers import BoundedStore
+from .exchange import GatedReduction, Phase
+from .outer import Delivery
+from .trainer import Trainer, specs_digest
+from .wire import Coder, Entries, Unit, Wire
+
+FORMAT = 1
+MAX_TRAINERS = 1024
+_RUN = "loco/run.json"
+_MAX_RUN_BYTES = 1 << 20
+_MAX_CLOSE_BYTES = 256 * MAX_TRAINERS
+_MAX_LISTED = 4 * MAX_TRAINERS
+_MAX_LEFT = 100_000
+_MAGIC = b"PLSP"
+_HEAD = len(_MAGIC) + 32
+_PIECE = 16 << 20
+"""Elements of theta or momentum in one object of a snapshot."""
+_POLL_SECONDS = 0.5
+_TRAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_POST = re.compile(rf"({_TRAINER.pattern})\.([0-9a-f]{{64}})")
+
+
+@dataclass(frozen=True)
+class StoreExchange:
+    """Trainers that meet in a ``store`` (or its address) instead of a process group: what `PulseLoCo` takes as
+    ``over``. All trainers of a run give the same store, and nobody else writes below ``loco/`` in it.
+
+    ``trainer``: this trainer's name, letters, digits, "-" and "_", at most 64; with one of its own a trainer that comes
+    back from a checkpoint knows what became of the messages that it had sent. None: a name at random.
+    ``quorum``: the fewest trainers that make a round. ``grace_seconds``: how long those that were in the round before
+    are waited for once a quorum is there; who is later is left out of this round, and loses nothing.
+    ``deadline_seconds``: without a quorum for that long, a round raises TrainerLost. ``wire_dtype``: torch.float32, or
+    torch.bfloat16; what rounding loses stays in the residual. Raises InputError.
+    """
+
+    store: Store | str
+    trainer: str | None = None
+    quorum: int = 2
+    grace_seconds: float = 60.0
+    deadline_seconds: float = 3600.0
+    wire_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        Wire(self.wire_dtype)
+        checked_count("quorum", self.quorum)
+        checked_number("grace_seconds", self.grace_seconds)
+        checked_number("deadline_seconds", self.deadline_seconds)
+        if self.trainer is not None and not (isinstance(self.trainer, str) and _TRAINER.fullmatch(self.trainer)):
+            raise InputError(
+                f"trainer is {self.trainer!r}", hint="Give a name of letters, digits, '-' and '_', at most 64."
+            )
+
+
+def store_exchange_of(over: Store | str | StoreExchange) -> StoreExchange:
+    return over if isinstance(over, StoreExchange) else StoreExchange(over)
+
+
+class Post(NamedTuple):
+    """The message that a trainer has put for a round."""
+
+    trainer: str
+    sha256: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The end of the round after ``round`` others: whose messages count, in the order in which they are added up.
+    ``theta`` is the root of theta before it."""
+
+    round: int
+    theta: str
+    posts: tuple[Post, ...]
+
+    def to_bytes(self) -> bytes:
+        fields = {"format": FORMAT, "round": self.round, "theta": self.theta, "posts": [list(p) for p in self.posts]}
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def parse(cls, data: bytes, number: int) -> Self:
+        """Raises CorruptMessage unless ``data`` closes round ``number``."""
+        try:
+            fields = json.loads(data)
+            found = cls(fields["round"], fields["theta"], tuple(Post(*post) for post in fields["posts"]))
+            names = [post.trainer for post in found.posts]
+            good = (
+                (fields["format"], found.round) == (FORMAT, number)
+                and isinstance(found.theta, str)
+                and 0 < len(names) <= MAX_TRAINERS
+                and names == sorted(set(names))
+                and all(_POST.fullmatch(f"{p.trainer}.{p.sha256}") and isinstance(p.nbytes, int) for p in found.posts)
+            )
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptMessage(f"what closes round {number} cannot be read: {error}") from None
+        if not good:
+            raise CorruptMessage(f"what closes round {number} is not of this format")
+        return found
+
+
+class Finished(NamedTuple):
+    """A round that has taken effect: so many ``trainers``, ``entries`` of this one's gate, parameters whose sum is not
+    0, the bytes of this trainer's message, and theta's root."""
+
+    trainers: int
+    entries: int
+    summed: int
+    payload_bytes: int
+    root: str
+
+
+class StoreRounds:
+    """One trainer's side of the rounds of a run. ``serial`` is the loop's thread: what takes effect does so whole."""
+
+    def __init__(
+        self, exchange: StoreExchange, trainer: Trainer, reduction: GatedReduction, serial: SerialThread
+    ) -> None:
+        self.exchange = exchange
+        trainer.name = exchange.trainer or f"trainer-{secrets.token_hex(8)}"
+        self.joined = False
+        self.sent_bytes = 0
+        self._store = BoundedStore(open_store(exchange.store))
+        self._trainer, self._reduction, self._serial = trainer, reduction, serial
+        self._state, self._blocks = trainer.state, trainer.parameters.blocks
+        self._units = [Unit(block, 0, block.stop - block.start) for block in self._blocks]
+        self._members: frozenset[str] = frozenset()
+        self._root = ""
+        # Of the round under way, by digest; None: it cannot be read.
+        self._read: dict[str, list[Entries] | None] = {}
+        self._since_snapshot = 0
+        # The message of the round under way.
+        self._own: list[Entries] = []
+        self._data = b""
+
+    # -- joining
+
+    def join(self, settings: dict[str, object], lookahead: np.float32) -> None:
+        """Begins the run, or takes up its state. Raises InputError for other settings, StateMismatch for another model,
+        Diverged, CorruptMessage, StoreError and what reading a snapshot raises."""
+        trainer = self._trainer
+        trainer.name = self.exchange.trainer or trainer.name
+        if not _TRAINER.fullmatch(trainer.name):
+            raise StateMismatch(f"the saved state is of a trainer {trainer.name!r}, which is no name")
+        trainer.buffers.require()
+        run = {
+            "format": FORMAT,
+            "specs": specs_digest(trainer.parameters.specs, trainer.buffers.specs),
+            "untrained": trainer.buffers.digest(),
+            "settings": json.loads(json.dumps(settings)),
+        }
+        try:
+            found = self._json(_RUN, _MAX_RUN_BYTES)
+        except NotFound:
+            # Whoever creates the run gives it its theta: all others take that.
+            own = json.dumps(run | {"snapshot": self._put_snapshot(0)}).encode()
+            self.sent_bytes += len(own)
+            create_or_confirm(self._store, _RUN, own)
+            found = self._json(_RUN, _MAX_RUN_BYTES)
+        for key, value in run.items():
+            if found.get(key) != value:
+                if key == "settings":
+                    raise InputError(f"the run has the settings {found.get(key)}, this trainer {value}")
+                what = "frozen parameters or buffers" if key == "untrained" else "parameters or buffers"
+                raise StateMismatch(
+                    f"this trainer's {what} are not those of the run", hint="Start from the same model."
+                )
+        self._root = self._state.digest(self._state.theta).root
+        if trainer.round == 0 and self._root != found["snapshot"]["theta"]["root"]:
+            self._load(found["snapshot"], 0, lookahead)
+        if trainer.round and self._closed(trainer.round - 1) is None:
+            raise StateMismatch(
+                f"this trainer is after round {trainer.round}, the run in the store has not come so far",
+                hint="Give the store of its run, or a new one without rounds below loco/.",
+            )
+        self._catch_up(lookahead)
+        self.joined = True
+
+    def leave(self) -> None:
+        self.joined = False
+        self._read.clear()
+
+    # -- a round
+
+    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Finished:
+        """Ends the round that is due: this trainer's message is put, and counts in this round or stays to be sent in
+        the next one. Raises NonFinite, InputError, TrainerLost, Diverged, CorruptMessage and StoreError."""
+        residual = self._reduction.residual
+        with phase("buffers"):
+            self._trainer.buffers.require_unchanged()
+        with phase("exchange"):
+            self._catch_up(lookahead())
+        # One message a round: where a call failed that had put it, this one puts the same again.
+        if residual.pending_message is None:
+            with phase("gate"):
+                own = self._reduction.gate.local_message(self._state, residual, self._reduction.wire)
+                if own.bad is not None:
+                    raise NonFinite(f"the pseudo-gradient of {own.bad!r} is not finite")
+                self._own = own.entries
+                self._data = _MAGIC + bytes.fromhex(self._root) + self._coder().encode(self._units, own.entries)
+            residual.pending_message = sha256(self._data).hexdigest()  # first: it may count although this trainer fails
+        post = Post(self._trainer.name, residual.pending_message, len(self._data))
+        with phase("exchange"):
+            self._store.put(self._post_name(post), self._data)
+            self.sent_bytes += post.nbytes
+            self._read[post.sha256] = self._own
+            close = self._wait()
+        entries = sum(len(places) for places, _ in self._own)
+        with phase("update"):
+            summed = self._apply(close, lookahead())
+        return Finished(len(close.posts), entries, summed, post.nbytes, self._root)
+
+    def _catch_up(self, lookahead: np.float32) -> None:
+        """Takes up the rounds that were closed since this trainer's last one."""
+        while (close := self._closed(self._trainer.round)) is not None:
+            try:
+                self._apply(close, lookahead)
+            except NotFound:  # its messages are gone: a later snapshot has what they led to
+                self._load_newest(close, lookahead)
+
+    def _wait(self) -> Close:
+        """Waits until the round is closed, and closes it where enough trainers are in."""
+        number, exchange = self._trainer.round, self.exchange
+        began = time.monotonic()
+        quorum_since: float | None = None
+        while True:
+            if (close := self._closed(number)) is not None:
+                return close
+            good = {post.trainer: post for post in self._posts(number) if self._readable(post)}
+            now = time.monotonic()
+            if len(good) >= exchange.quorum:
+                quorum_since = now if quorum_since is None else quorum_since
+                if self._members <= good.keys() or now - quorum_since >= exchange.grace_seconds:
+                    own = Close(number, self._root, tuple(good[name] for name in sorted(good)))
+                    self.sent_bytes += len(own.to_bytes())
+                    create_or_confirm(self._store, self._close_name(number), own.to_bytes())
+                    continue
+            elif now - began >= exchange.deadline_seconds:
+                raise TrainerLost(
+                    f"round {number + 1}: {len(good)} of {exchange.quorum} trainers in {exchange.deadline_seconds:g} s",
+                    hint="Start more trainers, then call rejoin(): nothing that was learnt is lost.",
+                )
+            time.sleep(min(_POLL_SECONDS, max(exchange.grace_seconds / 10, 0.01)))
+
+    def _apply(self, close: Close, lookahead: np.float32) -> int:
+        """Takes the outer step of a closed round; the number of parameters whose sum is not 0."""
+        state, residual, reduction = self._state, self._reduction.residual, self._reduction
+        if close.theta != self._root:
+            raise Diverged(f"round {close.round + 1} was closed by a trainer with another theta than this one")
+        entries: list[list[Entries]] = [[] for _ in self._blocks]
+        for post in close.posts:
+            found = self._entries(post)
+            if found is None:
+                raise CorruptMessage(f"round {close.round + 1}: the message of {post.trainer} cannot be read")
+            for block, of_block in zip(entries, found, strict=True):
+                block.append(of_block)
+        delivery = self._delivery(close)
+
+        def take_effect() -> int:
+            # What the message had is in the others' theta now; what stays is in the next residual.
+            if delivery != Delivery.COUNTED:
+                self._keep_local_steps(delivery)
+                np.copyto(residual.next, residual.flat)
+            summed = state.sparse_step(
+                entries, len(close.posts), residual, lookahead, reduction.gate.rounding, reduction.classes
+            )
+            residual.started_with = lookahead
+            residual.take_next()
+            self._trainer.complete_round([post.sha256 for post in close.posts])
+            return summed
+
+        summed = self._serial.run(take_effect, whole=True)
+        self._read.clear()
+        self._members = frozenset(post.trainer for post in close.posts)
+        self._root = state.digest(state.theta).root
+        self._since_snapshot += sum(post.nbytes for post in close.posts)
+        if delivery == Delivery.COUNTED and close.posts[0].trainer == self._trainer.name:
+            self._keep_snapshot()
+        return summed
+
+    def _delivery(self, close: Close) -> Delivery:
+        """What became of what this trainer had to send, by the end of a round."""
+        counted = {post.trainer: post.sha256 for post in close.posts}.get(self._trainer.name)
+        if counted is None:
+            return Delivery.NOT_COUNTED
+        # Else it is a message that this trainer had put before it came back from a checkpoint.
+        return Delivery.COUNTED if counted == self._reduction.residual.pending_message else Delivery.UNKNOWN
+
+    def _keep_local_steps(self, delivery: Delivery) -> None:
+        """Puts what was learnt since the last round into the residual, all of it or, of what may have counted, none."""
+        if self._trainer.inner_step or delivery == Delivery.UNKNOWN:
+            self._reduction.residual.catch_up(delivery)
+
+    # -- what is in the store
+
+    def _coder(self) -> Coder:
+        state, reduction = self._state, self._reduction
+        return Coder(
+            self._trainer.round,
+            state.theta,
+            state.momentum,
+            reduction.gate.rounding,
+            reduction.wire,
+            reduction.classes,
+            state.threads,
+        )
+
+    def _post_name(self, post: Post) -> str:
+        return f"loco/posts/{self._trainer.round:012d}/{post.trainer}.{post.sha256}"
+
+    @staticmethod
+    def _close_name(number: int) -> str:
+        return f"loco/closed/{number:012d}.json"
+
+    def _closed(self, number: int) -> Close | None:
+        try:
+            return Close.parse(self._bytes(self._close_name(number), _MAX_CLOSE_BYTES), number)
+        except NotFound:
+            return None
+
+    def _posts(self, number: int) -> list[Post]:
+        """The messages of a round, one for each trainer; what is none is passed over."""
+        found: dict[str, Post] = {}
+        for info in islice(self._store.list(f"loco/posts/{number:012d}"), _MAX_LISTED):
+            match = _POST.fullmatch(info.name.rpartition("/")[2])
+            if match and match[1] not in found and info.nbytes <= self._max_post_bytes():
+                found[match[1]] = Post(match[1], match[2], info.nbytes)
+        return list(found.values())[:MAX_TRAINERS]
+
+    def _max_post_bytes(self) -> int:
+        return _HEAD + self._coder().max_bytes(self._units)
+
+    def _readable(self, post: Post) -> bool:
+        try:
+            return self._entries(post) is not None
+        except NotFound:
+            return False
+
+    def _entries(self, post: Post) -> list[Entries] | None:
+        """The entries of a message, by block; None where it is none for this theta. Raises NotFound and StoreError."""
+        if post.sha256 not in self._read:
+            if post.nbytes > self._max_post_bytes():
+                return None
+            data = whole(self._store, self._post_name(post), post.nbytes)
+            if sha256(data).hexdigest() != post.sha256:
+                raise StoreError(
+                    f"the message of {post.trainer} is not what its name says", hint="Is the store damaged?"
+                )
+            self._read[post.sha256] = self._decoded(data)
+        return self._read[post.sha256]
+
+    def _decoded(self, data: bytes) -> list[Entries] | None:
+        if data[:_HEAD] != _MAGIC + bytes.fromhex(self._root):
+            return None
+        try:
+            return [found for (found,) in self._coder().decode(self._units, [data[_HEAD:]])]
+        except CorruptMessage:
+            return None
+
+    # -- snapshots
+
+    def _keep_snapshot(self) -> None:
+        """Stores theta and momentum once the messages since the last time are as long: who is new or far behind reads
+        less, and older messages may go."""
+        if self._since_snapshot < 2 * self._state.theta.nbytes:
+            return
+        self._since_snapshot = 0
+        before = self._newest_snapshot()
+        if before >= self._trainer.round:
+            return
+        data = json.dumps(self._put_snapshot(self._trainer.round)).encode()
+        create_or_confirm(self._store, f"loco/snapshots/{self._trainer.round:012d}.json", data)
+        self.sent_bytes += len(data)
+        # Of the rounds up to the snapshot before that one nobody needs a message any more. What closed them stays: a
+        # round is never closed a second time.
+        for info in islice(self._store.list("loco/posts"), _MAX_LEFT):
+            number = info.name.split("/")[2]
+            if number.isdecimal() and int(number) < before:
+                self._store.delete(info.name)
+
+    def _put_snapshot(self, number: int) -> dict[str, Any]:
+        """Stores theta and momentum as they are; returns what tells others of them."""
+        fields: dict[str, Any] = {"format": FORMAT, "round": number}
+        for what, flat in (("theta", self._state.theta), ("momentum", self._state.momentum)):
+            pieces = []
+            for start in range(0, len(flat), _PIECE):
+                data = flat[start : start + _PIECE].tobytes()
+                pieces.append(sha256(data).hexdigest())
+                self._store.put(f"loco/pieces/{pieces[-1]}", data)
+                self.sent_bytes += len(data)
+            fields[what] = {"root": self._state.digest(flat).root, "pieces": pieces}
+        return fields
+
+    def _newest_snapshot(self) -> int:
+        """The round of the newest one; 0 where there is none but the run's first."""
+        numbers = [0]
+        for info in islice(self._store.list("loco/snapshots"), _MAX_LEFT):
+            stem = info.name.rpartition("/")[2].removesuffix(".json")
+            numbers += [int(stem)] if stem.isdecimal() and len(stem) == 12 else []
+        return max(numbers)
+
+    def _load_newest(self, missed: Close, lookahead: np.float32) -> None:
+        newest = self._newest_snapshot()
+        if newest <= self._trainer.round:
+            raise StoreError(
+                f"the messages of round {self._trainer.round + 1} are gone, and there is no later snapshot",
+                hint="Is the store damaged? Start from another trainer's checkpoint.",
+            )
+        fields = self._json(f"loco/snapshots/{newest:012d}.json", _MAX_RUN_BYTES)
+        delivery = self._delivery(missed)
+        if delivery == Delivery.COUNTED:
+            self._serial.run(self._reduction.residual.take_next, whole=True)
+        else:
+            self._serial.run(lambda: self._keep_local_steps(delivery), whole=True)
+        self._load(fields, newest, lookahead)
+
+    def _load(self, fields: Any, number: int, lookahead: np.float32) -> None:
+        """Takes up a snapshot: theta, momentum and round; the residual stays. Raises CorruptMessage and Diverged."""
+        flats = []
+        for what in ("theta", "momentum"):
+            flat = np.empty_like(self._state.theta)
+            try:
+                root, pieces = fields[what]["root"], fields[what]["pieces"]
+                good = (fields["format"], fields["round"]) == (FORMAT, number)
+            except (KeyError, TypeError):
+                good = False
+            starts = range(0, len(flat), _PIECE)
+            if not good or not isinstance(pieces, list) or len(pieces) != len(starts):
+                raise CorruptMessage(f"the snapshot of round {number} is not of this format")
+            for start, digest in zip(starts, pieces, strict=True):
+                name, piece = f"loco/pieces/{digest}", flat[start : start + _PIECE]
+                data = whole(self._store, name, piece.nbytes) if is_name(name) else b""
+                if sha256(data).hexdigest() != digest:
+                    raise CorruptMessage(f"{what} of round {number} is damaged in the store")
+                piece[:] = np.frombuffer(data, "<f4")
+            if self._state.digest(flat).root != root:
+                raise CorruptMessage(f"{what} of round {number} has not the root that the snapshot says")
+            flats.append(flat)
+        theta, momentum = flats
+        self._serial.run(lambda: self._trainer.take_up(number, theta, momentum, lookahead), whole=True)
+        self._reduction.forget()
+        self._members = frozenset()
+        self._root = fields["theta"]["root"]
+
+    def _json(self, name: str, most: int) -> Any:
+        try:
+            return json.loads(self._bytes(name, most))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{name} cannot be read: {error}") from None
+
+    def _bytes(self, name: str, most: int) -> bytes:
+        nbytes = self._store.head(name).nbytes
+        if nbytes > most:
+            raise CorruptMessage(f"{name} has {nbytes} bytes, more than {most}")
+        return whole(self._store, name, nbytes)

@@ -1,0 +1,307 @@
+"""Rounds over a store: the same theta on all, whoever is late, gone, back or new, as a plain simulation has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pulse_rl import MemoryStore, PulseLoCo, Store
+from pulse_rl.errors import InputError, NonFinite, PulseError, StateMismatch, StoreUnavailable, TrainerLost
+from pulse_rl.loco import StoreExchange
+from tests.support.loco_reference import Job, Reference, flat, same
+from tests.support.stores import FaultyStore
+
+SECONDS = 120.0
+"""For what comes; nothing waits for it to pass."""
+
+
+class Member:
+    """A trainer of the run in ``store``, whose every round can be simulated afterwards."""
+
+    def __init__(self, store: Store, name: str, *, quorum: int = 3, grace: float = SECONDS, **settings: Any) -> None:
+        self.name, self.job = name, Job(lr=1e-3)
+        self.now, self.log = torch.empty(0), list[tuple[int, int, torch.Tensor]]()
+        self.job.optimizer.register_step_post_hook(lambda *_: setattr(self, "now", self.job.weights()))
+        over = StoreExchange(
+            store, trainer=name, quorum=quorum, grace_seconds=grace, deadline_seconds=SECONDS, **settings
+        )
+        self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, over=over)
+        self.first = flat(self.loop.global_state()).clone()
+
+    def round(self) -> str:
+        before = self.loop.round
+        for _ in range(2):
+            self.job.step(ord(self.name[0]))
+        self.log.append((before, self.loop.round, self.now))
+        assert self.loop.last_round is not None
+        return self.loop.last_round.root
+
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """Theta, residual and the next start."""
+        return flat(self.loop.global_state()).clone(), flat(self.loop.residual()).clone(), self.job.weights()
+
+
+def closes(store: Store) -> list[list[str]]:
+    """Who was in each round."""
+    found = [json.loads(store.get(info.name)) for info in store.list("loco/closed")]
+    assert [each["round"] for each in found] == list(range(len(found)))
+    return [[trainer for trainer, _, _ in each["posts"]] for each in found]
+
+
+def simulate(members: list[Member], rounds: list[list[str]]) -> dict[str, Reference]:
+    """By the document: who is in is summed by name; who is not keeps all that it has."""
+    references = {member.name: Reference(member.first) for member in members}
+    logs = {member.name: list(member.log) for member in members}
+    for number, names in enumerate(rounds):
+        sent = {}
+        for name, log in logs.items():
+            if not log or number < log[0][0]:
+                continue
+            began, ended, now = log[0]
+            reference = references[name]
+            s, out = reference.select(now if number == began else reference.start().float())
+            if name in names:
+                assert number == ended - 1
+                sent[name] = out
+            else:
+                reference.residual = s
+            if number == ended - 1:
+                log.pop(0)
+        for reference in references.values():
+            reference.outer_step([sent[name] for name in names])
+    return references
+
+
+def check(members: list[Member], store: Store) -> None:
+    """All hold what the simulation has, bit for bit."""
+    references = simulate(members, closes(store))
+    for member in members:
+        reference = references[member.name]
+        for mine, expected in zip(
+            member.final, (reference.theta.data, reference.residual, reference.start()), strict=True
+        ):
+            assert same(mine, expected)
+
+
+def at_once(*programs: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(programs)) as pool:
+        return [each.result(SECONDS) for each in [pool.submit(program) for program in programs]]
+
+
+def test_all_hold_the_same_theta_after_each_round() -> None:
+    store = MemoryStore()
+    members = [Member(store, name) for name in "abc"]
+
+    def train(member: Member) -> list[str]:
+        with member.loop:
+            roots = [member.round() for _ in range(4)]
+            member.final = member.held()
+        return roots
+
+    first, *others = at_once(*(lambda m=m: train(m) for m in members))
+    assert [first] * 2 == others
+    assert len(set(first)) == 4
+    assert closes(store) == [["a", "b", "c"]] * 4
+    check(members, store)
+    for member in members:
+        done = member.loop.last_round
+        assert done is not None
+        assert (done.number, done.trainers, done.scattered) == (4, 3, False)
+        assert 0 < done.payload_bytes <= done.sent_bytes
+
+
+def alone(store: Store, name: str = "a", **settings: Any) -> Member:
+    return Member(store, name, quorum=1, grace=0.0, **settings)
+
+
+def test_who_is_late_is_left_out_and_loses_nothing() -> None:
+    """c takes its steps of round 1 while a does three rounds; what it learnt is put at once, and in the next round."""
+    stored = FaultyStore(MemoryStore())
+    a, c = alone(stored), alone(stored, "c")
+    with a.loop, c.loop:
+        c.job.step(ord("c"))
+        for _ in range(3):
+            a.round()
+        stored.fail_on("put_new", "closed")  # or it would close the round by itself
+        with pytest.raises(StoreUnavailable):
+            c.job.step(ord("c"))
+        a.round()
+        c.loop.rejoin()
+        c.log.append((0, c.loop.round, c.now))
+        for member in (c, a):
+            member.round()
+        for member in (a, c):
+            member.round()
+        assert closes(stored) == [["a"]] * 3 + [["a", "c"], ["c"], ["a"], ["a"], ["c"]]
+        a.loop.rejoin()
+        for member in (a, c):
+            member.final = member.held()
+    check([a, c], stored)
+
+
+def test_who_is_new_or_far_behind_takes_up_the_run() -> None:
+    """By a snapshot and the messages since: older ones are gone."""
+    store = MemoryStore()
+    member, behind = alone(store), alone(store, "b")
+    with behind.loop:
+        behind.round()
+        saved = behind.loop.state_dict()
+    with member.loop:
+        while len(list(store.list("loco/snapshots"))) < 3:
+            member.round()
+        newest = member.held()
+    kept = {int(info.name.split("/")[2]) for info in store.list("loco/posts")}
+    assert 0 < min(kept) < max(kept) == member.loop.round - 1
+    for name in ("b", "c"):
+        late = alone(store, name)
+        if name == "b":
+            late.loop.load_state_dict(saved)
+        with late.loop:
+            assert late.loop.round == len(closes(store))
+            assert same(flat(late.loop.global_state()), newest[0])
+            late.round()
+            newest = late.held()
+    with member.loop:
+        assert same(flat(member.loop.global_state()), newest[0])
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_trainer_that_is_killed_and_comes_back_is_counted_once(counted: bool) -> None:
+    """It dies as it puts its message, which the others count, or never saw. What has counted is not sent again."""
+    store = FaultyStore(MemoryStore())
+    first, other = alone(store), alone(store, "b")
+    with first.loop, other.loop:
+        first.round()
+        saved, job = first.loop.state_dict(), first.job.state_dict()
+        assert saved["trainer"] == "a"
+        before = flat(saved["residual"]).clone()
+        assert before.any()
+        store.fail_on("put", "posts", after=counted)
+        with pytest.raises(StoreUnavailable):
+            first.round()
+        other.round()
+    assert ("a" in closes(store)[-1]) == counted
+    back = alone(store)
+    back.job.load_state_dict(job)
+    back.loop.load_state_dict(saved)
+    with back.loop:
+        assert same(flat(back.loop.global_state()), flat(other.loop.global_state()))
+        assert same(flat(back.loop.residual()), torch.zeros_like(before) if counted else before)
+        back.round()
+        assert closes(store)[-1] == ["a"]
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize(("call", "folder"), [("put", "posts"), ("put_new", "closed"), ("get", "closed")])
+def test_a_round_whose_store_fails_goes_on(call: str, folder: str, after: bool) -> None:
+    """Every reply may be lost: `rejoin` ends the round that was due, with the bits of a run without failure."""
+    store = FaultyStore(MemoryStore())
+    members = [alone(store), alone(MemoryStore())]
+    for member in members:
+        with member.loop:
+            member.round()
+            if member is members[0]:
+                store.fail_on(call, folder, after=after)
+                with pytest.raises(StoreUnavailable):
+                    member.round()
+                assert store.fired
+                member.loop.rejoin()
+            else:
+                member.round()
+            member.round()
+            member.final = member.held()
+    assert [each.loop.round for each in members] == [3, 3]
+    for one, other in zip(*(member.final for member in members), strict=True):
+        assert same(one, other)
+
+
+def test_without_a_quorum_nothing_is_lost() -> None:
+    store = MemoryStore()
+    over = StoreExchange(store, trainer="a", quorum=2, grace_seconds=0.0, deadline_seconds=0.0)
+    job = Job(lr=1e-3)
+    with PulseLoCo(job.model, job.optimizer, sync_every=1, over=over) as loop:
+        with pytest.raises(TrainerLost, match="1 of 2 trainers"):
+            job.step(0)
+        other = Member(store, "b", quorum=2, grace=0.0)
+        other.loop.sync_every = 1
+        with other.loop:
+            other.job.step(1)
+        assert closes(store) == [["a", "b"]]
+        loop.rejoin()
+        assert loop.round == 1
+        assert same(flat(loop.global_state()), flat(other.loop.global_state()))
+
+
+def test_what_others_write_is_passed_over() -> None:
+    """Names that are none, a message of another theta, one that is cut off, and one larger than any."""
+    store = MemoryStore()
+    member = alone(store)
+    with member.loop:
+        member.round()
+        (kept,) = store.list("loco/posts/000000000000")
+        old = store.get(kept.name)
+        big = b"PLSP" + bytes(20 * member.loop.parameters.count + 20_000)
+        for data in (old, old[:50], b"", big):
+            store.put(f"loco/posts/000000000001/x{len(data)}.{sha256(data).hexdigest()}", data)
+        store.put("loco/posts/000000000001/README", b"junk")
+        store.put("loco/closed/README", b"junk")
+        member.round()
+    assert [post[0] for post in json.loads(store.get("loco/closed/000000000001.json"))["posts"]] == ["a"]
+
+
+def test_what_is_not_finite_is_its_trainers_own_affair() -> None:
+    store = MemoryStore()
+    member, bad = alone(store), alone(store, "b")
+    with member.loop, bad.loop:
+        with torch.no_grad():
+            next(bad.job.model.parameters()).fill_(float("nan"))
+        with pytest.raises(NonFinite):
+            bad.round()
+        member.round()
+        bad.loop.rewind()
+        bad.round()
+        assert closes(store) == [["a"], ["b"]]
+
+
+def refusals() -> dict[str, tuple[Callable[[Store], Any], type[PulseError], str]]:
+    def run(store: Store, model: nn.Module, **settings: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return PulseLoCo(model, optimizer, over=StoreExchange(store, quorum=1), **({"sync_every": 2} | settings))
+
+    def buffers(store: Store) -> None:
+        model = nn.Sequential(nn.Linear(24, 8), nn.BatchNorm1d(8))
+        with run(MemoryStore(), model, sync_every=1) as loop:
+            model(torch.randn(4, 24)).sum().backward()
+            loop.parameters.optimizers._all[0].step()
+
+    return {
+        "settings": (lambda s: run(s, Job().model, sync_every=3).__enter__(), InputError, "settings"),
+        "model": (lambda s: run(s, nn.Linear(2, 2)).__enter__(), StateMismatch, "those of the run"),
+        "buffers": (buffers, StateMismatch, "not averaged"),
+        "both": (lambda s: PulseLoCo(*_parts(), sync_every=1, group=object(), over=s), InputError, "not both"),  # type: ignore[arg-type]
+        "name": (lambda s: StoreExchange(s, trainer="a/b"), InputError, "trainer"),
+        "quorum": (lambda s: StoreExchange(s, quorum=0), InputError, "quorum"),
+        "averaged": (lambda s: run(s, Job().model).averaged_state(), InputError, "over a store"),
+    }
+
+
+def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    job = Job()
+    return job.model, job.optimizer
+
+
+@pytest.mark.parametrize("case", refusals())
+def test_refusals(case: str) -> None:
+    act, error, match = refusals()[case]
+    store = MemoryStore()
+    with alone(store).loop:
+        pass
+    with pytest.raises(error, match=match):
+        act(store)
