@@ -1,0 +1,400 @@
+"""The same training twice: TRL's GRPO with vLLM, weights by TRL's own sync and by Pulse; equal to the bit, or not.
+
+    python -m benchmarks.same_training [--steps 200] [--seeds 0 1 2] [--out NAME] [--kill engine@5 trainer@10]
+
+Runs on a CPU in the environment of ``make test-vllm``. ``trl``: ``use_vllm=True, vllm_mode="colocate"``; TRL's
+``VLLMGeneration.sync_weights`` loads every parameter into an engine in the trainer's process. (Its other mode,
+``server``, needs NCCL and so GPUs.) ``pulse``: ``rollout_func=pulse_rollout(...)``; the engine is vLLM's server, a
+process of its own, and the weights go through a store. All else is the same: one thread a process, and one request at a
+time with a seed of its own, since vLLM's arithmetic depends on what else is in a batch.
+
+A JSON line a step: reward, loss, entropy, KL and the norm of the gradient as TRL logs them; ``tokens``, a SHA-256 of
+the step's completions, and ``logprobs``, one of their log-probabilities as vLLM computed them; ``trainer``, a SHA-256
+of the weights in BF16 as vLLM names and fuses them, and ``engine``, the same of vLLM's own checksums of what it
+computes with; ``root``, the root of the version in the stream. Where two lines of a step and seed differ in anything
+but seconds, bytes and ``root``, or an engine's weights from the trainer's, the command says so and fails.
+
+``--kill``: in the middle of the step, after the rollouts, by SIGKILL. The engine starts again from its first
+checkpoint, the trainer from its own of the step before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+TRANSPORTS = ("trl", "pulse")
+STREAM = "policy"
+SECONDS = ("sync_s", "step_s")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+ENGINE = {"max_model_len": 128, "enforce_eager": True, "weight_transfer_config": {"backend": "pulse"}}
+"""Of both engines. On a CPU vLLM packs weights, and then computes with the packed copies alone: with the backend
+``pulse`` it keeps them plain, without which TRL's own sync would change nothing."""
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--transports", choices=TRANSPORTS, nargs="+", default=list(TRANSPORTS))
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--kill", nargs="+", default=[], metavar="WHAT@STEP", help="of the runs with Pulse")
+    parser.add_argument("--out", type=Path, help="JSON lines, as OUT.trl.jsonl and OUT.pulse.jsonl (default: printed)")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(words)
+    if arguments.child:
+        transport, seed, url, folder = arguments.child
+        train(arguments, transport, int(seed), url, Path(folder))
+        return
+    begin(arguments)
+    lines = []
+    for seed in arguments.seeds:
+        for transport in arguments.transports:
+            done = run(arguments, transport, seed)
+            write(arguments, transport, done)
+            lines += done
+    found = differences(lines)
+    print("\n".join(found) or f"equal: {len(lines)} steps in all", file=sys.stderr)
+    if found:
+        raise SystemExit(1)
+
+
+def begin(arguments: argparse.Namespace) -> None:
+    """Where and when, as the first line of each file."""
+    from importlib.metadata import version
+
+    cpu = next(s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name"))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    facts = {
+        "command": f"python -m benchmarks.same_training {' '.join(sys.argv[1:])}",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": f"{os.cpu_count()} cores of {cpu.partition(': ')[2]}, {memory:.0f} GB",
+        "revision": revision.stdout.strip(),
+        "packages": {name: version(name) for name in ("trl", "transformers", "torch")} | {"vllm": version("vllm-cpu")},
+    }
+    for transport in arguments.transports:
+        if arguments.out:
+            log_of(arguments, transport).unlink(missing_ok=True)
+        write(arguments, transport, [facts])
+
+
+def log_of(arguments: argparse.Namespace, transport: str) -> Path:
+    return Path(f"{arguments.out}.{transport}.jsonl")
+
+
+def write(arguments: argparse.Namespace, transport: str, lines: Iterable[Mapping[str, Any]]) -> None:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    if not arguments.out:
+        print(text, end="", flush=True)
+        return
+    with log_of(arguments, transport).open("a") as file:
+        file.write(text)
+
+
+def differences(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is not equal: between the runs of a seed, between trainer and engine, or in a step that was done twice."""
+    first: dict[tuple[int, int], Mapping[str, Any]] = {}
+    found = []
+    for line in lines:
+        at = (line["seed"], line["step"])
+        seen = first.setdefault(at, line)
+        unlike = [k for k in line if k not in (*SECONDS, "transport", "root", "bytes") and line[k] != seen[k]]
+        if unlike:
+            found.append(f"seed {at[0]}, step {at[1]}: {', '.join(unlike)}")
+        if line["trainer"] != line["engine"]:
+            found.append(f"seed {at[0]}, step {at[1]}, {line['transport']}: the engine has other weights")
+    return found
+
+
+# -- one run: its processes
+
+
+def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[str, Any]]:
+    """The lines of one training, in the order of its steps; those that were done twice are there twice."""
+    from examples.trl_grpo import save_policy
+
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        folder = Path(temporary)
+        save_policy(str(folder / "policy"))
+        url, engine = "", None
+        if transport == "pulse":
+            engine = stack.enter_context(Server(folder))
+            url = engine.url
+        command = [sys.executable, "-m", "benchmarks.same_training", "--steps", str(arguments.steps)]
+        command += ["--learning-rate", str(arguments.learning_rate)]
+        if transport == "pulse" and arguments.kill:
+            command += ["--kill", *arguments.kill]
+        command += ["--child", transport, str(seed), url, str(folder)]
+        with (folder / "trainer.log").open("ab") as output:
+            while True:
+                trainer = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | ENVIRONMENT)
+                while trainer.poll() is None:
+                    time.sleep(0.2)
+                    if engine is not None and engine.died():
+                        engine.start()
+                if trainer.returncode != -signal.SIGKILL:
+                    break
+        if trainer.returncode:
+            raise SystemExit((folder / "trainer.log").read_text()[-6000:])
+        lines = [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
+    took = time.perf_counter() - began
+    print(f"{transport}, seed {seed}: {arguments.steps} steps in {took:.0f} s", file=sys.stderr, flush=True)
+    return lines
+
+
+class Server:
+    """vLLM's server of the policy in ``folder``, at an address that stays."""
+
+    def __init__(self, folder: Path) -> None:
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self._folder = folder
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def died(self) -> bool:
+        return self._process.poll() is not None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._folder / "policy")]
+        command += ["--host", "127.0.0.1", "--port", str(self._port), "--logprobs-mode", "processed_logprobs"]
+        for name, value in ENGINE.items():
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [_json(value)])]
+        with (self._folder / "server.log").open("ab") as output:
+            self._process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=os.environ | ENVIRONMENT, start_new_session=True
+            )
+        (self._folder / "server.pid").write_text(str(self._process.pid))
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            except OSError:
+                if self.died():
+                    raise SystemExit((self._folder / "server.log").read_text()[-6000:]) from None
+                time.sleep(0.2)
+
+
+# -- one run: the trainer
+
+
+def train(arguments: argparse.Namespace, transport: str, seed: int, url: str, folder: Path) -> None:
+    """Writes the lines. Goes on from a checkpoint where there is one."""
+    import torch
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    from pulse_rl.integrations.trl import pulse_rollout
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    kills = dict(reversed(word.split("@")) for word in arguments.kill)
+    settings: dict[str, Any] = {
+        "output_dir": str(folder / "out"),
+        "max_steps": arguments.steps,
+        "learning_rate": arguments.learning_rate,
+        "lr_scheduler_type": "constant",
+        "beta": 0.04,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "temperature": 1.0,
+        "seed": seed,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "steps" if kills else "no",
+        "save_steps": 1,
+        "save_total_limit": 2,
+    }
+    pulse: Any = None
+    own: dict[str, Any]
+    if transport == "trl":
+        own = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": ENGINE["max_model_len"]}
+        # The correction is a part of `use_vllm` alone.
+        own["vllm_importance_sampling_correction"] = False
+        _set_engine()
+    else:
+        own = {}
+        pulse = pulse_rollout(url, str(folder / "store"), STREAM)
+    trainer = GRPOTrainer(
+        model=str(folder / "policy"),
+        reward_funcs=numbers,
+        args=GRPOConfig(**settings, **own),
+        train_dataset=Dataset.from_list([{"prompt": f"w{n + 3} w{n + 4} w{n + 5}"} for n in range(200)]),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder / "policy", padding_side="left"),
+        rollout_func=None if pulse is None else lambda prompts, trainer: watch.by_pulse(pulse, prompts, trainer),
+    )
+    watch = Watch(transport, seed, url, folder, kills)
+    if pulse is None:
+        engine = trainer.vllm_generation
+        engine.generate = partial(watch.by_trl, trainer, engine.generate)
+        engine.sync_weights = watch.timed(engine.sync_weights)
+    trainer.add_callback(watch.callback())
+    trainer.train(resume_from_checkpoint=(folder / "out").is_dir() and any((folder / "out").glob("checkpoint-*")))
+
+
+def _set_engine() -> None:
+    """TRL's settings have none of these."""
+    from trl.generation import vllm_generation
+
+    vllm_generation.LLM = partial(vllm_generation.LLM, **ENGINE)
+
+
+def numbers(completions: list[str], **_: Any) -> list[float]:
+    """The reward: the mean of the words' numbers, 0 to 1."""
+    found = [[int(word[1:]) for word in text.split() if word[1:].isdigit()] for text in completions]
+    return [sum(row) / max(len(row), 1) / 255 for row in found]
+
+
+class Watch:
+    """Gives each request its seed, and notes each step."""
+
+    def __init__(self, transport: str, seed: int, url: str, folder: Path, kills: Mapping[str, str]) -> None:
+        self._line: dict[str, Any] = {"transport": transport, "seed": seed}
+        self._url, self._folder, self._kills = url, folder, kills
+        self._began = time.perf_counter()
+        self._sync = 0.0
+
+    def _seed(self, trainer: Any, number: int) -> dict[str, int]:
+        return {"seed": (1000 * self._line["seed"] + trainer.state.global_step) * 100 + number}
+
+    def timed(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        def timed() -> Any:
+            began = time.perf_counter()
+            try:
+                return work()
+            finally:
+                self._sync = time.perf_counter() - began
+
+        return timed
+
+    def by_trl(self, trainer: Any, generate: Any, prompts: Any, images: Any, **_: Any) -> Any:
+        engine, rows = trainer.vllm_generation, []
+        for number, prompt in enumerate(prompts):
+            engine.generation_kwargs = self._seed(trainer, number)
+            rows.append(generate([prompt], images, 1))
+        found = [[part[0] for part in column] for column in zip(*rows, strict=True)]
+        sums = engine.llm.collective_rpc("compute_weight_checksums")[0]
+        self._note(trainer, found[1], [[x for (x,) in row] for row in found[2]], sums)
+        return found
+
+    def by_pulse(self, pulse: Any, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for number, prompt in enumerate(prompts):
+            trainer.args.generation_kwargs = self._seed(trainer, number)
+            for name, rows in pulse([prompt], trainer).items():
+                found.setdefault(name, []).extend(rows)
+        request = urllib.request.Request(
+            f"{self._url}/weight_checker", b'{"action": "checksum"}', {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            sums = json.loads(answer.read())["checksums"]
+        done, moved = pulse.published, pulse.synced
+        self._sync = done.seconds
+        if moved is not None and moved.version == done.version:
+            self._sync += moved.fetch_seconds + moved.verify_seconds + moved.pause_seconds
+        self._note(trainer, found["completion_ids"], found["logprobs"], sums)
+        self._line |= {"root": done.root[:16], "bytes": done.patch_bytes or done.anchor_bytes}
+        return found
+
+    def _note(self, trainer: Any, tokens: Any, logprobs: Any, sums: dict[str, str]) -> None:
+        import torch
+
+        step = str(trainer.state.global_step + 1)
+        self._line |= {
+            "tokens": _digest([list(row) for row in tokens]),
+            "logprobs": _digest([list(row) for row in logprobs]),
+            "trainer": _digest(fused(trainer.model)),
+            "engine": _digest({name.rpartition(":")[2]: value for name, value in sums.items()}),
+        }
+        # TRL shuffles by torch's global generator, from which an engine in the same process draws as well.
+        torch.manual_seed(self._seed(trainer, 0)["seed"])
+        what = self._kills.get(step)
+        done = self._folder / f"killed-{step}"
+        if what and not done.exists():
+            done.touch()
+            if what == "engine":
+                os.killpg(int((self._folder / "server.pid").read_text()), signal.SIGKILL)
+            elif what == "trainer":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def callback(self) -> Any:
+        from transformers import TrainerCallback
+
+        class Lines(TrainerCallback):
+            def on_log(inner, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: N805
+                if "loss" not in (logs or {}):
+                    return
+                now = time.perf_counter()
+                figures = {name: logs[name] for name in ("reward", "loss", "entropy", "kl", "grad_norm")}
+                seconds = {"sync_s": round(self._sync, 3), "step_s": round(now - self._began, 3)}
+                with (self._folder / "lines").open("a") as file:
+                    file.write(json.dumps(self._line | {"step": state.global_step} | figures | seconds) + "\n")
+                self._began = now
+
+        return Lines()
+
+
+def fused(model: Any) -> dict[str, str]:
+    """SHA-256 of the weights in BF16, by torch's own cast, as vLLM names and fuses those of a Qwen2."""
+    import torch
+
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, weight in model.named_parameters():
+        for one, whole in {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}.items():
+            name = name.replace(f".{one}_proj.", f".{whole}_proj.")
+        parts.setdefault(name, []).append(weight.detach().to(torch.bfloat16))
+    wholes = {name: torch.cat(found).contiguous().view(-1).view(torch.uint8) for name, found in parts.items()}
+    return {name: hashlib.sha256(whole.numpy()).hexdigest() for name, whole in wholes.items()}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _json(value: Any) -> str:
+    return str(value) if isinstance(value, int) else json.dumps(value)
+
+
+if __name__ == "__main__":
+    main()
