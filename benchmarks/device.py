@@ -25,6 +25,21 @@ from pulse_rl.integrations.torch import apply_
 Weights = dict[str, torch.Tensor]
 
 
+NAMES = [*SHAPES, "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"]
+
+
+def tensors(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a state; those of a Qwen3 as transformers has them."""
+    if shape in SHAPES:
+        return list(SHAPES[shape].tensors())
+    from benchmarks.engines import SHAPES as MODELS
+
+    kind, configuration, sizes = MODELS[shape]
+    with torch.device("meta"):
+        model = kind(configuration(**sizes))
+    return [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
+
+
 def step(weights: Weights, number: int) -> None:
     for tensor in weights.values():
         tensor.view(-1).view(torch.int16)[number % 100 :: 100] ^= 1
@@ -42,12 +57,13 @@ def seconds(device: str, work: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", choices=list(SHAPES), default="0.5b")
+    parser.add_argument("--shape", choices=NAMES, default="0.5b")
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--on-device", choices=["copy", "baseline"])
     arguments = parser.parse_args()
-    device, shape = arguments.device, SHAPES[arguments.shape]
-    trained = {name: torch.randn(dims, device=device).mul_(0.02).bfloat16() for name, dims in shape.tensors()}
+    device = arguments.device
+    made = ((name, torch.randn(dims, device=device, dtype=torch.bfloat16)) for name, dims in tensors(arguments.shape))
+    trained = {name: weight.mul_(0.02) for name, weight in made}
     live = {name: torch.empty_like(tensor) for name, tensor in trained.items()}
     store = MemoryStore()
     held, published, applied = [], [], []

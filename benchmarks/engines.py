@@ -1,9 +1,9 @@
 """The pause of a live vLLM engine, beside vLLM's own sparse patches on the same update.
 
 Run it in the environment of `make test-vllm`: ``.venv-vllm/bin/python -m benchmarks.engines``. The model has the shape
-of Qwen2.5-0.5B, or with ``--shape moe`` that of a small Qwen3-MoE, and random weights; 1% of them change. What
-`connect` takes, with the map and its proofs, is told beside the pause, in seconds and in those of the workers' CPUs,
-which other programs do not lengthen. ``--bandwidth`` limits what the engine's worker reads from the
+of Qwen2.5-0.5B, or with ``--shape`` that of a small Qwen3-MoE or of a Qwen3, and random weights; 1% of them change.
+What `connect` takes, with the map and its proofs, is told beside the pause, in seconds and in those of the workers'
+CPUs, which other programs do not lengthen. ``--bandwidth`` limits what the engine's worker reads from the
 store, in Mbit/s: the pause must not depend on it. Memory is that of the engine's processes beside what they had before
 the stream was opened, in states (bytes of the BF16 weights); each page that they share counts once.
 """
@@ -20,7 +20,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import pulse_rl
 from pulse_rl.integrations.vllm import connect
@@ -46,9 +53,21 @@ _MOE = _DENSE | {
     "moe_intermediate_size": 512,
     "tie_word_embeddings": False,
 }
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> tuple[Any, Any, dict[str, Any]]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": tied}
+    return Qwen3ForCausalLM, Qwen3Config, _DENSE | sizes
+
+
 SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "dense": (Qwen2ForCausalLM, Qwen2Config, _DENSE),
     "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, _MOE),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
 }
 
 
@@ -117,7 +136,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
                 flush=True,
             )
             print(f"  memory: {memory.now() / (2 * weights):.2f} states, at most {memory.most / (2 * weights):.2f}")
-            if arguments.tensor_parallel == 1 and arguments.shape == "dense" and not arguments.quantization:
+            if arguments.tensor_parallel == 1 and arguments.shape != "moe" and not arguments.quantization:
                 torch.save(patches(old, model), folder / "patches")
                 seconds = llm.collective_rpc(patch, args=(str(folder / "patches"),))[0]
                 print(f"  the same by load_checkpoint_weight_patches: {1e3 * seconds:.0f} ms", flush=True)

@@ -69,6 +69,7 @@ def main(words: list[str] | None = None) -> None:
         transport, seed, url, folder = arguments.child
         train(arguments, transport, int(seed), url, Path(folder))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of a run end with it
     begin(arguments)
     lines = []
     for seed in arguments.seeds:
@@ -153,10 +154,13 @@ def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[s
         with (folder / "trainer.log").open("ab") as output:
             while True:
                 trainer = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | ENVIRONMENT)
-                while trainer.poll() is None:
-                    time.sleep(0.2)
-                    if engine is not None and engine.died():
-                        engine.start()
+                try:
+                    while trainer.poll() is None:
+                        time.sleep(0.2)
+                        if engine is not None and engine.died():
+                            engine.start()
+                finally:
+                    trainer.kill()
                 if trainer.returncode != -signal.SIGKILL:
                     break
         if trainer.returncode:
@@ -180,7 +184,11 @@ class Server:
         self.url = f"http://127.0.0.1:{self._port}"
 
     def __enter__(self) -> Server:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
