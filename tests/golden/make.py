@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,12 +44,19 @@ def states() -> list[State]:
                     "empty": np.zeros((0, 4), np.float16),
                     "fp8": Bits((k[:700] * 40503 >> 7).astype(np.uint8).reshape(7, 100), "F8_E4M3"),
                     "norm": np.where(k[:64] % 5 == version % 5, np.float32(1.0000001), np.float32(1)),
+                    "packed": _moved(k[:3000], version),
                     "scalar": np.int64(version - 7),
                     "wide": wide + ((k[:500] % 11 == 0) * version).astype(np.int32),
                 }
             )
         )
     return found
+
+
+def _moved(k: np.ndarray[Any, Any], version: int) -> np.ndarray[Any, Any]:
+    """Two codes of four bits a byte; with each version some of the upper ones become one larger."""
+    upper = (k * 40503 >> 9) % 15 + (k % 120 < version)
+    return ((k * 7) % 16 | upper << 4).astype(np.uint8).reshape(30, 100)
 
 
 def main() -> None:

@@ -118,6 +118,8 @@ def blocks() -> Iterator[tuple[str, bytes]]:
     yield "context-fewer-than-counted", with_block(whole, 3, count + 1)
     yield "context-wrong-target", with_block(whole, 3, count)
     yield "context-for-u64", with_block(whole, 3, 1, index=1)
+    yield "nibbles-of-bf16", with_block(b"\0" + whole, 7, count)
+    yield "nibbles-of-u64", with_block(b"\0" + whole, 7, 1, index=1)
 
     def gaps(values: Any, width: int, data: bytes, claimed: int, shown: int | None = None) -> bytes:
         raw = np.asarray(values, f"<u{width}").view(np.uint8).reshape(-1, width).T.tobytes()

@@ -1,6 +1,9 @@
 // Python bindings of the codec's kernels. Every function takes flat, contiguous arrays and releases the GIL while it works.
+#include <algorithm>
+
 #include "bindings/binding.h"
 #include "common/apply.h"
+#include "common/quantise.h"
 #include "common/rounding.h"
 #include "common/scan.h"
 
@@ -33,6 +36,18 @@ void check_values(const Array& elements, int width, const Positions& positions, 
     check_elements(values, width, "values");
     check_elements(positions, "positions");
     if (values.size() != positions.size() * size_t(width)) throw nb::value_error("values and positions differ");
+}
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using BlocksTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
+
+// Blocks of (columns, rows of a block, columns of a block), of elements of FP32 or BF16.
+pulse::Blocks checked_blocks(const BlocksTuple& of, const Bytes& elements, int width) {
+    if (width != 2 && width != 4) throw nb::value_error("width is out of range");
+    check_elements(elements, width, "elements");
+    const auto& [columns, block_rows, block_columns] = of;
+    if (std::min({columns, block_rows, block_columns}) == 0) throw nb::value_error("blocks without elements");
+    return {size_t(columns), size_t(block_rows), size_t(block_columns)};
 }
 
 }  // namespace
@@ -123,6 +138,52 @@ NB_MODULE(_kernels, m) {
         },
         array("bits"), "rounding"_a, "nan"_a, "width"_a, array("out"),
         "FP32 numbers, given by their bits, rounded to a narrower float; a NaN gets the bits `nan` besides its own.");
+
+    m.def(
+        "block_maxima",
+        [](Bytes elements, int width, const BlocksTuple& of) {
+            const pulse::Blocks blocks = checked_blocks(of, elements, width);
+            const size_t rows = elements.size() / size_t(width) / blocks.columns;
+            if (rows * blocks.columns * size_t(width) != elements.size()) throw nb::value_error("a row is cut");
+            std::vector<float> found((rows + blocks.block_rows - 1) / blocks.block_rows * blocks.across());
+            {
+                nb::gil_scoped_release release;
+                pulse::block_maxima(elements.data(), width, rows, blocks, found.data());
+            }
+            return to_numpy(std::move(found));
+        },
+        array("elements"), "width"_a, "blocks"_a, "The largest magnitudes of the blocks of whole rows.");
+
+    m.def(
+        "to_e4m3",
+        [](Bytes elements, int width, uint64_t start, const BlocksTuple& of, Floats scales, MutableBytes out) {
+            const pulse::Blocks blocks = checked_blocks(of, elements, width);
+            const size_t count = elements.size() / size_t(width);
+            if (out.size() != count) throw nb::value_error("elements and out differ in length");
+            if (start > uint64_t(1) << 50) throw nb::value_error("start is out of range");
+            const size_t rows = (size_t(start) + count + blocks.columns - 1) / blocks.columns;
+            if (scales.size() < (rows + blocks.block_rows - 1) / blocks.block_rows * blocks.across()) {
+                throw nb::value_error("there are too few scales");
+            }
+            nb::gil_scoped_release release;
+            pulse::to_e4m3(elements.data(), width, size_t(start), count, blocks, scales.data(), out.data());
+        },
+        array("elements"), "width"_a, "start"_a, "blocks"_a, array("scales"), array("out"),
+        "Elements from `start` on, divided by the scales of their blocks, as E4M3.");
+
+    m.def(
+        "to_e2m1",
+        [](Bytes elements, int width, uint64_t group, Floats scales, MutableBytes out) {
+            checked_blocks({1, 1, group}, elements, width);
+            const size_t count = elements.size() / size_t(width);
+            if ((group != 16 && group != 32) || count % group) throw nb::value_error("group is out of range");
+            if (2 * out.size() != count) throw nb::value_error("elements and out differ in length");
+            if (scales.size() < count / group) throw nb::value_error("there are too few scales");
+            nb::gil_scoped_release release;
+            pulse::to_e2m1(elements.data(), width, count, size_t(group), scales.data(), out.data());
+        },
+        array("elements"), "width"_a, "group"_a, array("scales"), array("out"),
+        "Elements divided by the scales of their groups, as E2M1, two a byte.");
 
     bind_codecs(m);
     bind_sha256(m);

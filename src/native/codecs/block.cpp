@@ -2,6 +2,7 @@
 
 #include "codecs/gaps/gaps.h"
 #include "codecs/history/history.h"
+#include "codecs/nibbles/nibbles.h"
 #include "codecs/sparse/block_statistics.h"
 #include "codecs/sparse/sparse.h"
 #include "codecs/table/table.h"
@@ -56,6 +57,17 @@ EncodedBlock encode(const std::vector<Window>& history, const U* old, const U* n
     } else {
         result.payload = encode_sparse(old, changes, kind, runs).payload;
     }
+    if constexpr (sizeof(U) != 2) {
+        const bool asked = only == BlockCodec::nibbles;
+        if (may_be_nibbles(kind) && (asked || only == BlockCodec::any)) {
+            std::vector<uint8_t> payload = encode_nibbles(old, now, changes, runs, asked);
+            if (!payload.empty() && (asked || payload.size() < result.payload.size())) {
+                result.codec = BlockCodec::nibbles;
+                result.payload = std::move(payload);
+                result.decoded = {};
+            }
+        }
+    }
     const auto* const values = reinterpret_cast<const uint8_t*>(changes.values.data());
     result.values.assign(values, values + changes.values.size() * sizeof(U));
     result.positions = std::move(changes.positions);
@@ -77,6 +89,7 @@ Decoded decode_block(BlockCodec codec, const std::vector<Window>& history, const
     switch (codec) {
         case BlockCodec::gaps: return decode_gaps(payload, size, old, kind, runs);
         case BlockCodec::sparse: return decode_sparse(payload, size, old, kind, runs);
+        case BlockCodec::nibbles: return decode_nibbles(payload, size, old, kind, runs);
         case BlockCodec::history: return decode_history(history, payload, size, old, kind, runs);
         default: throw Malformed("the codec is unknown");
     }

@@ -11,7 +11,7 @@
 namespace pulse {
 
 // The codecs of this module by their ids in a patch; `any`: the encoder chooses.
-enum class BlockCodec : uint8_t { any = 0, gaps = 3, sparse = 4, table = 5, history = 6 };
+enum class BlockCodec : uint8_t { any = 0, gaps = 3, sparse = 4, table = 5, history = 6, nibbles = 7 };
 
 struct EncodedBlock {
     BlockCodec codec;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ._kernels import (
     Malformed,
     add_entries,
+    block_maxima,
     decode_block,
     decode_entries,
     encode_block,
@@ -27,11 +28,14 @@ from ._kernels import (
     shared_octaves,
     sparse_outer_step,
     sum_entries,
+    to_e2m1,
+    to_e4m3,
 )
 
 __all__ = [
     "Malformed",
     "add_entries",
+    "block_maxima",
     "decode_block",
     "decode_entries",
     "encode_block",
@@ -54,4 +58,6 @@ __all__ = [
     "shared_octaves",
     "sparse_outer_step",
     "sum_entries",
+    "to_e2m1",
+    "to_e4m3",
 ]

@@ -61,6 +61,24 @@ def sha256_changed_leaves(
     width: int,
     path: str = "",
 ) -> bytes: ...
+def block_maxima(
+    elements: npt.NDArray[np.uint8], width: int, blocks: tuple[int, int, int]
+) -> npt.NDArray[np.float32]: ...
+def to_e4m3(
+    elements: npt.NDArray[np.uint8],
+    width: int,
+    start: int,
+    blocks: tuple[int, int, int],
+    scales: npt.NDArray[np.float32],
+    out: npt.NDArray[np.uint8],
+) -> None: ...
+def to_e2m1(
+    elements: npt.NDArray[np.uint8],
+    width: int,
+    group: int,
+    scales: npt.NDArray[np.float32],
+    out: npt.NDArray[np.uint8],
+) -> None: ...
 def round_values(
     bits: npt.NDArray[np.uint32],
     rounding: tuple[int, int, int, int],

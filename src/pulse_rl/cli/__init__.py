@@ -18,10 +18,11 @@ from .. import __version__
 from .. import codec as codecs
 from ..errors import InputError, PulseError
 from ..state.cast import COMPUTE_DTYPES
+from ..state.quantise import FORMATS
 from ..sync.folds import DEFAULT_FOLDS
 from ..sync.gc import DEFAULT_GRACE_SECONDS
 from . import files, following, inventory, plan, streams, study
-from .arguments import complete, count, fact, number, path, port, seconds
+from .arguments import complete, count, fact, number, path, port, quantisation, seconds
 from .output import Console, open_streams, shortened
 
 _EXAMPLES = {
@@ -162,6 +163,13 @@ def make_parser() -> argparse.ArgumentParser:
         type=str.upper,
         choices=list(COMPUTE_DTYPES),
         help="cast wider floating-point tensors to this compute dtype (default: as they are)",
+    )
+    version.add_argument(
+        "--quantise",
+        type=quantisation,
+        metavar="FORMAT",
+        help=f"publish codes and scales in place of weights: {', '.join(FORMATS)}, or the config.json of a quantised "
+        "model, whose quantization_config says how and what is left out",
     )
     version.add_argument(
         "--anchor", action="store_true", help="store the whole state, too, for newcomers to start from"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 from .._util.settings import parse_seconds
 from ..errors import InputError
+from ..state.quantise import FORMATS
 from .output import Console
 
 _MAX_SECONDS = 1e9
@@ -59,6 +62,21 @@ def fact(text: str) -> tuple[str, str | int | float | bool]:
         except ValueError:
             pass
     return key, value
+
+
+def quantisation(text: str) -> str | dict[str, Any]:
+    """A format's name, or the ``quantization_config`` of a model's config.json."""
+    if text in FORMATS:
+        return text
+    try:
+        config = json.loads(Path(text).read_bytes())["quantization_config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(FORMATS)}, and no config.json of a quantised model ({error})"
+        ) from None
+    if not isinstance(config, dict):
+        raise argparse.ArgumentTypeError(f"the quantization_config of {text!r} is no object")
+    return config
 
 
 _BASH = """_pulse() {{

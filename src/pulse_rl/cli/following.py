@@ -309,6 +309,7 @@ def watch(args: argparse.Namespace, console: Console) -> int:
             done = publisher.publish(
                 load(found)[0],
                 dtype=args.dtype,
+                quantise=args.quantise,
                 anchor=args.anchor,
                 metadata={**dict(args.metadata or ()), "folder": found.name, "step": step},
                 files=files_beside(args, found),

@@ -34,6 +34,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         done = publisher.publish(
             state,
             dtype=args.dtype,
+            quantise=args.quantise,
             anchor=args.anchor,
             metadata=dict(args.metadata or ()),
             files=files_beside(args, Path(args.checkpoint)),

@@ -23,11 +23,20 @@ AUTO, ZSTD = "auto", "zstd"
 CODECS = (AUTO, ZSTD)
 """What a user can choose: the smallest that is fast, or the layout of the PULSE paper."""
 
-SAME, RAW, PAPER, GAPS, SPARSE, TABLE, HISTORY = range(7)
+SAME, RAW, PAPER, GAPS, SPARSE, TABLE, HISTORY, NIBBLES = range(8)
 """The ids of codecs in a patch. `SAME`: no element changed, the payload is empty; `HISTORY`: decoded by what changed in
-the versions before."""
+the versions before; `NIBBLES`: integers that are packed codes of four bits."""
 
-_NAMES = {SAME: "same", RAW: "raw", PAPER: "zstd", SPARSE: "sparse", TABLE: "table", HISTORY: "history", GAPS: "gaps"}
+_NAMES = {
+    SAME: "same",
+    RAW: "raw",
+    PAPER: "zstd",
+    GAPS: "gaps",
+    SPARSE: "sparse",
+    TABLE: "table",
+    HISTORY: "history",
+    NIBBLES: "nibbles",
+}
 
 MAX_BLOCK_ELEMENTS = 1 << 24
 """Positions in a block fit in 32 bits with room to spare; also the cap on what one block may make a reader allocate."""

@@ -26,6 +26,7 @@ from ..errors import PulseError
 from ..events import Metadata, Published, checked_listener
 from ..state.cast import compute_dtype_named
 from ..state.companions import files_of, of_dtype
+from ..state.quantise import Quantise
 from ..store import Store
 from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import Submission
@@ -86,11 +87,12 @@ class PulseCallback(TrainerCallback):
     Versions have the tensors that ``save_pretrained`` of the base model writes (see `checkpoint_weights`): DDP's and
     torch.compile's parts of names are taken off, shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a
     time, and published by the first, PEFT adapters are merged into copies. Floats are cast to the compute dtype
-    ``dtype`` as `Publisher.publish` does; None publishes them as they are. A version carries what ``save_pretrained``
-    of the model and of the trainer's tokenizer or processor writes beside the weights (`checkpoint_files`), as it was
-    when the training began, so that what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines
-    load. With ``adapter`` a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is one that
-    PEFT and engines load.
+    ``dtype`` as `Publisher.publish` does; None publishes them as they are. With ``quantise``, as `Publisher.publish`
+    takes it, a version has codes and scales in the place of weights. A version carries what ``save_pretrained`` of the
+    model and of the trainer's tokenizer or processor writes beside the weights (`checkpoint_files`), as it was when the
+    training began, so that what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With
+    ``adapter`` a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is one that PEFT and
+    engines load.
 
     The training is held up for merging, gathering and copying; the rest is done behind it (`Publisher.submit`). Where
     the store is slower than the steps, the newest weights ``replace`` those that still wait, which then get no version;
@@ -117,12 +119,14 @@ class PulseCallback(TrainerCallback):
         every: int = 1,
         replace: bool = True,
         adapter: bool = False,
+        quantise: Quantise | None = None,
         **publisher: Unpack[PublisherSettings],
     ) -> None:
         self._dtype = None if dtype is None else compute_dtype_named(dtype).name
         self._every = checked_count("every", every)
         self._replace = replace
         self._adapter = adapter
+        self._quantise = quantise
         publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
         self._publisher = Publisher(store, stream=stream, **publisher)
         self._stream = stream
@@ -179,7 +183,9 @@ class PulseCallback(TrainerCallback):
         weights = self._take(model, first)
         if first:
             metadata = _metadata(state)
-            done = self._publisher.publish(weights, metadata=metadata, dtype=self._dtype, files=self._files)
+            done = self._publisher.publish(
+                weights, metadata=metadata, dtype=self._dtype, files=self._files, quantise=self._quantise
+            )
             self._committed(state.global_step, done)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -257,7 +263,8 @@ class PulseCallback(TrainerCallback):
     def _take(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
         """What is published. A collective where `is_sharded`."""
         if not self._adapter:
-            return policy_weights(model, self._dtype, keep=keep)
+            # What is quantised is so from the trainer's own numbers.
+            return policy_weights(model, None if self._quantise else self._dtype, keep=keep)
         weights, config = adapter_weights(model, self._dtype, keep=keep)
         self._files = {"adapter_config.json": config.encode()}
         return weights
@@ -277,7 +284,12 @@ class PulseCallback(TrainerCallback):
         self._raise_fatal()
         metadata = _metadata(state)
         submission = self._publisher.submit(
-            weights, metadata=metadata, dtype=self._dtype, files=self._files, replace=replace
+            weights,
+            metadata=metadata,
+            dtype=self._dtype,
+            files=self._files,
+            replace=replace,
+            quantise=self._quantise,
         )
         step = state.global_step
 

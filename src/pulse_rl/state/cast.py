@@ -1,8 +1,8 @@
 """The compute dtypes, and states as the forward pass sees them: bits after the cast, rounded to nearest, ties to even.
 
 A compute dtype is what a forward pass multiplies in. It is called as safetensors calls it, in any letter case. The
-casts are those of ``torch.Tensor.to``, bit for bit but for NaN payloads. FP8 is cast without a scale: an engine that
-scales its weights per tensor or block sees other roundings.
+casts are those of ``torch.Tensor.to``, bit for bit but for NaN payloads. FP8 is cast without a scale; with the scales
+of a checkpoint it is made by `quantise`.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return round_bits(flat.view(np.uint32), DTYPES["BF16"]).reshape(array.shape)
 
 
+def is_float(dtype: DType) -> bool:
+    """Whether it is a float that can be cast to a compute dtype."""
+    return dtype.name in _FLOATS
+
+
 def is_wide(dtype: DType) -> bool:
     """Whether it is a float of more than two bytes, wider than what models compute in."""
     return dtype.name in _FLOATS and dtype.width > 2
@@ -96,7 +101,7 @@ def cast_specs(specs: tuple[TensorSpec, ...], dtype: DType) -> tuple[TensorSpec,
 
 
 @dataclass(frozen=True, slots=True)
-class _CastTensor:
+class CastTensor:
     """The tensor ``name`` of ``state`` in another dtype, cast on each read."""
 
     state: State
@@ -113,7 +118,7 @@ class CastState(State):
 
     def __init__(self, state: State, dtype: DType) -> None:
         specs = cast_specs(state.specs, dtype)
-        super().__init__(specs, {s.name: _CastTensor(state, s.name, s.dtype) for s in specs}, state.aliases)
+        super().__init__(specs, {s.name: CastTensor(state, s.name, s.dtype) for s in specs}, state.aliases)
 
 
 def cast(bits: UIntArray, source: DType, target: DType) -> UIntArray:
@@ -126,12 +131,13 @@ def cast(bits: UIntArray, source: DType, target: DType) -> UIntArray:
         return round_bits(bits, target)
     result = np.empty(bits.size, target.uint)
     for start in range(0, bits.size, _CHUNK):
-        wide = _to_f32(bits[start : start + _CHUNK], source)
+        wide = to_f32(bits[start : start + _CHUNK], source)
         result[start : start + _CHUNK] = round_bits(wide.view(np.uint32), target)
     return result
 
 
-def _to_f32(bits: UIntArray, source: DType) -> npt.NDArray[np.float32]:
+def to_f32(bits: UIntArray, source: DType) -> npt.NDArray[np.float32]:
+    """Flat bits of the float ``source`` as FP32; what lies beyond its range becomes Inf."""
     if source.name == "BF16":
         wide: npt.NDArray[np.float32] = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return wide

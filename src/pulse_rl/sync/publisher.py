@@ -21,6 +21,7 @@ from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import FallbackUsed, Listener, Metadata, Published, checked_listener, failures_to
 from ..state.checkpoint import StateSource
 from ..state.companions import Files
+from ..state.quantise import Quantise
 from ..store import Store, open_store
 from ..stream.manifest import Manifest
 from ..stream.signing import Signer, TrustedKeys
@@ -189,6 +190,7 @@ class Publisher(Closing, NotCopyable):
         on_device: str | None = None,
         after: int | None = None,
         progress: bool = False,
+        quantise: Quantise | None = None,
     ) -> Published:
         """Commits a state as the next version and returns what it cost.
 
@@ -205,7 +207,10 @@ class Publisher(Closing, NotCopyable):
         version, so that only what differs crosses the bus; None, nothing. ``after``: the version that this one must
         follow, -1 where the stream must be new; where another has come since, PublisherConflict is raised and nothing
         is published. None: whatever is the newest. ``progress``: show a bar for what takes more than half a second,
-        in a terminal or a notebook, with the time left.
+        in a terminal or a notebook, with the time left. ``quantise``: weights become codes and scales, as a checkpoint
+        of a quantised model has them: "fp8_block", "mxfp8", "mxfp4", "nvfp4", the model's ``quantization_config``, or a
+        function of a name and its FP32 array that returns the tensors in its place, None for itself. ``dtype`` is then
+        for all others.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises StoreUnavailable or StoreFull,
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
@@ -216,7 +221,7 @@ class Publisher(Closing, NotCopyable):
         self._raise_unasked()
         with self._call() as number, failures_to(self._listener, self._stream.name, "publish"):
             # In the caller's thread: whose devices must have written the state, and whose arguments are wrong.
-            read = partial(self._read, source, dtype)
+            read = partial(self._read, source, dtype, quantise)
             request = self._request(read, metadata, dtype, anchor, files, on_device, PublishRequest.awaited, after)
             # All else on the publisher's own thread, which no interrupt reaches.
             return self._serial.run(lambda: self._rank.publish(request, number=number, progress=progress))[0]
@@ -231,14 +236,16 @@ class Publisher(Closing, NotCopyable):
         files: Files | None = None,
         on_device: str | None = None,
         replace: bool = False,
+        quantise: Quantise | None = None,
     ) -> Submission:
         """Takes a copy of a state and returns; the version is committed behind the caller's work, as `publish` does it.
 
-        ``source``, ``metadata``, ``dtype``, ``anchor``, ``files`` and ``on_device`` are those of `publish`; the state
-        may change as soon as this returns. One version is in flight and one may wait; for another one this waits for
-        room, or, to ``replace``, cancels the one that waits and takes over its memory. Needs the memory of a state for
-        each. An error that nobody has asked the `Submission` for is raised by the next call, which then does nothing
-        else; `close` waits for all. ``Published.blocked_seconds`` tells how long this took.
+        ``source``, ``metadata``, ``dtype``, ``anchor``, ``files``, ``on_device`` and ``quantise`` are as for `publish`;
+        the state may change as soon as this returns. One version is in flight and one may wait; for another one this
+        waits for room, or, to ``replace``, cancels the one that waits and takes over its memory. Needs the memory of a
+        state for each, of codes where it is quantised. An error that nobody has asked the `Submission` for is raised by
+        the next call, which then does nothing else; `close` waits for all. ``Published.blocked_seconds`` tells how long
+        this took.
 
         CUDA tensors are copied into page-locked memory (as they are: they are cast behind) by a stream of their own,
         after the work that the caller's current stream has been given; what it is given later waits on the device for
@@ -252,7 +259,7 @@ class Publisher(Closing, NotCopyable):
         def take(spare: PublishRequest | None) -> PublishRequest:
             nonlocal blocked
             into = spare.copy if spare else None
-            read = partial(self._read, source, dtype)
+            read = partial(self._read, source, dtype, quantise)
             taken = self._request(
                 read, metadata, dtype, anchor, files, on_device, lambda request: request.taken(into, self._threads)
             )
@@ -359,9 +366,9 @@ class Publisher(Closing, NotCopyable):
             if error is None:  # an error that is on its way out is not hidden by one that came before it
                 raise
 
-    def _read(self, source: Any, dtype: str | None) -> LocalState:
+    def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
         """What this rank has of a state that a call was given."""
-        return LocalState.of(source, dtype)
+        return LocalState.of(source, dtype, quantise)
 
     def _request(
         self,

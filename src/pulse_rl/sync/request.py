@@ -18,6 +18,7 @@ from ..state.cast import CastState, compute_dtype_named
 from ..state.checkpoint import StateSource, as_state
 from ..state.companions import Files, checked_files
 from ..state.memory import recorded
+from ..state.quantise import Quantise, QuantisedState
 from ..state.snapshot import (
     Snapshot,
     await_devices,
@@ -48,12 +49,14 @@ class LocalState(NamedTuple):
     owned: bool = False
 
     @classmethod
-    def of(cls, source: StateSource, dtype: str | None) -> Self:
+    def of(cls, source: StateSource, dtype: str | None, quantise: Quantise | None = None) -> Self:
         """All of a state. Raises UnsupportedTensor and InputError."""
         compute = None if dtype is None else compute_dtype_named(dtype)
         state = as_state(source)
         if isinstance(source, Mapping):
             require_weights((spec.name, spec.shape) for spec in state.specs)
+        if quantise is not None:
+            return cls(QuantisedState(state, quantise, compute))
         return cls(state, compute)
 
     @property

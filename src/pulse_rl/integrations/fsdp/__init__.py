@@ -16,6 +16,7 @@ with extra("torch"):
 from ..._util.collective import GlooTransport, RankGroup
 from ..._util.settings import checked_number
 from ...errors import InputError
+from ...state.quantise import Quantise
 from ...state.tensors import State
 from ...store import Store
 from ...sync.layout import Box
@@ -79,7 +80,12 @@ class ShardedPublisher(Publisher):
         ranks = RankGroup(GlooTransport(process_group, seconds, owner="ShardedPublisher"))
         self._open(ranks, store, stream=stream, also=checked, **settings)
 
-    def _read(self, source: Any, dtype: str | None) -> LocalState:
+    def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
+        if quantise is not None:
+            raise InputError(
+                "a sharded publisher does not quantise: a block's scale would need the elements of other ranks",
+                hint="Pass each rank's codes and scales as tensors, or gather and use a Publisher.",
+            )
         return local_state(source, dtype)
 
 
