@@ -351,7 +351,7 @@ def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | 
             raise UnsupportedTensor(f"tensor {name!r}: {dtype.name} bits need uint{8 * dtype.width}, got {array.dtype}")
     elif isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
-        dtype = _dtype_from(name, array.dtype.name)
+        dtype = dtype_named(name, array.dtype.name)
     else:
         raise UnsupportedTensor(
             f"tensor {name!r} is a {type(value).__name__}, not a torch tensor or a numpy array",
@@ -374,7 +374,7 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
         )
     if value.layout != torch.strided or value.is_meta or value.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} has no plain storage (layout {value.layout}, device {value.device})")
-    dtype = _dtype_from(name, str(value.dtype).removeprefix("torch."))
+    dtype = dtype_named(name, str(value.dtype).removeprefix("torch."))
     try:
         bits_of = (value.is_conj(), value.is_neg())
         storage = (str(value.device), value.data_ptr(), value.stride(), bits_of) if value.numel() else None
@@ -401,7 +401,8 @@ def _aligned(flat: UIntArray) -> UIntArray:
     return np.require(flat, requirements=["C", "A"])
 
 
-def _dtype_from(name: str, library_name: str) -> DType:
+def dtype_named(name: str, library_name: str) -> DType:
+    """The dtype of the tensor ``name``, which numpy, ml_dtypes, JAX or torch call so. Raises UnsupportedTensor."""
     if library_name not in _FROM_NAME:
         raise UnsupportedTensor(f"tensor {name!r} has dtype {library_name}, which is not supported")
     return DTYPES[_FROM_NAME[library_name]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -24,6 +25,7 @@ from ...sync.publisher import Publisher, PublisherSettings
 from ...sync.request import LocalState, require_weights
 from ..dtensor import local_box
 from ..flat import FlatShard
+from ..jax import local_part
 from ..weights import policy_weights
 
 __all__ = ["ShardedPublisher"]
@@ -37,10 +39,10 @@ class ShardedPublisher(Publisher):
     All ranks of ``process_group`` (None: all there are) make one, with the same arguments, and call `publish`, or
     `submit`, in the same order, each with what it has: a ``state_dict`` of DTensors (``fully_shard``, with replicas,
     tensor parallelism over rows or columns) and of plain tensors, whole on one rank (pipeline stages, experts) or on
-    several; or a module, whose parameters FSDP1 or DeepSpeed ZeRO-3 may have cut. Each rank compares, codes, hashes and
-    uploads its own slices, and keeps a copy of these alone; then rank 0 commits the version, and all return what it
-    cost. Of several ranks with the same slice the lowest publishes it. Readers follow the stream as any other, and a
-    `Publisher` or another number of ranks can continue it.
+    several; a dictionary of jax.Arrays; or a module, whose parameters FSDP1 or DeepSpeed ZeRO-3 may have cut. Each rank
+    compares, codes, hashes and uploads its own slices, and keeps a copy of these alone; then rank 0 commits the
+    version, and all return what it cost. Of several ranks with the same slice the lowest publishes it. Readers follow
+    the stream as any other, and a `Publisher` or another number of ranks can continue it.
 
     The other settings are those of `Publisher`, ``threads`` for each rank. No call waits for another rank for longer
     than ``timeout_seconds``.
@@ -102,6 +104,8 @@ def local_state(source: Mapping[str, Any] | nn.Module, dtype: str | None) -> Loc
     for name, value in source.items():
         if isinstance(value, FlatShard):
             shards[name], boxes[name] = value.local, value.box
+        elif _is_of_jax(value):
+            shards[name], boxes[name] = local_part(name, value)
         elif not isinstance(value, DTensor):
             shards[name] = value
         elif value.device_mesh.get_coordinate() is not None:
@@ -109,3 +113,8 @@ def local_state(source: Mapping[str, Any] | nn.Module, dtype: str | None) -> Loc
             if (box := local_box(name, value)) != Box.whole(box.shape):
                 boxes[name] = box
     return LocalState.of(State.of(shards), dtype)._replace(boxes=boxes)
+
+
+def _is_of_jax(value: object) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.Array)
