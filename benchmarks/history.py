@@ -1,6 +1,6 @@
 """A stream of a real run that is coded by what changed before, and one that is not: bytes, speed, what is remembered.
 
-    python -m benchmarks.history [--lr 1e-6] [--bf16] [--steps 60] [--from 28]
+    python -m benchmarks.history [--lr 1e-6] [--bf16] [--steps 60] [--from 28] [--save]
 
 The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights); each of its states is published by both
 and followed by a worker each, through memory, in turns. --bf16: pure BF16 weights; without: FP32 masters.
@@ -10,15 +10,13 @@ Counted are the steps after --from: whole patch files, seconds of the clock and 
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks import trace
+from benchmarks import results, trace
 from pulse_rl import MemoryStore, Publisher, State, Subscriber
 
 _WAYS = ("plain", "history")
@@ -36,7 +34,8 @@ class Measured:
         self.clock, self.processor = np.zeros(2), np.zeros(2)
         self.remembered = 0.0
 
-    def take(self, state: State, counts: bool) -> None:
+    def take(self, state: State, counts: bool) -> tuple[float | None, int]:
+        """Publishes and follows; the density and the bytes of the patch."""
         clock, processor = [time.perf_counter()], [time.process_time()]
         done = self.publisher.publish(state)
         clock.append(time.perf_counter())
@@ -53,6 +52,7 @@ class Measured:
             self.clock += np.diff(clock)
             self.processor += np.diff(processor)
             self.remembered = max(self.remembered, self.worker._host.history.nbytes / state.nbytes)
+        return (None if done.changed is None else done.density), done.patch_bytes
 
 
 def states(args: argparse.Namespace) -> Iterator[dict[str, np.ndarray]]:
@@ -61,8 +61,7 @@ def states(args: argparse.Namespace) -> Iterator[dict[str, np.ndarray]]:
     torch.manual_seed(0)
     policy = trace.Policy()
     generator = torch.Generator().manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        trace.load_start(policy, Path(folder) / "start.pt", 0)
+    trace.load_start(policy, trace.CACHE / "start.pt", 0)
     run = trace.Run("history", float(args.lr), masters=not args.bf16)
     adam, prompts = trace.AdamW(policy, run), trace.Prompts(policy.vocabulary, 0)
     for _ in range(args.steps):
@@ -85,15 +84,17 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="pure BF16 weights")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--from", type=int, default=28, dest="start")
+    parser.add_argument("--save", action="store_true", help="write a log of the steps to benchmarks/results")
     args = parser.parse_args()
     both = {way: Measured(way) for way in _WAYS}
-    elements = 0
+    elements, rows = 0, []
     for step, found in enumerate(states(args), 1):
         tensors = {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in found.items()}
         state = State.of(tensors).copy()
         elements = state.elements
         for way in _WAYS if step % 2 else _WAYS[::-1]:
-            both[way].take(state, step > args.start)
+            density, nbytes = both[way].take(state, step > args.start)
+            rows.append({"step": step, "way": way, "density": density, "bytes": nbytes, "elements": elements})
     counted = args.steps - args.start
     print(f"{'pure BF16' if args.bf16 else 'FP32 masters'}, lr {args.lr}, steps {args.start + 1} to {args.steps}:")
     for way, each in both.items():
@@ -108,6 +109,9 @@ def main() -> None:
         f"  bytes x {history.nbytes / plain.nbytes:.3f}; publish x {clock[0]:.2f} (processor {processor[0]:.2f}), "
         f"sync x {clock[1]:.2f} ({processor[1]:.2f})"
     )
+    if args.save:
+        name = f"history-{args.lr}{'-bf16' if args.bf16 else ''}"
+        results.save(name, f"python -m benchmarks.history --lr {args.lr}{' --bf16' if args.bf16 else ''}", rows)
 
 
 if __name__ == "__main__":

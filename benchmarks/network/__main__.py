@@ -11,7 +11,8 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.network import shape, table
+from benchmarks import results
+from benchmarks.network import shape, table, wan
 from benchmarks.network.run import run
 
 # At 50 Mbit/s a full sync takes ten of these steps.
@@ -29,6 +30,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="shorter runs")
     parser.add_argument("--clean", action="store_true", help="only delete the namespaces that a killed run left")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs' logs there")
+    parser.add_argument("--wan", action="store_true", help="two regions and a long way that loses packets, instead")
+    parser.add_argument("--methods", nargs="+", choices=wan.METHODS, default=wan.METHODS, help="of --wan")
+    parser.add_argument("--rates", nargs="+", type=float, default=wan.RATES, metavar="BIT/S", help="of --wan")
+    parser.add_argument("--congestion", default="cubic", help="TCP's congestion control, of --wan (default: cubic)")
+    parser.add_argument("--save", action="store_true", help="write the log of --wan to benchmarks/results")
     arguments = parser.parse_args()
     shape.require_root()
     if arguments.clean:
@@ -39,6 +45,12 @@ def main() -> int:
         signal.signal(number, signal.default_int_handler)
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="pulse-network-"))
     try:
+        if arguments.wan:
+            found = wan.run_all(folder, arguments)
+            if arguments.save:
+                command = f"python -m benchmarks.network --wan --congestion {arguments.congestion}"
+                results.save(f"wan-{arguments.congestion}", command, found)
+            return 0 if all(row["identical"] for row in found) else 1
         replays = replay_all(folder, arguments.quick)
     except KeyboardInterrupt:
         print("interrupted; the network is gone", file=sys.stderr)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from benchmarks.network.run import THREADS
 from pulse_rl import Bits, Publisher, Store, Subscriber, state_root
+from pulse_rl.events import FallbackUsed, Synced
 
+MODEL = "model.safetensors"
 STREAM, FULL = "policy", "full"
+CONNECTIONS = 8
+"""Of a full sync."""
 
 
 class Weights:
@@ -45,16 +54,20 @@ class Trainer(Protocol):
 
 
 class Worker(Protocol):
-    """``sync`` moves the weights to the newest version; ``root`` is their digest, as `Version` has it."""
+    """``sync`` moves the weights to the newest version; ``root`` is their digest, as `Version` has it. ``fallbacks``
+    counts the ways that failed before another one led there."""
 
     version: int
+    fallbacks: int
 
     def sync(self) -> None: ...
 
     def root(self) -> str: ...
 
 
-def trainer(method: str, store: Store, weights: Weights) -> Trainer:
+def trainer(method: str, store: Store | Path, weights: Weights) -> Trainer:
+    if isinstance(store, Path):
+        return RsyncTrainer(store, weights)
     return FullTrainer(store, weights) if method == "full" else PatchTrainer(store, weights, method)
 
 
@@ -64,7 +77,7 @@ def worker(method: str, store: Store, weights: Weights) -> Worker:
 
 
 class FullTrainer:
-    """A full sync at its best: one object a version, fetched in one request and hashed once on each side."""
+    """A full sync at its best: one object a version, fetched over some connections and hashed once on each side."""
 
     def __init__(self, store: Store, weights: Weights) -> None:
         self._store, self._weights, self._next = store, weights, 0
@@ -79,14 +92,16 @@ class FullTrainer:
 
 class FullWorker:
     def __init__(self, store: Store, weights: Weights) -> None:
-        self._store, self._weights, self.version = store, weights, 0
+        self._store, self._weights, self.version, self.fallbacks = store, weights, 0, 0
+        self._pool = ThreadPoolExecutor(CONNECTIONS)
 
     def sync(self) -> None:
         newest = [info.name for info in self._store.list(FULL)][-1]
         version, _, digest = newest.rpartition("/")[2].partition("-")
         if int(version) == self.version:
             return
-        data = self._store.get(newest)
+        cuts = [self._weights.flat.nbytes * part // CONNECTIONS for part in range(CONNECTIONS + 1)]
+        data = b"".join(self._pool.map(lambda start, stop: self._store.get(newest, start, stop), cuts, cuts[1:]))
         if sha256(data).hexdigest() != digest:
             raise SystemExit(f"{newest} is damaged")
         self._weights.flat[:] = np.frombuffer(data, np.uint16)
@@ -110,8 +125,9 @@ class PatchTrainer:
 
 class PatchWorker:
     def __init__(self, store: Store, weights: Weights) -> None:
-        self._weights, self.version = weights, 0
-        self._subscriber = Subscriber(store, stream=STREAM, base=weights.state, threads=THREADS)
+        self._weights, self.version, self.fallbacks = weights, 0, 0
+        heard = self._heard
+        self._subscriber = Subscriber(store, stream=STREAM, base=weights.state, threads=THREADS, on_event=heard)
         self._subscriber.sync(0)
 
     def sync(self) -> None:
@@ -124,3 +140,60 @@ class PatchWorker:
 
     def root(self) -> str:
         return state_root(self._weights.state)
+
+    def _heard(self, event: object) -> None:
+        self.fallbacks += isinstance(event, FallbackUsed)
+        if isinstance(event, Synced):
+            self.phases = event.phases
+
+
+class RsyncTrainer:
+    """A safetensors file in a folder that an rsync daemon shows. Its header holds the version."""
+
+    def __init__(self, folder: Path, weights: Weights) -> None:
+        self._file, self._weights, self._next = folder / MODEL, weights, 0
+
+    def publish(self) -> Version:
+        unfinished = self._file.with_suffix(".new")
+        written = write_file(unfinished, self._weights, self._next)
+        done = Version(self._next, sha256(self._weights.flat.data).hexdigest(), written, None)
+        unfinished.replace(self._file)
+        self._next += 1
+        return done
+
+
+class RsyncWorker:
+    """``daemon`` is its host and port; ``folder`` holds the worker's own file."""
+
+    def __init__(self, daemon: str, folder: Path, weights: Weights) -> None:
+        folder.mkdir()
+        self._source, self._file, self._weights = f"rsync://{daemon}/run/{MODEL}", folder / MODEL, weights
+        self.version, self.fallbacks = 0, 0
+        write_file(self._file, weights, 0)
+        os.utime(self._file, (0, 0))
+
+    def sync(self) -> None:
+        subprocess.run(["rsync", "--times", "--no-whole-file", self._source, str(self._file)], check=True)
+        with self._file.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            version = int(header["__metadata__"]["version"])
+            if version != self.version:
+                self._weights.flat[:] = np.fromfile(file, np.uint16)
+                self.version = version
+
+    def root(self) -> str:
+        return sha256(self._weights.flat.data).hexdigest()
+
+
+def write_file(path: Path, weights: Weights, version: int) -> int:
+    """A safetensors file; its bytes."""
+    header: dict[str, object] = {"__metadata__": {"version": f"{version:012d}"}}
+    at = 0
+    for name, bits in weights.state.items():
+        shape, end = list(bits.array.shape), at + bits.array.nbytes
+        header[name], at = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}, end
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        weights.flat.tofile(file)
+    return 8 + len(text) + at

@@ -6,7 +6,7 @@ and scattering are real, and so are states, changes and densities: 64 versions t
 then back, and so on. The trainer publishes a version a step and waits for nobody. A worker starts each step with the
 newest version that there is; it waits for its own sync and for nothing else.
 
-    python -m benchmarks.network.replay trainer|worker SPEC.json NAME
+    python -m benchmarks.network.replay trainer|worker|follower SPEC.json NAME
 """
 
 from __future__ import annotations
@@ -22,57 +22,98 @@ import numpy as np
 
 from benchmarks.network import methods
 from benchmarks.network.methods import Weights
-from benchmarks.network.run import Log, Spec, Stop, interface_bytes, ping
-from pulse_rl import as_state
+from benchmarks.network.run import LOOK_SECONDS, Log, Spec, Stop, interface_bytes, ping
+from pulse_rl import Store, as_state
 
 RUN = "lr1e-6"
 """The recorded run that has a chain of consecutive states (`trace.CHAIN_RUN`; importing that would load torch)."""
 
 
-def base(spec: Spec) -> Weights:
-    """The chain's first state."""
+_APART = 16  # steps between two copies
+
+
+def start(spec: Spec) -> tuple[Weights, list[Iterator[None]]]:
+    """The first state, and what moves each of its copies one step further."""
     run = Path(spec.trace) / RUN
     shapes = json.loads((run / "trace.json").read_text())["tensors"]
     state = as_state(run / "chain" / "base.safetensors")
-    return Weights(np.concatenate([state.read(name) for name in shapes]), shapes)
+    flat = np.tile(np.concatenate([state.read(name) for name in shapes]), spec.copies)
+    chains = [step(spec, part) for part in flat.reshape(spec.copies, -1)]
+    for copy, chain in enumerate(chains):
+        for _ in range(copy * _APART):
+            next(chain)
+    return Weights(flat, {f"{copy}.{name}": shapes[name] for copy in range(spec.copies) for name in shapes}), chains
 
 
-def step(spec: Spec, weights: Weights) -> Iterator[None]:
-    """Moves the weights along the chain, one version each time, forth and back without end."""
+def step(spec: Spec, flat: np.ndarray) -> Iterator[None]:
+    """Moves the weights, [elements] uint16, along the chain, one version each time, forth and back without end."""
     with np.load(Path(spec.trace) / RUN / "chain" / "deltas.npz") as deltas:
         steps = sorted(name.removeprefix("index") for name in deltas.files if name.startswith("index"))
         moves = [(deltas["index" + step], deltas["bits" + step]) for step in steps]
     while True:
         back = []
         for index, bits in moves:
-            back.append((index, weights.flat[index]))
-            weights.flat[index] = bits
+            back.append((index, flat[index]))
+            flat[index] = bits
             yield
         moves = back[::-1]
 
 
 def train(spec: Spec, log: Log, stop: Stop) -> None:
     """A version each step, or as fast as it can where publishing takes longer than a step."""
-    spec.make_bucket()
-    weights = base(spec)
-    trainer = methods.trainer(spec.method, spec.open_store(), weights)
+    weights, chains = start(spec)
+    trainer = methods.trainer(spec.method, place(spec), weights)
     trainer.publish()
-    log.write("ready", params=weights.flat.size)
-    chain = step(spec, weights)
+    round_trip = ping(spec.open_store()) if spec.method != "rsync" else None
+    log.write("ready", params=weights.flat.size, round_trip=round_trip)
     stop.wait_for(spec.go)
     due = time.monotonic()
     while not stop:
         due = max(due + spec.step_seconds, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
-        next(chain)
+        for chain in chains:
+            next(chain)
         since = time.monotonic()
         version = trainer.publish()
         log.write("published", seconds=time.monotonic() - since, **asdict(version))
 
 
+def place(spec: Spec) -> Store | Path:
+    """Where versions are published: the store, once it answers; for rsync the folder that its daemon shows."""
+    if spec.method == "rsync":
+        return Path(spec.folder) / "shown"
+    spec.make_bucket()
+    return spec.open_store()
+
+
+def follow(spec: Spec, log: Log, stop: Stop) -> None:
+    """Moves to each version as soon as it can be seen."""
+    weights = start(spec)[0]
+    if spec.method == "rsync":
+        daemon = spec.endpoint.removeprefix("http://")
+        worker: methods.Worker = methods.RsyncWorker(daemon, Path(spec.folder) / "followed", weights)
+        host, _, port = daemon.rpartition(":")
+        round_trip = ping((host, int(port)))
+    else:
+        store = spec.open_store()
+        worker, round_trip = methods.worker(spec.method, store, weights), ping(store)
+    log.write("ready", params=weights.flat.size, round_trip=round_trip)
+    stop.wait_for(spec.go)
+    while not stop:
+        since, received, previous, failed = time.monotonic(), interface_bytes("rx"), worker.version, worker.fallbacks
+        worker.sync()
+        now = time.monotonic()
+        if worker.version == previous:
+            time.sleep(LOOK_SECONDS)
+            continue
+        facts = {"rx": interface_bytes("rx") - received, "fallbacks": worker.fallbacks - failed}
+        facts["phases"] = getattr(worker, "phases", None)
+        log.write("synced", version=worker.version, seconds=now - since, **facts, root=worker.root(), time=now)
+
+
 def work(spec: Spec, log: Log, stop: Stop) -> None:
     store = spec.open_store()
-    worker = methods.worker(spec.method, store, base(spec))
+    worker = methods.worker(spec.method, store, start(spec)[0])
     log.write("ready", round_trip=ping(store))
     stop.wait_for(spec.go)
     while not stop:
@@ -94,7 +135,7 @@ def work(spec: Spec, log: Log, stop: Stop) -> None:
 def main() -> None:
     role, path, name = sys.argv[1:]
     spec = Spec.load(path)
-    {"trainer": train, "worker": work}[role](spec, Log(spec.log(name)), Stop())
+    {"trainer": train, "worker": work, "follower": follow}[role](spec, Log(spec.log(name)), Stop())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,8 @@ GIGABIT = 1e9
 WORKER_RATES = (10e6, 50e6, 200e6, GIGABIT)
 THREADS = 1
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 0.5
+"""Between two looks of a follower: long enough for TCP to begin slowly again, as in use."""
 # A worker in the midst of a full sync does not hear that it is to stop.
 STOP_SECONDS = 5.0
 _PINGS = 15
@@ -39,7 +42,8 @@ Lines = list[dict[str, Any]]
 @dataclass(frozen=True)
 class Spec:
     """What all programs of a run know. ``method`` is one of `pulse_rl.plan.model.METHODS`, ``workers`` are their names,
-    ``trace`` is the folder of recorded runs and ``folder`` takes the logs."""
+    ``trace`` is the folder of recorded runs and ``folder`` takes the logs. The state is ``copies`` of the recorded one,
+    each at another of its steps."""
 
     method: str
     step_seconds: float
@@ -47,6 +51,7 @@ class Spec:
     workers: tuple[str, ...]
     trace: str
     folder: str
+    copies: int = 1
 
     def save(self) -> Path:
         path = Path(self.folder) / "spec.json"
@@ -120,13 +125,16 @@ def interface_bytes(way: str) -> int:
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/{way}_bytes").read_text())
 
 
-def ping(store: Store) -> float:
-    """Seconds of a small request, the median of some."""
+def ping(store: Store | tuple[str, int]) -> float:
+    """Seconds of a small request, or of a connection to a host and port; the median of some."""
     taken = []
     for _ in range(_PINGS):
         started = time.perf_counter()
-        with suppress(NotFound):
-            store.head("nothing")
+        if isinstance(store, tuple):
+            socket.create_connection(store).close()
+        else:
+            with suppress(NotFound):
+                store.head("nothing")
         taken.append(time.perf_counter() - started)
     return statistics.median(taken)
 

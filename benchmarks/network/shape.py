@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ PREFIX = "pulse-net-"
 HUB = PREFIX + "hub"
 INTERFACE = "eth0"
 LOCK = Path("/run/pulse-net.lock")
-_SUBNET = "10.77.0"
+SUBNET = "10.77.0.0/24"
 
 # A bucket as deep as a patch would let it pass at full speed; at least some packets must fit.
 _BURST_SECONDS, _MIN_BURST_BYTES = 0.001, 16_000
@@ -43,7 +43,7 @@ class Node:
 
     @property
     def address(self) -> str:
-        return f"{_SUBNET}.{self.number}"
+        return SUBNET.replace("0/24", str(self.number))
 
     def inside(self, command: Sequence[str]) -> Command:
         """``command`` as one that runs in the node's namespace."""
@@ -99,20 +99,25 @@ def require_root() -> None:
         raise SystemExit(f"the shaped network needs {' and '.join(missing)} (package iproute2)")
 
 
-@contextmanager
-def network(nodes: Sequence[Node]) -> Iterator[None]:
+def network(nodes: Sequence[Node]) -> AbstractContextManager[None]:
     """The network while the context lasts, in place of what a killed run may have left.
 
     One at a time on a machine: SystemExit while there is another.
     """
+    return built(build_commands(nodes), [HUB, *(node.namespace for node in nodes)])
+
+
+@contextmanager
+def built(commands: Sequence[Command], namespaces: Sequence[str]) -> Iterator[None]:
+    """What ``commands`` build while the context lasts; then these ``namespaces`` are deleted. As `network`."""
     with _alone():
         _clean()
         try:
-            for command in build_commands(nodes):
+            for command in commands:
                 _run(command)
             yield
         finally:
-            for command in delete_commands([HUB, *(node.namespace for node in nodes)]):
+            for command in delete_commands(namespaces):
                 subprocess.run(command, check=False, capture_output=True)
 
 

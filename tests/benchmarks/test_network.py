@@ -55,7 +55,7 @@ def test_the_replay_goes_forth_and_back(tmp_path: Path) -> None:
     np.savez(chain / "deltas.npz", **arrays)
     flat = np.zeros(5, np.uint16)
     spec = Spec("auto", STEP, "", (), str(tmp_path), "")
-    seen = [flat.tolist() for _ in islice(replay.step(spec, methods.Weights(flat, {"w": (5,)})), 7)]
+    seen = [flat.tolist() for _ in islice(replay.step(spec, flat), 7)]
     assert seen[2] == [0, 101, 102, 103, 0]
     assert seen[5] == [0] * 5
     assert seen[6] == seen[0] == [0, 101, 0, 0, 0]

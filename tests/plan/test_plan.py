@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pulse_rl.errors import InputError
 from pulse_rl.plan import Fleet, Scenario, from_study, make_fleet_plan, make_plan
 from pulse_rl.plan.fleet import WAYS, catch_up_bytes, density_of
-from pulse_rl.plan.model import bandwidth_for, sync_bytes, utilisation
+from pulse_rl.plan.model import bandwidth_for, sync_bytes, transfer_seconds, utilisation
 from tests.support.plans import METHODS
 from tests.support.reports import STUDY
 
@@ -97,9 +98,39 @@ def test_links_and_round_trips() -> None:
     assert phases(sharers=4)["download"] == pytest.approx(4 * own["download"])
     assert phases(upload_bandwidth=100e6)["upload"] == pytest.approx(own["upload"] / 2)
     assert phases(upload_bandwidth=100e6)["download"] == own["download"]
-    assert phases(round_trip_seconds=1.0)["upload"] == pytest.approx(own["upload"] + 3)
-    assert phases(round_trip_seconds=1.0)["download"] == pytest.approx(own["download"] + 4)
+    far = phases(round_trip_seconds=1.0)
+    slow_start = math.log2(1 + make_plan(SMALL).methods["auto"].sync_bytes / 1460 / 10)
+    assert far["upload"] == pytest.approx(own["upload"] + 5 + slow_start)
+    assert far["download"] == pytest.approx(own["download"] + 3 + slow_start)
+    assert phases(round_trip_seconds=1.0, upload_round_trip_seconds=0.0)["upload"] == own["upload"]
     assert phases(cores=1)["encode"] == pytest.approx(2 * own["encode"])
+
+
+LONG_WAY = {"round_trip_seconds": 0.08, "loss": 0.001}
+
+
+@pytest.mark.parametrize(("method", "params"), [("auto", 1000 * 10**9), ("full", 10**10)])
+def test_losses_bound_the_rate_of_each_of_eight_connections(method: str, params: int) -> None:
+    """A quarter of the loss, twice the rate, as TCP's law has it; the first windows are larger."""
+
+    def rate(loss: float) -> float:
+        far = replace(SMALL, params=params, bandwidth=1e10, round_trip_seconds=0.08, loss=loss)
+        plan = make_plan(far).methods[method]
+        return 8 * plan.sync_bytes / plan.phases["download"]
+
+    assert rate(0.001) == pytest.approx(8 * 42 * 1460 * 8 / 0.08 / 1.1, rel=0.05)
+    assert rate(0.004) == pytest.approx(rate(0.001) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("method", "bandwidth", "seconds"),
+    [("auto", 50e6, 0.66), ("zstd", 50e6, 0.80), ("full", 50e6, 17.8), ("full", 200e6, 11.6)],
+)
+def test_a_long_way_as_it_was_measured(method: str, bandwidth: float, seconds: float) -> None:
+    """benchmarks/results/wan-cubic.jsonl: what a worker's sync takes."""
+    scenario = replace(SMALL, params=45_130_752, bandwidth=bandwidth, cores=1, **LONG_WAY)  # type: ignore[arg-type]
+    phases = make_plan(scenario).methods[method].phases
+    assert phases["download"] + phases["verify"] + phases["apply"] == pytest.approx(seconds, rel=0.1)
 
 
 def test_a_full_sync_wins_on_the_far_side_of_its_crossover() -> None:
@@ -133,7 +164,8 @@ def test_nothing_changes() -> None:
     [
         {"params": 0}, {"density": -0.1}, {"density": 1.1}, {"density": float("nan")}, {"step_seconds": 0.0},
         {"bandwidth": -1.0}, {"bandwidth": float("inf")}, {"upload_bandwidth": 0.0}, {"sharers": 0}, {"cores": 0},
-        {"round_trip_seconds": -1.0}, {"bytes_per_changed": {"zstd": -1.0}},
+        {"round_trip_seconds": -1.0}, {"upload_round_trip_seconds": -1.0}, {"loss": 1.5},
+        {"bytes_per_changed": {"zstd": -1.0}},
     ],
 )  # fmt: skip
 def test_impossible_scenarios_are_refused(changes: dict[str, object]) -> None:
@@ -178,13 +210,13 @@ def test_a_version_by_hand() -> None:
     relays = make_fleet_plan(SEVEN, FLEET).ways["relays"]["auto"]
     assert relays.versions == 1
     assert relays.fetch_bytes == size
-    hops = (1 + 0.4 + 8 * size / 1e9) + (1 + 0.4 + 8 * size / (10e9 / 250))
+    hops = sum(1 + 0.3 + transfer_seconds(size, rate, 0.1, 0.0) for rate in (1e9, 10e9 / 250))
     assert relays.seconds_to_all == pytest.approx(coding + hops)
     assert relays.origin_bytes == pytest.approx(4 * size * 86400 / 50, rel=1e-6)
     assert relays.dollars == pytest.approx(relays.origin_bytes / 1e9 * 0.09)
     assert relays.idle_looks == 4 * 60 + 1000 * 2
     direct = make_fleet_plan(SEVEN, replace(FLEET, region_bandwidth=None, origin_bandwidth=None)).ways["direct"]["auto"]
-    assert direct.seconds_to_all == pytest.approx(coding + 1 + 0.4 + 8 * size / 1e9)
+    assert direct.seconds_to_all == pytest.approx(coding + 1 + 0.3 + transfer_seconds(size, 1e9, 0.1, 0.0))
     assert direct.origin_bytes == pytest.approx(250 * relays.origin_bytes, rel=1e-6)
     assert direct.idle_looks == 60_000
 

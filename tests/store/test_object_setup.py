@@ -18,7 +18,7 @@ from pulse_rl import Bits, Publisher, Subscriber, gc_stream, open_store
 from pulse_rl.errors import InputError, StoreError, StoreUnavailable
 from tests.support.commands import Pulse
 from tests.support.proxy import Proxy, Rule, proxied
-from tests.support.stores import KEYS, names
+from tests.support.stores import KEYS, names, s3_store
 
 pytestmark = pytest.mark.slow
 SOON = 15.0
@@ -219,3 +219,14 @@ def test_a_profile_with_a_process_is_asked_through_boto3(no_settings: Path, s3: 
     store = open_store(f"s3://bucket/process?endpoint={s3}&profile=p")
     store.put("a", b"x")
     assert store.get("a") == b"x"
+
+
+def test_a_long_range_is_read_in_pieces_side_by_side(proxy: Proxy) -> None:
+    """Over a long way one connection is slow (docs/evidence.md)."""
+    store, data = s3_store(proxy.endpoint, "long"), np.random.default_rng(0).bytes((12 << 20) + 5)
+    store.put("a", data)
+    proxy.heal()
+    assert store.get("a", 5, len(data)) == data[5:]
+    assert [method for method, *_ in proxy.requests] == ["GET"] * 3
+    with pytest.raises(StoreError):
+        store.get("a", 6, len(data) + 1)

@@ -52,6 +52,10 @@ def add_parser(commands: Any) -> None:
     command.add_argument(
         "--round-trip-seconds", default="0", metavar="SECONDS", help="round-trip time to the store (default: 0)"
     )
+    command.add_argument(
+        "--upload-round-trip-seconds", metavar="SECONDS", help="that of the trainer (default: the same)"
+    )
+    command.add_argument("--loss", default="0", metavar="P", help="share of packets that links lose (default: 0)")
     fleet = command.add_argument_group("a fleet", "with --regions: how a version reaches all --workers")
     fleet.add_argument("--regions", metavar="R", help="regions, alike; with and without a relay in each")
     fleet.add_argument("--origin-bandwidth", metavar="B", help="what the origin sends in all (default: no limit)")
@@ -73,6 +77,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if measured is None and (args.params is None or args.density is None):
         raise InputError("the number of changed parameters is unknown", hint="Give --params and --density, or --study.")
     workers, target = parse_count(args.workers), parse_share(args.target)
+    upload_trip = args.upload_round_trip_seconds
     plan = make_plan(
         Scenario(
             params=measured.params if measured and args.params is None else parse_count(args.params),
@@ -83,6 +88,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             sharers=workers if args.shared_link else 1,
             cores=parse_count(args.cores),
             round_trip_seconds=parse_seconds(args.round_trip_seconds),
+            upload_round_trip_seconds=None if upload_trip is None else parse_seconds(upload_trip),
+            loss=parse_share(args.loss),
             param_bytes=measured.param_bytes if measured else 2.0,
             bytes_per_changed=measured.bytes_per_changed if measured else {},
         ),

@@ -12,9 +12,9 @@ P           seconds between two looks of a worker, or of a relay
 **Seconds until the last worker has a version**, from the call of ``publish`` on, if all fetch at the same time and the
 links are shared evenly::
 
-    direct    publish + P + 4 R + 8 S / min(B, B_g / w, B_o / W)               + verify + apply
-    relays    publish + P + 4 R + 8 S / min(B_g, B_o / G)
-                      + P + 4 R + 8 S / min(B, B_n / w)                        + verify + apply
+    direct    publish + P + 3 R + transfer(S, min(B, B_g / w, B_o / W), R)          + verify + apply
+    relays    publish + P + 3 R + transfer(S, min(B_g, B_o / G), R)
+                      + P + 3 R + transfer(S, min(B, B_n / w), R)                   + verify + apply
 
 with ``publish`` = encode + hash + upload, and P the longest wait for a look. A relay shows a version when its bytes are
 whole and checked, so that the two ways of a payload come one after the other. R is the same everywhere.
@@ -36,7 +36,7 @@ import math
 from dataclasses import dataclass
 
 from .._util.settings import checked_number
-from .model import METHODS, Scenario, make_plan, sync_bytes
+from .model import METHODS, SYNC_REQUESTS, Scenario, make_plan, sync_bytes, transfer_seconds
 
 WAYS = ("direct", "relays")
 """All workers fetch from the origin; or from a relay's store in their region."""
@@ -149,16 +149,16 @@ def _way(scenario: Scenario, fleet: Fleet, way: str, method: str) -> WayPlan:
 
 def _hops(scenario: Scenario, fleet: Fleet, way: str, method: str, versions: int) -> list[float]:
     """Seconds of the fetches that follow one another, the one from the origin first."""
-    bits, trip, poll = 8 * _fetch_bytes(scenario, method, versions), scenario.round_trip_seconds, fleet.poll_seconds
-    among = fleet.in_a_region
+    nbytes, trip, among = _fetch_bytes(scenario, method, versions), scenario.round_trip_seconds, fleet.in_a_region
+    wait = fleet.poll_seconds + SYNC_REQUESTS * trip
     if way == "direct":
         rate = _least(
             scenario.bandwidth, _shared(fleet.region_bandwidth, among), _shared(fleet.origin_bandwidth, fleet.workers)
         )
-        return [poll + 4 * trip + bits / rate]
+        return [wait + transfer_seconds(nbytes, rate, trip, scenario.loss)]
     first = _least(fleet.region_bandwidth, _shared(fleet.origin_bandwidth, fleet.regions))
     second = _least(scenario.bandwidth, _shared(fleet.near_bandwidth, among))
-    return [poll + 4 * trip + bits / first, poll + 4 * trip + bits / second]
+    return [wait + transfer_seconds(nbytes, rate, trip, scenario.loss) for rate in (first, second)]
 
 
 def _fetch_bytes(scenario: Scenario, method: str, versions: int) -> float:

@@ -21,6 +21,11 @@ MAX_NAME = 512
 MAX_LISTED = 1_000_000
 
 
+PIECE_BYTES, CONNECTIONS = 4 << 20, 8
+"""A long range of an object is read in pieces of at least so many bytes, over so many connections at most: over a long
+way one connection is slow, and an object store gives each a rate of its own."""
+
+
 class ObjectInfo(NamedTuple):
     """An object's ``name``, its length ``nbytes`` in bytes, and its time of writing ``modified``, in Unix seconds by
     the store's clock."""

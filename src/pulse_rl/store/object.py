@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -18,15 +19,25 @@ from urllib.parse import parse_qsl, urlsplit
 import obstore
 from obstore import exceptions as ob
 
-from .._util.threads import Call
+from .._util.threads import Call, ordered_map
 from ..errors import AlreadyExists, InputError, NotFound, PulseError, StoreError, StoreUnavailable
-from .base import Data, ObjectInfo, check_folder, check_name, check_range
+from .base import CONNECTIONS, PIECE_BYTES, Data, ObjectInfo, check_folder, check_name, check_range
 
 _PAGE = 1000
 _SECRET = re.compile("key|secret|token|password|sas", re.IGNORECASE)
 _FIRST_LIMITS: dict[str, Any] = {"retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=4)}}
 """Until a store has answered once it is more likely to be misconfigured than busy. Later, obstore's own: minutes."""
 _FIRST_SECONDS = {"connect_timeout": "3s", "timeout": "8s"}
+
+
+def _begun(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
+    """All of the chunks, where together they are small: an upload in parts takes two requests more than one at once."""
+    begin, made = bytearray(), _made_aside(chunks)
+    for chunk in made:
+        begin += chunk
+        if len(begin) > PIECE_BYTES:
+            return chain((bytes(begin),), made)
+    return bytes(begin)
 
 
 def _made_aside(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes]:
@@ -81,7 +92,7 @@ class ObjectStore:
 
     def put(self, name: str, data: Data) -> None:
         with self._translated("put", name):
-            obstore.put(self._store, check_name(name), data if isinstance(data, bytes) else _made_aside(data))
+            obstore.put(self._store, check_name(name), data if isinstance(data, bytes) else _begun(data))
 
     def put_new(self, name: str, data: bytes) -> None:
         with self._translated("put", name):
@@ -94,13 +105,24 @@ class ObjectStore:
             if stop is not None and 0 <= start < stop:
                 # One request where all is well; what is wrong with a range is found out below.
                 with suppress(ob.BaseError):
-                    data = bytes(obstore.get_range(self._store, check_name(name), start=start, end=stop))
+                    data = self._pieces(check_name(name), start, stop)
                     if len(data) == stop - start:
                         return data
             start, stop = check_range(name, self.head(name).nbytes, start, stop)
             if start == stop:
                 return b""
             return bytes(obstore.get_range(self._store, name, start=start, end=stop))
+
+    def _pieces(self, name: str, start: int, stop: int) -> bytes:
+        """The range, over as many connections as its length is worth."""
+        count = min((stop - start) // PIECE_BYTES, CONNECTIONS)
+        if count < 2:
+            return bytes(obstore.get_range(self._store, name, start=start, end=stop))
+        cuts = [start + (stop - start) * k // count for k in range(count + 1)]
+        found = ordered_map(
+            lambda cut: obstore.get_range(self._store, name, start=cut[0], end=cut[1]), pairwise(cuts), count
+        )
+        return b"".join(found)
 
     def head(self, name: str) -> ObjectInfo:
         with self._translated("get", name):

@@ -1,0 +1,266 @@
+"""Writes docs/evidence.md and its pictures from the logs in benchmarks/results: python docs/make_evidence.py"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+FOLDER = Path(__file__).parent
+LOGS = FOLDER.parent / "benchmarks" / "results"
+OURS, OTHERS, COLOURS = "#2456a6", "#9aa7b8", ("#2456a6", "#b07a1e", "#6b7280", "#2f855a")
+WIDTH, LEFT, RIGHT, ROW = 720, 190, 150, 24
+
+
+class Log(NamedTuple):
+    """How a log was made, and its rows."""
+
+    about: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, name: str) -> Log:
+        about, *rows = [json.loads(line) for line in (LOGS / f"{name}.jsonl").read_text().splitlines()]
+        return cls(about, rows)
+
+    def caption(self) -> str:
+        """What stands below a picture."""
+        machine, a = self.about["machine"], self.about
+        where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB"
+        return f"`{a['command']}` · {a['date']} · revision {a['revision'].rstrip('+')} · {where}"
+
+
+class Bar(NamedTuple):
+    """``mark``: what was predicted for it."""
+
+    label: str
+    value: float
+    text: str
+    ours: bool = False
+    mark: float | None = None
+
+
+def save(name: str, title: str, height: float, parts: Iterable[str]) -> None:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+    head += 'font-family="system-ui, sans-serif" font-size="13" fill="#1f2937">'
+    body = [
+        head,
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{WIDTH}" height="{height:.0f}" rx="8" fill="#fff"/>',
+    ]
+    body += [text(16, 24, title, size=15), *parts, "</svg>"]
+    (FOLDER / f"evidence-{name}.svg").write_text("\n".join(body) + "\n")
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 13, colour: str = "#1f2937") -> str:
+    style = f'text-anchor="{anchor}" font-size="{size}" fill="{colour}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
+
+
+def line(x: float, y: float, to_x: float, to_y: float, colour: str = "#e5e7eb", width: float = 1) -> str:
+    return f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{colour}" stroke-width="{width}"/>'
+
+
+def ticks(low: float, high: float, log: bool) -> list[float]:
+    if log:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        return [10.0**p for p in powers if low <= 10.0**p <= high]
+    step = 10 ** math.floor(math.log10((high - low) / 2))
+    step *= next(k for k in (1, 2, 5, 10) if (high - low) / (k * step) <= 6)
+    return [k * step for k in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)]
+
+
+def bars(name: str, title: str, found: Sequence[Bar], low: float, unit: Callable[[float], str] = "{:g}".format) -> None:
+    """Horizontal ones, the value behind each; the logarithmic axis begins at ``low``."""
+    high = max(max(bar.value, bar.mark or 0) for bar in found)
+
+    def at(value: float) -> float:
+        share = math.log(value / low) / math.log(high / low)
+        return LEFT + max(0.0, share) * (WIDTH - LEFT - RIGHT)
+
+    bottom = 44 + ROW * len(found)
+    parts = []
+    for tick in ticks(low, high, True):
+        parts += [
+            line(at(tick), 40, at(tick), bottom),
+            text(at(tick), bottom + 16, unit(tick), anchor="middle", size=11),
+        ]
+    for number, bar in enumerate(found):
+        y = 44 + ROW * number
+        size = f'width="{max(1.0, at(bar.value) - LEFT):.1f}" height="{ROW - 8}"'
+        parts.append(f'<rect x="{LEFT}" y="{y}" {size} fill="{OURS if bar.ours else OTHERS}"/>')
+        parts.append(text(LEFT - 8, y + 12, bar.label, anchor="end"))
+        if bar.mark is not None:
+            parts.append(line(at(bar.mark), y - 3, at(bar.mark), y + ROW - 5, "#d1461f", 2.5))
+        parts.append(text(max(at(bar.value), at(bar.mark or bar.value)) + 6, y + 12, bar.text))
+    save(name, title, bottom + 28, parts)
+
+
+def lines(
+    name: str,
+    title: str,
+    series: dict[str, list[tuple[float, float]]],
+    x: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> None:
+    """Curves by their names; ``x`` says what is below."""
+    points = [point for curve in series.values() for point in curve]
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    low_y, high_y = (min(ys), max(ys)) if log_y else (0.0, 1.05 * max(ys))
+    left, right, top, bottom = 60, 225, 44, 300
+
+    def share(value: float, low: float, high: float, log: bool) -> float:
+        return math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        across = share(point[0], min(xs), max(xs), log_x)
+        return left + across * (WIDTH - left - right), bottom - share(point[1], low_y, high_y, log_y) * (bottom - top)
+
+    parts = []
+    for tick in ticks(low_y, high_y, log_y):
+        y = place((min(xs), tick))[1]
+        parts += [line(left, y, WIDTH - right, y), text(left - 6, y + 4, f"{tick:g}", anchor="end", size=11)]
+    for tick in ticks(min(xs), max(xs), log_x):
+        parts.append(text(place((tick, high_y))[0], bottom + 16, f"{tick:g}", anchor="middle", size=11))
+    parts.append(text((left + WIDTH - right) / 2, bottom + 34, x, anchor="middle", size=12))
+    ends: list[float] = []
+    for (label, curve), colour in zip(series.items(), COLOURS, strict=False):
+        path = "L".join("{:.1f} {:.1f}".format(*place(point)) for point in curve)
+        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        y = place(curve[-1])[1]
+        while any(abs(y - other) < 15 for other in ends):
+            y -= 3
+        ends.append(y)
+        parts.append(text(WIDTH - right + 8, y + 4, label, colour=colour))
+    save(name, title, bottom + 48, parts)
+
+
+def in_bytes(n: float) -> str:
+    power = min(int(math.log10(n) // 3), 4)
+    return f"{n / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def peers(log: Log) -> str:
+    rows = [row for row in log.rows if "absent" not in row]
+    named = {row["peer"]: row for row in rows}
+    ours = named["pulse"]
+    weights = ours["bytes"] / ours["bytes_per_changed"] / ours["density"]
+    labels = {"pulse": "Pulse", "PULSE's code (grail)": "the PULSE paper's code"}
+
+    def bar(row: dict[str, Any], value: float, words: str) -> Bar:
+        return Bar(labels.get(row["peer"], row["peer"]), value, words, row is ours)
+
+    cells = [bar(row, row["bytes_per_changed"], f"{row['bytes_per_changed']:.3g}") for row in rows]
+    bars(
+        "bytes", f"Bytes a changed weight ({ours['density']:.2%} of {weights / 1e9:.2g} B weights changed)", cells, 0.3
+    )
+    cells = [bar(row, row["cpu"], f"{row['cpu']:.2f}") for row in rows]
+    bars("processor", "Processor seconds a GB of weights, both ends together", cells, 0.5)
+    table = ["| | bytes a change | publish | consume | processor s/GB | peak, states | lines | hashes | whose code |"]
+    table.append("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        publish, consume = (f"{row[way] / ours[way]:.2f}" for way in ("publish", "consume"))
+        table.append(
+            f"| {labels.get(row['peer'], row['peer'])} | {row['bytes_per_changed']:.3g} | {publish} | {consume} | "
+            f"{row['cpu']:.2f} | {row['peak']:.2f} | {row['lines']} | {row['hashes']} | {row['kind']} |"
+        )
+    return "\n".join(table)
+
+
+METHODS = {"auto": "Pulse", "zstd": "paper's layout", "full": "full sync", "rsync": "rsync"}
+
+
+def wan(log: Log) -> str:
+    for key, name, title in (
+        ("newest", "newest", "Seconds from publish until a worker 80 ms away has the version"),
+        ("idle", "idle", "Seconds that a step of that worker waits for its sync"),
+    ):
+        found = []
+        for row in log.rows:
+            label = f"{METHODS[row['method']]}, {row['rate'] / 1e6:.0f} Mbit/s"
+            value, plan = row[f"{key}_seconds"], row.get(f"planned_{key}_seconds")
+            found.append(Bar(label, value, f"{value:.3g}", row["method"] == "auto", plan))
+        bars(name, title, found, 0.3)
+    table = ["| | link | bytes | newest | planned | idle | planned | segments sent again | failed ways |"]
+    table.append("|---|---|---|---|---|---|---|---|---|")
+    for row in log.rows:
+        plans = [(row[f"{k}_seconds"], row.get(f"planned_{k}_seconds")) for k in ("newest", "idle")]
+        cells = [
+            f"{value:.2f} s | " + (f"{plan:.2f} ({plan / value - 1:+.0%})" if plan else "") for value, plan in plans
+        ]
+        table.append(
+            f"| {METHODS[row['method']]} | {row['rate'] / 1e6:.0f} Mbit/s | {in_bytes(row['bytes'])} | "
+            f"{' | '.join(cells)} | {row['resent_segments']} | {row['fallbacks']} |"
+        )
+    return "\n".join(table)
+
+
+def sizes(log: Log) -> str:
+    rows = [row for row in log.rows if row["kind"] != "link"]
+    found = []
+    for row in rows:
+        label = f"{row['model']}, {row['density']:.2%}"
+        words = f"{in_bytes(row['bytes'])} of {in_bytes(row['full_bytes'])}"
+        found.append(Bar(label, row["bytes"], words, row["kind"] == "measured"))
+    bars("sizes", "Bytes of a sync, and of the model: blue measured, grey planned", found, 1e4, in_bytes)
+    table = ["| model | | density | as measured with | a sync | of | 200 Mbit/s | 1 Gbit/s | 10 Gbit/s |"]
+    table.append("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        times = [
+            f"{row[f'seconds_{r}']:.3g} s ({row[f'full_seconds_{r}']:,.0f})" if f"seconds_{r}" in row else ""
+            for r in ("200", "1000", "10000")
+        ]
+        plan = f" (planned {in_bytes(row['planned_bytes'])})" if "planned_bytes" in row else ""
+        source = f"{row['at']}: {row['source']}" if "source" in row else "this run"
+        table.append(
+            f"| {row['model']} | {row['kind']} | {row['density']:.2%} | {source} | {in_bytes(row['bytes'])}{plan} | "
+            f"{in_bytes(row['full_bytes'])} | {' | '.join(times)} |"
+        )
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in log.rows:
+        if row["kind"] == "link":
+            for key, label in (("full", "full sync"), ("zstd", "the paper's layout"), ("auto", "Pulse")):
+                curves.setdefault(label, []).append((row["rate"] / 1e6, row[key]))
+    ordered = {label: curves[label] for label in ("Pulse", "the paper's layout", "full sync")}
+    title = "Seconds a sync of 7 B weights, 0.86% changed, by the planner"
+    lines("links", title, ordered, "Mbit/s of a worker's link", log_x=True, log_y=True)
+    return "\n".join(table)
+
+
+def history(masters: Log, pure: Log) -> None:
+    logs = {"FP32 masters": masters, "pure BF16 weights": pure}
+    densities = {
+        label: [(r["step"], 100 * r["density"]) for r in log.rows if r["way"] == "plain" and r["density"] is not None]
+        for label, log in logs.items()
+    }
+    lines("density", "Share of the weights that a step changes, in %, learning rate 1e-6", densities, "step of the run")
+    coded = {}
+    for label, log in logs.items():
+        for way, words in (("plain", ""), ("history", ", with history")):
+            rows = [r for r in log.rows if r["way"] == way and r["density"] and r["step"] > 2]
+            coded[label + words] = [(r["step"], r["bytes"] / (r["density"] * r["elements"])) for r in rows]
+    lines("history", "Bytes a changed weight, whole patch files", coded, "step of the run")
+
+
+def main() -> None:
+    logs = {name: Log.read(name) for name in ("peers", "wan-cubic", "planned", "history-1e-6", "history-1e-6-bf16")}
+    history(logs["history-1e-6"], logs["history-1e-6-bf16"])
+    found = {
+        "peers_table": peers(logs["peers"]),
+        "wan_table": wan(logs["wan-cubic"]),
+        "sizes_table": sizes(logs["planned"]),
+    }
+    found |= {name.replace("-", "_").replace("1e_6", "lr"): log.caption() for name, log in logs.items()}
+    page = (FOLDER / "evidence.in").read_text()
+    for name, words in found.items():
+        page = page.replace("{" + name + "}", words)
+    (FOLDER / "evidence.md").write_text(page)
+
+
+if __name__ == "__main__":
+    main()
