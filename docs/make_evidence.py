@@ -28,8 +28,9 @@ class Log(NamedTuple):
 
     def caption(self) -> str:
         """What stands below a picture."""
-        machine, a = self.about["machine"], self.about
-        where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB"
+        where, a = self.about["machine"], self.about
+        if isinstance(where, dict):
+            where = f"{where['cores']} cores of {where['cpu']}, {where['memory_gb']} GB"
         return f"`{a['command']}` · {a['date']} · revision {a['revision'].rstrip('+')} · {where}"
 
 
@@ -107,11 +108,12 @@ def lines(
     *,
     log_x: bool = False,
     log_y: bool = False,
+    styles: list[tuple[str, float]] | None = None,
 ) -> None:
-    """Curves by their names; ``x`` says what is below."""
+    """Curves by their names; ``x`` says what is below. ``styles``: the colour and width of each."""
     points = [point for curve in series.values() for point in curve]
     xs, ys = [p[0] for p in points], [p[1] for p in points]
-    low_y, high_y = (min(ys), max(ys)) if log_y else (0.0, 1.05 * max(ys))
+    low_y, high_y = (min(ys), max(ys)) if log_y else (min(0.0, 1.05 * min(ys)), 1.05 * max(ys))
     left, right, top, bottom = 60, 225, 44, 300
 
     def share(value: float, low: float, high: float, log: bool) -> float:
@@ -129,15 +131,42 @@ def lines(
         parts.append(text(place((tick, high_y))[0], bottom + 16, f"{tick:g}", anchor="middle", size=11))
     parts.append(text((left + WIDTH - right) / 2, bottom + 34, x, anchor="middle", size=12))
     ends: list[float] = []
-    for (label, curve), colour in zip(series.items(), COLOURS, strict=False):
+    for number, (label, curve) in enumerate(series.items()):
+        colour, wide = (COLOURS[number], 2.0) if styles is None else styles[number]
         path = "L".join("{:.1f} {:.1f}".format(*place(point)) for point in curve)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{wide}"/>')
         y = place(curve[-1])[1]
         while any(abs(y - other) < 15 for other in ends):
             y -= 3
         ends.append(y)
         parts.append(text(WIDTH - right + 8, y + 4, label, colour=colour))
     save(name, title, bottom + 48, parts)
+
+
+def training() -> str:
+    """The runs that differ in who moved the weights, if their logs are there."""
+    found = sorted(LOGS.glob("*.trl.jsonl"))
+    if not found:
+        return "Not run here yet: `python -m benchmarks.same_training`."
+    name = found[-1].name.removesuffix(".trl.jsonl")
+    theirs, ours = Log.read(f"{name}.trl"), Log.read(f"{name}.pulse")
+    parts = []
+    for what in ("reward", "loss"):
+        series, styles = {}, []
+        for log, label, style in ((theirs, "TRL's sync", (COLOURS[1], 5.0)), (ours, "Pulse", (COLOURS[0], 1.5))):
+            for seed in sorted({row["seed"] for row in log.rows}):
+                series[f"{label}, seed {seed}"] = [(r["step"], r[what]) for r in log.rows if r["seed"] == seed]
+                styles.append(style)
+        lines(f"training-{what}", f"GRPO with vLLM on a CPU: {what} by step", series, "step", styles=styles)
+        parts.append(f"![{what.capitalize()} by step](evidence-training-{what}.svg)")
+    keys = ("reward", "loss", "entropy", "kl", "grad_norm", "tokens", "logprobs", "trainer", "engine")
+    steps = {(row["seed"], row["step"]): [row[key] for key in keys] for row in theirs.rows}
+    equal = sum(steps.get((row["seed"], row["step"])) == [row[key] for key in keys] for row in ours.rows)
+    parts.append(
+        f"Of {len(ours.rows)} steps {equal} are equal in reward, loss, entropy, KL and norm of the gradient, "
+        "and in the digests of all tokens, log-probabilities and weights."
+    )
+    return "\n\n".join([*parts, ours.caption()])
 
 
 def in_bytes(n: float) -> str:
@@ -251,6 +280,7 @@ def main() -> None:
     logs = {name: Log.read(name) for name in ("peers", "wan-cubic", "planned", "history-1e-6", "history-1e-6-bf16")}
     history(logs["history-1e-6"], logs["history-1e-6-bf16"])
     found = {
+        "training": training(),
         "peers_table": peers(logs["peers"]),
         "wan_table": wan(logs["wan-cubic"]),
         "sizes_table": sizes(logs["planned"]),
