@@ -224,7 +224,7 @@ def wan(log: Log) -> str:
         ]
         table.append(
             f"| {METHODS[row['method']]} | {row['rate'] / 1e6:.0f} Mbit/s | {in_bytes(row['bytes'])} | "
-            f"{' | '.join(cells)} | {row['resent_segments']} | {row['fallbacks']} |"
+            f"{' | '.join(cells)} | {row['resent_segments'] or ''} | {row['fallbacks']} |"
         )
     return "\n".join(table)
 

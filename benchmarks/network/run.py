@@ -178,7 +178,7 @@ def run(method: str, *, shaped: bool, step_seconds: float, seconds: float, trace
             child.terminate()
         deadline = time.monotonic() + STOP_SECONDS
         for child in children:
-            _wait(child, deadline)
+            wait_or_kill(child, deadline)
     return spec
 
 
@@ -198,7 +198,7 @@ def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
         child.wait()
 
 
-def _wait(child: subprocess.Popen[bytes], deadline: float) -> None:
+def wait_or_kill(child: subprocess.Popen[bytes], deadline: float) -> None:
     """Until the child has ended, or the deadline: one in the midst of a long download does not hear the signal."""
     try:
         child.wait(max(0.0, deadline - time.monotonic()))

@@ -33,7 +33,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.network import shape
-from benchmarks.network.run import LOOK_SECONDS, STORE_PORT, THREADS, Spec, check, process, read_log, wait_until_ready
+from benchmarks.network.run import (
+    LOOK_SECONDS,
+    STOP_SECONDS,
+    STORE_PORT,
+    THREADS,
+    Spec,
+    check,
+    process,
+    read_log,
+    wait_or_kill,
+    wait_until_ready,
+)
 from pulse_rl.plan import Scenario, make_plan
 
 RATES, ROUND_TRIP, LOSS = (50e6, 200e6), 0.08, 0.001
@@ -160,7 +171,7 @@ def run(method: str, rate: float, *, trace: Path, folder: Path, congestion: str,
         resent = _retransmitted(children[-2].pid) - before[1]
         for child in children[:1:-1]:
             child.terminate()
-            child.wait(60)
+            wait_or_kill(child, time.monotonic() + STOP_SECONDS)
     return summary(spec, rate) | {"congestion": congestion, "resent_segments": resent}
 
 
