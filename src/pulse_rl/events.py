@@ -72,10 +72,11 @@ class Published(OneLine):
     ``elements`` and ``dense_bytes`` are those of the whole state. ``changed`` counts the elements that the patch
     changes; None where the version has no patch (the first one, after a change of the tensor set, or an anchor alone).
     ``phases`` are wall-clock seconds: "resume" (claiming the stream, finding its head; almost nothing after the first
-    call), "build" (diff, encode and verify, or the copy of the full state), "upload" and "commit" (the manifest; then
-    the baseline moves). ``reason`` says why no patch leads here from the version before: what differs between their
-    names, dtypes, shapes or ties, or that a patch would be no smaller than the state. ``blocked_seconds`` is how long
-    the caller was held up: ``seconds`` by ``publish``, by ``submit`` the copy of the state and the wait for room.
+    call), "build" (diff, encode and verify, or the copy of the full state, which one process stores meanwhile),
+    "upload" and "commit" (the manifest; then the baseline moves). ``reason`` says why no patch leads here from the
+    version before: what differs between their names, dtypes, shapes or ties, or that a patch would be no smaller than
+    the state. ``blocked_seconds`` is how long the caller was held up: ``seconds`` by ``publish``, by ``submit`` the
+    copy of the state and the wait for room.
     """
 
     stream: str

@@ -16,7 +16,7 @@ import pytest
 from pulse_rl import Publisher, Subscriber, open_store
 from pulse_rl._util.faults import armed
 from pulse_rl.errors import ConcurrentUse, InputError, StoreError, StoreFull
-from pulse_rl.events import BaselineRestored, Event, FallbackUsed
+from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Progress
 from tests.support.publishers import tuned
 from tests.support.states import Rng, Tensors, all_dtypes, history, mutated, policy, roots, weights
 from tests.support.stores import FaultyStore
@@ -329,3 +329,11 @@ def test_the_folder_must_be_writable(place: Place) -> None:
     assert caught.value.hint
     with pytest.raises(InputError, match="select and state"):
         Subscriber(place.store, stream="policy", state=place.folder / "s", select="a")
+
+
+def test_a_first_version_is_stored_while_it_is_copied(rng: Rng, place: Place) -> None:
+    state = {f"layers.{k}.weight": weights(rng, 3000, 4000) for k in range(2)}
+    (root,) = place.publish(state, shard_bytes=1 << 20, threads=1)
+    stages = [e.stage for e in place.events if isinstance(e, Progress)]
+    assert stages.index("upload") < len(stages) - 1 - stages[::-1].index("digest")
+    assert place.sync() == root == roots([state])[0]

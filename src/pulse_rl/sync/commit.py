@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from hashlib import sha256
 from typing import Any, NamedTuple, NoReturn
@@ -31,6 +31,8 @@ from .history_policy import Note
 from .pending import PendingVersion
 
 _LATEST_COMMIT_SECONDS = 600.0
+_AT_ONCE = 2
+"""So many shards are stored at once while a state is filled: one is on its way while the other is hashed."""
 _SIDE_BY_SIDE = 4
 """So many shards are hashed at once by a thread: the SHA-256 of one is a chain of steps."""
 
@@ -98,12 +100,48 @@ class FileStore:
 
 def store_patch(stream: Stream, chunks: Sequence[bytes]) -> Payload:
     """Stores a file of a patch, given in chunks. Raises StoreError."""
-    running = sha256()
-    for chunk in chunks:
-        running.update(chunk)
-    payload = Payload(running.hexdigest(), sum(map(len, chunks)))
+    payload = _hashed(chunks)
     stream.put_payload(payload, PATCH, chunks)
     return payload
+
+
+def store_while_filled(
+    stream: Stream,
+    draft: PendingVersion,
+    filled: Iterator[Sequence[Segment]],
+    *,
+    shard_bytes: int,
+    threads: int | None,
+    listener: Listener | None,
+) -> list[Payload]:
+    """`store_anchor` of a state that is only being filled: ``filled`` gives what of it is there, and each shard is
+    hashed and stored meanwhile as soon as all of its elements are. Raises StoreError, and what ``filled`` raises."""
+    groups = _groups(draft.segments, shard_bytes)
+    progress = progress_to(listener, "upload", sum(segment.nbytes for segment in draft.segments))
+    of = {segment.spec.name: number for number, group in enumerate(groups) for segment in group}
+    missing = [sum(segment.elements for segment in group) for group in groups]
+
+    def complete() -> Iterator[int]:
+        yield from (number for number, count in enumerate(missing) if not count)
+        for segments in filled:
+            for segment in segments:
+                number = of[segment.spec.name]
+                missing[number] -= segment.elements
+                if not missing[number]:
+                    yield number
+
+    def put(number: int) -> tuple[int, Payload]:
+        payload = _hashed(_chunks(draft, groups[number]))
+        stream.put_payload(payload, SHARD, _chunks(draft, groups[number]))
+        return number, payload
+
+    payloads: dict[int, Payload] = {}
+    with closing(ordered_map(put, complete(), min(_AT_ONCE, threads or default_threads()))) as stored:
+        for number, payload in stored:
+            payloads[number] = payload
+            if progress:
+                progress(sum(segment.nbytes for segment in groups[number]))
+    return [payloads[number] for number in range(len(groups))]
 
 
 def store_anchor(
@@ -118,11 +156,7 @@ def store_anchor(
 
     def hashed(some: Sequence[tuple[Segment, ...]]) -> list[Payload]:
         if len(some) == 1:
-            running, length = sha256(), 0
-            for chunk in _chunks(draft, some[0]):
-                running.update(chunk)
-                length += len(chunk)
-            return [Payload(running.hexdigest(), length)]
+            return [_hashed(_chunks(draft, some[0]))]
         files = [[np.frombuffer(chunk, np.uint8) for chunk in _chunks(draft, group)] for group in some]
         digests = sha256_messages(files)
         return [Payload(digests[32 * k :][:32].hex(), sum(map(len, file))) for k, file in enumerate(files)]
@@ -145,6 +179,14 @@ def uploaded(stored: Sequence[Stored], base: tuple[int, str] | None) -> Uploaded
     changed = sum(of.changed for of in stored)
     patch = PatchRef(base[0], base[1], changed, parts) if base else None
     return Uploaded(patch, AnchorRef(shards) if shards else None)
+
+
+def _hashed(chunks: Iterable[bytes | memoryview]) -> Payload:
+    running, length = sha256(), 0
+    for chunk in chunks:
+        running.update(chunk)
+        length += len(chunk)
+    return Payload(running.hexdigest(), length)
 
 
 def _groups(segments: Sequence[Segment], shard_bytes: int) -> list[tuple[Segment, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -25,6 +25,7 @@ from ..state import bits
 from ..state.digest import StateDigest
 from ..state.memory import DeviceTensor
 from ..state.tensors import Empty, Segment, SlicedState, State, UIntArray
+from ..stream.manifest import Payload
 from .columns import ColumnExchange
 from .layout import Fragment, Layout
 from .leaves import Leaves, changed_inner_leaves, hash_shared, inner_leaves
@@ -63,7 +64,7 @@ class PendingVersion:
     the state is the version's. ``leaves`` are those that end on this rank, ``resident`` its tensors that lie on
     devices, ``records`` what a history is to remember, None where that is too much. ``history``: what is remembered at
     the version; ``sampled``: of some blocks. ``remembers``: whether all blocks are recorded. ``reason``: see
-    `Published`."""
+    `Published`. ``shards``: those of the anchor, if they are stored."""
 
     layout: Layout
     segments: tuple[Segment, ...]
@@ -79,6 +80,7 @@ class PendingVersion:
     history: History = _NOTHING
     sampled: History = _NOTHING
     remembers: bool = False
+    shards: list[Payload] | None = None
 
     @property
     def patch_bytes(self) -> int:
@@ -184,6 +186,7 @@ def make_pending(
     *,
     owned: bool = False,
     empty: Empty = State.empty,
+    store: Callable[[PendingVersion, Iterator[Sequence[Segment]]], list[Payload]] | None = None,
     codec: str = codecs.AUTO,
     history: History | None = None,
     recorder: Recorder | None = None,
@@ -193,6 +196,7 @@ def make_pending(
     """Compares with ``base`` and codes, block by block, or copies where there is none; hashes all leaves that no other
     rank has a piece of. ``local`` has this rank's elements of the new state; ``owned``: nobody else writes to them, so
     that they may become the baseline as they are; else whole tensors are copied into what ``empty`` makes.
+    ``store`` stores such a state while it is filled, and returns its shards.
     ``history``: what the patch may be coded by; ``recorder`` gets what is to be remembered of it. ``progress`` gets the
     bytes that were worked through since its last call.
 
@@ -218,10 +222,18 @@ def make_pending(
                     state.read(*segment.place)[:] = new.read(*segment.place)
                 return group, inner_leaves(some, lambda segment: state.read(*segment.place))
 
-            with closing(ordered_map(copy, tasks, threads)) as copied:
-                for group, leaves in copied:
-                    made.leaves |= leaves
-                    _count(progress, blocks, group)
+            def filled() -> Generator[list[Segment], None, None]:
+                with closing(ordered_map(copy, tasks, threads)) as copied:
+                    for group, leaves in copied:
+                        made.leaves |= leaves
+                        _count(progress, blocks, group)
+                        yield [segment for index in group for segment in blocks[index].segments]
+
+            with closing(filled()) as segments_filled:
+                if store:
+                    made.shards = store(made, segments_filled)
+                for _ in segments_filled:
+                    pass
             return made
         # A patch: of the new state only the changes are kept, until the commit moves the baseline by them.
         made = PendingVersion(layout, segments, blocks, base.state, base, reason, leaves=dict(base.leaves))

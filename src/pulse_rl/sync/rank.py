@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -20,15 +20,25 @@ from .._util.collective import Bytes, RankGroup
 from .._util.serial import shield
 from ..errors import InputError, NotFound, PublisherConflict, RankLost
 from ..events import BaselineRestored, Event, FallbackUsed, Listener, PhaseTimer, Published, progress_shown, progress_to
-from ..state.tensors import State
+from ..state.tensors import Segment, State
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
 from ..stream.digest_trees import put_digests
-from ..stream.manifest import FileRef, Manifest
+from ..stream.manifest import FileRef, Manifest, Payload
 from ..stream.signing import Signer
 from ..stream.stream import Stream
 from .baseline import restore_baseline, restore_whole
-from .commit import Content, Found, Stored, StreamHead, published_as, store_anchor, store_patch, uploaded
+from .commit import (
+    Content,
+    Found,
+    Stored,
+    StreamHead,
+    published_as,
+    store_anchor,
+    store_patch,
+    store_while_filled,
+    uploaded,
+)
 from .device_diff import DeviceDiff, Scan
 from .folds import FoldMaker
 from .gc import Retention
@@ -272,7 +282,7 @@ class RankPublisher:
             timer.end("resume")
             # 3. Build: what lies on devices is compared there; then compare, code, decode as a check, and hash.
             scan = self._scan(local)
-            built = self._take_up(local, scan, found, timer) or self._build(local, scan, found, timer)
+            built = self._take_up(local, scan, found, timer) or self._build(local, scan, found, timer, stored=True)
             # 4. Upload, then commit. None: an older publisher took the number, and all looks at the head again.
             manifest = self._store_and_commit(request, built, timer)
             if manifest:
@@ -327,7 +337,7 @@ class RankPublisher:
         else:
             # A trainer that starts again often has the head's own weights: built as a full state they have its root,
             # and nothing is fetched.
-            built = self._build(local, scan, found, timer)
+            built = self._build(local, scan, found, timer, stored=False)
             how = "matched"
             if built.root == found.root:
                 restored, _ = built.draft.advance_baseline(found.version, found.root, threads=self._threads)
@@ -342,24 +352,25 @@ class RankPublisher:
             self.history.on = True  # until it is measured
         self._resumed(found.version, "anchored" if reason else how, reason)
         timer.end("resume")
-        return None if reason else self._build(local, scan, Found(keep=True), timer)
+        return None if reason else self._build(local, scan, Found(keep=True), timer, stored=True)
 
     def _restored(self, layout: Layout, version: int, root: str, host: HostState) -> Baseline | str:
         if self._ranks.size > 1:
             return restore_baseline(self._stream, self._ranks, layout, version, root, threads=self._threads)
         return restore_whole(self._stream, version, root, host)
 
-    def _build(self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer) -> Built:
+    def _build(self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer, *, stored: bool) -> Built:
         """The next version: a patch from the baseline, or all of the state, where there is none, or one of other
-        tensors, or where a patch would be no smaller."""
+        tensors, or where a patch would be no smaller. ``stored``: a full state is sure to be an anchor, and is stored
+        while it is copied."""
         layout, reason = self._layout_of(local, scan, found), ""
         if self._baseline and (reason := difference(self._baseline.layout, layout)):
             self._baseline = None  # before another is made
-        draft, patch_bytes = self._drafted(layout, scan, self._baseline, reason)
+        draft, patch_bytes = self._drafted(layout, scan, self._baseline, reason, stored)
         if draft.base and patch_bytes >= max(layout.nbytes, _SMALL):
             reason = f"{NO_SMALLER} {patch_bytes} bytes, the state has {layout.nbytes}"
             del draft  # before the state is copied
-            draft, patch_bytes = self._drafted(layout, scan, None, reason)
+            draft, patch_bytes = self._drafted(layout, scan, None, reason, stored)
         # The root is of the whole state, whoever has it: each rank hashed its leaves, and rank 0 joins them.
         with self._ranks.isolated():
             tree = gather_tree(layout, self._ranks, draft.leaves)
@@ -367,11 +378,23 @@ class RankPublisher:
         timer.end("build")
         return Built(draft, root, tree, patch_bytes)
 
-    def _drafted(self, layout: Layout, scan: Scan, base: Baseline | None, reason: str) -> tuple[PendingVersion, int]:
+    def _drafted(
+        self, layout: Layout, scan: Scan, base: Baseline | None, reason: str, stored: bool
+    ) -> tuple[PendingVersion, int]:
         """This rank's part of a version, and the bytes of the blocks of all parts."""
         made: list[PendingVersion] = []
         total = sum(segment.nbytes for segment in layout.segments(self._ranks.rank))
         remembers = self._may_remember and self.history.remembers
+
+        def store(draft: PendingVersion, filled: Iterator[Sequence[Segment]]) -> list[Payload]:
+            return store_while_filled(
+                self._stream,
+                draft,
+                filled,
+                shard_bytes=self.shard_bytes,
+                threads=self._threads,
+                listener=self._shown_to,
+            )
 
         def build() -> bytes:
             draft = make_pending(
@@ -382,6 +405,7 @@ class RankPublisher:
                 reason,
                 owned=scan.owned and self._ranks.size == 1 and not self._folder,
                 empty=self._folder.empty if self._folder else State.empty,
+                store=store if stored and self._ranks.size == 1 else None,
                 codec=self._settings.codec,
                 history=base.history if base and remembers else None,
                 recorder=self.history.recorder(base) if base and self._may_remember else None,
@@ -451,7 +475,9 @@ class RankPublisher:
                 if base:
                     chunks = draft.file(built.root, codec=self._settings.codec, threads=self._threads)
                     parts.append(store_patch(self._stream, chunks))
-                if with_anchor:
+                if with_anchor and draft.shards is not None:
+                    shards = draft.shards
+                elif with_anchor:
                     shards = store_anchor(
                         self._stream,
                         draft,
