@@ -73,6 +73,7 @@ WORLDS: dict[str, Callable[[Random, str, Interrupter], World]] = {
     "streams": _stream,
     "fleet": lambda rng, *_: Fleet(rng, destructive=rng.random() < 0.5),
     "groups": lambda rng, *_: GroupWorld(rng, calm=rng.random() < 0.25),
+    "rounds": lambda rng, *_: import_module("tests.faults.rounds").Rounds(rng),  # which needs torch
 }
 
 

@@ -87,7 +87,7 @@ def searched(kind: str, sequences: int) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "sequences"), [("streams", 150), ("fleet", 60), ("groups", 120)])
+@pytest.mark.parametrize(("kind", "sequences"), [("streams", 150), ("fleet", 60), ("groups", 120), ("rounds", 60)])
 def test_random_sequences(kind: str, sequences: int) -> None:
     counts = searched(kind, sequences)
     if kind != "groups":

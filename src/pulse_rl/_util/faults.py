@@ -24,6 +24,7 @@ POINTS = frozenset(
         "apply.undo",  # an apply has failed, and nothing is undone yet
         "apply.moved",  # the state is verified as the next version, and its folder does not say so yet
         "apply.after",  # the state is verified, and its owner has not been given the update
+        "round.waits",  # a trainer's message of a round is in the store, and the round is not closed
         "relay.before",  # what leads to a version is copied, its manifest is not
     }
 )

@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,12 +21,12 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
+from .._util.faults import hit
 from .._util.serial import SerialThread
 from .._util.settings import checked_count, checked_number
 from ..errors import (
     CorruptMessage,
     Diverged,
-    FormatError,
     InputError,
     NonFinite,
     NotFound,
@@ -53,6 +54,7 @@ _HEAD = len(_MAGIC) + 32
 _PIECE = 16 << 20
 """Elements of theta or momentum in one object of a snapshot."""
 _POLL_SECONDS = 0.5
+_TRIES = 3
 _TRAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _POST = re.compile(rf"({_TRAINER.pattern})\.([0-9a-f]{{64}})")
 
@@ -110,18 +112,17 @@ class Close:
     posts: tuple[Post, ...]
 
     def to_bytes(self) -> bytes:
-        fields = {"format": FORMAT, "round": self.round, "theta": self.theta, "posts": [list(p) for p in self.posts]}
-        return json.dumps(fields).encode()
+        return sealed({"round": self.round, "theta": self.theta, "posts": [list(post) for post in self.posts]})
 
     @classmethod
     def parse(cls, data: bytes, number: int) -> Self:
         """Raises CorruptMessage unless ``data`` closes round ``number``."""
         try:
-            fields = json.loads(data)
+            fields = unsealed(data)
             found = cls(fields["round"], fields["theta"], tuple(Post(*post) for post in fields["posts"]))
             names = [post.trainer for post in found.posts]
             good = (
-                (fields["format"], found.round) == (FORMAT, number)
+                found.round == number
                 and isinstance(found.theta, str)
                 and 0 < len(names) <= MAX_TRAINERS
                 and names == sorted(set(names))
@@ -132,6 +133,29 @@ class Close:
         if not good:
             raise CorruptMessage(f"what closes round {number} is not of this format")
         return found
+
+
+def sealed(fields: dict[str, Any]) -> bytes:
+    """A JSON object with its format and the SHA-256 of all of it but that."""
+    fields = {"format": FORMAT, **fields}
+    return json.dumps({**fields, "sha256": _seal(fields)}).encode()
+
+
+def unsealed(data: bytes) -> dict[str, Any]:
+    """Raises CorruptMessage for what `sealed` has not made."""
+    try:
+        fields = json.loads(data)
+        seal = fields.pop("sha256")
+        good = seal == _seal(fields) and fields["format"] == FORMAT
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        good = False
+    if not good:
+        raise CorruptMessage("an object below loco/ is damaged, or of another format")
+    return dict(fields)
+
+
+def _seal(fields: dict[str, Any]) -> str:
+    return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class Finished(NamedTuple):
@@ -163,6 +187,7 @@ class StoreRounds:
         self._root = ""
         # Of the round under way, by digest; None: it cannot be read.
         self._read: dict[str, list[Entries] | None] = {}
+        self._damaged: Counter[str] = Counter()
         self._since_snapshot = 0
         # The message of the round under way.
         self._own: list[Entries] = []
@@ -179,7 +204,6 @@ class StoreRounds:
             raise StateMismatch(f"the saved state is of a trainer {trainer.name!r}, which is no name")
         trainer.buffers.require()
         run = {
-            "format": FORMAT,
             "specs": specs_digest(trainer.parameters.specs, trainer.buffers.specs),
             "untrained": trainer.buffers.digest(),
             "settings": json.loads(json.dumps(settings)),
@@ -188,7 +212,7 @@ class StoreRounds:
             found = self._json(_RUN, _MAX_RUN_BYTES)
         except NotFound:
             # Whoever creates the run gives it its theta: all others take that.
-            own = json.dumps(run | {"snapshot": self._put_snapshot(0)}).encode()
+            own = sealed(run | {"snapshot": self._put_snapshot(0)})
             self.sent_bytes += len(own)
             create_or_confirm(self._store, _RUN, own)
             found = self._json(_RUN, _MAX_RUN_BYTES)
@@ -224,7 +248,9 @@ class StoreRounds:
         with phase("buffers"):
             self._trainer.buffers.require_unchanged()
         with phase("exchange"):
-            self._catch_up(lookahead())
+            done = self._catch_up(lookahead())
+        if done is not None and not self._trainer.inner_step:
+            return done  # the message of a call that failed has counted
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
             with phase("gate"):
@@ -240,18 +266,22 @@ class StoreRounds:
             self.sent_bytes += post.nbytes
             self._read[post.sha256] = self._own
             close = self._wait()
-        entries = sum(len(places) for places, _ in self._own)
         with phase("update"):
-            summed = self._apply(close, lookahead())
-        return Finished(len(close.posts), entries, summed, post.nbytes, self._root)
+            return self._apply(close, lookahead())
 
-    def _catch_up(self, lookahead: np.float32) -> None:
-        """Takes up the rounds that were closed since this trainer's last one."""
+    def _catch_up(self, lookahead: np.float32) -> Finished | None:
+        """Takes up the rounds that were closed since this trainer's last one; the last of them. A message that is due
+        stays due, unless it has counted."""
+        done = None
         while (close := self._closed(self._trainer.round)) is not None:
+            due, delivery = self._trainer.inner_step, self._delivery(close)
             try:
-                self._apply(close, lookahead)
+                done = self._apply(close, lookahead)
             except NotFound:  # its messages are gone: a later snapshot has what they led to
-                self._load_newest(close, lookahead)
+                delivery = self._load_newest(lookahead)
+            if delivery == Delivery.NOT_COUNTED:
+                self._trainer.inner_step = due
+        return done
 
     def _wait(self) -> Close:
         """Waits until the round is closed, and closes it where enough trainers are in."""
@@ -261,7 +291,7 @@ class StoreRounds:
         while True:
             if (close := self._closed(number)) is not None:
                 return close
-            good = {post.trainer: post for post in self._posts(number) if self._readable(post)}
+            good = self._posts(number)
             now = time.monotonic()
             if len(good) >= exchange.quorum:
                 quorum_since = now if quorum_since is None else quorum_since
@@ -275,10 +305,11 @@ class StoreRounds:
                     f"round {number + 1}: {len(good)} of {exchange.quorum} trainers in {exchange.deadline_seconds:g} s",
                     hint="Start more trainers, then call rejoin(): nothing that was learnt is lost.",
                 )
+            hit("round.waits")
             time.sleep(min(_POLL_SECONDS, max(exchange.grace_seconds / 10, 0.01)))
 
-    def _apply(self, close: Close, lookahead: np.float32) -> int:
-        """Takes the outer step of a closed round; the number of parameters whose sum is not 0."""
+    def _apply(self, close: Close, lookahead: np.float32) -> Finished:
+        """Takes the outer step of a closed round."""
         state, residual, reduction = self._state, self._reduction.residual, self._reduction
         if close.theta != self._root:
             raise Diverged(f"round {close.round + 1} was closed by a trainer with another theta than this one")
@@ -306,12 +337,14 @@ class StoreRounds:
 
         summed = self._serial.run(take_effect, whole=True)
         self._read.clear()
+        self._damaged.clear()
         self._members = frozenset(post.trainer for post in close.posts)
         self._root = state.digest(state.theta).root
         self._since_snapshot += sum(post.nbytes for post in close.posts)
         if delivery == Delivery.COUNTED and close.posts[0].trainer == self._trainer.name:
             self._keep_snapshot()
-        return summed
+        sent = sum(len(places) for places, _ in self._own)
+        return Finished(len(close.posts), sent, summed, len(self._data), self._root)
 
     def _delivery(self, close: Close) -> Delivery:
         """What became of what this trainer had to send, by the end of a round."""
@@ -353,34 +386,41 @@ class StoreRounds:
         except NotFound:
             return None
 
-    def _posts(self, number: int) -> list[Post]:
-        """The messages of a round, one for each trainer; what is none is passed over."""
+    def _posts(self, number: int) -> dict[str, Post]:
+        """By trainer, the first message of a round that can be read; what is none is passed over."""
         found: dict[str, Post] = {}
         for info in islice(self._store.list(f"loco/posts/{number:012d}"), _MAX_LISTED):
             match = _POST.fullmatch(info.name.rpartition("/")[2])
-            if match and match[1] not in found and info.nbytes <= self._max_post_bytes():
-                found[match[1]] = Post(match[1], match[2], info.nbytes)
-        return list(found.values())[:MAX_TRAINERS]
+            if match and match[1] not in found and len(found) < MAX_TRAINERS:
+                post = Post(match[1], match[2], info.nbytes)
+                if self._readable(post):
+                    found[post.trainer] = post
+        return found
 
     def _max_post_bytes(self) -> int:
         return _HEAD + self._coder().max_bytes(self._units)
 
     def _readable(self, post: Post) -> bool:
+        """Whether a message can be counted. One that arrives damaged is read again, and then passed over."""
+        if self._damaged[post.sha256] >= _TRIES:
+            return False
         try:
             return self._entries(post) is not None
         except NotFound:
             return False
+        except CorruptMessage:
+            self._damaged[post.sha256] += 1
+            return False
 
     def _entries(self, post: Post) -> list[Entries] | None:
-        """The entries of a message, by block; None where it is none for this theta. Raises NotFound and StoreError."""
+        """The entries of a message, by block; None where it is none for this theta. Raises NotFound, CorruptMessage and
+        StoreError."""
         if post.sha256 not in self._read:
             if post.nbytes > self._max_post_bytes():
                 return None
             data = whole(self._store, self._post_name(post), post.nbytes)
             if sha256(data).hexdigest() != post.sha256:
-                raise StoreError(
-                    f"the message of {post.trainer} is not what its name says", hint="Is the store damaged?"
-                )
+                raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
             self._read[post.sha256] = self._decoded(data)
         return self._read[post.sha256]
 
@@ -403,7 +443,7 @@ class StoreRounds:
         before = self._newest_snapshot()
         if before >= self._trainer.round:
             return
-        data = json.dumps(self._put_snapshot(self._trainer.round)).encode()
+        data = sealed(self._put_snapshot(self._trainer.round))
         create_or_confirm(self._store, f"loco/snapshots/{self._trainer.round:012d}.json", data)
         self.sent_bytes += len(data)
         # Of the rounds up to the snapshot before that one nobody needs a message any more. What closed them stays: a
@@ -415,7 +455,7 @@ class StoreRounds:
 
     def _put_snapshot(self, number: int) -> dict[str, Any]:
         """Stores theta and momentum as they are; returns what tells others of them."""
-        fields: dict[str, Any] = {"format": FORMAT, "round": number}
+        fields: dict[str, Any] = {"round": number}
         for what, flat in (("theta", self._state.theta), ("momentum", self._state.momentum)):
             pieces = []
             for start in range(0, len(flat), _PIECE):
@@ -434,29 +474,37 @@ class StoreRounds:
             numbers += [int(stem)] if stem.isdecimal() and len(stem) == 12 else []
         return max(numbers)
 
-    def _load_newest(self, missed: Close, lookahead: np.float32) -> None:
-        newest = self._newest_snapshot()
-        if newest <= self._trainer.round:
+    def _load_newest(self, lookahead: np.float32) -> Delivery:
+        """Takes up the newest snapshot; what became of this trainer's messages in the rounds up to it."""
+        began, newest = self._trainer.round, self._newest_snapshot()
+        if newest <= began:
             raise StoreError(
-                f"the messages of round {self._trainer.round + 1} are gone, and there is no later snapshot",
+                f"the messages of round {began + 1} are gone, and there is no later snapshot",
                 hint="Is the store damaged? Start from another trainer's checkpoint.",
             )
         fields = self._json(f"loco/snapshots/{newest:012d}.json", _MAX_RUN_BYTES)
-        delivery = self._delivery(missed)
-        if delivery == Delivery.COUNTED:
-            self._serial.run(self._reduction.residual.take_next, whole=True)
-        else:
-            self._serial.run(lambda: self._keep_local_steps(delivery), whole=True)
-        self._load(fields, newest, lookahead)
+        closes = [self._closed(number) for number in range(began, newest)]
+        first, *later = [self._delivery(close) for close in closes if close is not None]
+        delivery = first if all(each == Delivery.NOT_COUNTED for each in later) else Delivery.UNKNOWN
 
-    def _load(self, fields: Any, number: int, lookahead: np.float32) -> None:
-        """Takes up a snapshot: theta, momentum and round; the residual stays. Raises CorruptMessage and Diverged."""
+        def settle() -> None:
+            if delivery == Delivery.COUNTED:
+                self._reduction.residual.take_next()
+            else:
+                self._keep_local_steps(delivery)
+
+        self._load(fields, newest, lookahead, settle)
+        return delivery
+
+    def _load(self, fields: Any, number: int, lookahead: np.float32, settle: Callable[[], None] = lambda: None) -> None:
+        """Takes up a snapshot: theta, momentum and round, once it has settled the residual. Raises CorruptMessage,
+        with nothing changed."""
         flats = []
         for what in ("theta", "momentum"):
             flat = np.empty_like(self._state.theta)
             try:
                 root, pieces = fields[what]["root"], fields[what]["pieces"]
-                good = (fields["format"], fields["round"]) == (FORMAT, number)
+                good = fields["round"] == number
             except (KeyError, TypeError):
                 good = False
             starts = range(0, len(flat), _PIECE)
@@ -472,16 +520,18 @@ class StoreRounds:
                 raise CorruptMessage(f"{what} of round {number} has not the root that the snapshot says")
             flats.append(flat)
         theta, momentum = flats
-        self._serial.run(lambda: self._trainer.take_up(number, theta, momentum, lookahead), whole=True)
+
+        def take_up() -> None:
+            settle()
+            self._trainer.take_up(number, theta, momentum, lookahead)
+
+        self._serial.run(take_up, whole=True)
         self._reduction.forget()
         self._members = frozenset()
         self._root = fields["theta"]["root"]
 
-    def _json(self, name: str, most: int) -> Any:
-        try:
-            return json.loads(self._bytes(name, most))
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{name} cannot be read: {error}") from None
+    def _json(self, name: str, most: int) -> dict[str, Any]:
+        return unsealed(self._bytes(name, most))
 
     def _bytes(self, name: str, most: int) -> bytes:
         nbytes = self._store.head(name).nbytes

@@ -1,0 +1,287 @@
+"""PULSELoCo over a store under faults: trainers that are killed, interrupted, late, back or new, and foreign objects.
+
+Every theta is that of a plain simulation of the rounds that were closed, and no trainer loses what it has learnt, or
+sends it twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from hashlib import sha256
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from pulse_rl import PulseError, PulseLoCo
+from pulse_rl._util import faults
+from pulse_rl.errors import StoreUnavailable
+from pulse_rl.loco import StoreExchange, store_rounds, wire
+from pulse_rl.store import Data
+from tests.support.loco_reference import Reference, flat, same
+
+from .model import check
+from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
+
+_SIZE = 96
+_STEPS = 2
+_CLOSED, _POSTS = "loco/closed", "loco/posts"
+
+
+class _Waits(StoreUnavailable):
+    """The round is not closed yet: others have their turn."""
+
+
+class _Line(Client):
+    """A trainer's client, which notes what is sent."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.world.net)
+        self._node = node
+
+    def put(self, name: str, data: Data) -> None:
+        if name.startswith(_POSTS):
+            self._node.note_message(name.rpartition(".")[2])
+        super().put(name, data)
+
+
+class Node:
+    """A trainer of a vector, with the books of what it has learnt and of what has counted."""
+
+    def __init__(self, world: Rounds, name: str) -> None:
+        self.world, self.name = world, name
+        self.saved: tuple[dict[str, Any], np.ndarray, np.ndarray] | None = None
+        self.start(None)
+
+    def start(self, saved: tuple[dict[str, Any], np.ndarray, np.ndarray] | None) -> None:
+        """A new process, from a checkpoint or as one that is new."""
+        self.weights = torch.nn.Parameter(self.world.first.clone())
+        self.optimizer = torch.optim.SGD([self.weights], lr=1.0)
+        self.now = self.world.first.clone()
+        self.optimizer.register_step_post_hook(lambda *_: setattr(self, "now", self.weights.detach().clone()))
+        self.line = _Line(self)
+        over = StoreExchange(
+            self.line, trainer=self.name, quorum=self.world.quorum, grace_seconds=self.world.grace, deadline_seconds=1e9
+        )
+        self.loop = PulseLoCo({"w": self.weights}, self.optimizer, sync_every=_STEPS, over=over)
+        self.loop.threads = 1
+        self.learnt, self.counted = np.zeros(_SIZE), np.zeros(_SIZE)
+        self.round, self.pending = 0, ""
+        if saved is not None:
+            self.loop.load_state_dict(saved[0])
+            self.learnt, self.counted, self.round = saved[1].copy(), saved[2].copy(), self.loop.round
+        self.entered = False
+
+    def note_message(self, digest: str) -> None:
+        over = self.loop.over
+        assert over is not None
+        ((places, values),) = over._own
+        sent = torch.zeros(_SIZE)
+        sent[torch.from_numpy(places.astype(np.int64))] = torch.from_numpy(values)
+        self.world.sent[digest] = sent
+        self.pending = digest
+
+    def call(self, rng: Random, work: str) -> None:
+        """``train`` takes the steps of a round, ``meet`` goes on after an error; faults befall the calls."""
+        self.line.expect(_faults(rng))
+        try:
+            if work == "train":
+                self.train(rng)
+            elif self.entered:
+                self.loop.rejoin()
+            else:
+                self.loop.__enter__()
+                self.entered = True
+        except (CrashNow, PulseError) as error:
+            calm = isinstance(error, _Waits | CrashNow) or self.line.hit > 0
+            check(calm, f"{self.name} failed without a fault: {error!r}")
+        finally:
+            self.line.calm()
+        self.take_stock()
+        if self.line.dead:
+            self.world.counts["killed"] += 1
+            self.start(self.saved)
+
+    def train(self, rng: Random) -> None:
+        began = self.weights.detach().clone()
+        for step in range(_STEPS):
+            by = np.random.default_rng(rng.getrandbits(32)).standard_normal(_SIZE).astype(np.float32)
+            self.weights.grad = torch.from_numpy(by) * self.world.lr
+            if step == _STEPS - 1:
+                self.learnt += (began - (self.weights.detach() - self.weights.grad)).double().numpy()
+            self.optimizer.step()
+
+    @property
+    def may_train(self) -> bool:
+        over = self.loop.over
+        return over is not None and over.joined and self.loop.inner_step == 0
+
+    def take_stock(self) -> None:
+        """Its theta is that of its round; its residual is what it has learnt and what has not counted."""
+        world = self.world
+        while self.round < self.loop.round:
+            digest = world.closed(self.round).get(self.name)
+            if digest is not None and digest == self.pending:
+                self.counted += world.sent[digest].double().numpy()
+            elif digest is not None:  # a process before this one had sent it
+                self.learnt[:] = self.counted[:] = 0
+                world.counts["unknown"] += 1
+            self.round += 1
+        check(
+            same(flat(self.loop.global_state()), world.theta(self.round)),
+            f"{self.name} has another theta after round {self.round} than the simulation",
+        )
+        held = flat(self.loop.residual()).double().numpy()
+        due = self.loop.inner_step >= _STEPS
+        if not due:
+            far = np.abs(held - (self.learnt - self.counted)).max()
+            check(far < 1e-4, f"{self.name} has lost or kept {far} of what it has learnt, after round {self.round}")
+
+
+class Rounds:
+    """Two to four trainers of one run."""
+
+    def __init__(self, rng: Random) -> None:
+        self.trace: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.disk = Disk(lambda name, data: None)
+        self.net = Net(self.disk)
+        self.sent: dict[str, torch.Tensor] = {}
+        self.lr = rng.choice((1e-4, 1e-3, 1e-2))
+        generator = torch.Generator().manual_seed(rng.getrandbits(32))
+        self.first = torch.randn(_SIZE, generator=generator)
+        self._stack = ExitStack()
+        # Nothing waits: where a trainer would, its call fails, and goes on when it has its turn again.
+        self._stack.enter_context(faults.armed("round.waits", _wait))
+        nonces = Random(rng.getrandbits(32))
+        self._stack.enter_context(patch.object(wire, "os", SimpleNamespace(urandom=nonces.randbytes)))
+        self._stack.enter_context(patch.object(store_rounds, "time", SimpleNamespace(monotonic=lambda: 0.0)))
+        names = "abcd"[: rng.choice((2, 2, 3, 4))]
+        self.quorum = rng.randint(1, len(names))
+        self.grace = rng.choice((0.0, 0.0, 1.0))
+        self._reference = Reference(self.first)
+        self._thetas = [self.first.clone()]
+        self.nodes = [Node(self, name) for name in names]
+
+    @property
+    def injected(self) -> Counter[str]:
+        return self.net.injected
+
+    def rules(self) -> dict[str, int]:
+        return {"train": 40, "meet": 30, "checkpoint": 12, "kill": 5, "forget": 2, "junk": 4}
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def closed(self, number: int) -> dict[str, str]:
+        """Who is in a round, with the digest of the message."""
+        data = self.disk.peek(f"{_CLOSED}/{number:012d}.json")
+        assert data is not None
+        return {trainer: digest for trainer, digest, _ in json.loads(data)["posts"]}
+
+    def theta(self, number: int) -> torch.Tensor:
+        """After so many rounds, by a plain simulation."""
+        while len(self._thetas) <= number:
+            posts = self.closed(len(self._thetas) - 1)
+            self._reference.outer_step([self.sent[posts[name]] for name in sorted(posts)])
+            self._thetas.append(self._reference.theta.detach().clone())
+        return self._thetas[number]
+
+    def train(self, rng: Random) -> None:
+        node = rng.choice(self.nodes)
+        node.call(rng, "train" if node.may_train else "meet")
+
+    def meet(self, rng: Random) -> None:
+        rng.choice(self.nodes).call(rng, "meet")
+
+    def checkpoint(self, rng: Random) -> None:
+        node = rng.choice(self.nodes)
+        if node.may_train:
+            node.saved = node.loop.state_dict(), node.learnt.copy(), node.counted.copy()
+
+    def kill(self, rng: Random) -> None:
+        node = rng.choice(self.nodes)
+        node.start(node.saved)
+
+    def forget(self, rng: Random) -> None:
+        """A trainer loses its checkpoint as well."""
+        node = rng.choice(self.nodes)
+        node.saved = None
+        node.start(None)
+
+    def junk(self, rng: Random) -> None:
+        """What others write below posts: old messages again, pieces of them, anything."""
+        closed = len(self.disk.names(_CLOSED))
+        old = self.disk.names(_POSTS)
+        data = self.disk.peek(rng.choice(old)) if old else b"junk"
+        assert data is not None
+        data = rng.choice((data, data[: rng.randint(0, len(data))], b"", rng.randbytes(50)))
+        trainer = rng.choice(("x", "zz", rng.choice(self.nodes).name))
+        digest = sha256(data).hexdigest() if rng.random() < 0.8 else "0" * 64
+        if f"{trainer}.{digest}" not in {name.rpartition("/")[2] for name in old}:  # or it is a message of its own
+            self.disk.plant(f"{_POSTS}/{closed + rng.choice((0, 0, 1)):012d}/{trainer}.{digest}", data)
+
+    def settled(self, rng: Random) -> None:
+        closed = [json.loads(self.disk.peek(name) or b"{}") for name in self.disk.names(_CLOSED)]
+        check([each["round"] for each in closed] == list(range(len(closed))), "a round is missing")
+        for each in closed:
+            check(len(each["posts"]) >= self.quorum, f"round {each['round']} has no quorum")
+
+    def finish(self, rng: Random) -> None:
+        """All go on without faults, and end with one theta."""
+        self.net.flush()
+        self.disk_is_clean()
+        self.grace = 0.0  # it passes
+        for node in self.nodes:
+            assert node.loop.over is not None
+            node.loop.over.exchange = replace(node.loop.over.exchange, grace_seconds=0.0)
+        for _ in range(2):
+            for _turn in range(40):
+                for node in self.nodes:
+                    if not node.may_train:
+                        node.call(_Calm(), "meet")
+                if all(node.may_train and node.round == len(self.disk.names(_CLOSED)) for node in self.nodes):
+                    break
+            else:
+                due = [node for node in self.nodes if not node.may_train]
+                check(len(due) < self.quorum, f"{[node.name for node in due]} wait for ever")
+            for node in self.nodes:
+                if node.may_train:
+                    node.call(_Calm(rng), "train")
+        self.counts["rounds"] += len(self.disk.names(_CLOSED))
+        self.counts["snapshots"] += len(self.disk.names("loco/snapshots"))
+
+    def disk_is_clean(self) -> None:
+        """Objects whose bytes are not what their names say would stop a trainer that reads them again and again."""
+        for name in self.disk.names(_POSTS):
+            data = self.disk.peek(name)
+            if sha256(data or b"").hexdigest() != name.rpartition(".")[2]:
+                self.disk.delete(name)
+
+
+class _Calm(Random):
+    """Chance without faults."""
+
+    def __new__(cls, source: Random | None = None) -> _Calm:
+        return super().__new__(cls)
+
+    def __init__(self, source: Random | None = None) -> None:
+        super().__init__(source.getrandbits(32) if source else 0)
+        self.calm = True
+
+
+def _faults(rng: Random) -> list[Fault]:
+    if isinstance(rng, _Calm) or rng.random() < 0.4:
+        return []
+    kinds = rng.choices(list(FAULTS), k=rng.choice((1, 1, 2, 4)))
+    return [Fault(kind, rng.randrange(rng.choice((3, 8, 20))), rng.random()) for kind in kinds]
+
+
+def _wait() -> None:
+    raise _Waits("the round is not closed")
