@@ -6,30 +6,18 @@ verl imports this module where ``rollout.checkpoint_engine.custom_backend_module
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from .._util.settings import checked_number
-from ..errors import EngineError, InputError, PulseError
-from ..events import Event, FallbackUsed, Hint, Metadata
-from ..stream.signing import Signer
-from ..sync.publisher import Publisher
-from ..sync.subscriber import Subscriber
-from .torch import host_tensors
-from .weights import host_copy, torch_dtype
+from ..errors import EngineError
+from ..events import Metadata
+from .updates import NumberedUpdates
 
 __all__ = ["PulseCheckpointEngine"]
-
-_log = logging.getLogger(__name__)
-_SYNC = "verl_sync"
-_FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds
 
 
 @CheckpointEngineRegistry.register("pulse")
@@ -64,32 +52,27 @@ class PulseCheckpointEngine(CheckpointEngine):
         signing_key: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        if not (store and stream):
-            raise InputError(
-                "the checkpoint engine pulse needs a store and a stream",
-                hint="Set checkpoint_engine.engine_kwargs.pulse.store and .stream.",
-            )
-        self._store, self._stream = _shared(store), stream
-        self._dtype = torch_dtype(dtype)
-        self._timeout = checked_number("timeout_seconds", timeout_seconds)
-        self._publisher = self._new_publisher(signing_key, trusted_keys) if is_master else None
-        self._subscriber = Subscriber(
-            self._store,
-            stream=stream,
+        self._updates = NumberedUpdates(
+            store,
+            stream,
+            framework="verl",
+            settings="checkpoint_engine.engine_kwargs.pulse",
+            key="verl_sync",
+            dtype=dtype,
             cache=cache,
             trusted_keys=trusted_keys,
-            allow_recreated=True,
-            on_event=self._hear,
+            timeout_seconds=timeout_seconds,
         )
+        if is_master:
+            self._updates.open_publisher(signing_key)
         self._sync = ""
         self._turn = asyncio.Lock()
-        self._doubt = ""
 
     # -- what verl calls before and after each update
 
     def prepare(self) -> dict[str, str]:
         """The number of the next update, on the actor's first rank."""
-        return {"sync": uuid.uuid4().hex} if self._publisher else {}
+        return {"sync": uuid.uuid4().hex} if self._updates.publishes else {}
 
     @classmethod
     def build_topology(
@@ -120,33 +103,16 @@ class PulseCheckpointEngine(CheckpointEngine):
         Returns the metrics of the update on that rank. ``global_steps`` becomes metadata. Raises what
         `Publisher.publish` raises; the next update then has it all.
         """
-        if self._publisher is None:
-            for _ in weights:
-                pass
+        metadata: Metadata = {} if global_steps is None else {"global_steps": global_steps}
+        published = await self._updates.publish(weights, self._sync, metadata)
+        if published is None:
             return {}
-        state = {name: host_copy(tensor, self._dtype) for name, tensor in weights}
-        metadata: Metadata = {_SYNC: self._sync} | ({} if global_steps is None else {"global_steps": global_steps})
-        published = await asyncio.to_thread(self._publisher.publish, state, metadata=metadata)
         return {
             "pulse/version": published.version,
             "pulse/density": published.density,
             "pulse/bytes": published.patch_bytes or published.anchor_bytes,
             "pulse/publish_seconds": published.seconds,
         }
-
-    def _new_publisher(self, signing_key: str | None, trusted_keys: Collection[str] | None) -> Publisher:
-        if trusted_keys and not signing_key:
-            raise InputError(
-                "trusted_keys without a signing_key: the rollout workers would refuse what the actor publishes",
-                hint="Make a key with `pulse keygen`, and set engine_kwargs.pulse.signing_key to its file.",
-            )
-        return Publisher(
-            self._store,
-            stream=self._stream,
-            signer=Signer.load(signing_key) if signing_key else None,
-            trusted_keys=trusted_keys or (),
-            on_event=self._hear,
-        )
 
     # -- a rollout worker
 
@@ -159,54 +125,11 @@ class PulseCheckpointEngine(CheckpointEngine):
         """
         sync = self._sync
         async with self._turn:
-            await self._arrive(sync)
-        # vLLM's adapter shares a tensor that is larger than its buffer from the device alone.
-        device = torch.accelerator.current_accelerator(check_available=True)
-        for name, tensor in host_tensors(self._subscriber.state):
+            await self._updates.arrive(sync, lambda: self._require_current(sync))
+        for name, tensor in self._updates.tensors():
             self._require_current(sync)
-            yield name, tensor if device is None else tensor.to(device)
-
-    async def _arrive(self, sync: str) -> None:
-        """Follows the stream until its newest version is that of ``sync``."""
-        deadline, pause = time.monotonic() + self._timeout, _FIRST_POLL
-        while not await asyncio.to_thread(self._holds, sync):
-            self._require_current(sync)
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the actor has published no version for this update within {self._timeout:g} s"
-                    + (f"; {self._doubt}" if self._doubt else ""),
-                    hint="See the actor's log. A folder must be on a file system that all nodes share.",
-                )
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_POLL)
-        self._doubt = ""
-
-    def _holds(self, sync: str) -> bool:
-        try:
-            self._subscriber.sync()
-        except PulseError as error:
-            if not error.retryable:
-                raise
-            self._doubt = str(error)
-            return False
-        return self._subscriber.version is not None and self._subscriber.manifest.metadata.get(_SYNC) == sync
+            yield name, tensor
 
     def _require_current(self, sync: str) -> None:
         if sync != self._sync:
             raise EngineError("another weight update began before this one had ended", hint="See the actor's log.")
-
-    def _hear(self, event: Event) -> None:
-        if isinstance(event, Hint):
-            _log.warning("stream %s: %s. %s", event.stream, event.reason, event.hint)
-        elif isinstance(event, FallbackUsed):
-            self._doubt = f"{event.link}: {event.reason}"
-
-
-def _shared(store: str) -> str:
-    """``store`` itself; raises InputError for an address that each process reads in its own way."""
-    if store.startswith("memory:") or not ("://" in store or Path(store).expanduser().is_absolute()):
-        raise InputError(
-            f"{store} is another place in every process of verl",
-            hint="Use s3://, gs://, az://, or the absolute path of a folder that all nodes share.",
-        )
-    return store
