@@ -31,12 +31,15 @@ myst_enable_extensions = ["colon_fence"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_mock_imports = ["verl"]
+autodoc_mock_imports = ["axolotl", "nemo_rl", "verl"]
 autodoc_default_options = {"members": True, "undoc-members": True, "exclude-members": "__new__, __init__"}
 # Aliases and types of other libraries, whose documentation is not at hand when this one is built.
 nitpick_ignore_regex = [
     (r"py:class", r"pulse_rl\..*\.(PublisherSettings|SubscriberOptions)"),  # the keywords that a call hands on
-    (r"py:.*", r"(numpy|np|npt|torch|dist|msgspec|prometheus_client|collections|typing|os|pathlib|abc|verl)\b.*"),
+    (
+        r"py:.*",
+        r"(numpy|np|npt|torch|dist|msgspec|prometheus_client|collections|typing|os|pathlib|abc|axolotl|nemo_rl|verl)\b.*",
+    ),
     (
         r"py:.*",
         r"(Any|Self|Past|Path|Mapping|Iterator|Iterable|Callable|Sequence|Collection|TracebackType|ClassVar|PathLike|CollectorRegistry)",

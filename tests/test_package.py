@@ -15,8 +15,8 @@ import pytest
 
 import pulse_rl
 from pulse_rl import PulseError, errors
+from tests.support.framework_stubs import BASES, integration
 from tests.support.states import run_python
-from tests.support.verl_stub import integration
 
 ELSEWHERE = {
     "pulse_rl.integrations.vllm.engine",
@@ -27,7 +27,8 @@ ELSEWHERE = {
 
 
 def modules() -> Iterator[str]:
-    integration()  # what it imports need not be installed
+    for framework in BASES:
+        integration(framework)  # what it imports need not be installed
     for info in pkgutil.walk_packages(pulse_rl.__path__, "pulse_rl."):
         if info.name not in ELSEWHERE:
             yield info.name

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 import pulse_rl
-from tests.support.verl_stub import integration
+from tests.support.framework_stubs import BASES, integration
 
 pytestmark = pytest.mark.slow  # it imports all frameworks
 LIST = Path(__file__).parent / "public_api.txt"
@@ -31,8 +31,10 @@ MODULES = (
     "pulse_rl",
     "pulse_rl.errors",
     "pulse_rl.events",
+    "pulse_rl.integrations.axolotl",
     "pulse_rl.integrations.fsdp",
     "pulse_rl.integrations.jax",
+    "pulse_rl.integrations.nemo_rl",
     "pulse_rl.integrations.torch",
     "pulse_rl.integrations.transformers",
     "pulse_rl.integrations.trl",
@@ -50,7 +52,7 @@ MODULES = (
 )
 """Whatever their ``__all__`` names is public, or without one the classes that they define, and nothing else is."""
 
-MOST_NAMES, MOST_AT_THE_ROOT = 113, 45
+MOST_NAMES, MOST_AT_THE_ROOT = 115, 45
 
 HANDED_OUT = {
     "pulse_rl.integrations.engines.handle.EngineSync",
@@ -95,7 +97,8 @@ def public() -> Iterator[tuple[str, Any]]:
     """(dotted name, object) of all that is public, each object once."""
     seen: set[int] = set()
     for module in MODULES:
-        loaded = integration() if module.endswith(".verl") else importlib.import_module(module)
+        framework = module.rpartition(".")[2]
+        loaded = integration(framework) if framework in BASES else importlib.import_module(module)
         for name in exported_by(loaded):
             value = getattr(loaded, name)
             if inspect.isclass(value) or inspect.isfunction(value):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pulse_rl
-from tests.support.verl_stub import integration
+from tests.support.framework_stubs import integration
 
 PulseCheckpointEngine = integration().PulseCheckpointEngine
 Registry = integration().CheckpointEngineRegistry

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-CASES = ("zero3", "zero3_bf16", "zero2", "traps", "lora", "trainer")
-
 
 def test_two_ranks_under_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
@@ -24,5 +22,4 @@ def test_two_ranks_under_deepspeed(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[2],
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    for case in CASES:
-        assert result.stdout.count(f"is content with {case}") >= 2
+    assert result.stdout.count("is content") == 2

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from ..errors import InputError
 from .transformers import PulseCallback
 
-__all__ = ["PulsePlugin", "PulsePluginArgs"]
+__all__ = ["PulsePlugin"]
 
 
 class PulsePluginArgs(BaseModel):

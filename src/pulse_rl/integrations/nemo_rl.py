@@ -71,8 +71,11 @@ class PulseEngine(CheckpointEngine):
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
-        """Makes the policy's first rank the one that publishes. ``metadata``: what `prepare` has returned, in the order
-        of the ranks, the policy's ``train_world_size`` first, then the rollouts' ``rollout_world_size``."""
+        """Makes the policy's first rank, of ``worker_rank`` 0, the one that publishes.
+
+        ``metadata`` is what `prepare` has returned on the policy's ranks, ``train_world_size`` of them, and behind them
+        on the ``rollout_world_size`` rollout ranks.
+        """
         if worker_rank == 0 and not self._updates.publishes:
             self._updates.open_publisher(self._signing_key)
         self._begin(metadata)
@@ -80,9 +83,15 @@ class PulseEngine(CheckpointEngine):
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
-        """Takes the run's number; see `init_policy_process_group`. All rollout ranks are alike: ``rollout_rank`` is not
-        needed."""
+        """Takes the run's number from ``metadata``.
+
+        The arguments are those of `init_policy_process_group`; all rollout ranks are alike, whatever the
+        ``rollout_rank``, ``train_world_size`` and ``rollout_world_size``.
+        """
         self._begin(metadata)
+
+    def finalize(self) -> None:
+        """Nothing: the host state stays for the next refit."""
 
     def _begin(self, metadata: list[Any]) -> None:
         self._run, self._refits = metadata[0][_RUN], 0
