@@ -1,6 +1,6 @@
 """The same training twice: TRL's GRPO with vLLM, weights by TRL's own sync and by Pulse; equal to the bit, or not.
 
-    python -m benchmarks.same_training [--steps 200] [--seeds 0 1 2] [--out NAME] [--kill engine@5 trainer@10]
+    python -m benchmarks.same_training [--steps 200] [--seeds 0 1 2] [--out NAME] [--kill engine@5 trainer@10 store@15]
 
 Runs on a CPU in the environment of ``make test-vllm``. ``trl``: ``use_vllm=True, vllm_mode="colocate"``; TRL's
 ``VLLMGeneration.sync_weights`` loads every parameter into an engine in the trainer's process. (Its other mode,
@@ -15,7 +15,8 @@ computes with; ``root``, the root of the version in the stream. Where two lines 
 but seconds, bytes and ``root``, or an engine's weights from the trainer's, the command says so and fails.
 
 ``--kill``: in the middle of the step, after the rollouts, by SIGKILL. The engine starts again from its first
-checkpoint, the trainer from its own of the step before.
+checkpoint, the trainer from its own of the step before. The store is then a server of the S3 protocol (moto, by
+``--moto``) behind a door that is shut for some seconds: all connections are cut, new ones refused.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
@@ -48,6 +52,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TRL_EXPERIMENTAL_SILENCE": "1",
     "HF_HUB_OFFLINE": "1",
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
     "GLOO_SOCKET_IFNAME": "lo",
 }
 ENGINE = {"max_model_len": 128, "enforce_eager": True, "weight_transfer_config": {"backend": "pulse"}}
@@ -62,12 +68,13 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--transports", choices=TRANSPORTS, nargs="+", default=list(TRANSPORTS))
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--kill", nargs="+", default=[], metavar="WHAT@STEP", help="of the runs with Pulse")
+    parser.add_argument("--moto", default=".venv/bin/python", help="a Python that has it, for store@STEP")
     parser.add_argument("--out", type=Path, help="JSON lines, as OUT.trl.jsonl and OUT.pulse.jsonl (default: printed)")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.child:
-        transport, seed, url, folder = arguments.child
-        train(arguments, transport, int(seed), url, Path(folder))
+        transport, seed, url, store, folder = arguments.child
+        train(arguments, transport, int(seed), url, store, Path(folder))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of a run end with it
     begin(arguments)
@@ -142,15 +149,18 @@ def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[s
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         save_policy(str(folder / "policy"))
-        url, engine = "", None
+        url, engine, door, store = "", None, None, str(folder / "store")
         if transport == "pulse":
             engine = stack.enter_context(Server(folder))
             url = engine.url
+            if "store@" in " ".join(arguments.kill):
+                door = stack.enter_context(Door(arguments.moto))
+                store = door.address
         command = [sys.executable, "-m", "benchmarks.same_training", "--steps", str(arguments.steps)]
         command += ["--learning-rate", str(arguments.learning_rate)]
         if transport == "pulse" and arguments.kill:
             command += ["--kill", *arguments.kill]
-        command += ["--child", transport, str(seed), url, str(folder)]
+        command += ["--child", transport, str(seed), url, store, str(folder)]
         with (folder / "trainer.log").open("ab") as output:
             while True:
                 trainer = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | ENVIRONMENT)
@@ -159,6 +169,9 @@ def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[s
                         time.sleep(0.2)
                         if engine is not None and engine.died():
                             engine.start()
+                        if door is not None and (folder / "store-away").exists():
+                            door.shut()
+                            (folder / "store-away").unlink()
                 finally:
                     trainer.kill()
                 if trainer.returncode != -signal.SIGKILL:
@@ -166,8 +179,10 @@ def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[s
         if trainer.returncode:
             raise SystemExit((folder / "trainer.log").read_text()[-6000:])
         lines = [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
+        waits = (folder / "trainer.log").read_text().count("; the training waits, ")
     took = time.perf_counter() - began
-    print(f"{transport}, seed {seed}: {arguments.steps} steps in {took:.0f} s", file=sys.stderr, flush=True)
+    words = f"{transport}, seed {seed}: {arguments.steps} steps in {took:.0f} s, which waited {waits} times"
+    print(words, file=sys.stderr, flush=True)
     return lines
 
 
@@ -175,12 +190,7 @@ class Server:
     """vLLM's server of the policy in ``folder``, at an address that stays."""
 
     def __init__(self, folder: Path) -> None:
-        import socket
-
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        self._folder = folder
+        self._folder, self._port = folder, free_port()
         self.url = f"http://127.0.0.1:{self._port}"
 
     def __enter__(self) -> Server:
@@ -219,10 +229,69 @@ class Server:
                 time.sleep(0.2)
 
 
+class Door:
+    """In front of a server of the S3 protocol with one bucket; open but for ``seconds`` from each `shut`."""
+
+    def __init__(self, moto: str, seconds: float = 6.0) -> None:
+        self._ports = [free_port(), free_port()]
+        self._seconds, self._until = seconds, 0.0
+        self._pairs: list[socket.socket] = []
+        self.address = f"s3://bucket/run?endpoint=http://127.0.0.1:{self._ports[0]}&region=us-east-1"
+        self._moto = subprocess.Popen([moto, "-m", "moto.server", "-p", str(self._ports[1])], stderr=subprocess.DEVNULL)
+
+    def __enter__(self) -> Door:
+        bucket = urllib.request.Request(f"http://127.0.0.1:{self._ports[1]}/bucket", method="PUT")
+        while True:
+            with suppress(OSError):
+                urllib.request.urlopen(bucket).close()
+                break
+            time.sleep(0.2)
+        self._listener = socket.create_server(("127.0.0.1", self._ports[0]))
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._moto.kill()
+        self._moto.wait()
+
+    def shut(self) -> None:
+        self._until = time.monotonic() + self._seconds
+        while self._pairs:
+            with suppress(OSError):
+                self._pairs.pop().shutdown(socket.SHUT_RDWR)
+
+    def _serve(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            if time.monotonic() < self._until:
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self._ports[1]))
+            self._pairs += [client, server]
+            for source, target in ((client, server), (server, client)):
+                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 # -- one run: the trainer
 
 
-def train(arguments: argparse.Namespace, transport: str, seed: int, url: str, folder: Path) -> None:
+def train(arguments: argparse.Namespace, transport: str, seed: int, url: str, store: str, folder: Path) -> None:
     """Writes the lines. Goes on from a checkpoint where there is one."""
     import torch
     from datasets import Dataset
@@ -231,6 +300,7 @@ def train(arguments: argparse.Namespace, transport: str, seed: int, url: str, fo
 
     from pulse_rl.integrations.trl import pulse_rollout
 
+    logging.basicConfig(format="%(name)s: %(message)s")
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     kills = dict(reversed(word.split("@")) for word in arguments.kill)
@@ -263,7 +333,7 @@ def train(arguments: argparse.Namespace, transport: str, seed: int, url: str, fo
         _set_engine()
     else:
         own = {}
-        pulse = pulse_rollout(url, str(folder / "store"), STREAM)
+        pulse = pulse_rollout(url, store, STREAM)
     trainer = GRPOTrainer(
         model=str(folder / "policy"),
         reward_funcs=numbers,
@@ -365,6 +435,11 @@ class Watch:
                 os.killpg(int((self._folder / "server.pid").read_text()), signal.SIGKILL)
             elif what == "trainer":
                 os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                away = self._folder / "store-away"
+                away.touch()
+                while away.exists():
+                    time.sleep(0.01)
 
     def callback(self) -> Any:
         from transformers import TrainerCallback
