@@ -97,13 +97,17 @@ def row(model: str, updates: int) -> str:
     """The cells of a Qwen3's sync, or why there are none."""
     shapes = tensors(f"qwen3-{model.lower()}") if model != "30B-A3B" else []
     nbytes = 2 * sum(prod(dims) for _, dims in shapes) or int(61.1e9)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (line,) = (each for each in Path("/proc/meminfo").read_text().splitlines() if each.startswith("MemAvailable"))
+    free = int(line.split()[1]) << 10
     if free < 4.5 * nbytes or shutil.disk_usage(tempfile.gettempdir()).free < 4 * nbytes:
         return f"not run: {4.5 * nbytes / 1e9:.0f} GB of free memory are needed, and as much disk"
     weights = {name: torch.randn(dims).mul_(0.02).bfloat16() for name, dims in shapes}
     with tempfile.TemporaryDirectory() as temporary:
         store, found = str(Path(temporary) / "store"), []
-        with pulse_rl.Publisher(store, stream="policy") as publisher, pulse_rl.Subscriber(store, "policy") as worker:
+        with (
+            pulse_rl.Publisher(store, stream="policy") as publisher,
+            pulse_rl.Subscriber(store, stream="policy") as worker,
+        ):
             first, _ = timed(lambda: publisher.publish(weights))
             first_sync, update = timed(worker.sync)
             update.acknowledge()

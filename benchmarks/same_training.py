@@ -16,7 +16,7 @@ but seconds, bytes and ``root``, or an engine's weights from the trainer's, the 
 
 ``--kill``: in the middle of the step, after the rollouts, by SIGKILL. The engine starts again from its first
 checkpoint, the trainer from its own of the step before. The store is then a server of the S3 protocol (moto, by
-``--moto``) behind a door that is shut for some seconds: all connections are cut, new ones refused.
+``--moto``) behind a proxy that refuses all requests for six seconds.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,19 +43,10 @@ from typing import Any
 TRANSPORTS = ("trl", "pulse")
 STREAM = "policy"
 SECONDS = ("sync_s", "step_s")
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TRL_EXPERIMENTAL_SILENCE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "AWS_ACCESS_KEY_ID": "key",
-    "AWS_SECRET_ACCESS_KEY": "secret",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+ENVIRONMENT |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 ENGINE = {"max_model_len": 128, "enforce_eager": True, "weight_transfer_config": {"backend": "pulse"}}
 """Of both engines. On a CPU vLLM packs weights, and then computes with the packed copies alone: with the backend
 ``pulse`` it keeps them plain, without which TRL's own sync would change nothing."""
@@ -149,13 +140,13 @@ def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[s
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         save_policy(str(folder / "policy"))
-        url, engine, door, store = "", None, None, str(folder / "store")
+        url, engine, proxy, store = "", None, None, str(folder / "store")
         if transport == "pulse":
             engine = stack.enter_context(Server(folder))
             url = engine.url
             if "store@" in " ".join(arguments.kill):
-                door = stack.enter_context(Door(arguments.moto))
-                store = door.address
+                proxy = stack.enter_context(s3(arguments.moto))
+                store = f"s3://bucket/run?endpoint={proxy.endpoint}&region=us-east-1"
         command = [sys.executable, "-m", "benchmarks.same_training", "--steps", str(arguments.steps)]
         command += ["--learning-rate", str(arguments.learning_rate)]
         if transport == "pulse" and arguments.kill:
@@ -169,8 +160,8 @@ def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[s
                         time.sleep(0.2)
                         if engine is not None and engine.died():
                             engine.start()
-                        if door is not None and (folder / "store-away").exists():
-                            door.shut()
+                        if proxy is not None and (folder / "store-away").exists():
+                            cut(proxy, 6.0)
                             (folder / "store-away").unlink()
                 finally:
                     trainer.kill()
@@ -213,72 +204,52 @@ class Server:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._folder / "policy")]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--logprobs-mode", "processed_logprobs"]
         for name, value in ENGINE.items():
-            command += [f"--{name.replace('_', '-')}", *([] if value is True else [_json(value)])]
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [json.dumps(value)])]
         with (self._folder / "server.log").open("ab") as output:
             self._process = subprocess.Popen(
                 command, stdout=output, stderr=output, env=os.environ | ENVIRONMENT, start_new_session=True
             )
         (self._folder / "server.pid").write_text(str(self._process.pid))
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return
-            except OSError:
-                if self.died():
-                    raise SystemExit((self._folder / "server.log").read_text()[-6000:]) from None
-                time.sleep(0.2)
+        try:
+            until_up(urllib.request.Request(f"{self.url}/health"), self._process)
+        except SystemExit:
+            print((self._folder / "server.log").read_text()[-6000:], file=sys.stderr)
+            raise
 
 
-class Door:
-    """In front of a server of the S3 protocol with one bucket; open but for ``seconds`` from each `shut`."""
+@contextmanager
+def s3(python: str) -> Iterator[Any]:
+    """A server of the S3 protocol with one bucket, and the proxy before it."""
+    from tests.support.proxy import Proxy
 
-    def __init__(self, moto: str, seconds: float = 6.0) -> None:
-        self._ports = [free_port(), free_port()]
-        self._seconds, self._until = seconds, 0.0
-        self._pairs: list[socket.socket] = []
-        self.address = f"s3://bucket/run?endpoint=http://127.0.0.1:{self._ports[0]}&region=us-east-1"
-        self._moto = subprocess.Popen([moto, "-m", "moto.server", "-p", str(self._ports[1])], stderr=subprocess.DEVNULL)
+    port = free_port()
+    server = subprocess.Popen([python, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        until_up(urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT"), server)
+        proxy = Proxy(f"http://127.0.0.1:{port}")
+        yield proxy
+        proxy.close()
+    finally:
+        server.kill()
+        server.wait()
 
-    def __enter__(self) -> Door:
-        bucket = urllib.request.Request(f"http://127.0.0.1:{self._ports[1]}/bucket", method="PUT")
-        while True:
-            with suppress(OSError):
-                urllib.request.urlopen(bucket).close()
-                break
+
+def cut(proxy: Any, seconds: float) -> None:
+    from tests.support.proxy import Rule
+
+    proxy.add(Rule("refuse", times=1_000_000))
+    threading.Timer(seconds, proxy.heal).start()
+
+
+def until_up(request: urllib.request.Request, process: subprocess.Popen[bytes]) -> None:
+    while True:
+        try:
+            urllib.request.urlopen(request, timeout=5).close()
+            return
+        except OSError:
+            if process.poll() is not None:
+                raise SystemExit(f"{process.args} ended") from None
             time.sleep(0.2)
-        self._listener = socket.create_server(("127.0.0.1", self._ports[0]))
-        threading.Thread(target=self._serve, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._moto.kill()
-        self._moto.wait()
-
-    def shut(self) -> None:
-        self._until = time.monotonic() + self._seconds
-        while self._pairs:
-            with suppress(OSError):
-                self._pairs.pop().shutdown(socket.SHUT_RDWR)
-
-    def _serve(self) -> None:
-        while True:
-            client, _ = self._listener.accept()
-            if time.monotonic() < self._until:
-                client.close()
-                continue
-            server = socket.create_connection(("127.0.0.1", self._ports[1]))
-            self._pairs += [client, server]
-            for source, target in ((client, server), (server, client)):
-                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
-
-    @staticmethod
-    def _pump(source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-        for end in (source, target):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 def free_port() -> int:
@@ -297,6 +268,7 @@ def train(arguments: argparse.Namespace, transport: str, seed: int, url: str, st
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
 
     from pulse_rl.integrations.trl import pulse_rollout
 
@@ -304,58 +276,33 @@ def train(arguments: argparse.Namespace, transport: str, seed: int, url: str, st
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     kills = dict(reversed(word.split("@")) for word in arguments.kill)
-    settings: dict[str, Any] = {
-        "output_dir": str(folder / "out"),
-        "max_steps": arguments.steps,
-        "learning_rate": arguments.learning_rate,
-        "lr_scheduler_type": "constant",
-        "beta": 0.04,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "temperature": 1.0,
-        "seed": seed,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "steps" if kills else "no",
-        "save_steps": 1,
-        "save_total_limit": 2,
-    }
-    pulse: Any = None
-    own: dict[str, Any]
+    settings: dict[str, Any] = {"output_dir": str(folder / "out"), "max_steps": arguments.steps, "seed": seed}
+    settings |= {"learning_rate": arguments.learning_rate, "lr_scheduler_type": "constant", "beta": 0.04}
+    settings |= {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
+    settings |= {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False}
+    settings |= {"save_strategy": "steps" if kills else "no", "save_steps": 1, "save_total_limit": 2}
+    watch = Watch(transport, seed, url, folder, kills)
+    by_pulse: Any = None
     if transport == "trl":
-        own = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": ENGINE["max_model_len"]}
-        # The correction is a part of `use_vllm` alone.
-        own["vllm_importance_sampling_correction"] = False
-        _set_engine()
+        settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": ENGINE["max_model_len"]}
+        settings["vllm_importance_sampling_correction"] = False  # which `use_vllm` alone has
+        vllm_generation.LLM = partial(vllm_generation.LLM, **ENGINE)  # TRL has no settings for these
     else:
-        own = {}
-        pulse = pulse_rollout(url, store, STREAM)
+        by_pulse = partial(watch.by_pulse, pulse_rollout(url, store, STREAM))
     trainer = GRPOTrainer(
         model=str(folder / "policy"),
         reward_funcs=numbers,
-        args=GRPOConfig(**settings, **own),
+        args=GRPOConfig(**settings),
         train_dataset=Dataset.from_list([{"prompt": f"w{n + 3} w{n + 4} w{n + 5}"} for n in range(200)]),
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder / "policy", padding_side="left"),
-        rollout_func=None if pulse is None else lambda prompts, trainer: watch.by_pulse(pulse, prompts, trainer),
+        rollout_func=by_pulse,
     )
-    watch = Watch(transport, seed, url, folder, kills)
-    if pulse is None:
+    if by_pulse is None:
         engine = trainer.vllm_generation
         engine.generate = partial(watch.by_trl, trainer, engine.generate)
         engine.sync_weights = watch.timed(engine.sync_weights)
     trainer.add_callback(watch.callback())
     trainer.train(resume_from_checkpoint=(folder / "out").is_dir() and any((folder / "out").glob("checkpoint-*")))
-
-
-def _set_engine() -> None:
-    """TRL's settings have none of these."""
-    from trl.generation import vllm_generation
-
-    vllm_generation.LLM = partial(vllm_generation.LLM, **ENGINE)
 
 
 def numbers(completions: list[str], **_: Any) -> list[float]:
@@ -473,10 +420,6 @@ def fused(model: Any) -> dict[str, str]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _json(value: Any) -> str:
-    return str(value) if isinstance(value, int) else json.dumps(value)
 
 
 if __name__ == "__main__":
