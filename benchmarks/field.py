@@ -32,7 +32,7 @@ import pulse_rl
 from benchmarks.device import tensors
 from benchmarks.measure import timed
 
-DENSITY = 0.0085
+DENSITY, UPDATES = 0.0085, 3
 GPUS = {"0.6B": 1, "1.7B": 1, "4B": 8, "8B": 8, "30B-A3B": 8}
 SERVE = "VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-{m} --max-model-len 2048 --logprobs-mode processed_logprobs"
 TRL = (
@@ -61,9 +61,9 @@ def commands(model: str) -> dict[str, list[str]]:
     processes on one GPU, so that TRL's own sync is that of its colocate mode there."""
     one = GPUS[model] == 1
     serve, trl = SERVE.format(m=model), TRL.format(m=model)
-    trainers = "" if one else "CUDA_VISIBLE_DEVICES=0,1,2,3 accelerate launch --use_fsdp --fsdp_version 2 -m "
+    fsdp = "CUDA_VISIBLE_DEVICES=0,1,2,3 accelerate launch --use_fsdp --fsdp_version 2 -m "
+    launch = "python -m " if one else fsdp
     serve = f"{serve} --gpu-memory-utilization 0.4" if one else f"CUDA_VISIBLE_DEVICES=4,5,6,7 {serve} -tp 4"
-    launch = trainers or "python -m "
     own = "--vllm_mode colocate --vllm_gpu_memory_utilization 0.4" if one else "--vllm_mode server"
     found = {
         "TRL": [] if one else [f'{serve} --weight-transfer-config \'{{"backend": "nccl"}}\''],
@@ -93,7 +93,7 @@ def with_pulse(url: str, store: str, script: str, words: list[str]) -> None:
     (runpy.run_path if script.endswith(".py") else runpy.run_module)(script, run_name="__main__")
 
 
-def row(model: str, updates: int) -> str:
+def row(model: str) -> str:
     """The cells of a Qwen3's sync, or why there are none."""
     shapes = tensors(f"qwen3-{model.lower()}") if model != "30B-A3B" else []
     nbytes = 2 * sum(prod(dims) for _, dims in shapes) or int(61.1e9)
@@ -112,7 +112,7 @@ def row(model: str, updates: int) -> str:
             first_sync, update = timed(worker.sync)
             update.acknowledge()
             del update
-            for _ in range(updates):
+            for _ in range(UPDATES):
                 for weight in weights.values():
                     flat = weight.view(-1).view(torch.int16)
                     flat[torch.randint(len(flat), (int(len(flat) * DENSITY),))] += 1
@@ -121,8 +121,8 @@ def row(model: str, updates: int) -> str:
                 assert update.root == pulse_rl.state_root(weights)
                 update.acknowledge()
                 del update
-                found.append((published.wall, synced.wall, done, max(published.peak, synced.peak)))
-        publish, sync, done, _ = sorted(found, key=lambda each: each[0] + each[1])[updates // 2]
+                found.append((published.wall, synced.wall, done))
+        publish, sync, done = sorted(found, key=lambda each: each[0] + each[1])[UPDATES // 2]
         peak = max(first.peak, first_sync.peak) / nbytes
         dense = _dense(weights, Path(temporary) / "dense.safetensors")
     return (
@@ -145,7 +145,6 @@ def _dense(weights: dict[str, torch.Tensor], file: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.field", description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=GPUS, default=list(GPUS))
-    parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--commands", action="store_true")
     parser.add_argument("--with-pulse", nargs=argparse.REMAINDER, metavar="URL STORE SCRIPT ARG")
     arguments = parser.parse_args()
@@ -161,7 +160,7 @@ def main() -> None:
     heads = "state | first publish + sync, s | publish + sync, s | patch | density | dense | memory, states"
     print(f"| | {heads} | under TRL | TRL's own | under verl | verl's own |\n{'|---' * 12}|", flush=True)
     for model in arguments.models:
-        cells = row(model, arguments.updates)
+        cells = row(model)
         cells += "" if " | " in cells else " |" * 6
         why = "not run: no GPU" if not torch.cuda.is_available() else "see --commands"
         print(f"| Qwen3-{model} | {cells} |" + f" {why} |" * 4, flush=True)

