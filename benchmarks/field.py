@@ -45,6 +45,7 @@ VERL = (
     " data.max_prompt_length=512 data.max_response_length=1024 actor_rollout_ref.model.path=Qwen/Qwen3-{m}"
     " actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=64"
     " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.actor.use_kl_loss=True"
+    " actor_rollout_ref.hybrid_engine=False actor_rollout_ref.actor.strategy=fsdp2"
     " actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 trainer.n_gpus_per_node={half}"
     " rollout.n_gpus_per_node={half} trainer.total_training_steps=20"
 )
