@@ -156,6 +156,23 @@ def test_the_command_quantises(tmp_path: Path, rng: Rng, capsys: pytest.CaptureF
     assert "fp8_block" in capsys.readouterr().err
 
 
+def test_a_study_has_codes_and_scales_beside_the_weights(
+    tmp_path: Path, rng: Rng, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = rng.normal(0, 0.02, (256, 128)).astype(np.float32)
+    for step in range(3):
+        save(tmp_path / f"step-{step}.safetensors", State.of(layer(weight * np.float32(1 + 1e-4 * step))))
+    assert main(["study", str(tmp_path), "--k", "1", "--quantise", "fp8_block", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["kind"], row["elements"]) for row in found["kinds"]] == [("BF16", weight.size + 128)]
+    parts = {row["kind"]: row for row in found["quantised"]["kinds"]}
+    assert (parts["scales"]["elements"], parts["scales"]["changed"]) == (2, 2), "all weights grow"
+    assert (parts["F8_E4M3"]["elements"], parts["BF16"]["elements"]) == (weight.size, 128)
+    assert parts["F8_E4M3"]["sparsity"] > found["kinds"][0]["sparsity"]
+    assert main(["study", str(tmp_path), "--k", "1", "--quantise", "fp8_block"]) == 0
+    assert "scales" in capsys.readouterr().out
+
+
 def test_the_kernels_refuse_what_does_not_fit() -> None:
     elements, scales, codes = np.zeros(256, np.uint8), np.ones(4, np.float32), np.zeros(64, np.uint8)
     wrong: list[Callable[[], object]] = [

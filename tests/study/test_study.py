@@ -29,7 +29,7 @@ SPECIAL = np.array([np.nan, -0.0, 0.0, np.inf, -np.inf, 1e-45, -1e-40, 3e38, 448
 
 
 FIELDS = (
-    "format source dtype dtypes parameters dense_bytes states rows layers tensors pairs history exponents lr "
+    "format source dtype dtypes parameters dense_bytes states rows layers kinds tensors pairs history exponents lr "
     "gradient_density gradients summary"
 )
 ROW_FIELDS = (

@@ -12,11 +12,12 @@ from .._util.settings import format_bandwidth, format_bytes
 from ..events import progress_to
 from ..report import read_run, render
 from ..state.cast import COMPUTE_DTYPES, cast_specs
+from ..state.quantise import FORMATS
 from ..state.tensors import TensorSpec
 from ..study import CheckpointFolder, StoredStream, study
 from ..study.result import STEP_SECONDS
 from ..study.run import DEFAULT_KS, StateSequence
-from .arguments import seconds
+from .arguments import quantisation, seconds
 from .output import PAGE_MARK, Console, check_output, read_study, write_output
 
 _SHOWN_TENSORS = 8
@@ -34,6 +35,13 @@ def add_parser(commands: Any) -> None:
         choices=list(COMPUTE_DTYPES),
         default="BF16",
         help="compute dtype; wider weights are cast to it (default: BF16)",
+    )
+    command.add_argument(
+        "--quantise",
+        type=quantisation,
+        metavar="FORMAT",
+        help="study codes and scales beside weights in --dtype, quantised from what is stored: "
+        f"{', '.join(FORMATS)}, or the config.json of a quantised model",
     )
     command.add_argument(
         "--k",
@@ -75,9 +83,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
         threads=args.threads,
         progress=progress_to(console, "study", len(source.state_names) * _nbytes(source.specs, args.dtype)),
     )
+    lines = lines_of(found)
+    if args.quantise is not None:
+        given = {"ks": args.k, "lr": args.lr, "step_seconds": args.step_seconds, "threads": args.threads}
+        found["quantised"] = study(source, dtype=args.dtype, quantise=args.quantise, **given)
+        lines += beside(found, found["quantised"])
     if args.output:
         write_output(Path(args.output), [render(study=found, title=source.name).encode()], PAGE_MARK, force=args.force)
-    console.result(found, lines_of(found))
+    console.result(found, lines)
     return 0
 
 
@@ -107,6 +120,24 @@ def lines_of(found: dict[str, Any]) -> list[str]:
                 f"{row['entropy_bound']:>9.3f} {format_bytes(row['bytes']):>10}"
             )
     return [*lines, *_history(found["history"]), *_exponents(found), "", *_three_numbers(found)]
+
+
+def beside(found: dict[str, Any], quantised: dict[str, Any]) -> list[str]:
+    """What a quantised state changes and costs, beside the same states as they are."""
+    kinds = list(dict.fromkeys(row["kind"] for row in quantised["kinds"]))
+    changed = {(row["kind"], row["k"]): 1 - row["sparsity"] for row in quantised["kinds"]}
+    lines = [
+        "",
+        "quantised: what changes of each kind of tensor, and a patch beside the one above",
+        f"{'k':>5} {found['dtype']:>9} | {' '.join(f'{kind:>9}' for kind in kinds)} {'a patch':>10} {'smaller':>8}",
+    ]
+    for before, row in zip(found["rows"], quantised["rows"], strict=True):
+        shares = " ".join(f"{changed[kind, row['k']]:>9.3%}" for kind in kinds)
+        line = f"{row['k']:>5} {1 - before['sparsity']:>9.3%} | {shares}"
+        if row["bytes"] and before["bytes"]:
+            line += f" {format_bytes(row['bytes']):>10} {before['bytes'] / row['bytes']:>7.1f}x"
+        lines.append(line)
+    return lines
 
 
 def _history(history: dict[str, Any] | None) -> list[str]:

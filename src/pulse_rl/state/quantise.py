@@ -325,8 +325,8 @@ def _chosen(quantise: Quantise) -> Callable[[_Source], list[_Made] | None]:
     def choose(source: _Source) -> list[_Made] | None:
         spec, module = source.spec, source.spec.name.removesuffix(".weight")
         # Linear layers, and experts that are fused into one tensor.
-        linear = len(spec.shape) == 2 and spec.name.endswith(".weight")
-        experts = len(spec.shape) == 3 and ".experts." in spec.name
+        linear = len(spec.shape) == 2 and spec.name.rpartition(".")[2] == "weight"
+        experts = len(spec.shape) == 3 and ".experts." in f".{module}"
         if not is_float(spec.dtype) or not spec.elements or not (linear or experts):
             return None
         if any(pattern.match(module) for pattern in patterns):

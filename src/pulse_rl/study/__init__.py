@@ -27,6 +27,8 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
       times_bound             bytes_per_changed / entropy_bound
     layers                  [{layer, k, elements, changed, sparsity, sparsity_min, sparsity_max}]; `layer` is one of
                             ``result.LAYERS``, and only those that occur are listed
+    kinds                   [{kind, k, elements, changed, sparsity}]: by dtype, the scales of quantised weights apart
+                            ("scales", by the ends of their names)
     tensors                 [{name, layer, dtype, shape, k, elements, changed, sparsity, sparsity_min, sparsity_max}]
     pairs                   [{k, old, new, changed, sparsity}]: every pair; old and new are indices into `states`
     exponents               pairs of the smallest k that were coded, by exponent of the old weight; one object per

@@ -39,6 +39,9 @@ from .record import CODECS, WITH_HISTORY, BlockRecord, ChangeCount, Pair, Priced
 from .recurrence import HistoryTally, first_step
 from .theory import ClassCounts, exponent_rows
 
+SCALES = ("_scale_inv", "_scale", "_global_scale", ".scales", ".scale")
+"""How the names of scales end in checkpoints."""
+
 LAYERS = ("embeddings", "attention", "mlp", "norms", "head", "biases", "others")
 
 _RULES = tuple(
@@ -245,6 +248,7 @@ def study_dict(
         "states": list(states),
         "rows": rows,
         "layers": _layer_rows(tally, ks),
+        "kinds": _kind_rows(tally, ks),
         "tensors": _tensor_rows(tally, ks),
         "pairs": tally.pairs,
         "history": _history(tally, len(states) - 1) if tally.history else None,
@@ -317,6 +321,31 @@ def _layer_rows(tally: Tally, ks: list[int]) -> list[dict[str, Any]]:
         for i, layer in enumerate(LAYERS)
         if layer in tally.layers
     ]
+
+
+def kind_of(spec: TensorSpec) -> str:
+    """What a tensor of a checkpoint holds: "scales" of a quantised weight, or elements of its dtype."""
+    return "scales" if spec.name.endswith(SCALES) else spec.dtype.name
+
+
+def _kind_rows(tally: Tally, ks: list[int]) -> list[dict[str, Any]]:
+    kinds = [kind_of(spec) for spec in tally.specs]
+    rows = []
+    for k in ks:
+        counted = tally.statistics[k][2]
+        for kind in dict.fromkeys(kinds):
+            of = [i for i, each in enumerate(kinds) if each == kind]
+            elements, changed = sum(tally.specs[i].elements for i in of), int(counted.total[of].sum()) / counted.pairs
+            rows.append(
+                {
+                    "kind": kind,
+                    "k": k,
+                    "elements": elements,
+                    "changed": changed,
+                    "sparsity": 1 - changed / max(elements, 1),
+                }
+            )
+    return rows
 
 
 def _tensor_rows(tally: Tally, ks: list[int]) -> list[dict[str, Any]]:

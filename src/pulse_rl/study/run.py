@@ -16,6 +16,7 @@ from .._util.threads import ordered_map
 from ..errors import InputError, PulseError, StateMismatch
 from ..state import checkpoint
 from ..state.cast import CastState, cast_specs, compute_dtype_named
+from ..state.quantise import Quantise, QuantisedState
 from ..state.tensors import State, TensorSpec
 from ..store import Store, open_store
 from ..stream.stream import Stream
@@ -166,6 +167,7 @@ def study(
     source: StateSequence,
     *,
     dtype: str = "BF16",
+    quantise: Quantise | None = None,
     ks: Sequence[int] = DEFAULT_KS,
     lr: float | None = None,
     step_seconds: float = STEP_SECONDS,
@@ -177,7 +179,8 @@ def study(
 
     ``lr``, the learning rate, adds the predicted density; ``step_seconds`` is the compute time between syncs that the
     bandwidths assume; ``threads``: the maximum number (None: one per core). ``dtype`` names one of ``COMPUTE_DTYPES``,
-    in any letter case: wider floats are cast to it. Values of ``ks`` with too few states are left out. For each k
+    in any letter case: wider floats are cast to it; with ``quantise``, as `Publisher.publish` takes it, those that are
+    not quantised. Values of ``ks`` with too few states are left out. For each k
     patches are built for at most ``CODED_PAIRS`` pairs. Of three states and more it also says what history knows of a
     step: patches with it are built for at most 8 steps of the second half of the states.
 
@@ -204,14 +207,19 @@ def study(
         raise InputError(f"{last + 1} states are too few for k = {min(ks)}", hint="Give a smaller k, or more states.")
     coded = {Pair(k, new) for k in possible for new in evenly_spaced(k, last, CODED_PAIRS)}
     steps = steps_to_code(last) if last > 1 else None
-    tally = Tally(cast_specs(source.specs, compute), possible, history=steps is not None)
+
+    def seen(state: State) -> State:
+        return CastState(state, compute) if quantise is None else QuantisedState(state, quantise, compute)
+
+    specs = cast_specs(source.specs, compute) if quantise is None else seen(next(iter(source.walk()))).specs
+    tally = Tally(specs, possible, history=steps is not None)
     budget = source.spare_bytes if memory_bytes is None else memory_bytes
     done = 0
     while done < len(tally.blocks):
         records = [BlockRecord(block, possible, coded, steps=steps) for block in tally.blocks[done:]]
         one_pass = _Pass(tally, records, done, threads)
         for number, state in enumerate(source.walk()):
-            compared = one_pass.add(CastState(state, compute), number, budget)
+            compared = one_pass.add(seen(state), number, budget)
             if progress:
                 progress(compared)
         for record in records:
@@ -236,7 +244,7 @@ class _Pass:
         blocks = {start + i: record.block for i, record in enumerate(records)}
         self._remembered = Remembered(tally.specs, blocks) if tally.history else None
 
-    def add(self, state: CastState, number: int, budget: int) -> int:
+    def add(self, state: State, number: int, budget: int) -> int:
         """Gives each record its block of the next state. Records that do not fit into ``budget`` bytes are given up,
         half done, but for the first. Returns the bytes that were compared, less those of what was given up."""
         records = self._records
@@ -253,7 +261,7 @@ class _Pass:
                 self._remembered.take(found, number, threads=self._threads)
         return compared
 
-    def _fitting(self, state: CastState, budget: int) -> int:
+    def _fitting(self, state: State, budget: int) -> int:
         """How many of the records fit, at least one."""
 
         def add(index: int) -> int:
