@@ -6,7 +6,7 @@ NATIVE_CPP := $(wildcard src/native/*/*.cpp src/native/*/*/*.cpp)
 NATIVE_H := $(wildcard src/native/*/*.h src/native/*/*/*.h)
 NATIVE := CMakeLists.txt $(NATIVE_CPP) $(NATIVE_H)
 
-.PHONY: demo demo-vllm demo-trl demo-loco demo-fleet test test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco study faults fuzz dist clean
+.PHONY: demo demo-vllm demo-trl demo-loco demo-loco-anywhere demo-fleet test test-vllm test-engines test-sglang bench-vllm bench-adapters quick check lint types imports docs bench bench-speed bench-sharded bench-network bench-fleet bench-loco study faults fuzz dist clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.grpo $(ARGS)
@@ -28,6 +28,10 @@ demo-fleet: $(VENV)/.ready
 
 demo-loco: $(VENV)/.ready
 	$(BIN)/python -m examples.loco $(ARGS)
+
+# Trainers that share nothing but a folder: one slow, one killed and back, one that joins later.
+demo-loco-anywhere: $(VENV)/.ready
+	$(BIN)/python examples/loco_anywhere.py $(ARGS)
 
 # Under 4 minutes on two idle cores, by three processes: some tests mostly wait. ARGS="-n 0" keeps it in one. Bytecode is
 # kept, whatever the shell says: without it every worker of pytest spends 4 seconds on the tests' alone.
