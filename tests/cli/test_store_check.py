@@ -50,6 +50,7 @@ def test_a_broken_store_is_not(
     text = pulse("store-check", "x", status=1)
     assert "FAIL " in text
     assert text.endswith("x is NOT safe to publish to\n")
+    assert ("one publisher alone may use it, by convention" in text) == (store is broken.Overwrites)
 
 
 def test_an_unreachable_store_is_not_called_unsafe(pulse: Pulse, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, Update, as_state, state_root
+from pulse_rl import Bits, MemoryStore, Publisher, State, Store, Subscriber, Update, as_state, state_root
 from pulse_rl.errors import StateMismatch
 from pulse_rl.integrations.torch import apply_, to_torch
+from pulse_rl.testing import EngineConformance
 from tests.support.interrupts import Boom, Steps
 from tests.support.states import Live, Rng, Tensors, all_dtypes, bits, history, mutated, snapshot, weights
 
@@ -65,31 +66,33 @@ def test_every_dtype_is_written_in_place(rng: Rng) -> None:
     assert {n: t.data_ptr() for n, t in model.items()} == places
 
 
-def test_a_module_follows_through_several_versions(rng: Rng) -> None:
-    """Updates of one version and merged ones of several, into parameters and buffers of a module."""
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(20, 10, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(10)
+        self.register_buffer("counts", torch.zeros(5, dtype=torch.int64))
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float16))
+        self.tied = self.linear
 
-    class Policy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(20, 10, dtype=torch.bfloat16)
-            self.norm = nn.LayerNorm(10)
-            self.register_buffer("counts", torch.zeros(5, dtype=torch.int64))
-            self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float16))
 
-    model = Policy()
-    states = [{n: Bits(t.array, t.dtype) for n, t in as_bits(model).items()}]
-    for _ in range(5):
-        states.append(mutated(rng, states[-1], 0.1))
-    store = MemoryStore()
-    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
-    for version, state in enumerate(states):
-        publisher.publish(state)
-        if version not in (2, 3):
-            update = subscriber.sync()
-            assert update is not None
+class TestModule(EngineConformance):
+    """Parameters and buffers of a module, tied ones among them."""
+
+    def state(self) -> Any:
+        return Policy().state_dict()
+
+    def new_engine(self, store: Store, stream: str) -> Any:
+        return Policy(), Subscriber(store, stream=stream)
+
+    def sync(self, engine: Any) -> None:
+        model, subscriber = engine
+        if (update := subscriber.sync()) is not None:
             apply_(model, update)
-            assert state_root(model.state_dict()) == update.root == state_root(state)
-    assert model.linear.weight.requires_grad
+        assert model.linear.weight.requires_grad
+
+    def weights(self, engine: Any) -> Any:
+        return engine[0].state_dict()
 
 
 def as_bits(module: nn.Module) -> Tensors:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -23,10 +23,11 @@ import torch  # noqa: E402
 from flax import linen, nnx  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from pulse_rl import MemoryStore, Publisher, State, Subscriber, state_root  # noqa: E402
+from pulse_rl import MemoryStore, Publisher, State, Store, Subscriber, state_root  # noqa: E402
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor  # noqa: E402
 from pulse_rl.integrations.jax import apply, weights  # noqa: E402
 from pulse_rl.integrations.torch import apply_  # noqa: E402
+from pulse_rl.testing import EngineConformance  # noqa: E402
 
 SPECS = [
     PartitionSpec(),
@@ -149,42 +150,37 @@ def test_flax_modules_have_names_and_no_copies() -> None:
         assert (model.layers[0].kernel[...] == kernel + 1).all()
 
 
-def test_bits_and_ties_survive(mesh: Mesh) -> None:
-    """NaNs with payloads, all widths, a tensor in two places, a scalar; changed here and there."""
-    rng = np.random.default_rng(0)
-    bits = {
-        "bfloat16": rng.integers(0, 1 << 16, (8, 6), np.uint16),
-        "float16": rng.integers(0, 1 << 16, (8, 6), np.uint16),
-        "float32": rng.integers(0, 1 << 32, (8, 6), np.uint32),
-        "float8_e4m3fn": rng.integers(0, 1 << 8, (8, 6), np.uint8),
-        "int8": rng.integers(0, 1 << 8, (8, 6), np.uint8),
-        "bool": rng.integers(0, 2, (8, 6), np.uint8),
-    }
+class TestTree(EngineConformance):
+    """All widths, in shards of all kinds, an array in two places, a scalar."""
 
-    def tree(of: dict[str, Any]) -> dict[str, Any]:
-        made = {name: jnp.asarray(array.view(jnp.dtype(name))) for name, array in of.items()}
-        return {**sharded(made, mesh), "scalar": jnp.float32(of["float32"][0, 0])}
+    donate: ClassVar[bool] = False
 
-    def tied(of: dict[str, Any]) -> dict[str, Any]:
-        made = tree(of)
-        return {**made, "tied": made["bfloat16"]}
+    @pytest.fixture(autouse=True)
+    def devices(self, mesh: Mesh) -> None:
+        self.mesh = mesh
 
-    changed = {name: array.copy() for name, array in bits.items()}
-    for array in changed.values():
-        array[3, 1:4] ^= 1
-    served, store = tied(bits), MemoryStore()
-    with Publisher(store, stream="s") as publisher, Subscriber(store, stream="s", base=weights(tied(bits))) as worker:
-        publisher.publish(weights(tied(bits)))
-        assert worker.sync() is None
-        publisher.publish(weights(tied(changed)))
-        update = worker.sync()
-        assert update is not None
-        assert {each.elements for each in update.tensors} == {3}
-        before = served["int8"]
-        served = apply(served, update)
-        assert served["tied"] is served["bfloat16"]
-        assert worker.root == state_root(weights(served)) == state_root(weights(tied(changed)))
-        assert (np.asarray(before) == bits["int8"].view(np.int8)).all(), "the old arrays stay"
+    def state(self) -> Any:
+        return weights(self._tree())
+
+    def _tree(self) -> dict[str, Any]:
+        kinds = ("bfloat16", "bool", "float16", "float32", "float8_e4m3fn", "int8")
+        tree = {**sharded({name: jnp.zeros((8, 16), name) for name in kinds}, self.mesh), "scalar": jnp.float32(1)}
+        return {**tree, "tied": tree["bfloat16"]}
+
+    def new_engine(self, store: Store, stream: str) -> Any:
+        return [self._tree(), Subscriber(store, stream=stream)]
+
+    def sync(self, engine: Any) -> None:
+        if (update := engine[1].sync()) is not None:
+            engine[0] = apply(engine[0], update, donate=self.donate)
+            assert engine[0]["tied"] is engine[0]["bfloat16"]
+
+    def weights(self, engine: Any) -> Any:
+        return weights(engine[0])
+
+
+class TestDonatedTree(TestTree):
+    donate: ClassVar[bool] = True
 
 
 RANK = """

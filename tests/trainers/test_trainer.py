@@ -12,13 +12,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback
 
-from pulse_rl import LocalStore, MemoryStore, Published, Subscriber
+from pulse_rl import LocalStore, MemoryStore, Published, Store
 from pulse_rl.errors import StoreError, StoreUnavailable
 from pulse_rl.events import Event
-from pulse_rl.integrations.torch import apply_
 from pulse_rl.integrations.transformers import PulseCallback
 from pulse_rl.store import Data
-from tests.trainers.support import Witness, arguments, followed, sentences, tiny
+from pulse_rl.testing import TrainerConformance
+from tests.trainers.support import Witness, arguments, cast, followed, sentences, tiny
 
 
 def trained(folder: Path, callback: PulseCallback, *others: TrainerCallback, **settings: Any) -> Trainer:
@@ -45,15 +45,26 @@ def test_an_fp32_model_is_followed_bit_for_bit_by_small_patches(tmp_path: Path) 
     assert callback.published == published[-1]
 
 
-def test_a_worker_s_own_model_gets_the_update(tmp_path: Path) -> None:
-    store = MemoryStore()
-    trainer = trained(tmp_path, PulseCallback(store, stream="policy"))
-    worker = tiny(torch.bfloat16, seed=1)
-    update = Subscriber(store, stream="policy").sync()
-    assert update is not None
-    apply_(worker, update)
-    for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(worker.state_dict()[name], tensor.to(torch.bfloat16))
+class TestCallback(TrainerConformance):
+    """A step is a run of one more step, which begins with the weights of the one before."""
+
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def new_trainer(self, store: Store, stream: str) -> Any:
+        callback = PulseCallback(store, stream=stream, replace=False)
+        return Trainer(tiny(), arguments(self.folder), train_dataset=sentences(), callbacks=[callback])
+
+    def step(self, trainer: Any) -> None:
+        trainer.args.max_steps = 1
+        trainer.train()
+
+    def weights(self, trainer: Any) -> Any:
+        return cast(trainer.model.state_dict())
+
+    def finish(self, trainer: Any) -> None:
+        pass
 
 
 def test_metrics_become_metadata_and_ours_go_into_the_log(tmp_path: Path) -> None:

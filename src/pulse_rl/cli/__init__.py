@@ -118,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
     stream = argparse.ArgumentParser(add_help=False, parents=[named])
-    stream.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
+    stream.add_argument("store", metavar="STORE", help="a folder, or a file://, hf://, s3://, gs:// or az:// URL")
     trust = argparse.ArgumentParser(add_help=False)
     trust.add_argument(
         "--trust",
@@ -234,8 +234,8 @@ def make_parser() -> argparse.ArgumentParser:
         "store",
         metavar="STORE",
         nargs="+",
-        help="a folder, or a file://, http://, s3://, gs:// or az:// URL; several in order of preference, the stream's "
-        "own last",
+        help="a folder, or a file://, hf://, http://, s3://, gs:// or az:// URL; several in order of preference, the "
+        "stream's own last",
     )
     kept = command.add_mutually_exclusive_group(required=True)
     kept.add_argument("--out", type=path, metavar="DIR", help="a folder that engines load, replaced atomically")
@@ -375,7 +375,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=streams.keygen)
 
     command = commands.add_parser("store-check", parents=[common], help="check that a store is safe to publish to")
-    command.add_argument("store", metavar="STORE", help="a folder, or a file://, s3://, gs:// or az:// URL")
+    command.add_argument("store", metavar="STORE", help="a folder, or a file://, hf://, s3://, gs:// or az:// URL")
     command.set_defaults(run=streams.store_check)
 
     plan.add_parser(commands)

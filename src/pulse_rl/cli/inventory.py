@@ -27,7 +27,9 @@ _SHOWN_ANCHORS = 5
 def add_parsers(commands: Any, common: list[argparse.ArgumentParser], trust: argparse.ArgumentParser) -> None:
     """Adds the commands to ``commands``, argparse's sub-parsers."""
     store = argparse.ArgumentParser(add_help=False)
-    store.add_argument("store", metavar="STORE", help="a folder, or a file://, http://, s3://, gs:// or az:// URL")
+    store.add_argument(
+        "store", metavar="STORE", help="a folder, or a file://, hf://, http://, s3://, gs:// or az:// URL"
+    )
 
     command = commands.add_parser("list", parents=[*common, trust, store], help="show the streams of a store")
     command.set_defaults(run=show_streams)

@@ -26,6 +26,7 @@ from .output import Console
 DEFAULT_PORT = 8734
 _TOO_LONG_HERE = {"test_the_longest_name"}
 """A folder's name comes on top."""
+_OF_CREATES = {"a second create is refused", "what was put cannot be created", "of racing creates one wins"}
 
 
 def publish(args: argparse.Namespace, console: Console) -> int:
@@ -222,6 +223,8 @@ def store_check(args: argparse.Namespace, console: Console) -> int:
         f"{'ok  ' if held else 'FAIL'} {guarantee}{f': {seen}' * bool(seen)}" for guarantee, held, seen in findings
     ]
     lines.append(f"{args.store} is {'safe' if safe else 'NOT safe'} to publish to")
+    if not safe and all(held or guarantee in _OF_CREATES for guarantee, held, _ in findings):
+        lines.insert(-1, "one publisher alone may use it, by convention: it would not notice a second one")
     names = ("guarantee", "held", "seen")
     facts = {"safe": safe, "findings": [dict(zip(names, each, strict=True)) for each in findings]}
     console.result(facts, lines)

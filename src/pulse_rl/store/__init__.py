@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlparse
 from ..errors import InputError
 from .base import Data, ObjectInfo, Store
 from .http import HttpStore
+from .hub import HubStore, bucket_address
 from .local import LocalStore, MemoryStore
 from .object import ObjectStore
 
@@ -30,14 +31,15 @@ __all__ = [
 ]
 
 _PASSWORD = re.compile(r"^([A-Za-z0-9+.-]+:/*).*@")
-_ONE_SLASH = re.compile(r"(file|memory|https?|s3a?|gs|az|abfss?):/?(?!/)")
+_ONE_SLASH = re.compile(r"(file|memory|https?|hf|s3a?|gs|az|abfss?):/?(?!/)")
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
 def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store:
     """The store at ``address``: a folder's path, ``file:///folder``, ``memory://`` (new and empty each time),
     ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``, or, for readers, ``http://host:port``
-    or ``https://…`` with those of `HttpStore`. A store is returned unchanged.
+    or ``https://…`` with those of `HttpStore`; ``hf://buckets/namespace/bucket/prefix``, which is S3, or, for readers,
+    ``hf://namespace/repository/prefix``, of the Hugging Face Hub. A store is returned unchanged.
 
     Raises InputError for any other address and StoreError when the store cannot be opened.
     """
@@ -61,11 +63,13 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
         return MemoryStore()
     if url.scheme in _OBJECT_SCHEMES:
         return ObjectStore(text, **options)
+    if url.scheme == "hf":
+        return ObjectStore(bucket_address(text), **options) if url.netloc == "buckets" else HubStore(text, **options)
     if url.scheme in ("http", "https"):
         return HttpStore(text, **options)
     raise InputError(
         f"{_shown(text)} is not a store address",
-        hint="Use a folder's path, file://, memory://, http://, s3://, gs:// or az://.",
+        hint="Use a folder's path, file://, memory://, http://, hf://, s3://, gs:// or az://.",
     )
 
 

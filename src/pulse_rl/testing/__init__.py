@@ -1,4 +1,5 @@
-"""Tests for your own implementations of this library's interfaces: so far, of `Store`.
+"""Tests for your own implementations of this library's interfaces: of `Store`, and of trainers that publish and engines
+that follow.
 
 ::
 
@@ -37,8 +38,9 @@ from typing import Any, ClassVar
 from ..errors import AlreadyExists, InputError, NotFound, StoreError, StoreUnavailable
 from ..store import Store
 from ..store.base import MAX_NAME
+from .frameworks import EngineConformance, TrainerConformance
 
-__all__ = ["StoreConformance"]
+__all__ = ["EngineConformance", "StoreConformance", "TrainerConformance"]
 
 BAD_NAMES = (
     *("", ".", "..", "../x", "a/../b", "a/..", "/a", "a/", "a//b", ".a", "a/.b", "-a", "a b", "a\\b", "ü", "a\0b"),

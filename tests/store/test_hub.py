@@ -1,0 +1,87 @@
+"""Stores of the Hugging Face Hub: a repository that is read, and a bucket behind its S3 gateway."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from pulse_rl import HttpStore, LocalStore, Publisher, Store, Subscriber, open_store
+from pulse_rl.errors import InputError, StoreError
+from pulse_rl.testing import StoreConformance
+from tests.support.commands import Pulse
+from tests.support.http import ServedStore
+from tests.support.hub import TOKEN, gateway, repository, serving
+from tests.support.stores import KEYS
+
+counter = itertools.count()
+
+
+class TestRepository(StoreConformance):
+    """What others write into the repository's folder."""
+
+    many_objects: ClassVar[int] = 103
+    test_the_time_of_writing: Any = None
+
+    @pytest.fixture(autouse=True)
+    def server(self, tmp_path: Path) -> Iterator[None]:
+        self.root = tmp_path
+        with serving(repository(tmp_path)) as self.url:
+            yield
+
+    def new_store(self) -> Store:
+        return self._of(f"store-{next(counter)}")
+
+    def peer_of(self, store: Store) -> Store:
+        assert isinstance(store, ServedStore)
+        return self._of(store.folder.root.name)
+
+    def _of(self, folder: str) -> Store:
+        reader: Any = open_store(f"hf://team/policy/{folder}", endpoint=self.url, token=TOKEN)
+        assert not isinstance(reader, HttpStore)
+        return ServedStore(LocalStore(self.root / folder), reader)
+
+    def test_a_stream_is_followed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_ENDPOINT", self.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        state = {"w": np.arange(5000, dtype=np.float16)}
+        address = "hf://models/team/policy@main/run"
+        with Publisher(self.root / "run", stream="s") as publisher, Subscriber(address, stream="s") as worker:
+            for step in range(3):
+                state["w"][step] += 100
+                publisher.publish(state)
+                update = worker.sync()
+                assert update is not None
+                assert update.version == step
+                update.acknowledge()
+            with pytest.raises(StoreError, match="for readers"):
+                Publisher(address, stream="s").publish(state)
+        monkeypatch.setenv("HF_TOKEN", "another")
+        with pytest.raises(StoreError, match="not allowed"):
+            Subscriber(address, stream="s").sync()
+
+
+@pytest.mark.slow
+def test_a_bucket_is_s3(s3: str, monkeypatch: pytest.MonkeyPatch, pulse: Pulse) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEYS["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS["secret_access_key"])
+    with serving(gateway(s3)) as endpoint:
+        address = f"hf://buckets/team/bucket/hub/run?endpoint={endpoint}"
+        with Publisher(address, stream="s") as publisher, Subscriber(address, stream="s") as worker:
+            publisher.publish({"w": np.ones(100, np.float16)})
+            worker.sync()
+            assert worker.version == 0
+        assert "safe to publish to" in pulse("store-check", address)
+        assert {each.name.partition("/")[0] for each in open_store(address).list("")} == {"s"}
+
+
+@pytest.mark.parametrize(
+    "address", ["hf://team", "hf://spaces/team/x", "hf://buckets/team", "hf:/team/policy", "hf://"]
+)
+def test_addresses_that_are_refused(address: str) -> None:
+    with pytest.raises(InputError):
+        open_store(address)
