@@ -143,6 +143,35 @@ def lines(
     save(name, title, bottom + 48, parts)
 
 
+def shapes() -> str:
+    """What was run at the shapes of real models (`benchmarks.sizes`), if there are logs of it."""
+    logs = [Log.read(path.stem) for path in sorted(LOGS.glob("*.jsonl"))]
+    found, parts = [], list[str]()
+    for log in (log for log in logs if "pool" in log.about):
+        a, timed = log.about, [row for row in log.rows if "seconds" in row]
+        nbytes = next(row["nbytes"] for row in timed if "nbytes" in row)
+        parts += [f"**{a['shape']}**, {in_bytes(nbytes)}, {a['density']:.1%} changed a version:\n"]
+        parts[-1] += (
+            "\n| | version | seconds | processor s | anonymous memory, states | mapped |\n|---|---|---|---|---|---|"
+        )
+        for row in timed:
+            label = f"{row['part']} | {row['version']}"
+            memory = f"{row['anonymous'] / nbytes:.3f} | {in_bytes(max(row['mapped'], 1))}"
+            parts[-1] += f"\n| {label} | {row['seconds']:.1f} | {row['cpu']:.1f} | {memory} |"
+            words = f"{row['seconds']:.1f} s, {row['anonymous'] / nbytes:.2f} states"
+            found.append(Bar(f"{a['shape']}: {row['what']} {row['version']}", row["seconds"], words, True))
+        where = f"{a['cores']} cores of {a['processor']}, {a['memory'] / 1e9:.0f} GB"
+        parts.append(
+            f"`python -m benchmarks.sizes --shape {a['shape']} --pool {a['pool']:g} --density {a['density']:g}` · "
+            f"{a['date']} · revision {a['revision'][:7]} · {where}"
+        )
+    if not found:
+        return "Not run here yet: `python -m benchmarks.sizes`."
+    low = min(bar.value for bar in found) / 2
+    bars("shapes", "Seconds of a publish and of a sync, and anonymous memory, with states in mapped files", found, low)
+    return "\n\n".join(["![Seconds and memory](evidence-shapes.svg)", *parts])
+
+
 def training() -> str:
     """The runs that differ in who moved the weights, if their logs are there."""
     found = sorted(LOGS.glob("*.trl.jsonl"))
@@ -281,6 +310,7 @@ def main() -> None:
     history(logs["history-1e-6"], logs["history-1e-6-bf16"])
     found = {
         "training": training(),
+        "shapes": shapes(),
         "peers_table": peers(logs["peers"]),
         "wan_table": wan(logs["wan-cubic"]),
         "sizes_table": sizes(logs["planned"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from benchmarks.network.run import THREADS
 from pulse_rl import Bits, Publisher, Store, Subscriber, state_root
@@ -148,15 +149,15 @@ class PatchWorker:
 
 
 class RsyncTrainer:
-    """A safetensors file in a folder that an rsync daemon shows. Its header holds the version."""
+    """A safetensors file of the bits in a folder that an rsync daemon shows. Its header holds the version."""
 
     def __init__(self, folder: Path, weights: Weights) -> None:
         self._file, self._weights, self._next = folder / MODEL, weights, 0
 
     def publish(self) -> Version:
         unfinished = self._file.with_suffix(".new")
-        written = write_file(unfinished, self._weights, self._next)
-        done = Version(self._next, sha256(self._weights.flat.data).hexdigest(), written, None)
+        write_file(unfinished, self._weights, self._next)
+        done = Version(self._next, sha256(self._weights.flat.data).hexdigest(), unfinished.stat().st_size, None)
         unfinished.replace(self._file)
         self._next += 1
         return done
@@ -174,26 +175,16 @@ class RsyncWorker:
 
     def sync(self) -> None:
         subprocess.run(["rsync", "--times", "--no-whole-file", self._source, str(self._file)], check=True)
-        with self._file.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            version = int(header["__metadata__"]["version"])
-            if version != self.version:
-                self._weights.flat[:] = np.fromfile(file, np.uint16)
+        with safe_open(self._file, "numpy") as file:
+            if (version := int(file.metadata()["version"])) != self.version:
+                for name, bits in self._weights.state.items():
+                    bits.array[:] = file.get_tensor(name)
                 self.version = version
 
     def root(self) -> str:
         return sha256(self._weights.flat.data).hexdigest()
 
 
-def write_file(path: Path, weights: Weights, version: int) -> int:
-    """A safetensors file; its bytes."""
-    header: dict[str, object] = {"__metadata__": {"version": f"{version:012d}"}}
-    at = 0
-    for name, bits in weights.state.items():
-        shape, end = list(bits.array.shape), at + bits.array.nbytes
-        header[name], at = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}, end
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        weights.flat.tofile(file)
-    return 8 + len(text) + at
+def write_file(path: Path, weights: Weights, version: int) -> None:
+    bits = {name: each.array for name, each in weights.state.items()}
+    save_file(bits, path, metadata={"version": str(version)})

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.network import methods
 from benchmarks.network.methods import Weights
-from benchmarks.network.run import LOOK_SECONDS, Log, Spec, Stop, interface_bytes, ping
+from benchmarks.network.run import LOOK_SECONDS, Log, Spec, Stop, interface_bytes, ping, upload_rate
 from pulse_rl import Store, as_state
 
 RUN = "lr1e-6"
@@ -64,8 +64,11 @@ def train(spec: Spec, log: Log, stop: Stop) -> None:
     weights, chains = start(spec)
     trainer = methods.trainer(spec.method, place(spec), weights)
     trainer.publish()
-    round_trip = ping(spec.open_store()) if spec.method != "rsync" else None
-    log.write("ready", params=weights.flat.size, round_trip=round_trip)
+    facts = {}
+    if spec.method != "rsync":
+        store = spec.open_store()
+        facts = {"round_trip": ping(store), "upload_rate": upload_rate(store)}
+    log.write("ready", params=weights.flat.size, **facts)
     stop.wait_for(spec.go)
     due = time.monotonic()
     while not stop:

@@ -125,6 +125,14 @@ def interface_bytes(way: str) -> int:
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/{way}_bytes").read_text())
 
 
+def upload_rate(store: Store) -> float:
+    """Bit/s of a large object."""
+    data = bytes(32 << 20)
+    started = time.perf_counter()
+    store.put("nothing-yet", data)
+    return 8 * len(data) / (time.perf_counter() - started)
+
+
 def ping(store: Store | tuple[str, int]) -> float:
     """Seconds of a small request, or of a connection to a host and port; the median of some."""
     taken = []

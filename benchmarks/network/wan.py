@@ -184,7 +184,7 @@ def _retransmitted(pid: int) -> int:
 def summary(spec: Spec, rate: float) -> dict[str, Any]:
     """Measured and planned: medians over the versions that the worker moved to."""
     published = {e["version"]: e for e in read_log(spec.log("trainer")) if e["event"] == "published"}
-    lines = read_log(spec.log("worker"))
+    lines, trainer = read_log(spec.log("worker")), read_log(spec.log("trainer"))[0]
     ready, synced = lines[0], [e for e in lines if e["event"] == "synced"]
     if not synced:
         raise SystemExit(f"{spec.method}: the worker moved to no version; run for longer")
@@ -195,7 +195,8 @@ def summary(spec: Spec, rate: float) -> dict[str, Any]:
         "method": spec.method,
         "rate": rate,
         "round_trip": ready["round_trip"],
-        "upload_round_trip": read_log(spec.log("trainer"))[0]["round_trip"],
+        "upload_round_trip": trainer.get("round_trip"),
+        "upload_rate": trainer.get("upload_rate"),
         "loss": LOSS,
         "params": ready["params"],
         "step_seconds": spec.step_seconds,
@@ -244,7 +245,7 @@ def planned(row: dict[str, Any], density: float | None) -> dict[str, float]:
         density=density,
         step_seconds=row["step_seconds"],
         bandwidth=row["rate"],
-        upload_bandwidth=10e9,
+        upload_bandwidth=row["upload_rate"],
         upload_round_trip_seconds=row["upload_round_trip"],
         loss=row["loss"],
         cores=THREADS,
