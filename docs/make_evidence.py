@@ -31,7 +31,7 @@ class Log(NamedTuple):
         where, a = self.about["machine"], self.about
         if isinstance(where, dict):
             where = f"{where['cores']} cores of {where['cpu']}, {where['memory_gb']} GB"
-        return f"`{a['command']}` · {a['date']} · revision {a['revision'].rstrip('+')} · {where}"
+        return f"`{a['command']}` · {a['date']} · revision {a['revision']} · {where}"
 
 
 class Bar(NamedTuple):
