@@ -130,16 +130,16 @@ def lines(
     for tick in ticks(min(xs), max(xs), log_x):
         parts.append(text(place((tick, high_y))[0], bottom + 16, f"{tick:g}", anchor="middle", size=11))
     parts.append(text((left + WIDTH - right) / 2, bottom + 34, x, anchor="middle", size=12))
-    ends: list[float] = []
+    ends: list[tuple[float, str, str]] = []
     for number, (label, curve) in enumerate(series.items()):
         colour, wide = (COLOURS[number], 2.0) if styles is None else styles[number]
         path = "L".join("{:.1f} {:.1f}".format(*place(point)) for point in curve)
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{wide}"/>')
-        y = place(curve[-1])[1]
-        while any(abs(y - other) < 15 for other in ends):
-            y -= 3
-        ends.append(y)
-        parts.append(text(WIDTH - right + 8, y + 4, label, colour=colour))
+        ends.append((place(curve[-1])[1], label, colour))
+    below = math.inf
+    for y, label, colour in sorted(ends, reverse=True):
+        below = min(y, below - 15)
+        parts.append(text(WIDTH - right + 8, below + 4, label, colour=colour))
     save(name, title, bottom + 48, parts)
 
 
