@@ -207,9 +207,14 @@ def test_a_stream_of_quantised_states(name: str, rng: Rng) -> None:
                 publisher.wait()
                 weight.sub_(1)
             else:
-                publisher.publish(state, quantise=name, dtype="BF16")
+                publisher.publish(state, quantise=name, dtype="BF16", files={"config.json": b'{"vocab_size": 9}'})
             worker.sync()
             assert worker.root == state_digest(own).root
             assert worker.state.aliases == own.aliases
             assert len(worker.state.aliases) >= 2, "codes and scales of the tied weight"
+            config = json.loads(worker.files()["config.json"])
+            assert config.pop("vocab_size") == 9
+            if step % 2 == 0:
+                again = QuantisedState(State.of(state), config["quantization_config"], DTYPES["BF16"])
+                assert state_digest(again).root == worker.root, "what the engine is told makes the same state"
             weight.add_(torch.from_numpy(rng.normal(0, 1e-4, (256, 512)).astype(np.float32)))

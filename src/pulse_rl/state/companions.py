@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from .._util.files import open_regular
 from .._util.settings import checked_path
@@ -112,6 +113,19 @@ def of_dtype(files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
     for part, key in wide:
         part[key] = target
     return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()} if wide else dict(files)
+
+
+def of_quantised(files: Mapping[str, bytes], quantisation: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """The same with a ``config.json`` that has the model's ``quantization_config``, where it has none: a loader would
+    take codes for weights."""
+    try:
+        config = json.loads(files["config.json"])
+        if quantisation is None or not isinstance(config, dict) or config.get("quantization_config"):
+            return dict(files)
+    except (KeyError, ValueError, RecursionError):
+        return dict(files)
+    config["quantization_config"] = dict(quantisation)
+    return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def weight_map(files: Mapping[str, bytes]) -> dict[str, str]:

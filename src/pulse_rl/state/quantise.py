@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
 from threading import Lock
@@ -288,16 +288,20 @@ _KEPT = ("*lm_head", "*embed*", "*.wte", "*.wpe", "*norm*", "*router*", "*.gate"
 
 class QuantisedState(State):
     """``state`` as a checkpoint of a quantised model, computed on each read. What is not quantised stays as it is, or
-    is cast to ``dtype`` where it is a wider float. Tied tensors stay tied. Raises InputError and UnsupportedTensor."""
+    is cast to ``dtype`` where it is a wider float. Tied tensors stay tied. ``config``: what the config.json of such a
+    model says under ``quantization_config``, None of what a function makes. Raises InputError and UnsupportedTensor."""
 
     def __init__(self, state: State, quantise: Quantise, dtype: DType | None = None) -> None:
         wanted = _chosen(quantise)
         specs: list[TensorSpec] = []
         data: dict[str, Any] = {}
         renamed: dict[str, list[str]] = {}
+        kept: list[str] = []
         for spec in state.specs:
             made = wanted(_Source(state, spec))
             if made is None:
+                if len(spec.shape) == 2:
+                    kept.append(spec.name.removesuffix(".weight"))
                 target = spec.dtype if dtype is None else compute_dtype(spec, dtype)
                 as_it_is = (
                     stored_tensor(state, spec.name) if target == spec.dtype else CastTensor(state, spec.name, target)
@@ -311,6 +315,39 @@ class QuantisedState(State):
                 data[each.name] = each.data
         aliases = {alias + suffix: name + suffix for alias, name in state.aliases.items() for suffix in renamed[name]}
         super().__init__(tuple(specs), data, aliases)
+        kept += [alias.removesuffix(".weight") for alias, name in state.aliases.items() if renamed[name] == [""]]
+        self.config = _config_of(quantise, kept) if isinstance(quantise, str) else None
+        if isinstance(quantise, Mapping):
+            self.config = dict(quantise)
+
+
+def _config_of(name: str, kept: Sequence[str]) -> dict[str, Any]:
+    """As the libraries that define the formats write it; ``kept`` are the modules that are left out."""
+    if name == "fp8_block":
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [_TILE, _TILE],
+            "modules_to_not_convert": sorted(kept),
+        }
+    (written,) = (written for written, of in _COMPRESSED.items() if of == name)
+    whole = name == "nvfp4"
+    weights = {
+        "num_bits": 8 if name == "mxfp8" else 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": _OfTensor.size if whole else _PowersOfTwo.size,
+        "strategy": "tensor_group" if whole else "group",
+        "dynamic": False,
+    }
+    weights["scale_dtype"] = weights["zp_dtype"] = "torch.float8_e4m3fn" if whole else "torch.uint8"
+    return {
+        "quant_method": "compressed-tensors",
+        "format": written,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": sorted(kept),
+    }
 
 
 def _chosen(quantise: Quantise) -> Callable[[_Source], list[_Made] | None]:

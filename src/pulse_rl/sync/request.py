@@ -16,7 +16,7 @@ from ..errors import ConcurrentUse, InputError, UnsupportedTensor
 from ..events import Metadata, Published
 from ..state.cast import CastState, compute_dtype_named
 from ..state.checkpoint import StateSource, as_state
-from ..state.companions import Files, checked_files
+from ..state.companions import Files, checked_files, of_quantised
 from ..state.memory import recorded
 from ..state.quantise import Quantise, QuantisedState
 from ..state.snapshot import (
@@ -143,7 +143,10 @@ class PublishRequest:
         taken = None if files is None else checked_files(files)
         if after is not None and (isinstance(after, bool) or not isinstance(after, int) or after < -1):
             raise InputError(f"after must be the number of a version, or -1 for a new stream, not {after!r}")
-        return cls(read(), facts, dtype, anchor, taken, on_device, after)
+        local = read()
+        if taken and isinstance(local.source, QuantisedState):
+            taken = of_quantised(taken, local.source.config)
+        return cls(local, facts, dtype, anchor, taken, on_device, after)
 
     @classmethod
     def refusing(cls, error: Exception) -> Self:
