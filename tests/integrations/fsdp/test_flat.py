@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from pulse_rl import LocalStore, Publisher
+from pulse_rl import LocalStore, Publisher, state_root
+from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.integrations.weights import is_sharded, policy_weights
 from tests.support.sharded import Block, followed, policy, require_equal
@@ -88,3 +91,29 @@ def steps_of_fsdp1(trainer: Trainer, settings: dict[str, Any], tied: bool) -> No
 )
 def test_followed_bits_are_those_of_the_gathered_state(ranks: int, settings: dict[str, Any], tied: bool) -> None:
     together(steps_of_fsdp1, ranks, settings, tied)
+
+
+def parts_of_zero3(trainer: Trainer) -> None:
+    """What DeepSpeed makes of parameters, without DeepSpeed: `tests.trainers.zero` has the real one."""
+    trainer.connect("ranks")
+    model = policy(tied=True)
+    expected = state_root(dict(model.state_dict()))
+    for parameter in model.parameters():
+        size = -(-parameter.numel() // trainer.size)
+        part = torch.zeros(size, dtype=parameter.dtype)
+        own = parameter.detach().flatten()[trainer.rank * size :][:size]
+        part[: own.numel()] = own
+        part.ds_numel, part.status = size, SimpleNamespace(name="AVAILABLE")  # type: ignore[attr-defined]
+        vars(parameter).update(ds_id=0, ds_numel=parameter.numel(), ds_shape=parameter.shape, ds_tensor=part)
+        vars(parameter).update(ds_process_group=dist.group.WORLD)
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    with ShardedPublisher(LocalStore(trainer.folder / "store"), stream="policy", threads=1) as ranks:
+        assert ranks.publish(model).root == expected
+        assert state_root(policy_weights(model)) == expected
+        model.embed.weight.ds_tensor.status.name = "NOT_AVAILABLE"  # type: ignore[attr-defined]
+        with pytest.raises(UnsupportedTensor, match="not in memory"):
+            ranks.publish(model)
+
+
+def test_parts_of_zero3_are_published_and_gathered() -> None:
+    together(parts_of_zero3, 3)
