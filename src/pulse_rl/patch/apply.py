@@ -188,6 +188,9 @@ def decode_block(
 
 def scatter(block: Block, state: State, changes: Changes) -> None:
     """Makes the changes of a block in a state."""
+    if (view := block.view(state)) is not None:
+        bits.put(view, changes.positions, changes.values)
+        return
     for segment, base, piece in pieces_of(block, changes):
         bits.put(state.read(*segment.place), piece.positions, piece.values, base)
 

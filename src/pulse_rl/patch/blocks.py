@@ -17,10 +17,11 @@ from ..codec import Changes, Layout, Run
 from ..state import bits
 from ..state.digest import LEAF_BYTES
 from ..state.memory import Allocate, joined, pageable
-from ..state.tensors import DType, Segment, State, TensorSpec, UIntArray
+from ..state.tensors import DType, Segment, State, TensorSpec, UIntArray, views_of
 
 BLOCK_ELEMENTS = 1 << 22
 _NEAR = 64
+_MOST_VIEWS = 1 << 14
 
 
 class Block(NamedTuple):
@@ -51,11 +52,25 @@ class Block(NamedTuple):
 
     def read_into(self, state: State, allocate: Allocate) -> tuple[UIntArray, bool]:
         """The same, and whether it is a copy: the state made it, by a cast say, or it is in what ``allocate`` makes."""
-        parts = [state.read(*s.place) for s in self.segments]
-        view = parts[0] if len(parts) == 1 else joined(parts)
-        if view is not None:
+        if len(self.segments) == 1:
+            view = state.read(*self.segments[0].place)
             return view, view.flags.owndata
+        if (joint := self.view(state)) is not None:
+            return joint, False
+        parts = [state.read(*s.place) for s in self.segments]
         return np.concatenate(parts, out=allocate(self.nbytes).view(self.dtype.uint)), True
+
+    def view(self, state: State) -> UIntArray | None:
+        """The block's elements as one view of host memory, of several tensors that lie one behind another there; else
+        None. It is looked for once: of tens of thousands of small tensors that takes longer than their bits."""
+        views = views_of(state)
+        known = views.get(id(self))
+        if known is None or known[0] is not self:
+            if len(views) > _MOST_VIEWS:
+                views.clear()
+            view = joined([state.read(*s.place) for s in self.segments]) if len(self.segments) > 1 else None
+            known = views[id(self)] = self, view
+        return known[1]
 
     def __str__(self) -> str:
         first, last = self.segments[0], self.segments[-1]
@@ -105,6 +120,19 @@ def cut(
     for dtype in list(groups):
         close(dtype)
     return tuple(blocks)
+
+
+_whole: tuple[tuple[TensorSpec, ...], tuple[Block, ...]] = (), ()
+
+
+def cut_whole(specs: tuple[TensorSpec, ...]) -> tuple[Block, ...]:
+    """`cut` of whole tensors. Versions of one stream have the same tensors: the last cut is remembered."""
+    global _whole
+    known, blocks = _whole
+    if known is not specs:
+        blocks = cut(specs)
+        _whole = specs, blocks
+    return blocks
 
 
 @dataclass(slots=True)

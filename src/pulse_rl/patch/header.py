@@ -20,7 +20,7 @@ from .._util import zstd as _zstd
 from ..codec import HISTORY, SAME
 from ..errors import CorruptPatch, FormatError, InputError, WrongBase
 from ..state.tensors import Segment, TensorSpec
-from .blocks import BLOCK_ELEMENTS, Block, cut
+from .blocks import BLOCK_ELEMENTS, Block, cut, cut_whole
 from .history import MAX_SPAN, MAX_WINDOWS, HistoryName
 
 MAGIC = b"\x89PULSE\r\n"
@@ -173,6 +173,9 @@ class Base:
 
     def cut(self, slices: Sequence[Slice], room: Room) -> tuple[Block, ...]:
         """The blocks of a file that holds ``slices``. Raises CorruptPatch."""
+        if [*slices] == [(0, self.elements)]:
+            room.take(len(self._held))
+            return cut_whole(self.specs)
         segments: list[Segment] = []
         for start, stop in slices:
             if stop > self.elements:

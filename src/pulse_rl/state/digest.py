@@ -43,7 +43,12 @@ class StateDigest:
     @cached_property
     def root(self) -> str:
         """The root as 64 hexadecimal digits."""
-        return root_of([self.tensor(spec) for spec in self.specs])
+        return root_of([self.tensor_digests])
+
+    @cached_property
+    def tensor_digests(self) -> bytes:
+        """The 32-byte digests of the tensors, one after another, in the order of the names."""
+        return b"".join(map(self.tensor, self.specs))
 
     def tensor(self, spec: TensorSpec) -> bytes:
         """The 32-byte digest of the tensor ``spec``."""

@@ -191,6 +191,7 @@ class State:
         self.specs = tuple(sorted(specs, key=lambda s: s.name.encode()))
         self.aliases = dict(aliases or {})
         self._data = data
+        self._views: dict[int, tuple[object, UIntArray | None]] = {}
         self._spec = {s.name: s for s in self.specs}
         for alias, name in self.aliases.items():
             check_tensor_name(alias)
@@ -285,6 +286,8 @@ class State:
 
     def with_aliases(self, aliases: Mapping[str, str]) -> State:
         """The same memory with other ``aliases``. Raises InputError."""
+        if type(self) is State and self.aliases == aliases:
+            return self
         return State(self.specs, self._data, aliases)
 
     def stored_as(self, names: Collection[str]) -> State:
@@ -339,6 +342,11 @@ def stored_tensor(state: State, name: str) -> UIntArray | Readable:
     """The flat elements of the tensor ``name``, as the state holds them. Raises KeyError."""
     tensor: UIntArray | Readable = state._data[name]
     return tensor
+
+
+def views_of(state: State) -> dict[int, tuple[object, UIntArray | None]]:
+    """Where views of several of its tensors are remembered, by the identity of what they are of."""
+    return state._views
 
 
 def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | DeviceTensor, object]:

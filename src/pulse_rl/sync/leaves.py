@@ -53,7 +53,12 @@ def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
                 continue
             start = base + part.start - segment.start
             end = start + part.elements
-            low, high = (0, 0) if made else bits.below(positions, (start, end))
+            if made:
+                low, high = 0, 0
+            elif part == segment:
+                low, high = first, last
+            else:
+                low, high = bits.below(positions, (start, end))
             parts.append(part)
             pieces.append(Changed(elements[start:end], positions[low:high], start, values[low:high]))
     return _numbered(parts, changed_leaves_of(pieces)) if parts else {}
