@@ -60,6 +60,8 @@ class TestRepository(StoreConformance):
                 update.acknowledge()
             with pytest.raises(StoreError, match="for readers"):
                 Publisher(address, stream="s").publish(state)
+        with pytest.raises(StoreError, match="is not there"):
+            Subscriber("hf://team/other/run", stream="s").sync()
         monkeypatch.setenv("HF_TOKEN", "another")
         with pytest.raises(StoreError, match="not allowed"):
             Subscriber(address, stream="s").sync()

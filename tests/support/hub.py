@@ -84,7 +84,8 @@ def repository(folder: Path) -> Callable[[BaseHTTPRequestHandler], None]:
                 ]
                 more = {"Link": f'<{url.path}?recursive=true&cursor={start + _PAGE}>; rel="next"'}
                 return send(request, 200, json.dumps(page).encode(), **(more if files[start + _PAGE :] else {}))
-        return send(request, 404)
+        missing = {} if "/team/policy/" in url.path else {"X_Error_Code": "RepoNotFound"}
+        return send(request, 404, **missing)
 
     return answer
 

@@ -20,12 +20,12 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from .._util.settings import checked_number
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
 from .base import MAX_LISTED, Data, ObjectInfo, check_folder, check_name, check_range
+from .http import MAX_WHOLE_BYTES
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _ADDRESS = re.compile(rf"hf://(?:(datasets|models)/)?({_PART}/{_PART})(?:@({_PART}))?((?:/{_PART})*)/?")
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 _PAGE_BYTES = 8 << 20
-_MAX_BYTES = 256 << 20
 _TRIES = 4
 _FIRST_PAUSE = 0.5
 _MAY_PASS = (408, 429, 500, 502, 503, 504)
@@ -38,9 +38,13 @@ class _Redirects(HTTPRedirectHandler):
         again = super().redirect_request(req, fp, code, msg, headers, newurl)
         if again is not None:
             again.method = req.get_method()  # urllib makes a GET of a HEAD
-        if again is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
+        if again is not None and not _is_of_one_host(newurl, req.full_url):
             again.remove_header("Authorization")
         return again
+
+
+def _is_of_one_host(url: str, other: str) -> bool:
+    return urlsplit(url)[:2] == urlsplit(other)[:2]
 
 
 class HubStore:
@@ -84,9 +88,10 @@ class HubStore:
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         url = self._resolve + check_name(name)
         if stop is None or not 0 <= start < stop:
+            unbounded = stop is None
             start, stop = check_range(name, self.head(name).nbytes, start, stop)
-        if stop - start > _MAX_BYTES:
-            raise StoreError(f"{stop - start} bytes of {name} are more than one request reads")
+            if unbounded and stop - start > MAX_WHOLE_BYTES:
+                raise StoreError(f"{name} has more bytes than are read without saying how many")
         if start == stop:
             return b""
         with self._ask("GET", url, name, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
@@ -112,9 +117,13 @@ class HubStore:
             try:
                 with self._ask("GET", url, folder) as answer:
                     following = _NEXT.search(answer.headers.get("Link", ""))
-                    url = urljoin(url, following[1]) if following else None
+                    page, url = url, urljoin(url, following[1]) if following else None
                     entries = json.loads(self._read(answer, folder, _PAGE_BYTES))
+                    if url is not None and (not entries or not _is_of_one_host(url, page)):
+                        raise ValueError(f"its next page is {url[:80]}")
             except NotFound:
+                if found:
+                    raise StoreUnavailable(f"{self._address} changed while it was listed") from None
                 return
             except ValueError as error:
                 raise StoreError(f"{self._address} does not list {folder or 'its objects'}: {error}") from None
@@ -143,6 +152,11 @@ class HubStore:
                 return answer
             except HTTPError as error:
                 error.close()
+                missing = error.headers.get("X-Error-Code")
+                if missing in ("RepoNotFound", "RevisionNotFound"):
+                    raise StoreError(
+                        f"{self._address} is not there", hint="Check its name and revision; HF_TOKEN for a private one."
+                    ) from None
                 if error.code == 404:
                     raise NotFound(f"{name} is not in the store {self._address}") from None
                 if error.code == 416:
