@@ -97,7 +97,7 @@ bench-vllm: $(ENGINES)/.ready
 quick: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow" --few -n 3 --dist worksteal $(ARGS)
 
-# The real trainers (Hugging Face, TRL, PEFT), with an environment of their own. Skipped where their wheels cannot be had.
+# The real trainers (Hugging Face, TRL, PEFT, JAX), with an environment of their own. Skipped where their wheels cannot be had.
 TRAINERS := .venv-trainers
 .PHONY: test-trainers
 test-trainers: $(TRAINERS)/.ready

@@ -112,8 +112,10 @@ def test_layouts_that_are_refused(pulse: Pulse, tmp_path: Path) -> None:
         for wrong in ("step", "{}", "../step_{}", "a/{}/b/c", ".{}", "{}{}", "step_{step}", "step_{}/.x", ""):
             with pytest.raises(InputError, match="no layout"):
                 worker.save(tmp_path / "out", layout=wrong)
+        with pytest.raises(InputError, match="of a layout"):
+            worker.save(tmp_path / "out", keep=2)
     followed = ("follow", store, "--stream", "s", "--out", tmp_path / "plain", "--once")
-    pulse.refused(*followed, "--keep", 2, kind="input", match="--layout")
+    pulse.refused(*followed, "--keep", 2, kind="input", match="of a --layout")
     pulse(*followed)
     pulse.refused(*follow(store, tmp_path / "plain"), kind="input", match="followed checkpoint")
     engine = ("follow", store, "--stream", "s", "--engine", "http://localhost:9", "--layout", "hf")

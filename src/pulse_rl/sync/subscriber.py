@@ -238,8 +238,8 @@ class Subscriber(Closing, NotCopyable):
         """
         target = checked_path(path)
         named = None if layout is None else Layout.of(layout)
-        if keep is not None:
-            checked_count("keep", keep)
+        if keep is not None and checked_count("keep", keep) and named is None:
+            raise InputError("keep is for the folders of a layout", hint="Otherwise the newest version is kept.")
         is_file = target.suffix == ".safetensors" and named is None
         state, manifest, history, files = self._serial.run(
             lambda: (self._state(), self._manifest(), self._host.history, {} if is_file else self._read_files())
