@@ -23,9 +23,11 @@ from pulse_rl.integrations.weights import policy_weights
 from tests.trainers.support import Witness, arguments, cast, followed, sentences, tiny
 
 
-def config(stage: int) -> dict[str, Any]:
+def config(stage: int, *, offload: bool = False) -> dict[str, Any]:
     # Parameters of up to 100 elements stay whole on all ranks: norms.
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 100}
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
+    if offload:
+        zero |= {name: {"device": "cpu", "pin_memory": False} for name in ("offload_param", "offload_optimizer")}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": zero,
@@ -38,7 +40,11 @@ def config(stage: int) -> dict[str, Any]:
 def engine(model: nn.Module, stage: int, *, bf16: bool = False) -> Any:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage) | {"bf16": {"enabled": bf16}})[0]
+    return deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=config(stage, offload=bf16 and stage == 3) | {"bf16": {"enabled": bf16}},
+    )[0]
 
 
 def step(trained: Any, seed: int) -> None:
@@ -77,6 +83,7 @@ def loop(store: LocalStore, stage: int, *, bf16: bool = False) -> None:
             if publisher:
                 publisher.close()
     assert len(set(roots)) == len(roots)
+    dist.barrier()  # the first rank has committed the last version
     for one in stores:
         assert followed(one) == dict(enumerate(roots))
 
@@ -87,7 +94,7 @@ def zero3(store: LocalStore) -> None:
 
 
 def zero3_bf16(store: LocalStore) -> None:
-    """BF16 weights with FP32 masters."""
+    """BF16 weights with FP32 masters, offloaded to the host."""
     loop(store, 3, bf16=True)
 
 

@@ -60,8 +60,11 @@ class FlatShard:
         parameter, or for the largest range of it."""
         elements, width = self.cuts[-1], self.local.element_size()
         longest = max(stop - start for start, stop in zip(self.cuts, self.cuts[1:], strict=False))
-        # As bytes: backends know few dtypes.
-        bits = torch.empty((elements if keep else longest) * width, dtype=torch.uint8, device=self.local.device)
+        # As bytes: backends know few dtypes. What is offloaded to the host passes through the device, where NCCL is.
+        device = self.local.device
+        if device.type == "cpu" and "gloo" not in dist.get_backend(self.group):
+            device = torch.accelerator.current_accelerator(check_available=True) or device
+        bits = torch.empty((elements if keep else longest) * width, dtype=torch.uint8, device=device)
         rank = dist.get_rank(self.group)
         for k, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
             if start == stop:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -54,6 +55,8 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
 def steps_of_fsdp1(trainer: Trainer, settings: dict[str, Any], tied: bool) -> None:
     """Three steps, a restart of the publishers, and a step more."""
     trainer.connect("ranks")
+    if settings.get("sharding_strategy") == ShardingStrategy.HYBRID_SHARD:
+        settings |= {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))}
     model = wrapped(policy(dtype=torch.float32, tied=tied), **settings)
     assert is_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -86,8 +89,16 @@ def steps_of_fsdp1(trainer: Trainer, settings: dict[str, Any], tied: bool) -> No
         (3, {"use_orig_params": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, True),
         (2, {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}, False),
         (2, {"sharding_strategy": ShardingStrategy.NO_SHARD}, False),
+        (4, {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, False),
     ],
-    ids=["original parameters", "flat parameters, tied", "three ranks", "mixed precision", "replicas"],
+    ids=[
+        "original parameters",
+        "flat parameters, tied",
+        "three ranks",
+        "mixed precision",
+        "replicas",
+        "replicas of shards",
+    ],
 )
 def test_followed_bits_are_those_of_the_gathered_state(ranks: int, settings: dict[str, Any], tied: bool) -> None:
     together(steps_of_fsdp1, ranks, settings, tied)
