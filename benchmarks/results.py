@@ -41,7 +41,7 @@ def revision() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=here, check=False, capture_output=True, text=True).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "../src", ".") else "")
+    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "../src", ".", ":!results") else "")
 
 
 def save(name: str, command: str, rows: Iterable[dict[str, Any]], **facts: Any) -> Path:
