@@ -41,7 +41,8 @@ def revision() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=here, check=False, capture_output=True, text=True).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "../src", ".", ":!results") else "")
+    changed = git("status", "--porcelain", "--", "../src", ".", ":!results")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 def save(name: str, command: str, rows: Iterable[dict[str, Any]], **facts: Any) -> Path:
