@@ -93,7 +93,7 @@ def train(
         with loop:
             job.cast()
             for step in range(rounds * loop.sync_every):
-                _step(job, optimizer, step, lr)
+                take_step(job, optimizer, step, lr)
                 if evaluate and rank < TRAINERS and loop.inner_step == 0:
                     done.held_out.append(evaluate_theta(loop, job))
                     done.ahead.append(job.evaluate() if isinstance(loop, PulseLoCo) else done.held_out[-1])
@@ -114,7 +114,7 @@ def _evaluate_consensus(job: Task, weights: dict[str, torch.Tensor]) -> tuple[fl
     return job.evaluate()
 
 
-def _step(job: Task, optimizer: torch.optim.Optimizer, step: int, lr: float) -> None:
+def take_step(job: Task, optimizer: torch.optim.Optimizer, step: int, lr: float) -> None:
     job.gradient(step)
     torch.nn.utils.clip_grad_norm_(job.masters.values(), _MAX_NORM)
     for group in optimizer.param_groups:
@@ -125,27 +125,38 @@ def _step(job: Task, optimizer: torch.optim.Optimizer, step: int, lr: float) -> 
 
 def as_threads(run: Callable[[int], None], trainers: int) -> None:
     """``run`` for every rank, each in a thread that meets the others; the first error of any of them ends all."""
-    barrier, errors = threading.Barrier(trainers), list[BaseException]()
+    barrier = threading.Barrier(trainers)
     with _exchanges(trainers, barrier) as rank_of:
 
-        def guarded(rank: int) -> None:
+        def meeting(rank: int) -> None:
             rank_of.value = rank
-            torch.set_num_threads(1)  # it holds for the thread that calls it
-            try:
-                run(rank)
-            except BaseException as error:
-                errors.append(error)
-                barrier.abort()
+            run(rank)
 
-        threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(trainers)]
-        for thread in threads:
-            thread.start()
+        in_threads(meeting, trainers, barrier.abort)
+
+
+def in_threads(run: Callable[[int], None], trainers: int, abort: Callable[[], None] = lambda: None) -> None:
+    """``run`` for every rank in a thread; after the first error of any of them ``abort`` ends what others wait for."""
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        torch.set_num_threads(1)  # it holds for the thread that calls it
         try:
-            for thread in threads:
-                thread.join()
-        except BaseException:
-            barrier.abort()
-            raise
+            run(rank)
+        except BaseException as error:
+            errors.append(error)
+            abort()
+
+    threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(trainers)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive() and not errors:
+                thread.join(1.0)
+    except BaseException:
+        abort()
+        raise
     if errors:
         raise errors[0]
 
