@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
@@ -39,6 +39,7 @@ from ..store.base import create_or_confirm, is_name, whole
 from ..store.wrappers import BoundedStore
 from .exchange import GatedReduction, Phase
 from .outer import Delivery
+from .parameters import Floats
 from .trainer import Trainer, specs_digest
 from .wire import Coder, Entries, Unit, Wire
 
@@ -53,7 +54,7 @@ _MAGIC = b"PLSP"
 _HEAD = len(_MAGIC) + 32
 _PIECE = 16 << 20
 """Elements of theta or momentum in one object of a snapshot."""
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = (0.05, 5.0)
 _TRIES = 3
 _TRAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _POST = re.compile(rf"({_TRAINER.pattern})\.([0-9a-f]{{64}})")
@@ -126,7 +127,8 @@ class Close:
                 and isinstance(found.theta, str)
                 and 0 < len(names) <= MAX_TRAINERS
                 and names == sorted(set(names))
-                and all(_POST.fullmatch(f"{p.trainer}.{p.sha256}") and isinstance(p.nbytes, int) for p in found.posts)
+                and all(_POST.fullmatch(f"{post.trainer}.{post.sha256}") for post in found.posts)
+                and all(type(post.nbytes) is int and post.nbytes >= 0 for post in found.posts)
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptMessage(f"what closes round {number} cannot be read: {error}") from None
@@ -225,8 +227,8 @@ class StoreRounds:
                     f"this trainer's {what} are not those of the run", hint="Start from the same model."
                 )
         self._root = self._state.digest(self._state.theta).root
-        if trainer.round == 0 and self._root != found["snapshot"]["theta"]["root"]:
-            self._load(found["snapshot"], 0, lookahead)
+        if trainer.round == 0:
+            self._load(found.get("snapshot"), 0, lookahead, unless=self._root)
         if trainer.round and self._closed(trainer.round - 1) is None:
             raise StateMismatch(
                 f"this trainer is after round {trainer.round}, the run in the store has not come so far",
@@ -306,7 +308,9 @@ class StoreRounds:
                     hint="Start more trainers, then call rejoin(): nothing that was learnt is lost.",
                 )
             hit("round.waits")
-            time.sleep(min(_POLL_SECONDS, max(exchange.grace_seconds / 10, 0.01)))
+            # A tenth of the time that it has waited: each look costs two requests.
+            shortest, longest = _POLL_SECONDS
+            time.sleep(min(max((now - began) / 10, shortest), longest))
 
     def _apply(self, close: Close, lookahead: np.float32) -> Finished:
         """Takes the outer step of a closed round."""
@@ -343,8 +347,11 @@ class StoreRounds:
         self._since_snapshot += sum(post.nbytes for post in close.posts)
         if delivery == Delivery.COUNTED and close.posts[0].trainer == self._trainer.name:
             self._keep_snapshot()
-        sent = sum(len(places) for places, _ in self._own)
-        return Finished(len(close.posts), sent, summed, len(self._data), self._root)
+        done = Finished(
+            len(close.posts), sum(len(places) for places, _ in self._own), summed, len(self._data), self._root
+        )
+        self._own, self._data = [], b""
+        return done
 
     def _delivery(self, close: Close) -> Delivery:
         """What became of what this trainer had to send, by the end of a round."""
@@ -496,30 +503,27 @@ class StoreRounds:
         self._load(fields, newest, lookahead, settle)
         return delivery
 
-    def _load(self, fields: Any, number: int, lookahead: np.float32, settle: Callable[[], None] = lambda: None) -> None:
-        """Takes up a snapshot: theta, momentum and round, once it has settled the residual. Raises CorruptMessage,
-        with nothing changed."""
-        flats = []
-        for what in ("theta", "momentum"):
-            flat = np.empty_like(self._state.theta)
-            try:
-                root, pieces = fields[what]["root"], fields[what]["pieces"]
-                good = fields["round"] == number
-            except (KeyError, TypeError):
-                good = False
-            starts = range(0, len(flat), _PIECE)
-            if not good or not isinstance(pieces, list) or len(pieces) != len(starts):
-                raise CorruptMessage(f"the snapshot of round {number} is not of this format")
-            for start, digest in zip(starts, pieces, strict=True):
-                name, piece = f"loco/pieces/{digest}", flat[start : start + _PIECE]
-                data = whole(self._store, name, piece.nbytes) if is_name(name) else b""
-                if sha256(data).hexdigest() != digest:
-                    raise CorruptMessage(f"{what} of round {number} is damaged in the store")
-                piece[:] = np.frombuffer(data, "<f4")
-            if self._state.digest(flat).root != root:
-                raise CorruptMessage(f"{what} of round {number} has not the root that the snapshot says")
-            flats.append(flat)
-        theta, momentum = flats
+    def _load(
+        self,
+        fields: Any,
+        number: int,
+        lookahead: np.float32,
+        settle: Callable[[], None] = lambda: None,
+        unless: str = "",
+    ) -> None:
+        """Takes up a snapshot: theta, momentum and round, once it has settled the residual; nothing where theta's root
+        is ``unless``. Raises CorruptMessage, with nothing changed."""
+        try:
+            roots = [fields[what]["root"] for what in ("theta", "momentum")]
+            pieces = [list(fields[what]["pieces"]) for what in ("theta", "momentum")]
+            good = fields["round"] == number
+        except (KeyError, TypeError):
+            good = False
+        if not good:
+            raise CorruptMessage(f"the snapshot of round {number} is not of this format")
+        if roots[0] == unless:
+            return
+        theta, momentum = (self._fetched(*each) for each in zip(roots, pieces, strict=True))
 
         def take_up() -> None:
             settle()
@@ -528,7 +532,23 @@ class StoreRounds:
         self._serial.run(take_up, whole=True)
         self._reduction.forget()
         self._members = frozenset()
-        self._root = fields["theta"]["root"]
+        self._root = roots[0]
+
+    def _fetched(self, root: str, pieces: Sequence[Any]) -> Floats:
+        """Theta or momentum, by the digests of its pieces."""
+        flat = np.empty_like(self._state.theta)
+        starts = range(0, len(flat), _PIECE)
+        if len(pieces) != len(starts):
+            raise CorruptMessage(f"a snapshot has {len(pieces)} pieces, not {len(starts)}")
+        for start, digest in zip(starts, pieces, strict=True):
+            name, piece = f"loco/pieces/{digest}", flat[start : start + _PIECE]
+            data = whole(self._store, name, piece.nbytes) if is_name(name) else b""
+            if sha256(data).hexdigest() != digest:
+                raise CorruptMessage(f"{name[:80]} is damaged in the store")
+            piece[:] = np.frombuffer(data, "<f4")
+        if self._state.digest(flat).root != root:
+            raise CorruptMessage("a snapshot has not the root that it says")
+        return flat
 
     def _json(self, name: str, most: int) -> dict[str, Any]:
         return unsealed(self._bytes(name, most))
