@@ -81,7 +81,7 @@ SHAPES = {
     # 18,867 tensors: all of Qwen3-30B-A3B's, with a sixteenth of each expert's rows and columns.
     "30b-a3b/16": Shape(512, 48, 192, 8, 1, vocabulary=37984, tied=False, experts=128),
     # The same bytes in 300 tensors.
-    "few": Shape(2176, 27, 6144, 16, 8, vocabulary=37984, tied=False),
+    "few": Shape(2240, 27, 7552, 16, 8, vocabulary=37984, tied=False),
 }
 
 
