@@ -307,7 +307,9 @@ def main() -> None:
         return
     _SHAPE[0] = given.shape
     given.dir.mkdir(parents=True)
-    log: list[dict[str, Any]] = [machine() | {"shape": given.shape, "density": given.density, "pool": given.pool}]
+    options = " --memory" * given.memory + " --no-kills" * given.no_kills
+    about = {"shape": given.shape, "density": given.density, "pool": given.pool, "options": options}
+    log: list[dict[str, Any]] = [machine() | about]
     print(log[0], flush=True)
     try:
         Weights(SHAPES[given.shape], given.dir / "pool", given.pool).pool.flush()

@@ -162,13 +162,19 @@ def shapes() -> str:
             found.append(Bar(f"{a['shape']}: {row['what']} {row['version']}", row["seconds"], words, True))
         where = f"{a['cores']} cores of {a['processor']}, {a['memory'] / 1e9:.0f} GB"
         parts.append(
-            f"`python -m benchmarks.sizes --shape {a['shape']} --pool {a['pool']:g} --density {a['density']:g}` · "
+            f"`python -m benchmarks.sizes --shape {a['shape']} --pool {a['pool']:g} --density {a['density']:g}"
+            f"{a['options']}` · "
             f"{a['date']} · revision {a['revision'][:7]} · {where}"
         )
     if not found:
         return "Not run here yet: `python -m benchmarks.sizes`."
     low = min(bar.value for bar in found) / 2
-    bars("shapes", "Seconds of a publish and of a sync, and anonymous memory, with states in mapped files", found, low)
+    bars(
+        "shapes",
+        "Seconds of a publish and of a sync, and anonymous memory; the first with states in memory",
+        found,
+        low,
+    )
     return "\n\n".join(["![Seconds and memory](evidence-shapes.svg)", *parts])
 
 
