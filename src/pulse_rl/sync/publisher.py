@@ -210,7 +210,7 @@ class Publisher(Closing, NotCopyable):
         in a terminal or a notebook, with the time left. ``quantise``: weights become codes and scales, as a checkpoint
         of a quantised model has them: "fp8_block", "mxfp8", "mxfp4", "nvfp4", the model's ``quantization_config``, or a
         function of a name and its FP32 array that returns the tensors in its place, None for itself. ``dtype`` is then
-        for all others.
+        for all others, and a config.json among ``files`` that has no ``quantization_config`` gets one.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises StoreUnavailable or StoreFull,
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
