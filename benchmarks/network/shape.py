@@ -104,12 +104,12 @@ def network(nodes: Sequence[Node]) -> AbstractContextManager[None]:
 
     One at a time on a machine: SystemExit while there is another.
     """
-    return built(build_commands(nodes), [HUB, *(node.namespace for node in nodes)])
+    return built(build_commands(nodes))
 
 
 @contextmanager
-def built(commands: Sequence[Command], namespaces: Sequence[str]) -> Iterator[None]:
-    """What ``commands`` build while the context lasts; then these ``namespaces`` are deleted. As `network`."""
+def built(commands: Sequence[Command]) -> Iterator[None]:
+    """What ``commands`` build while the context lasts, as `network`; then what still runs in it is ended."""
     with _alone():
         _clean()
         try:
@@ -117,8 +117,7 @@ def built(commands: Sequence[Command], namespaces: Sequence[str]) -> Iterator[No
                 _run(command)
             yield
         finally:
-            for command in delete_commands(namespaces):
-                subprocess.run(command, check=False, capture_output=True)
+            _clean()
 
 
 def clean() -> list[str]:

@@ -147,7 +147,7 @@ def run(method: str, rate: float, *, trace: Path, folder: Path, congestion: str,
     spec = Spec(method, STEP_SECONDS, where, (worker.name,), str(trace), str(folder), copies=COPIES)
     path, python = str(spec.save()), [sys.executable, "-m"]
     with ExitStack() as stack:
-        stack.enter_context(shape.built(build_commands(congestion), [node.namespace for node in REGIONS]))
+        stack.enter_context(shape.built(build_commands(congestion)))
         link = [*python, "benchmarks.network.wan", str(rate), str(ROUND_TRIP), str(LOSS)]
         children = [stack.enter_context(process(link, folder / "link.log"))]
         server = [sys.executable, "-c", _SERVER, "-H", store.address, "-p", str(STORE_PORT)]
