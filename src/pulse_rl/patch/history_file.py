@@ -12,7 +12,7 @@ import numpy as np
 
 from .._util.files import disk_error
 from ..errors import PulseError
-from ..state.checkpoint import load, save
+from ..state.checkpoint import load, save, serialize
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import Bits, State, TensorSpec
 from .blocks import cut
@@ -28,9 +28,12 @@ def beside(checkpoint: Path) -> Path:
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / FILE_NAME
 
 
-def save_history(path: Path, history: History, specs: tuple[TensorSpec, ...], root: str) -> None:
+def save_history(
+    path: Path, history: History, specs: tuple[TensorSpec, ...], root: str, *, durable: bool = True
+) -> None:
     """Writes ``history``, which ends at the whole state with these ``specs`` and this ``root``, atomically; removes the
-    file where nothing is remembered. Raises StoreFull and StoreError."""
+    file where nothing is remembered. Raises StoreFull and StoreError. Not ``durable``: a new file, for which nobody
+    waits; one that is cut short is not loaded. Raises OSError, then."""
     if not history.windows:
         try:
             path.unlink(missing_ok=True)
@@ -46,7 +49,12 @@ def save_history(path: Path, history: History, specs: tuple[TensorSpec, ...], ro
         "roots": json.dumps([window.base_root for window in history.windows]),
         "sha256": _digest(records),
     }
-    save(path, State.of({name: Bits(found, "U8") for name, found in records.items()}), metadata)
+    state = State.of({name: Bits(found, "U8") for name, found in records.items()})
+    if durable:
+        save(path, state, metadata)
+        return
+    with path.open("xb") as file:
+        file.writelines(serialize(state, state.specs, metadata))
 
 
 def load_history(path: Path, digest: StateDigest) -> History | None:

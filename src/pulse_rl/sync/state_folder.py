@@ -247,7 +247,7 @@ class StateFolder:
         try:
             if history.windows:
                 name = f"{_HISTORY}{manifest.version}-{token_hex(4)}"
-                save_history(self.path / name, history, state.specs, manifest.root)
+                save_history(self.path / name, history, state.specs, manifest.root, durable=False)
             kept = Kept(
                 manifest.stream,
                 manifest.stream_id,
