@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from .model import GAP, MUST, STREAM, Live, Model, check, snapshot
 from .store import Client, CrashNow, Fault, Net
 
 R = TypeVar("R")
+_STARTS = count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class Worker:
             stream=STREAM,
             base=base,
             cache=self._cache,
+            # In a mapped file, of a process by itself: the model does not know what a state that is found saves.
+            state=self._cache and self._cache.with_name(f"{self._cache.name}-{next(_STARTS)}"),
             trusted_keys=self._setup.trusted_keys,
             stream_id=self._setup.stream_id,
             threads=1,
