@@ -41,7 +41,6 @@ Metadata = dict[str, str | int | float | bool]
 """The publisher's own data about a version (a training step, a reward), small and flat."""
 
 _log = logging.getLogger("pulse_rl")
-_log.addHandler(logging.NullHandler())  # who configures no logging is told by `warnings`
 
 
 class OneLine:
@@ -278,7 +277,8 @@ def hint_to(listener: Listener | None, hint: Hint) -> None:
     if listener is not None:
         listener(hint)
         return
-    _log.warning("%s", hint)
+    if _log.hasHandlers():  # or Python would print what `warnings` says
+        _log.warning("%s", hint)
     # Said from a thread of the library: a line of its source would say nothing to the reader.
     warnings.warn_explicit(str(hint), UserWarning, "pulse_rl", 0)
 
