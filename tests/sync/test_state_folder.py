@@ -264,8 +264,13 @@ def test_what_is_not_ours_is_left_alone(place: Place, what: str) -> None:
 def test_a_second_user_is_refused(rng: Rng, place: Place) -> None:
     states = history(rng, 2)
     place.publish(states[0])
+    with Subscriber(place.store, stream="policy", state=place.folder / "s"):
+        pass
+    for theirs in ("state-dict.pt", "history-of-runs.txt"):  # put there by somebody
+        (place.folder / "s" / theirs).write_text("theirs")
     with Subscriber(place.store, stream="policy", state=place.folder / "s") as worker:
         worker.sync()
+        assert {"state-dict.pt", "history-of-runs.txt"} <= set(os.listdir(place.folder / "s"))
         child = os.fork()  # another process
         if not child:
             try:

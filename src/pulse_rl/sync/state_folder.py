@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import struct
 import weakref
 from _thread import allocate_lock
@@ -37,6 +38,7 @@ from ..stream.manifest import Manifest
 
 _LOCK, _RECORD, _JOURNAL = "pulse.lock", "pulse.state.json", "pulse.journal"
 _STATE, _HISTORY = "state-", "history-"
+_OURS = re.compile(rf"{_STATE}[0-9a-f]{{16}}\.safetensors|{_HISTORY}[0-9]+-[0-9a-f]{{8}}")
 _FORMAT = "pulse.state.1"
 _PAGE = 4096
 _HEAD = struct.Struct("<Q32s")  # of the journal: the version and the root to which it leads back
@@ -413,7 +415,8 @@ def _address(array: npt.NDArray[Any]) -> int:
 
 
 def _is_ours(name: str) -> bool:
-    return name.startswith((_STATE, _HISTORY)) and os.sep not in name
+    """Whether it is a name that `StateFolder` gives: what others keep in the folder is theirs."""
+    return _OURS.fullmatch(name) is not None
 
 
 def _let_go(path: Path, held: set[str], process: int) -> None:
