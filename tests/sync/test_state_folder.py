@@ -100,6 +100,27 @@ def test_a_restart_downloads_nothing_but_what_is_new(rng: Rng, place: Place, rem
     assert (root, len(read), place.not_used()) == (more[1], 2, [])
 
 
+def test_an_update_that_is_held_keeps_its_values_when_its_file_is_mapped_again(rng: Rng, place: Place) -> None:
+    """An apply and its undo fail half-way, so that the next sync begins with what is kept: the held update's file."""
+
+    def fail() -> None:
+        raise MemoryError
+
+    states = history(rng, 2)
+    place.publish(states[0])
+    with Subscriber(place.store, stream="policy", state=place.folder / "s") as worker:
+        held = worker.sync()
+        assert held
+        values = [tensor.values.copy() for tensor in held.tensors]
+        root = place.publish(states[1])[0]
+        with armed("apply.written", fail), armed("apply.undo", fail), pytest.raises(MemoryError):
+            worker.sync()
+        assert worker.sync()
+        assert worker.root == root
+        for tensor, value in zip(held.tensors, values, strict=True):
+            assert np.array_equal(tensor.values, value)
+
+
 def test_what_is_kept_is_new_to_a_model_that_starts(rng: Rng, place: Place) -> None:
     place.publish(*history(rng, 2))
     place.sync()

@@ -215,6 +215,8 @@ class StateFolder:
         kept = self._kept
         assert kept is not None
         path = self.path / kept.file
+        used = self._files.get(kept.file)
+        is_used = used is not None and used.memory() is not None
         try:
             handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
@@ -237,7 +239,8 @@ class StateFolder:
         if digest.root != kept.root:
             raise DigestMismatch(f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…")
         history = load_history(self.path / kept.history, digest) if kept.history else None
-        return state, digest, history or History()
+        # An update that is held has views of this very file, which the state must not change.
+        return state.copy(self.empty) if is_used else state, digest, history or History()
 
     def keep(self, state: State, manifest: Manifest, history: History) -> None:
         """Makes ``state``, made by `empty` or `load`, the one that is found again, as the version of ``manifest``.
