@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from threading import Condition
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,11 +51,54 @@ class ClockedStore(MemoryStore):
         self._objects[name] = (self._objects[name][0], modified)
 
 
+class Turns:
+    """Runs acts at the same time. Of their calls of the store one at a time goes on, chance says whose."""
+
+    def __init__(self, rng: Random, acts: Mapping[str, Callable[[], None]]) -> None:
+        self.rng, self.acts = rng, acts
+        self.moved = Condition()
+        self.waiting: dict[str, int] = {}
+        self.ended: set[str] = set()
+        self.turn: str | None = None
+
+    def run(self) -> None:
+        with ThreadPoolExecutor(len(self.acts)) as pool:
+            acting = [pool.submit(self._act, name) for name in self.acts]
+            with self.moved:
+                while left := self.acts.keys() - self.ended:
+                    if self.turn is None and left <= self.waiting.keys():
+                        self.turn = self.rng.choice(sorted(left))
+                        self.moved.notify_all()
+                    self.moved.wait()
+        for each in acting:
+            each.result()
+
+    def _act(self, name: str) -> None:
+        try:
+            self.acts[name]()
+        finally:
+            with self.moved:
+                self.ended.add(name)
+                self.moved.notify_all()
+
+    def wait(self, name: str) -> None:
+        with self.moved:
+            self.waiting[name] = self.waiting.get(name, 0) + 1
+            self.moved.notify_all()
+            self.moved.wait_for(lambda: self.turn == name)
+            self.turn = None
+            self.waiting[name] -= 1
+            if not self.waiting[name]:
+                del self.waiting[name]
+            self.moved.notify_all()
+
+
 class Client:
     """One worker's way to the store: call number ``fail_at`` from now on fails, before it has any effect or after."""
 
-    def __init__(self, store: ClockedStore) -> None:
-        self.store = store
+    def __init__(self, store: ClockedStore, name: str = "") -> None:
+        self.store, self.name = store, name
+        self.turns: Turns | None = None
         self.fail_at: int | None = None
         self.error: BaseException = Stop()
         self.after = False
@@ -61,6 +106,8 @@ class Client:
         self.calls = 0
 
     def _do(self, act: Callable[[], T]) -> T:
+        if self.turns:
+            self.turns.wait(self.name)
         self.calls += 1
         if self.fail_at is None or self.fail_at > 0:
             self.fail_at = None if self.fail_at is None else self.fail_at - 1
@@ -86,7 +133,12 @@ class Client:
         if self.stale and folder in self.store.before:
             found = [info for info in self.store.before[folder] if info.name > (start_after or "")]
             return iter(self._do(lambda: found))
-        return iter(self._do(lambda: list(self.store.list(folder, start_after))))
+        found = self._do(lambda: list(self.store.list(folder, start_after)))
+        if self.turns:
+            # As in a folder, whose names are read first, and then the times of those that are still there.
+            now = self._do(lambda: {info.name: info for info in self.store.listed(folder)})
+            found = [now[info.name] for info in found if info.name in now]
+        return iter(found)
 
     def delete(self, name: str) -> None:
         self._do(lambda: self.store.delete(name))
@@ -97,7 +149,7 @@ class Worker:
 
     def __init__(self, world: World, name: str, *, base: Live | None = None) -> None:
         self.world, self.name = world, name
-        self.client = Client(world.store)
+        self.client = Client(world.store, name)
         self.live = base or Live()
         self.held = -1
         self.path: list[int] = []
@@ -114,14 +166,14 @@ class Worker:
             assert version > max(self.path, default=-1), f"{self.name} goes back from {self.path[-1:]} to {version}"
             self.path.append(version)
         if version is not None and version > self.held:
-            assert self.live.root == self.world.roots[version], f"{self.name} has wrong bits of version {version}"
+            self.world.require_root(version, self.live.root, f"{self.name} has wrong bits of version {version}")
             self.held = version
 
     def apply(self, update: Any) -> None:
         if update is not None:
             assert update.version >= self.held, f"{self.name} is given {update.version} after {self.held}"
             self.live.apply(update)
-            assert self.live.root == self.world.roots[update.version], f"{self.name}: {update} leads astray"
+            self.world.require_root(update.version, self.live.root, f"{self.name}: {update} leads astray")
             update.acknowledge()
 
     def ends(self) -> None:
@@ -139,8 +191,10 @@ class World:
         self.numpy = np.random.default_rng(rng.getrandbits(32))
         self.store = ClockedStore()
         self.roots: dict[int, str] = {}
+        self.unchecked: list[tuple[int, str, str]] = []
         self.state = {"a": self.numpy.integers(0, 1 << 16, (8, 8), np.uint16), "b": np.zeros(4, np.uint16)}
-        self.publisher = Publisher(self.store, stream="s", threads=1, anchor_ratio=rng.choice((0.5, 50)))
+        self.client = Client(self.store, "publisher")
+        self.publisher = Publisher(self.client, stream="s", threads=1, anchor_ratio=rng.choice((0.5, 50)))
         self.names = [f"worker-{k}" for k in range(rng.randint(1, 4))]
         self.workers = {name: self.started(rng, name) for name in self.names}
         self.twins: list[Worker] = []
@@ -154,10 +208,10 @@ class World:
 
     def rules(self) -> dict[str, int]:
         if self.calm:
-            return {"publish": 1, "poll": 2, "poll_all": 1}
+            return {"publish": 1, "poll": 2, "poll_all": 1, "at_once": 2}
         return {
             "publish": 6, "poll": 12, "poll_all": 6, "restart": 3, "restart_all": 1, "ahead": 1, "newest_as_base": 1,
-            "fails": 4, "stale": 2, "time": 3, "gc": 2, "damage": 1, "let_go": 1, "lie": 4,
+            "at_once": 4, "fails": 4, "stale": 2, "time": 3, "gc": 2, "damage": 1, "let_go": 1, "lie": 4,
         }  # fmt: skip
 
     def settled(self, rng: Random) -> None:
@@ -169,6 +223,13 @@ class World:
                 short, long = sorted((worker.path, other.path), key=len)
                 assert short == long[: len(short)], f"members went {short} and {long}"
                 assert len(long) - len(short) <= 1, f"members went {short} and {long}"
+
+    def require_root(self, version: int, root: str, otherwise: str) -> None:
+        """At once, or when the publisher that makes the version at the same time has said what it holds."""
+        if version in self.roots:
+            assert root == self.roots[version], otherwise
+        else:
+            self.unchecked.append((version, root, otherwise))
 
     def started(self, rng: Random, name: str, base: Live | None = None) -> Worker:
         return Worker(self, name, base=base)
@@ -187,6 +248,28 @@ class World:
     def poll_all(self, rng: Random) -> None:
         for worker in rng.sample(list(self.workers.values()), len(self.workers)):
             self.polled(worker)
+
+    def at_once(self, rng: Random) -> None:
+        """All poll a few times and some versions are published, at the same time."""
+
+        def of(worker: Worker, count: int) -> Callable[[], None]:
+            return lambda: [self.polled(worker) for _ in range(count)] and None
+
+        acts = {name: of(worker, rng.randint(1, 3)) for name, worker in self.workers.items()}
+        clients = [worker.client for worker in self.workers.values()]
+        if rng.random() < 0.5:
+            publishes = Random(rng.random())
+            acts["publisher"] = lambda: self.publish(publishes)
+            clients.append(self.client)
+        turns = Turns(rng, acts)
+        for client in clients:
+            client.turns = turns
+        turns.run()
+        for client in clients:
+            client.turns = None
+        for version, root, otherwise in self.unchecked:
+            assert root == self.roots[version], otherwise
+        self.unchecked.clear()
 
     def polled(self, worker: Worker) -> None:
         try:
@@ -305,7 +388,7 @@ class World:
         for worker in self.workers.values():
             worker.client.fail_at, worker.client.stale = None, False
         if rng.random() < 0.5 or not self.restorable():
-            self.publisher = Publisher(self.store, stream="s", threads=1, anchor_ratio=0)
+            self.publisher = Publisher(self.client, stream="s", threads=1, anchor_ratio=0)
             self.publish(rng)
         newest = max(self.roots)
         rounds = 0

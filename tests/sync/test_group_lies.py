@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 
 from pulse_rl import GroupMember, LocalStore, MemoryStore, Store, Subscriber, Update, gc_stream
 from pulse_rl.errors import InputError, MemberConflict, StoreUnavailable
-from pulse_rl.store import Data
+from pulse_rl.store import Data, ObjectInfo
 from tests.faults.groups import MEMBERS, Client, ClockedStore, Stop
 from tests.support.members import Clock, KeepsAll, Stream, member, note, rounds
 from tests.support.states import Live
@@ -246,6 +246,25 @@ def test_an_update_whose_poll_failed_is_in_what_the_owner_syncs_by_itself(clock:
     for _ in range(2):
         live.apply(one.poll())
         assert (live.root, one.version) == (subscriber.root, synced)
+
+
+def test_a_listing_that_misses_a_member_makes_nobody_switch_alone() -> None:
+    """A note that is replaced while the folder is read may be in it under neither name."""
+
+    class Misses(MemoryStore):
+        missed = "none"
+
+        def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+            return (info for info in super().list(folder, start_after) if f"/{self.missed}-" not in info.name)
+
+    store = Misses()
+    members = [member(store, "a"), member(store, "b")]
+    assert rounds(members) == [None, None]
+    Stream(store).publish()
+    store.missed = "b"
+    assert rounds(members[:1]) == [None]
+    store.missed = "none"
+    assert rounds(members) == [0, 0]
 
 
 def test_a_group_in_a_folder(tmp_path: Path) -> None:

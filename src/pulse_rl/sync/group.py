@@ -117,6 +117,7 @@ class GroupMember(NotCopyable):
         self._claimed = 0
         self._written = ""
         self._now = 0.0
+        self._seen: dict[str, list[ObjectInfo]] = {}
         self._late_since: float | None = None
         self._found_nothing = False
         self._staged = _Staged(None, None)
@@ -182,8 +183,7 @@ class GroupMember(NotCopyable):
             self._write_note()
             info = self._store.head(self._written)
         self._now = now = info.modified
-        listed = list(self._store.list(self._names.members))
-        notes = read_notes(listed, self._names, now, self._timeout)
+        notes = read_notes(self._list_members(now), self._names, now, self._timeout)
         mine = [note for note in notes.fresh if note.member == self._name]
         namesakes = [note for note in mine if note.word != self._word]
         if not 0 < self._claimed <= (now + self._timeout) * 1000:
@@ -196,6 +196,20 @@ class GroupMember(NotCopyable):
             for name in [name for name in outdated if name != self._written][:_TIDIED_PER_LOOK]:
                 self._store.delete(name)
         return notes
+
+    def _list_members(self, now: float) -> list[ObjectInfo]:
+        """What is listed, and for members of which nothing is, what was seen of them last while that counts: a listing
+        may miss a note that is replaced meanwhile, and the one that replaces it."""
+        listed: dict[str, list[ObjectInfo]] = {}
+        for info in self._store.list(self._names.members):
+            if note := self._names.parse(info.name):
+                listed.setdefault(note.member, []).append(info)
+        self._seen = {
+            member: infos
+            for member, infos in {**self._seen, **listed}.items()
+            if member in listed or any(abs(now - info.modified) <= self._timeout for info in infos)
+        }
+        return [info for infos in self._seen.values() for info in infos]
 
     def _write_note(self) -> None:
         self._written = self._note()
