@@ -173,7 +173,7 @@ bench-sharded: $(VENV)/.ready
 study: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.study $(ARGS)
 
-# Weight sync between network namespaces with rate-limited links, on one machine; needs root.
+# Weight sync between two regions on one machine; needs root.
 bench-network: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.network $(ARGS)
 

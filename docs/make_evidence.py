@@ -312,13 +312,13 @@ def history(masters: Log, pure: Log) -> None:
 
 
 def main() -> None:
-    logs = {name: Log.read(name) for name in ("peers", "wan-cubic", "planned", "history-1e-6", "history-1e-6-bf16")}
+    logs = {name: Log.read(name) for name in ("peers", "network-cubic", "planned", "history-1e-6", "history-1e-6-bf16")}
     history(logs["history-1e-6"], logs["history-1e-6-bf16"])
     found = {
         "training": training(),
         "shapes": shapes(),
         "peers_table": peers(logs["peers"]),
-        "wan_table": wan(logs["wan-cubic"]),
+        "wan_table": wan(logs["network-cubic"]),
         "sizes_table": sizes(logs["planned"]),
     }
     found |= {name.replace("-", "_").replace("1e_6", "lr"): log.caption() for name, log in logs.items()}

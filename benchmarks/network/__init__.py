@@ -1,13 +1,12 @@
-"""Weight sync over a shaped network on one machine: full syncs, the paper's codec and ours, beside the planner.
+"""Weight sync over a long way on one machine: patches, the paper's codec, full syncs and rsync, beside the planner.
 
-    sudo python -m benchmarks.network [--quick] [--json FILE]
+    sudo python -m benchmarks.network [--quick] [--save] [--congestion bbr]
 
-A trainer, an S3-compatible store and four workers, each in a network namespace of its own; the workers are behind links
-of 10, 50, 200 and 1000 Mbit/s, the trainer behind one of 1 Gbit/s. Read the files in this order:
+Read the files in this order:
 
-- `shape`: the namespaces, the links, and how they are taken down again
+- `regions`: two regions, a way between them that delays and loses packets, and what the logs say
+- `shape`: network namespaces, and how they are taken down again; `benchmarks.loco` has links of a rate from it
 - `run`: starting the programs, what they share, their logs
-- `methods`: full syncs and patches behind one face
-- `replay`: a recorded run in real time, where nothing but the links differs
-- `table`: what the logs say, and the plan beside it
+- `methods`: full syncs, patches and rsync behind one face
+- `replay`: a recorded run in real time
 """

@@ -1,12 +1,11 @@
 """Trainer and worker that replay a recorded RL run over the network in real time.
 
-Each runs in its own namespace and knows the others by the store alone. Computing is a sleep of the step's length: it
-stands for the GPU's work, so that two cores bear five processes and nothing but the links differs. Publishing, syncing
-and scattering are real, and so are states, changes and densities: 64 versions that `benchmarks.trace` recorded, forth,
-then back, and so on. The trainer publishes a version a step and waits for nobody. A worker starts each step with the
-newest version that there is; it waits for its own sync and for nothing else.
+Each runs in its own namespace and knows the other by the store alone. Computing is a sleep of the step's length: it
+stands for the GPU's work. Publishing, syncing and scattering are real, and so are states, changes and densities: 64
+versions that `benchmarks.trace` recorded, forth, then back, and so on. The trainer publishes a version a step and waits
+for nobody. The worker moves to each version as soon as it can be seen.
 
-    python -m benchmarks.network.replay trainer|worker|follower SPEC.json NAME
+    python -m benchmarks.network.replay trainer|worker SPEC.json NAME
 """
 
 from __future__ import annotations
@@ -114,31 +113,10 @@ def follow(spec: Spec, log: Log, stop: Stop) -> None:
         log.write("synced", version=worker.version, seconds=now - since, **facts, root=worker.root(), time=now)
 
 
-def work(spec: Spec, log: Log, stop: Stop) -> None:
-    store = spec.open_store()
-    worker = methods.worker(spec.method, store, start(spec)[0])
-    log.write("ready", round_trip=ping(store))
-    stop.wait_for(spec.go)
-    while not stop:
-        since, received, previous = time.monotonic(), interface_bytes("rx"), worker.version
-        worker.sync()
-        synced = time.monotonic()
-        time.sleep(spec.step_seconds)
-        log.write(
-            "step",
-            since=since,
-            rx_since=received,
-            sync_seconds=synced - since,
-            previous=previous,
-            version=worker.version,
-        )
-    log.write("end", version=worker.version, root=worker.root())
-
-
 def main() -> None:
     role, path, name = sys.argv[1:]
     spec = Spec.load(path)
-    {"trainer": train, "worker": work, "follower": follow}[role](spec, Log(spec.log(name)), Stop())
+    {"trainer": train, "worker": follow}[role](spec, Log(spec.log(name)), Stop())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run: a store, a trainer and workers as processes in their namespaces, what they share, and their logs."""
+"""What the programs of a run share: their processes, the store, the clock and the logs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ import signal
 import socket
 import statistics
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.network.shape import INTERFACE, Node, network
+from benchmarks.network.shape import INTERFACE
 from pulse_rl import Store, open_store
 from pulse_rl.errors import NotFound
 
 BUCKET = "pulse"
 STORE_PORT = 5000
-GIGABIT = 1e9
-WORKER_RATES = (10e6, 50e6, 200e6, GIGABIT)
 THREADS = 1
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.5
@@ -41,14 +38,13 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Spec:
-    """What all programs of a run know. ``method`` is one of `pulse_rl.plan.model.METHODS`, ``workers`` are their names,
-    ``trace`` is the folder of recorded runs and ``folder`` takes the logs. The state is ``copies`` of the recorded one,
-    each at another of its steps."""
+    """What both programs know. ``method`` is one of `pulse_rl.plan.model.METHODS` or ``rsync``, ``trace`` is the folder
+    of recorded runs and ``folder`` takes the logs. The state is ``copies`` of the recorded one, each at another of its
+    steps."""
 
     method: str
     step_seconds: float
     endpoint: str
-    workers: tuple[str, ...]
     trace: str
     folder: str
     copies: int = 1
@@ -60,8 +56,7 @@ class Spec:
 
     @classmethod
     def load(cls, path: str) -> Spec:
-        facts = json.loads(Path(path).read_text())
-        return cls(**facts | {"workers": tuple(facts["workers"])})
+        return cls(**json.loads(Path(path).read_text()))
 
     def log(self, name: str) -> Path:
         return Path(self.folder) / f"{name}.jsonl"
@@ -147,49 +142,6 @@ def ping(store: Store | tuple[str, int]) -> float:
     return statistics.median(taken)
 
 
-def nodes(shaped: bool) -> list[Node]:
-    """The store is on an unshaped link, the trainer on 1 Gbit/s, each worker on one of `WORKER_RATES`."""
-    rates = [None, GIGABIT, *WORKER_RATES] if shaped else [None] * (2 + len(WORKER_RATES))
-    names = ["store", "trainer", *(f"worker{rate / 1e6:.0f}" for rate in WORKER_RATES)]
-    return [Node(name, number + 1, rate) for number, (name, rate) in enumerate(zip(names, rates, strict=True))]
-
-
-def run(method: str, *, shaped: bool, step_seconds: float, seconds: float, trace: Path, folder: Path) -> Spec:
-    """Builds the network and replays in it for so many seconds from the moment that all are ready.
-
-    All are told to stop then, and killed `STOP_SECONDS` later. What they did is in their logs.
-    """
-    store, trainer, *workers = nodes(shaped)
-    folder.mkdir(parents=True)
-    names = tuple(worker.name for worker in workers)
-    spec = Spec(method, step_seconds, f"http://{store.address}:{STORE_PORT}", names, str(trace), str(folder))
-    path = str(spec.save())
-    python = [sys.executable, "-m"]
-    with ExitStack() as stack:
-        stack.enter_context(network([store, trainer, *workers]))
-        server = [*python, "moto.server", "-H", store.address, "-p", str(STORE_PORT)]
-        stack.enter_context(process(store.inside(server), folder / "store.log"))
-        children = []
-        for role, node in [("trainer", trainer), *(("worker", worker) for worker in workers)]:
-            command = node.inside([*python, "benchmarks.network.replay", role, path, node.name])
-            children.append(stack.enter_context(process(command, folder / f"{node.name}.log")))
-            if role == "trainer":
-                wait_until_ready([spec.log(node.name)], children)
-        wait_until_ready([spec.log(name) for name in names], children)
-        spec.go.touch()
-        started = time.monotonic()
-        while time.monotonic() < started + seconds:
-            check(children)
-            time.sleep(0.2)
-        # Workers first: a version that none of them can have seen is of no interest.
-        for child in children[::-1]:
-            child.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        for child in children:
-            wait_or_kill(child, deadline)
-    return spec
-
-
 @contextmanager
 def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A child whose output goes to ``log``, which ends with the context."""
@@ -215,12 +167,12 @@ def wait_or_kill(child: subprocess.Popen[bytes], deadline: float) -> None:
         child.wait()
 
 
-def wait_until_ready(logs: list[Path], children: list[subprocess.Popen[bytes]]) -> None:
+def wait_until_ready(log: Path, children: list[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    while not all(log.exists() and '"ready"' in log.read_text() for log in logs):
+    while not log.exists() or '"ready"' not in log.read_text():
         check(children)
         if time.monotonic() > deadline:
-            raise SystemExit(f"not ready after {_START_SECONDS:.0f} s: {', '.join(log.name for log in logs)}")
+            raise SystemExit(f"not ready after {_START_SECONDS:.0f} s: {log.name}")
         time.sleep(0.1)
 
 

@@ -1,7 +1,5 @@
 """Two regions and the long way between them: a trainer and an S3-compatible store in one, a worker in the other.
 
-    sudo python -m benchmarks.network --wan [--save] [--congestion bbr]
-
 The way is a TUN device in each region's namespace and a process that carries the packets (`carry`), since not every
 kernel has netem: each direction has a rate, half of the round trip as delay, a queue as long as the round trip, and
 loses packets at random. TCP is the kernel's own. The trainer publishes a version a step; the worker waits for it and
@@ -144,11 +142,11 @@ def run(method: str, rate: float, *, trace: Path, folder: Path, congestion: str,
     store, worker = REGIONS
     folder.mkdir(parents=True)
     where = f"http://{store.address}:{STORE_PORT}"
-    spec = Spec(method, STEP_SECONDS, where, (worker.name,), str(trace), str(folder), copies=COPIES)
+    spec = Spec(method, STEP_SECONDS, where, str(trace), str(folder), copies=COPIES)
     path, python = str(spec.save()), [sys.executable, "-m"]
     with ExitStack() as stack:
         stack.enter_context(shape.built(build_commands(congestion)))
-        link = [*python, "benchmarks.network.wan", str(rate), str(ROUND_TRIP), str(LOSS)]
+        link = [*python, "benchmarks.network.regions", str(rate), str(ROUND_TRIP), str(LOSS)]
         children = [stack.enter_context(process(link, folder / "link.log"))]
         server = [sys.executable, "-c", _SERVER, "-H", store.address, "-p", str(STORE_PORT)]
         if method == "rsync":
@@ -157,11 +155,10 @@ def run(method: str, rate: float, *, trace: Path, folder: Path, congestion: str,
             server = ["rsync", "--daemon", "--no-detach", f"--config={folder}/daemon", f"--address={store.address}"]
             server.append(f"--port={STORE_PORT}")
         children.append(stack.enter_context(process(store.inside(server), folder / "store.log")))
-        for role, node in (("trainer", store), ("follower", worker)):
-            log = "trainer" if role == "trainer" else node.name
-            command = node.inside([*python, "benchmarks.network.replay", role, path, log])
-            children.append(stack.enter_context(process(command, folder / f"{log}.log")))
-            wait_until_ready([spec.log(log)], children)
+        for role, node in (("trainer", store), ("worker", worker)):
+            command = node.inside([*python, "benchmarks.network.replay", role, path, role])
+            children.append(stack.enter_context(process(command, folder / f"{role}.log")))
+            wait_until_ready(spec.log(role), children)
         before = _retransmitted(children[-1].pid), _retransmitted(children[-2].pid)
         spec.go.touch()
         until = time.monotonic() + SECONDS[method] * scale
