@@ -35,7 +35,7 @@ autodoc_mock_imports = ["axolotl", "nemo_rl", "verl"]
 autodoc_default_options = {"members": True, "undoc-members": True, "exclude-members": "__new__, __init__"}
 # Aliases and types of other libraries, whose documentation is not at hand when this one is built.
 nitpick_ignore_regex = [
-    (r"py:class", r"pulse_rl\..*\.(PublisherSettings|SubscriberOptions)"),  # the keywords that a call hands on
+    (r"py:class", r"pulse_rl\..*\.(Publisher|Subscriber|Update)(Settings|Options)"),  # keywords that a call hands on
     (
         r"py:.*",
         r"(numpy|np|npt|torch|dist|msgspec|prometheus_client|collections|typing|os|pathlib|abc|axolotl|nemo_rl|verl)\b.*",

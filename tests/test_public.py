@@ -61,6 +61,7 @@ HANDED_OUT = {
     "pulse_rl.study.run.StateSequence",
     "pulse_rl.testing.Guarantee",
     "pulse_rl.integrations.engines.transport.SubscriberOptions",
+    "pulse_rl.integrations.updates.UpdateSettings",
     "pulse_rl.maintenance.verify.AuditReport",
     "pulse_rl.maintenance.verify.Module",
     "pulse_rl.maintenance.verify.VersionReport",
@@ -110,7 +111,7 @@ def public() -> Iterator[tuple[str, Any]]:
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
     """Its methods and properties; a store's calls only of `Store`, and no tests of a suite."""
-    is_store = {*STORE_CALLS} <= {*vars(cls)} and cls is not pulse_rl.Store
+    is_store = all(hasattr(cls, call) for call in STORE_CALLS) and cls is not pulse_rl.Store
     for name, value in vars(cls).items():
         if name.startswith(("_", "test_")) or (is_store and name in STORE_CALLS):
             continue

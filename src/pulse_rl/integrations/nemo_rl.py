@@ -6,13 +6,13 @@ NeMo-RL imports this module where ``policy.generation.refit_transport`` names it
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Unpack
 
 import torch
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
-from .updates import NumberedUpdates
+from .updates import NumberedUpdates, UpdateSettings
 
 __all__ = ["PulseEngine"]
 
@@ -37,27 +37,15 @@ class PulseEngine(CheckpointEngine):
         self,
         bucket_size: int,
         *,
-        store: str | None = None,
-        stream: str | None = None,
-        dtype: str | None = "BF16",
-        cache: str | None = None,
-        trusted_keys: Collection[str] | None = None,
-        signing_key: str | None = None,
-        timeout_seconds: float = 1800.0,
         release_after_refit: bool = False,
+        **settings: Unpack[UpdateSettings],
     ) -> None:
         self._bucket_size = bucket_size
-        self._signing_key = signing_key
         self._updates = NumberedUpdates(
-            store,
-            stream,
-            framework="NeMo-RL",
-            settings="policy.generation.refit_cfg['pulse_rl.integrations.nemo_rl:PulseEngine']",
-            key="nemo_rl_refit",
-            dtype=dtype,
-            cache=cache,
-            trusted_keys=trusted_keys,
-            timeout_seconds=timeout_seconds,
+            "NeMo-RL",
+            "policy.generation.refit_cfg['pulse_rl.integrations.nemo_rl:PulseEngine']",
+            "nemo_rl_refit",
+            **settings,
         )
         self._run = ""
         self._refits = 0
@@ -77,7 +65,7 @@ class PulseEngine(CheckpointEngine):
         on the ``rollout_world_size`` rollout ranks.
         """
         if worker_rank == 0 and not self._updates.publishes:
-            self._updates.open_publisher(self._signing_key)
+            self._updates.open_publisher()
         self._begin(metadata)
 
     def init_rollout_process_group(

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
@@ -19,32 +20,45 @@ from ..sync.subscriber import Subscriber
 from .torch import host_tensors
 from .weights import host_copy, torch_dtype
 
-__all__ = ["NumberedUpdates"]
+__all__ = ["NumberedUpdates", "UpdateSettings"]
 
 _log = logging.getLogger(__name__)
 _FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds
+
+
+class UpdateSettings(TypedDict, total=False):
+    """The settings of a framework's checkpoint engine, by name."""
+
+    store: str | None
+    stream: str | None
+    dtype: str | None
+    cache: str | None
+    trusted_keys: Collection[str] | None
+    signing_key: str | None
+    timeout_seconds: float
 
 
 class NumberedUpdates:
     """One process's end of the stream ``stream`` in ``store``: it publishes updates, or waits for them.
 
     ``framework`` and ``settings`` (where its users set these) are words for errors; ``key`` is the name of the number
-    in a version's metadata. ``dtype``, ``cache``, ``trusted_keys`` and ``timeout_seconds`` are the integrations' own.
-    Raises InputError and StoreError.
+    in a version's metadata. All others are `UpdateSettings`, as the integrations document them. Raises InputError and
+    StoreError.
     """
 
     def __init__(
         self,
-        store: str | None,
-        stream: str | None,
-        *,
         framework: str,
         settings: str,
         key: str,
-        dtype: str | None,
-        cache: str | None,
-        trusted_keys: Collection[str] | None,
-        timeout_seconds: float,
+        *,
+        store: str | None = None,
+        stream: str | None = None,
+        dtype: str | None = "BF16",
+        cache: str | None = None,
+        trusted_keys: Collection[str] | None = None,
+        signing_key: str | None = None,
+        timeout_seconds: float = 1800.0,
     ) -> None:
         if not (store and stream):
             raise InputError(
@@ -59,16 +73,16 @@ class NumberedUpdates:
         self._store, self._stream, self._key, self._settings = store, stream, key, settings
         self._dtype = torch_dtype(dtype)
         self._timeout = checked_number("timeout_seconds", timeout_seconds)
-        self._trusted = trusted_keys
+        self._trusted, self._signing_key = trusted_keys, signing_key
         self._publisher: Publisher | None = None
         self._subscriber = Subscriber(
             store, stream=stream, cache=cache, trusted_keys=trusted_keys, allow_recreated=True, on_event=self._hear
         )
         self._doubt = ""
 
-    def open_publisher(self, signing_key: str | None) -> None:
-        """Makes this process the one that publishes. ``signing_key``: the file of a private key. Raises InputError."""
-        if self._trusted and not signing_key:
+    def open_publisher(self) -> None:
+        """Makes this process the one that publishes. Raises InputError."""
+        if self._trusted and not self._signing_key:
             raise InputError(
                 "trusted_keys without a signing_key: the rollout workers would refuse what the trainer publishes",
                 hint=f"Make a key with `pulse keygen`, and set {self._settings}.signing_key to its file.",
@@ -76,7 +90,7 @@ class NumberedUpdates:
         self._publisher = Publisher(
             self._store,
             stream=self._stream,
-            signer=Signer.load(signing_key) if signing_key else None,
+            signer=Signer.load(self._signing_key) if self._signing_key else None,
             trusted_keys=self._trusted or (),
             on_event=self._hear,
         )

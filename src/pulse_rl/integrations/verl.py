@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Unpack
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from ..errors import EngineError
 from ..events import Metadata
-from .updates import NumberedUpdates
+from .updates import NumberedUpdates, UpdateSettings
 
 __all__ = ["PulseCheckpointEngine"]
 
@@ -39,32 +39,10 @@ class PulseCheckpointEngine(CheckpointEngine):
 
     wire_format = "named_tensors"
 
-    def __init__(
-        self,
-        bucket_size: int = 0,
-        is_master: bool = False,
-        *,
-        store: str | None = None,
-        stream: str | None = None,
-        dtype: str | None = "BF16",
-        cache: str | None = None,
-        trusted_keys: Collection[str] | None = None,
-        signing_key: str | None = None,
-        timeout_seconds: float = 1800.0,
-    ) -> None:
-        self._updates = NumberedUpdates(
-            store,
-            stream,
-            framework="verl",
-            settings="checkpoint_engine.engine_kwargs.pulse",
-            key="verl_sync",
-            dtype=dtype,
-            cache=cache,
-            trusted_keys=trusted_keys,
-            timeout_seconds=timeout_seconds,
-        )
+    def __init__(self, bucket_size: int = 0, is_master: bool = False, **settings: Unpack[UpdateSettings]) -> None:
+        self._updates = NumberedUpdates("verl", "checkpoint_engine.engine_kwargs.pulse", "verl_sync", **settings)
         if is_master:
-            self._updates.open_publisher(signing_key)
+            self._updates.open_publisher()
         self._sync = ""
         self._turn = asyncio.Lock()
 

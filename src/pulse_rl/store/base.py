@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 from ..errors import AlreadyExists, FormatError, InputError, NotFound, StoreError, StoreUnavailable
 
@@ -68,6 +68,24 @@ class Store(Protocol):
     def delete(self, name: str) -> None:
         """Removes the object ``name``; it is not an error if it does not exist."""
         ...
+
+
+class ReadOnly:
+    """The writing half of a store for readers. ``writers_hint``: where to write instead."""
+
+    writers_hint: ClassVar[str]
+
+    def put(self, name: str, data: Data) -> None:
+        self._refuse(name)
+
+    def put_new(self, name: str, data: bytes) -> None:
+        self._refuse(name)
+
+    def delete(self, name: str) -> None:
+        self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise StoreError(f"{check_name(name)} cannot be written: {self!r} is for readers", hint=self.writers_hint)
 
 
 def is_name(name: str) -> bool:

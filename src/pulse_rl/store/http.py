@@ -17,13 +17,13 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any, Final, NoReturn, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
 from .._util.settings import checked_number
 from .._util.threads import checkpoint
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
-from .base import MAX_LISTED, Data, ObjectInfo, check_folder, check_name, check_range, is_name
+from .base import MAX_LISTED, ObjectInfo, ReadOnly, check_folder, check_name, check_range, is_name
 
 MAX_WHOLE_BYTES: Final = 256 << 20
 """Largest object that is read without saying how many bytes are expected."""
@@ -45,7 +45,6 @@ _URL = re.compile(r"[!-~]+")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
 _LISTED = re.compile(r"([0-9]{1,18}) ([0-9]{1,12}) (\S{1,512})")
-_READ_ONLY = "Give readers this address, and writers the store behind it."
 _NO_SUCH_SERVER = "Serve the folder with `pulse serve`."
 
 T = TypeVar("T")
@@ -55,7 +54,7 @@ class _Transient(Exception):
     """The server says that it may answer later."""
 
 
-class HttpStore:
+class HttpStore(ReadOnly):
     """A `Store` for readers, behind the server at ``url``: ``http://host:port/prefix`` or ``https://…``, without
     credentials. Writing calls raise StoreError.
 
@@ -65,6 +64,8 @@ class HttpStore:
     MiB, and else raises StoreError. Raises InputError. May be used from several threads, which share up to eight idle
     connections, kept for 30 s.
     """
+
+    writers_hint = "Give readers this address, and writers the store behind it."
 
     def __init__(self, url: str, *, timeout_seconds: float = 30.0) -> None:
         self._timeout = checked_number("timeout_seconds", timeout_seconds, minimum=1e-3, maximum=1e6)
@@ -77,15 +78,6 @@ class HttpStore:
 
     def __repr__(self) -> str:
         return f"HttpStore({self._url!r})"
-
-    def put(self, name: str, data: Data) -> None:
-        self._refuse(name)
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self._refuse(name)
-
-    def delete(self, name: str) -> None:
-        self._refuse(name)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         path = check_name(name)
@@ -283,10 +275,6 @@ class HttpStore:
                 self._idle.append(connection)
                 return
         connection.close()
-
-    def _refuse(self, name: str) -> NoReturn:
-        check_name(name)
-        raise StoreError(f"{name} cannot be written: the store {self._url} is for readers", hint=_READ_ONLY)
 
 
 class _Connection:

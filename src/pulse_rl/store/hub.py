@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from .._util.settings import checked_number
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
-from .base import MAX_LISTED, Data, ObjectInfo, check_folder, check_name, check_range
+from .base import MAX_LISTED, ObjectInfo, ReadOnly, check_folder, check_name, check_range
 from .http import MAX_WHOLE_BYTES
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -47,7 +47,7 @@ def _is_of_one_host(url: str, other: str) -> bool:
     return urlsplit(url)[:2] == urlsplit(other)[:2]
 
 
-class HubStore:
+class HubStore(ReadOnly):
     """A `Store` for readers in a repository: ``hf://namespace/name/prefix``, ``hf://datasets/…`` for one of data sets,
     ``@revision`` behind the name for another than ``main``. Writing calls raise StoreError: upload a folder that is a
     store.
@@ -55,6 +55,8 @@ class HubStore:
     ``token``: None for HF_TOKEN, or that of `hf auth login`. ``endpoint``: None for HF_ENDPOINT, or the Hub. Each
     request has ``timeout_seconds``. When an object was written is not known: 0. Raises InputError.
     """
+
+    writers_hint = "Publish to a folder and upload that, or to hf://buckets/NAMESPACE/BUCKET."
 
     def __init__(
         self, address: str, *, token: str | None = None, endpoint: str | None = None, timeout_seconds: float = 30.0
@@ -75,15 +77,6 @@ class HubStore:
 
     def __repr__(self) -> str:
         return f"HubStore({self._address!r})"
-
-    def put(self, name: str, data: Data) -> None:
-        self._refuse(name)
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self._refuse(name)
-
-    def delete(self, name: str) -> None:
-        self._refuse(name)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         url = self._resolve + check_name(name)
@@ -176,12 +169,6 @@ class HubStore:
             return answer.read(most)
         except (HTTPException, OSError) as error:
             raise StoreUnavailable(f"{self._address}: {name} broke off: {error}") from None
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise StoreError(
-            f"{self._address} is for readers, and {name[:80]!r} was to be written",
-            hint="Publish to a folder and upload that, or to hf://buckets/NAMESPACE/BUCKET.",
-        )
 
 
 def _token() -> str | None:

@@ -30,7 +30,35 @@ _CHECK = "Try the store with `pulse store-check`."
 T = TypeVar("T")
 
 
-class CachedStore:
+class Wrapper:
+    """A store that passes on what it does not change to ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def __repr__(self) -> str:
+        return repr(self.store)
+
+    def put(self, name: str, data: Data) -> None:
+        self.store.put(name, data)
+
+    def put_new(self, name: str, data: bytes) -> None:
+        self.store.put_new(name, data)
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self.store.get(name, start, stop)
+
+    def head(self, name: str) -> ObjectInfo:
+        return self.store.head(name)
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        return self.store.list(folder, start_after)
+
+    def delete(self, name: str) -> None:
+        self.store.delete(name)
+
+
+class CachedStore(Wrapper):
     """``store`` with a cache of the objects that are named by their content, up to ``max_bytes``, in the folder
     ``pulse-cache`` below ``folder``. The least recently used are evicted first; nothing else in there is touched.
 
@@ -46,7 +74,7 @@ class CachedStore:
         digest_of: Callable[[str], str | None],
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
-        self.store = store
+        super().__init__(store)
         self._kept = LocalStore(Path(folder) / CACHE_FOLDER)
         self._digest_of = digest_of
         self._max_bytes = max_bytes
@@ -57,15 +85,6 @@ class CachedStore:
         """The object ``name`` has ``nbytes`` by the word of whoever is trusted, which the store's is not: no more is
         read for the cache."""
         self._expected[name] = nbytes
-
-    def __repr__(self) -> str:
-        return repr(self.store)
-
-    def put(self, name: str, data: Data) -> None:
-        self.store.put(name, data)
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self.store.put_new(name, data)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         digest = self._digest_of(name)
@@ -81,9 +100,6 @@ class CachedStore:
         if digest and self._has(name, digest):
             return self._kept.head(name)
         return self.store.head(name)
-
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        return self.store.list(folder, start_after)
 
     def delete(self, name: str) -> None:
         self.store.delete(name)
@@ -200,22 +216,13 @@ class Pace:
             return begin
 
 
-class PacedStore:
+class PacedStore(Wrapper):
     """``store``, from which `get` reads no faster than ``pace``, which may be that of several stores together. Ranges
     of more than a chunk are read in chunks."""
 
     def __init__(self, store: Store, pace: Pace) -> None:
-        self.store = store
+        super().__init__(store)
         self._pace = pace
-
-    def __repr__(self) -> str:
-        return repr(self.store)
-
-    def put(self, name: str, data: Data) -> None:
-        self.store.put(name, data)
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self.store.put_new(name, data)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         chunk = self._pace.chunk
@@ -227,15 +234,6 @@ class PacedStore:
             return data
         return b"".join(self.get(name, at, min(at + chunk, stop)) for at in range(start, stop, chunk))
 
-    def head(self, name: str) -> ObjectInfo:
-        return self.store.head(name)
-
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        return self.store.list(folder, start_after)
-
-    def delete(self, name: str) -> None:
-        self.store.delete(name)
-
 
 def _await(begin: float) -> None:
     while (left := begin - time.monotonic()) > 0:
@@ -243,14 +241,14 @@ def _await(begin: float) -> None:
         time.sleep(min(left, _LOOK_SECONDS))
 
 
-class BoundedStore:
+class BoundedStore(Wrapper):
     """``store``, of which nothing is taken for granted but what it should be trusted with. A listing has at most 10^6
     objects, in order and where they belong; a length is one. Within `limited`, reading calls may be late for a while:
     a second for each call and each 16 KiB is its due, what takes longer is lateness. A listing is one call, however
     many pages it has."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        super().__init__(store)
         self._left: float | None = None
         self._lock = threading.Lock()
 
@@ -262,15 +260,6 @@ class BoundedStore:
             yield
         finally:
             self._left = before
-
-    def __repr__(self) -> str:
-        return repr(self.store)
-
-    def put(self, name: str, data: Data) -> None:
-        self.store.put(name, data)
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self.store.put_new(name, data)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         return self._timed(name, lambda: self.store.get(name, start, stop))
@@ -299,9 +288,6 @@ class BoundedStore:
             if len(last) <= MAX_NAME:
                 yield _checked(last, info)
 
-    def delete(self, name: str) -> None:
-        self.store.delete(name)
-
     def _timed(self, name: str, read: Callable[[], T]) -> T:
         self._draw(name, 0.0)
         began = time.monotonic()
@@ -327,8 +313,8 @@ def _checked(name: str, info: ObjectInfo) -> ObjectInfo:
 
 def bounded_in(store: Store) -> BoundedStore | None:
     """The bounded store that ``store`` is, or reads."""
-    if isinstance(store, CachedStore | PacedStore):
-        return bounded_in(store.store)
+    while isinstance(store, Wrapper) and not isinstance(store, BoundedStore):
+        store = store.store
     return store if isinstance(store, BoundedStore) else None
 
 
@@ -343,6 +329,6 @@ class Notifier(Protocol):
 
 def notifier_of(store: Store) -> Notifier | None:
     """The store itself, or the one that it reads, if it can be waited for."""
-    if isinstance(store, CachedStore | PacedStore | BoundedStore):
-        return notifier_of(store.store)
+    while isinstance(store, Wrapper):
+        store = store.store
     return store if isinstance(store, Notifier) else None
