@@ -24,6 +24,7 @@ from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, TRAINERS
 from benchmarks.loco.threads import in_threads, take_step
 from pulse_rl import MemoryStore
 from pulse_rl.loco import PulseLoCo, StoreExchange
+from pulse_rl.loco.store_rounds import StoreRounds
 
 IN_TIME, LATE, AWAY = "in time", "late in every third round", "killed, away for five rounds"
 KILLED, BACK = 10, 15
@@ -58,7 +59,7 @@ def run(how: str, seed: int, rounds: int) -> float:
         loop.threads = 1
         step, was_killed = 0, False
         with loop:
-            assert loop.over is not None
+            assert isinstance(loop.meeting, StoreRounds)
             job.cast()
             while loop.round < rounds:
                 number = loop.round
@@ -80,7 +81,7 @@ def run(how: str, seed: int, rounds: int) -> float:
                     if late:
                         wait_until_closed(number)
                     out = is_out(how, number + late)
-                    loop.over.exchange = replace(exchange, quorum=TRAINERS - out)
+                    loop.meeting.exchange = replace(exchange, quorum=TRAINERS - out)
                 take_step(job, optimizer, step, LR)
                 step += 1
                 if loop.inner_step == 0 and loop.round > rounds - LAST:

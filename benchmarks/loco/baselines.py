@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from pulse_rl.loco.exchange import PendingRound, Phase, exchange_of
 from pulse_rl.loco.gate import Gate
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
+from pulse_rl.loco.meeting import GroupRounds
 from pulse_rl.loco.outer import OuterState, Residual
 from pulse_rl.loco.parameters import FlatBlock, Floats, Parameters, Positions, is_finite
 from pulse_rl.loco.wire import Entries
@@ -167,8 +169,9 @@ def sparse_loco(
     model: Any, optimizer: Any, *, fraction: float, decay: float = 0.95, outer_lr: float = 1.0, **settings: Any
 ) -> OuterLoop:
     state = OuterState(Parameters(model, optimizer), outer_lr, 0.0)
-    exchange = exchange_of(settings.pop("group", None))
-    return OuterLoop(model, state, SparseReduction(state, fraction, decay), exchange, **{"on_round": None, **settings})
+    reduction = SparseReduction(state, fraction, decay)
+    meet = partial(GroupRounds, exchange_of(settings.pop("group", None)), reduction)
+    return OuterLoop(model, state, reduction, meet, **{"on_round": None, **settings})
 
 
 def quantize(values: Floats) -> tuple[npt.NDArray[np.int64], Floats]:

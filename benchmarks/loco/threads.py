@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.loco.jobs import TRAINERS, WARM_UP
-from pulse_rl.loco import PulseLoCo, Round
-from pulse_rl.loco import loop as loop_module
+from pulse_rl.loco import PulseLoCo, Round, meeting
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
 
@@ -170,5 +169,5 @@ def _exchanges(trainers: int, barrier: threading.Barrier) -> Iterator[threading.
     def make(*_: object, **__: object) -> TrainerGroup:
         return ThreadedGroup(rank_of.value, trainers, places, barrier)
 
-    with mock.patch.object(loop_module, "TrainerGroup", make):
+    with mock.patch.object(meeting, "TrainerGroup", make):
         yield rank_of

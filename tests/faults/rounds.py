@@ -23,6 +23,7 @@ from pulse_rl import PulseError, PulseLoCo
 from pulse_rl._util import faults
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.loco import StoreExchange, store_rounds, wire
+from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.store import Data
 from tests.support.loco_reference import Reference, flat, same
 
@@ -79,9 +80,8 @@ class Node:
         self.entered = False
 
     def note_message(self, digest: str) -> None:
-        over = self.loop.over
-        assert over is not None
-        ((places, values),) = over._own
+        assert isinstance(self.loop.meeting, StoreRounds)
+        ((places, values),) = self.loop.meeting._own
         sent = torch.zeros(_SIZE)
         sent[torch.from_numpy(places.astype(np.int64))] = torch.from_numpy(values)
         self.world.sent[digest] = sent
@@ -119,8 +119,7 @@ class Node:
 
     @property
     def may_train(self) -> bool:
-        over = self.loop.over
-        return over is not None and over.joined and self.loop.inner_step == 0
+        return self.loop.meeting.joined and self.loop.inner_step == 0
 
     def take_stock(self) -> None:
         """Its theta is that of its round; its residual is what it has learnt and what has not counted."""
@@ -239,8 +238,8 @@ class Rounds:
         self.disk_is_clean()
         self.grace = 0.0  # it passes
         for node in self.nodes:
-            assert node.loop.over is not None
-            node.loop.over.exchange = replace(node.loop.over.exchange, grace_seconds=0.0)
+            assert isinstance(node.loop.meeting, StoreRounds)
+            node.loop.meeting.exchange = replace(node.loop.meeting.exchange, grace_seconds=0.0)
         for _ in range(2):
             for _turn in range(40):
                 for node in self.nodes:

@@ -10,7 +10,7 @@ import torch
 
 from pulse_rl.errors import CorruptMessage, Diverged, InputError, TrainerLost
 from tests.support import site_members
-from tests.support.loco_reference import Flat, Job, flat, pulse_loco, same
+from tests.support.loco_reference import Flat, Job, flat, group_of, pulse_loco, same
 from tests.support.site_members import Member, members
 from tests.support.trainers import Trainer, together
 
@@ -54,8 +54,7 @@ def test_it_is_the_rule_to_the_bit_and_changes_nothing(names: str, lookahead: fl
 def test_without_a_lookahead_it_is_theta_and_costs_a_root() -> None:
     def work(member: Member) -> None:
         member.round()
-        exchange = member.loop._group
-        assert exchange is not None
+        exchange = group_of(member.loop)
         sent = exchange.sent_bytes
         assert same(flat(member.loop.averaged_state()), flat(member.loop.global_state()))
         assert exchange.sent_bytes - sent == 2 * 32

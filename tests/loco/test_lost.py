@@ -15,7 +15,7 @@ import torch
 
 from pulse_rl.errors import InputError, TrainerLost
 from pulse_rl.loco import PulseLoCo
-from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
+from tests.support.loco_reference import Job, Reference, flat, group_of, pulse_loco, same
 from tests.support.trainers import Group, Trainer, cut_off_in_broadcast, force_scattered, lose, side_by_side, together
 
 pytestmark = pytest.mark.slow
@@ -102,8 +102,7 @@ class CheckedTrainer:
 
 def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:
     """Once; a process that was stopped may go on."""
-    exchange = loop._group
-    assert exchange is not None
+    exchange = group_of(loop)
     phase, calls = loop._phase, 0
     all_gather, all_to_all = exchange._all_gather_array, exchange._all_to_all_arrays
 
@@ -180,8 +179,7 @@ def test_the_others_go_on(how: signal.Signals, way: str) -> None:
 
 def miss_the_end(loop: PulseLoCo) -> None:
     """The next round ends on all others; this trainer loses them when it has sent everything."""
-    exchange = loop._group
-    assert exchange is not None
+    exchange = group_of(loop)
     all_gather = exchange.all_gather_fixed
 
     def cut_off(message: bytes) -> list[bytes]:
@@ -341,8 +339,7 @@ def meetings(trainer: Trainer) -> None:
     assert loop.round == 4
 
     # Ctrl-C on trainer 1 between two collectives. Nobody died, so torch.distributed need not be initialised anew.
-    exchange = loop._group
-    assert exchange is not None
+    exchange = group_of(loop)
     if trainer.rank == 1:
         exchange.all_gather_fixed = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt if trainer.rank == 1 else TrainerLost):

@@ -288,6 +288,7 @@ def refusals() -> dict[str, tuple[Callable[[Store], Any], type[PulseError], str]
         "both": (lambda s: PulseLoCo(*_parts(), sync_every=1, group=object(), over=s), InputError, "not both"),  # type: ignore[arg-type]
         "name": (lambda s: StoreExchange(s, trainer="a/b"), InputError, "trainer"),
         "quorum": (lambda s: StoreExchange(s, quorum=0), InputError, "quorum"),
+        "group": (lambda s: run(s, Job().model).rejoin(object()), InputError, "not in a group"),
         "averaged": (lambda s: run(s, Job().model).averaged_state(), InputError, "over a store"),
     }
 

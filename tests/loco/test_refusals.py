@@ -16,7 +16,7 @@ from pulse_rl.loco import DiLoCo, PulseLoCo
 from pulse_rl.loco.exchange import Transfer
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.wire import Coder, Message
-from tests.support.loco_reference import Job, flat, pulse_loco, same
+from tests.support.loco_reference import Job, flat, group_of, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together
 
 
@@ -230,8 +230,7 @@ def garbled_round(trainer: Trainer, collective: str = "_all_gather_array") -> No
     """What only one trainer could not read is refused by all, and the next try may succeed."""
     job = Job()
     with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
-        exchange = loop._group
-        assert exchange is not None
+        exchange = group_of(loop)
         for _ in range(2):
             job.step(trainer.rank)
         before = held(loop)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pulse_rl.loco import PulseLoCo, Round
-from tests.support.loco_reference import Job, cut_blocks, flat, pulse_loco, same
+from tests.support.loco_reference import Job, cut_blocks, flat, group_of, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together
 
 pytestmark = pytest.mark.slow
@@ -184,8 +184,7 @@ def elsewhere(trainer: Trainer) -> None:
     trainer.connect("start")
     job = Job()
     with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
-        exchange = loop._group
-        assert exchange is not None
+        exchange = group_of(loop)
         with torch.device("meta"):
             arrived, _ = exchange.all_to_all([bytes([trainer.rank, to]) for to in range(2)], max_bytes=[[9, 9]] * 2)
         assert arrived == [bytes([source, trainer.rank]) for source in range(2)]

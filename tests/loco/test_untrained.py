@@ -12,7 +12,7 @@ from torch import nn
 
 from pulse_rl.errors import CorruptMessage, Diverged, NonFinite, StateMismatch
 from pulse_rl.loco import DiLoCo, PulseLoCo
-from tests.support.loco_reference import made, pulse_loco, root_of, same
+from tests.support.loco_reference import group_of, made, pulse_loco, root_of, same
 from tests.support.trainers import Trainer, each, together
 
 SIZE = 3
@@ -190,7 +190,7 @@ def damaged(trainer: Trainer) -> None:
     model, optimizer, loop = make(trainer.rank, sync_every=1)
     with loop:
         before = model.tensors()
-        exchange = loop._group
+        exchange = group_of(loop)
         all_gather = exchange._all_gather_array
 
         def flipped(data: Any) -> Any:

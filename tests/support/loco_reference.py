@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, parameters
+from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
+from pulse_rl.loco.meeting import GroupRounds
 
 Flat = torch.Tensor
 
@@ -201,6 +203,13 @@ def made(kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, 
 def cut_blocks(elements: int) -> None:
     """From now on the parameters of a loop that is made in this process are cut into blocks of so many."""
     parameters.BLOCK_ELEMENTS = elements
+
+
+def group_of(loop: OuterLoop) -> TrainerGroup:
+    """The group in which its trainer has met the others."""
+    assert isinstance(loop.meeting, GroupRounds)
+    assert loop.meeting.group is not None
+    return loop.meeting.group
 
 
 def root_of(loop: OuterLoop) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.loco.threads import as_threads
 from pulse_rl.loco.exchange import Sites
-from tests.support.loco_reference import Flat, Reference, pulse_loco
+from tests.support.loco_reference import Flat, Reference, group_of, pulse_loco
 
 SIZE = 3000
 
@@ -47,8 +47,7 @@ class Member:
     @property
     def group(self) -> Any:
         """What carries its messages."""
-        assert self.loop._group is not None
-        return self.loop._group
+        return group_of(self.loop)
 
     def step(self, size: float = 3e-5) -> None:
         self.weight.grad = size * torch.randn(SIZE, generator=self.random)

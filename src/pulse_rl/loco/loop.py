@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from .._util.serial import NotCopyable, SerialThread
-from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
+from ..errors import InputError
 from ..events import OneLine
-from .exchange import Exchange, Reduction
-from .group import TrainerGroup, TrainerNote
-from .outer import OuterState, averaged
-from .store_rounds import StoreRounds
+from .exchange import Reduction
+from .group import TrainerNote
+from .meeting import Meeting
+from .outer import OuterState
 from .trainer import Trainer
 
 
@@ -71,8 +71,8 @@ class OuterLoop(NotCopyable):
     the outer state of the latest round. Leaving it removes the hook. Outer state is FP32 in host memory, wherever the
     model is.
 
-    A loop is made of an outer ``state``, the ``buffers`` of the model, a ``reduction`` and the ``exchange``'s settings:
-    `PulseLoCo` and `DiLoCo` put them together. ``threads`` (default: all cores) share a round's blocks. Raises
+    A loop is made of an outer ``state``, the ``buffers`` of the model, a ``reduction``, and what the trainers ``meet``
+    in: `PulseLoCo` and `DiLoCo` put them together. ``threads`` (default: all cores) share a round's blocks. Raises
     InputError for a ``sync_every`` below 1.
     """
 
@@ -81,7 +81,7 @@ class OuterLoop(NotCopyable):
         model: torch.nn.Module | Mapping[str, torch.Tensor],
         state: OuterState,
         reduction: Reduction,
-        exchange: Exchange,
+        meet: Callable[[Trainer, SerialThread], Meeting],
         *,
         sync_every: int,
         on_round: Callable[[Round], None] | None,
@@ -91,14 +91,12 @@ class OuterLoop(NotCopyable):
                 f"sync_every is {sync_every}", hint="Give the number of inner steps in a round, 1 or more."
             )
         self.sync_every, self.on_round = sync_every, on_round
-        self.exchange, self.reduction, self.state = exchange, reduction, state
+        self.reduction, self.state = reduction, state
         self.trainer = Trainer(model, state, reduction.residual)
         self.parameters, self.buffers = state.parameters, self.trainer.buffers
         self.last_round: Round | None = None
         self._serial = SerialThread(type(self).__name__)
-        self._process_group = exchange.group
-        self._group: TrainerGroup | None = None
-        self.over: StoreRounds | None = None
+        self.meeting = meet(self.trainer, self._serial)
         self._hooks: list[Any] = []
         self._seconds: dict[str, float] = {}
         self._in_global_weights = False
@@ -126,92 +124,22 @@ class OuterLoop(NotCopyable):
 
     def _after_step(self) -> None:
         self.trainer.inner_step += 1
-        if self._group is not None:
-            self._group.progress.note(self._note())
+        self.meeting.note(self._note())
         if self.inner_step >= self.sync_every:
             self._run_round()
 
     def _run_round(self) -> None:
-        if self.over is not None and self.over.joined:
-            self._run_over_store(self.over)
-            return
-        if self._group is None:
+        if not self.meeting.joined:
             raise InputError(
                 "a round is due, but the trainers have not met",
                 hint="Enter it as a context manager; after TrainerLost, call rejoin() or rewind().",
             )
-        group, self._seconds = self._group, {}
-        sent, between = group.sent_bytes, group.between_bytes
-        try:
-            # 1. What no optimizer trains: buffers are averaged, frozen parameters compared.
-            self.parameters.require()
-            with self._phase("buffers"):
-                buffers = self.buffers.agree(group, self.round + 1)
-            # 2. Gate, wire, exchange. A failure up to here leaves theta, momentum and residual as they were.
-            pending = self.reduction.run(group, self.round, self._phase)
-
-            # 3. The outer step. No interrupt comes between its parts.
-            def take_effect() -> int:
-                with self._phase("update"):
-                    # Who is told of the round is shown theta.
-                    summed = pending.apply(np.float32(0) if self.on_round else self._lookahead())
-                    self.trainer.complete_round(pending.messages)
-                    buffers.commit()
-                return summed
-
-            summed = self._serial.run(take_effect, whole=True)
-            # 4. All have the same theta. After it has taken effect here: a trainer lost in the comparison leaves the
-            # others in a whole state.
-            with self._phase("verify"):
-                theta = self.state.digest(self.state.theta)
-                group.require_same_root(self.round, theta, self.state.digests)
-        except (NonFinite, Diverged, CorruptMessage, StateMismatch):  # on all trainers alike
-            raise
-        except BaseException as error:
-            # This round's message may count with the others: no second try before the trainers have met again.
-            self._leave(error)
-            raise
-        group.progress.note(self._note())
+        self._seconds = {}
+        # Who is told of the round is shown theta.
+        done = self.meeting.run(self._phase, lambda: np.float32(0) if self.on_round else self._lookahead())
+        self.meeting.note(self._note())
         self.last_round = Round(
-            number=self.round,
-            trainers=group.size,
-            parameters=self.parameters.count,
-            entries=pending.entries,
-            summed=summed,
-            scattered=pending.scattered,
-            payload_bytes=pending.payload_bytes + buffers.payload_bytes,
-            sent_bytes=group.sent_bytes - sent,
-            between_bytes=group.between_bytes - between,
-            root=theta.root,
-            seconds=dict(self._seconds),
-        )
-        if self.on_round:
-            with self.global_weights():
-                self.on_round(self.last_round)
-
-    def _run_over_store(self, over: StoreRounds) -> None:
-        sent, self._seconds = over.sent_bytes, {}
-        self.parameters.require()
-        try:
-            # Who is told of the round is shown theta.
-            done = over.run(self._phase, lambda: np.float32(0) if self.on_round else self._lookahead())
-        except (NonFinite, StateMismatch):  # before anything was sent
-            raise
-        except BaseException as error:
-            self._leave(error)
-            raise
-        self.last_round = Round(
-            number=self.round,
-            trainers=done.trainers,
-            parameters=self.parameters.count,
-            entries=done.entries,
-            summed=done.summed,
-            scattered=False,
-            payload_bytes=done.payload_bytes,
-            sent_bytes=over.sent_bytes - sent,
-            between_bytes=0,
-            root=done.root,
-            seconds=dict(self._seconds),
+            number=self.round, parameters=self.parameters.count, seconds=dict(self._seconds), **done._asdict()
         )
         if self.on_round:
             with self.global_weights():
@@ -239,7 +167,7 @@ class OuterLoop(NotCopyable):
             self._hooks = []
             self._restart()
         finally:
-            self._leave(error)
+            self.meeting.leave(error)
 
     def close(self) -> None:
         """Removes the hooks and leaves the group; the model holds theta, or the local steps of a round under way. The
@@ -253,53 +181,22 @@ class OuterLoop(NotCopyable):
         that is behind gets theta and the outer momentum. A round that was due runs at once; local steps that were not
         sent are not lost. Raises TrainerLost, StateMismatch, InputError, Diverged, NonFinite, CorruptMessage.
         """
-        self._leave()
-        self._process_group = group
+        self.meeting.move(group)
+        self.meeting.leave()
         self._join()
 
     def rewind(self) -> None:
         """Gives the model the start of the round and the last common buffers, and discards the local steps since."""
         self.buffers.require()
-        if self.over is not None and self.reduction.residual is not None:
-            self.reduction.residual.forget_message()  # one that was put for the round is of steps that are no more
+        self.meeting.forget_steps()
         self._serial.run(lambda: self.trainer.rewind(self._lookahead()), whole=True)
 
-    def _leave(self, error: BaseException | None = None) -> None:
-        """Gives the group up. The others are told that it was on purpose, or because of ``error``."""
-        if self.over is not None:
-            self.over.leave()
-        if self._group is not None:
-            try:
-                self._group.progress.leave(error)
-            finally:
-                self._group.close()
-                self._group = None
-
     def _join(self) -> None:
-        """Makes the group, takes up the common state, and runs a round that is due."""
+        """Meets the others, and runs a round that is due."""
         self.trainer.require_finite()
-        if self.over is not None:
-            self.over.join(self._settings(), self._lookahead())
-            if self.inner_step >= self.sync_every:
-                self._run_round()
-            return
-        group = TrainerGroup(self._process_group, timeout_seconds=self.exchange.timeout_seconds)
-        group.progress.begin(self._note())
-        try:
-            # Agreed with the others first, taken over at once afterwards: a failure leaves this trainer as it was.
-            take_up = self.trainer.meet(group, self._settings(), self.exchange.site, self._lookahead())
-
-            def begin() -> None:
-                take_up()
-                self.reduction.forget()
-
-            self._serial.run(begin, whole=True)
-        except BaseException:
-            group.close()
-            raise
+        self.meeting.join(self._settings(), self._lookahead(), self._note())
         # A trainer whose round failed has taken all its inner steps: it owes the round before it may take another.
-        self._group = group
-        group.progress.note(self._note())
+        self.meeting.note(self._note())
         if self.inner_step >= self.sync_every:
             self._run_round()
 
@@ -367,22 +264,7 @@ class OuterLoop(NotCopyable):
                 f"{self.inner_step} inner steps of the round are taken: the residual is that of the last one",
                 hint="Call it on all trainers after a round, before the next inner step.",
             )
-        group, state, residual = self._group, self.state, self.reduction.residual
-        if self.over is not None:
-            raise InputError("over a store there is no averaged state", hint="Keep global_state() instead.")
-        if group is None:
-            raise InputError("the trainers have not met", hint="Call it on all trainers, within the loop's `with`.")
-        try:
-            ahead = residual is not None and residual.lookahead
-            found = averaged(group, state, residual) if residual is not None and ahead else state.theta.copy()
-            tree = state.digest(found)
-            group.require_same_root(self.round, tree, lambda: {"the averaged state": tree})
-        except (Diverged, CorruptMessage):  # on all trainers alike
-            raise
-        except BaseException as error:
-            self._leave(error)
-            raise
-        return self.parameters.by_name(found)
+        return self.parameters.by_name(self.meeting.averaged())
 
     # -- checkpoints
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from .exchange import Exchange, GatedReduction, PendingRound, Phase, exchange_of
 from .gate import Gate
 from .group import TrainerGroup
 from .loop import OuterLoop, Round
+from .meeting import GroupRounds
 from .outer import OuterState, Residual
 from .parameters import Parameters, parts
 from .store_rounds import StoreExchange, StoreRounds, store_exchange_of
@@ -78,9 +80,9 @@ class PulseLoCo(OuterLoop):
             lookahead = min(outer_lr / (1 - outer_momentum), MAX_SCALE)
         residual = Residual(state, checked_number("lookahead", lookahead, maximum=MAX_SCALE))
         reduction = GatedReduction(state, residual, Gate(gate_dtype, scale), exchange)
-        super().__init__(model, state, reduction, exchange, sync_every=sync_every, on_round=on_round)
+        meet = partial(StoreRounds, stored, reduction) if stored else partial(GroupRounds, exchange, reduction)
+        super().__init__(model, state, reduction, meet, sync_every=sync_every, on_round=on_round)
         self.reduction: GatedReduction = reduction
-        self.over = StoreRounds(stored, self.trainer, reduction, self._serial) if stored else None
         self.lookahead = residual.lookahead
 
 
@@ -138,4 +140,5 @@ class DiLoCo(OuterLoop):
     ) -> None:
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         reduction = DenseReduction(state)
-        super().__init__(model, state, reduction, exchange_of(group), sync_every=sync_every, on_round=on_round)
+        meet = partial(GroupRounds, exchange_of(group), reduction)
+        super().__init__(model, state, reduction, meet, sync_every=sync_every, on_round=on_round)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from .._util.faults import hit
 from .._util.serial import SerialThread
@@ -38,6 +39,8 @@ from ..store import Store, open_store
 from ..store.base import create_or_confirm, is_name, whole
 from ..store.wrappers import BoundedStore
 from .exchange import GatedReduction, Phase
+from .group import TrainerNote
+from .meeting import Finished
 from .outer import Delivery
 from .parameters import Floats
 from .trainer import Trainer, specs_digest
@@ -160,22 +163,11 @@ def _seal(fields: dict[str, Any]) -> str:
     return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-class Finished(NamedTuple):
-    """A round that has taken effect: so many ``trainers``, ``entries`` of this one's gate, parameters whose sum is not
-    0, the bytes of this trainer's message, and theta's root."""
-
-    trainers: int
-    entries: int
-    summed: int
-    payload_bytes: int
-    root: str
-
-
 class StoreRounds:
     """One trainer's side of the rounds of a run. ``serial`` is the loop's thread: what takes effect does so whole."""
 
     def __init__(
-        self, exchange: StoreExchange, trainer: Trainer, reduction: GatedReduction, serial: SerialThread
+        self, exchange: StoreExchange, reduction: GatedReduction, trainer: Trainer, serial: SerialThread
     ) -> None:
         self.exchange = exchange
         trainer.name = exchange.trainer or f"trainer-{secrets.token_hex(8)}"
@@ -197,9 +189,8 @@ class StoreRounds:
 
     # -- joining
 
-    def join(self, settings: dict[str, object], lookahead: np.float32) -> None:
-        """Begins the run, or takes up its state. Raises InputError for other settings, StateMismatch for another model,
-        Diverged, CorruptMessage, StoreError and what reading a snapshot raises."""
+    def join(self, settings: dict[str, object], lookahead: np.float32, note: TrainerNote) -> None:
+        """Begins the run, or takes up its state."""
         trainer = self._trainer
         trainer.name = self.exchange.trainer or trainer.name
         if not _TRAINER.fullmatch(trainer.name):
@@ -237,7 +228,20 @@ class StoreRounds:
         self._catch_up(lookahead)
         self.joined = True
 
-    def leave(self) -> None:
+    def note(self, note: TrainerNote) -> None:
+        pass  # others see what is in the store
+
+    def averaged(self) -> Floats:
+        raise InputError("over a store there is no averaged state", hint="Keep global_state() instead.")
+
+    def forget_steps(self) -> None:
+        self._reduction.residual.forget_message()  # one that was put for the round is of steps that are no more
+
+    def move(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None:
+            raise InputError("the trainers meet over a store, not in a group", hint="Call rejoin() without a group.")
+
+    def leave(self, error: BaseException | None = None) -> None:
         self.joined = False
         self._read.clear()
 
@@ -245,7 +249,18 @@ class StoreRounds:
 
     def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Finished:
         """Ends the round that is due: this trainer's message is put, and counts in this round or stays to be sent in
-        the next one. Raises NonFinite, InputError, TrainerLost, Diverged, CorruptMessage and StoreError."""
+        the next one."""
+        sent = self.sent_bytes
+        self._trainer.parameters.require()
+        try:
+            return self._run(phase, lookahead)._replace(sent_bytes=self.sent_bytes - sent)
+        except (NonFinite, StateMismatch):  # before anything was sent
+            raise
+        except BaseException:
+            self.leave()
+            raise
+
+    def _run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Finished:
         residual = self._reduction.residual
         with phase("buffers"):
             self._trainer.buffers.require_unchanged()
@@ -348,7 +363,14 @@ class StoreRounds:
         if delivery == Delivery.COUNTED and close.posts[0].trainer == self._trainer.name:
             self._keep_snapshot()
         done = Finished(
-            len(close.posts), sum(len(places) for places, _ in self._own), summed, len(self._data), self._root
+            trainers=len(close.posts),
+            entries=sum(len(places) for places, _ in self._own),
+            summed=summed,
+            scattered=False,
+            payload_bytes=len(self._data),
+            sent_bytes=0,  # of this round: `run` knows
+            between_bytes=0,
+            root=self._root,
         )
         self._own, self._data = [], b""
         return done

@@ -1,0 +1,172 @@
+"""What the trainers of a run meet in: a process group here, a store in `store_rounds`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch.distributed as dist
+
+from .._util.serial import SerialThread
+from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
+from .exchange import Exchange, Phase, Reduction
+from .group import TrainerGroup, TrainerNote
+from .outer import averaged
+from .parameters import Floats
+from .trainer import Trainer
+
+
+class Finished(NamedTuple):
+    """A round that has taken effect: those fields of a `Round` that only the meeting knows."""
+
+    trainers: int
+    entries: int
+    summed: int
+    scattered: bool
+    payload_bytes: int
+    sent_bytes: int
+    between_bytes: int
+    root: str
+
+
+class Meeting(Protocol):
+    """One trainer's side of what the trainers of a run meet in.
+
+    ``joined``: whether the trainer is among them, and may run a round. An error of `run` after which it may not says
+    so here."""
+
+    @property
+    def joined(self) -> bool: ...
+
+    def join(self, settings: dict[str, object], lookahead: np.float32, note: TrainerNote) -> None:
+        """Meets the others, who must have the same ``settings``, and takes up the common state, whose next inner steps
+        start with ``lookahead``. After an error this trainer is as it was. Raises InputError, StateMismatch, Diverged,
+        CorruptMessage, NonFinite, TrainerLost and StoreError."""
+
+    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Finished:
+        """Runs the round that is due. Raises what `PulseLoCo` does."""
+
+    def note(self, note: TrainerNote) -> None:
+        """Where this trainer is, for the others' errors."""
+
+    def averaged(self) -> Floats:
+        """Theta less what all trainers hold back on average. Raises InputError where it cannot be had."""
+
+    def forget_steps(self) -> None:
+        """The inner steps under way are discarded."""
+
+    def move(self, group: dist.ProcessGroup | None) -> None:
+        """The next `join` is in ``group``."""
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leaves the others, who hear that it was on purpose, or because of ``error``."""
+
+
+class GroupRounds:
+    """Rounds in a process group (docs/loco.md, section 4): all of its trainers are in each round."""
+
+    def __init__(self, exchange: Exchange, reduction: Reduction, trainer: Trainer, serial: SerialThread) -> None:
+        self.group: TrainerGroup | None = None
+        self._process_group = exchange.group
+        self._exchange, self._reduction, self._trainer, self._serial = exchange, reduction, trainer, serial
+
+    @property
+    def joined(self) -> bool:
+        return self.group is not None
+
+    def join(self, settings: dict[str, object], lookahead: np.float32, note: TrainerNote) -> None:
+        group = TrainerGroup(self._process_group, timeout_seconds=self._exchange.timeout_seconds)
+        group.progress.begin(note)
+        try:
+            # Agreed with the others first, taken over at once afterwards: a failure leaves this trainer as it was.
+            take_up = self._trainer.meet(group, settings, self._exchange.site, lookahead)
+
+            def begin() -> None:
+                take_up()
+                self._reduction.forget()
+
+            self._serial.run(begin, whole=True)
+        except BaseException:
+            group.close()
+            raise
+        self.group = group
+
+    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Finished:
+        group, trainer, state = self._met(), self._trainer, self._trainer.state
+        sent, between = group.sent_bytes, group.between_bytes
+        try:
+            # 1. What no optimizer trains: buffers are averaged, frozen parameters compared.
+            trainer.parameters.require()
+            with phase("buffers"):
+                buffers = trainer.buffers.agree(group, trainer.round + 1)
+            # 2. Gate, wire, exchange. A failure up to here leaves theta, momentum and residual as they were.
+            pending = self._reduction.run(group, trainer.round, phase)
+
+            # 3. The outer step. No interrupt comes between its parts.
+            def take_effect() -> int:
+                with phase("update"):
+                    summed = pending.apply(lookahead())
+                    trainer.complete_round(pending.messages)
+                    buffers.commit()
+                return summed
+
+            summed = self._serial.run(take_effect, whole=True)
+            # 4. All have the same theta. After it has taken effect here: a trainer lost in the comparison leaves the
+            # others in a whole state.
+            with phase("verify"):
+                theta = state.digest(state.theta)
+                group.require_same_root(trainer.round, theta, state.digests)
+        except (NonFinite, Diverged, CorruptMessage, StateMismatch):  # on all trainers alike
+            raise
+        except BaseException as error:
+            # This round's message may count with the others: no second try before the trainers have met again.
+            self.leave(error)
+            raise
+        return Finished(
+            group.size,
+            pending.entries,
+            summed,
+            pending.scattered,
+            pending.payload_bytes + buffers.payload_bytes,
+            group.sent_bytes - sent,
+            group.between_bytes - between,
+            theta.root,
+        )
+
+    def note(self, note: TrainerNote) -> None:
+        if self.group is not None:
+            self.group.progress.note(note)
+
+    def averaged(self) -> Floats:
+        group, state, residual = self._met(), self._trainer.state, self._reduction.residual
+        try:
+            ahead = residual is not None and residual.lookahead
+            found = averaged(group, state, residual) if residual is not None and ahead else state.theta.copy()
+            tree = state.digest(found)
+            group.require_same_root(self._trainer.round, tree, lambda: {"the averaged state": tree})
+        except (Diverged, CorruptMessage):  # on all trainers alike
+            raise
+        except BaseException as error:
+            self.leave(error)
+            raise
+        return found
+
+    def forget_steps(self) -> None:
+        pass  # a message that was sent may have counted with the others, who say so when they meet again
+
+    def move(self, group: dist.ProcessGroup | None) -> None:
+        self._process_group = group
+
+    def leave(self, error: BaseException | None = None) -> None:
+        if self.group is not None:
+            try:
+                self.group.progress.leave(error)
+            finally:
+                self.group.close()
+                self.group = None
+
+    def _met(self) -> TrainerGroup:
+        if self.group is None:
+            raise InputError("the trainers have not met", hint="Call it on all trainers, within the loop's `with`.")
+        return self.group
