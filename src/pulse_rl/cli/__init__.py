@@ -35,6 +35,7 @@ _EXAMPLES = {
     "anchor": "pulse anchor s3://bucket/run --stream policy",
     "follow": "pulse follow s3://bucket/run --stream policy --out policy",
     "checkout": "pulse checkout s3://bucket/run --stream policy --version 40 --out policy-40",
+    "attest": "pulse attest s3://bucket/run --stream policy --version 40 --key attest.pem -o policy-40.sig",
     "list": "pulse list s3://bucket/run",
     "log": "pulse log s3://bucket/run --stream policy --last 5",
     "status": "pulse status s3://bucket/run",
@@ -292,6 +293,18 @@ def make_parser() -> argparse.ArgumentParser:
         layout=None,
         keep=None,
     )
+
+    command = commands.add_parser(
+        "attest",
+        parents=[common, stream, trust, layout, writing],
+        help="sign the files of a version's checkout, as model_signing verifies them",
+    )
+    command.add_argument("--version", type=number, metavar="N", help="the version's number (default: the newest)")
+    command.add_argument(
+        "--key", required=True, metavar="FILE", help="an elliptic curve private key (P-256, P-384, P-521) in PEM"
+    )
+    command.add_argument("-o", "--output", type=path, metavar="FILE", help="the file to write (default: print it)")
+    command.set_defaults(run=streams.attest)
 
     inventory.add_parsers(commands, [common], trust)
 

@@ -1,8 +1,9 @@
-"""Commands on a stream: publish, anchor, verify, fold, gc, keygen; and on a store: serve, store-check."""
+"""Commands on a stream: publish, anchor, attest, verify, fold, gc, keygen; and on a store: serve, store-check."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from .._util.settings import format_bytes
 from ..errors import InputError, PulseError
 from ..events import Published
+from ..maintenance.attestation import BUNDLE, AttestationKey, statement_of
 from ..maintenance.compaction import anchor_stream, fold_stream
 from ..maintenance.verify import verify_stream
 from ..state.checkpoint import current_version, load
@@ -21,7 +23,7 @@ from ..stream.signing import Signer
 from ..sync.gc import gc_stream
 from ..sync.publisher import Publisher
 from ..testing import StoreConformance
-from .output import Console
+from .output import Console, check_output, write_output
 
 DEFAULT_PORT = 8734
 _TOO_LONG_HERE = {"test_the_longest_name"}
@@ -78,6 +80,31 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
         on_event=console,
     )
     print_published(done, console)
+    return 0
+
+
+def attest(args: argparse.Namespace, console: Console) -> int:
+    key = AttestationKey(args.key)
+    if args.output:
+        check_output(Path(args.output), BUNDLE.encode(), force=args.force)
+    statement = statement_of(
+        open_lasting(args.store),
+        args.stream,
+        args.version,
+        sharded=args.sharded,
+        trusted_keys=args.trust,
+        stream_id=args.stream_id,
+        threads=args.threads,
+        on_event=console,
+    )
+    bundle, predicate = key.bundle(statement), statement["predicate"]
+    if not args.output:
+        console.result(bundle, [json.dumps(bundle)])
+        return 0
+    write_output(Path(args.output), [f"{json.dumps(bundle)}\n".encode()], BUNDLE.encode(), force=args.force)
+    facts = predicate["pulse"] | {"files": len(predicate["resources"]), "output": args.output}
+    line = f"{args.output}: version {facts['version']} of {args.stream}, {facts['files']} files, root {facts['root']}"
+    console.result(facts, [line])
     return 0
 
 

@@ -92,14 +92,15 @@ def save(path: str | os.PathLike[str], state: State, metadata: Mapping[str, str]
     """
     if not isinstance(state, State):
         raise InputError(f"{type(state).__name__} is not a State", hint="Make one with State.of(tensors).")
-    facts = metadata or {}
-    if not isinstance(facts, Mapping) or not all(isinstance(text, str) for item in facts.items() for text in item):
-        raise InputError("the metadata of a checkpoint must map strings to strings, as safetensors has it")
     write_atomically(checked_path(path), serialize(state, state.specs, metadata))
 
 
 def header_bytes(specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length prefix and header of a safetensors file that holds ``specs`` in this order; padded to 8 bytes."""
+    """Length prefix and header of a safetensors file that holds ``specs`` in this order; padded to 8 bytes. Raises
+    InputError for metadata that safetensors cannot hold."""
+    facts = metadata or {}
+    if not isinstance(facts, Mapping) or not all(isinstance(text, str) for item in facts.items() for text in item):
+        raise InputError("the metadata of a checkpoint must map strings to strings, as safetensors has it")
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for spec in specs:

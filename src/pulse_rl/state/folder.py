@@ -28,7 +28,7 @@ from pathlib import Path
 
 from .._util.files import disk_error, make_folder, sync_folder, write_atomically
 from ..errors import InputError, PulseError
-from .checkpoint import ADAPTER_NAME, CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, load, save, serialize
+from .checkpoint import ADAPTER_NAME, CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, load, serialize
 from .companions import weight_map
 from .digest import StateDigest, root_of
 from .tensors import State, TensorSpec
@@ -59,12 +59,21 @@ def write_checkpoint(
     A shard's metadata have the root of its own tensors, the index's those of the whole: one that is as it was in
     ``earlier``, a checkpoint that this process wrote or verified, is a hard link to it. Raises StoreFull and
     StoreError."""
+    for name, chunks, own in checkpoint_files(state, digest, files, metadata, sharded=sharded):
+        if own is None or earlier is None or not _linked(earlier / name, into / name, own):
+            write_atomically(into / name, chunks)
+
+
+def checkpoint_files(
+    state: State, digest: StateDigest, files: Mapping[str, bytes], metadata: Mapping[str, str], *, sharded: bool
+) -> Iterator[tuple[str, Iterable[bytes | memoryview], dict[str, str] | None]]:
+    """The files of the checkpoint that `write_checkpoint` writes: (name, bytes in chunks, a shard's metadata)."""
     for name, data in files.items():
         if name != INDEX_NAME:
-            write_atomically(into / name, [data])
+            yield name, [data], None
     is_adapter = "adapter_config.json" in files and "config.json" not in files
     if is_adapter or not sharded:
-        save(into / (ADAPTER_NAME if is_adapter else FILE_NAME), state, metadata)
+        yield ADAPTER_NAME if is_adapter else FILE_NAME, serialize(state, state.specs, metadata), None
         return
     shards: dict[str, list[TensorSpec]] = {}
     places = _places(state, weight_map(files))
@@ -72,11 +81,15 @@ def write_checkpoint(
         shards.setdefault(places[spec.name], []).append(spec)
     for file, specs in sorted(shards.items()):
         own = {"format": "pt", _ROOT: root_of([digest.tensor(spec) for spec in specs])}
-        if earlier is None or not _linked(earlier / file, into / file, own):
-            write_atomically(into / file, serialize(state, tuple(specs), own))
+        yield file, serialize(state, tuple(specs), own), own
     whole = {key: text for key, text in metadata.items() if key != "format"}
     index = {"metadata": {"total_size": state.nbytes, **whole}, "weight_map": dict(sorted(places.items()))}
-    write_atomically(into / INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()])
+    yield INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()], None
+
+
+def metadata_of(version: int, root: str) -> dict[str, str]:
+    """What the weights of a version's checkpoint say of themselves."""
+    return {"format": "pt", "pulse.version": str(version), _ROOT: root}
 
 
 def _linked(earlier: Path, file: Path, metadata: Mapping[str, str]) -> bool:

@@ -18,7 +18,7 @@ from ..patch.history import History
 from ..patch.history_file import beside, load_history, save_history, specs_of
 from ..state.checkpoint import StateSource, as_state, current_version, save
 from ..state.digest import PartDigest, StateDigest, state_digest
-from ..state.folder import replace_folder, write_checkpoint
+from ..state.folder import metadata_of, replace_folder, write_checkpoint
 from ..state.tensors import State
 from ..state.version_folders import Layout, add_version
 from ..store import Store, open_store
@@ -245,7 +245,7 @@ class Subscriber(Closing, NotCopyable):
             lambda: (self._state(), self._manifest(), self._host.history, {} if is_file else self._read_files())
         )
         digest = self.digest
-        facts = {"format": "pt", "pulse.version": str(manifest.version), "pulse.root": digest.root, **(metadata or {})}
+        facts = metadata_of(manifest.version, digest.root) | dict(metadata or {})
         if is_file:
             save_history(beside(target), history, specs_of(digest), digest.root)
             save(target, state, facts)
