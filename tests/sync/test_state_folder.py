@@ -15,8 +15,8 @@ import pytest
 
 from pulse_rl import Publisher, Subscriber, open_store
 from pulse_rl._util.faults import armed
-from pulse_rl.errors import ConcurrentUse, InputError, StoreError, StoreFull
-from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Progress
+from pulse_rl.errors import ConcurrentUse, InputError, StoreError, StoreFull, StoreUnavailable
+from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Progress, Synced
 from tests.support.publishers import tuned
 from tests.support.states import Rng, Tensors, all_dtypes, history, mutated, policy, roots, weights
 from tests.support.stores import FaultyStore
@@ -74,11 +74,24 @@ def place(tmp_path: Path) -> Place:
 
 def killed_at(point: str, work: Callable[[], Any]) -> None:
     """Runs ``work()`` in a process that is killed when it comes to ``point``."""
+
+    def armed_work() -> None:
+        with armed(point, kill):
+            work()
+
+    killed(armed_work)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(work: Callable[[], Any]) -> None:
+    """Runs ``work()``, which kills it, in another process."""
     child = os.fork()
     if not child:
         try:
-            with armed(point, lambda: os.kill(os.getpid(), signal.SIGKILL)):
-                work()
+            work()
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -98,6 +111,70 @@ def test_a_restart_downloads_nothing_but_what_is_new(rng: Rng, place: Place, rem
     assert found + more == roots(states)
     root, read = place.fetched(place.sync)
     assert (root, len(read), place.not_used()) == (more[1], 2, [])
+
+
+BIG = 1 << 20
+
+
+class Broken:
+    """Of a first sync of a state of 12 MB: the bytes that were read, and what happens in the place of read ``at``."""
+
+    def __init__(self, place: Place, rng: Rng) -> None:
+        self.state = {f"w{k}": weights(rng, 3 * BIG // 4 + k) for k in range(8)} | policy(rng)
+        self.root = place.publish(self.state, baseline=None, shard_bytes=3 * BIG)[0]
+        self.read, self.at = 0, 0
+        self.fail: Callable[[], None] | None = None
+        place.store.damage = self.damage
+
+    def damage(self, name: str, data: bytes) -> bytes:
+        if "payloads" in name and len(data) > BIG:
+            self.at -= 1
+            if self.at == 0:
+                if self.fail:
+                    self.fail()
+                raise StoreUnavailable("the connection broke")
+            self.read += len(data)
+        return data
+
+
+@pytest.mark.parametrize("by_a_kill", [False, True])
+def test_a_first_sync_goes_on_where_it_was_broken_off(rng: Rng, place: Place, by_a_kill: bool) -> None:
+    broken = Broken(place, rng)
+    broken.at = 3
+    if by_a_kill:
+        broken.fail = kill
+        killed(lambda: place.sync(threads=1))
+    else:
+        with pytest.raises(StoreUnavailable), Subscriber(place.store, stream="policy", state=place.folder / "s") as one:
+            one.sync()
+    damaged = np.memmap(place.state_file("s"), np.uint8, "r+")
+    damaged[-1 - BIG] ^= 1  # whatever it holds, in whatever part of it
+    broken.read, broken.at, place.events[:] = 0, 0, []
+    assert place.sync(threads=1) == broken.root
+    (synced,) = [event for event in place.events if isinstance(event, Synced)]
+    done = [event for event in place.events if isinstance(event, Progress) and event.stage == "restore"]
+    assert 3 * BIG < broken.read < 10 * BIG
+    assert broken.read <= synced.fetched_bytes < broken.read + 2 * BIG
+    assert (done[-1].done, done[-1].total) == (done[-1].total, sum(each.array.nbytes for each in broken.state.values()))
+    assert len([*(place.folder / "s").glob("state-*")]) == 1
+
+
+@pytest.mark.parametrize("other", ["a state", "tensors", "a version of it"])
+def test_what_was_broken_off_is_no_use_for_another_state(rng: Rng, place: Place, other: str) -> None:
+    broken = Broken(place, rng)
+    broken.at = 3
+    with pytest.raises(StoreUnavailable):
+        place.sync(threads=1)
+    if other == "a state":
+        new = {name: weights(rng, each.array.size) if name[0] == "w" else each for name, each in broken.state.items()}
+    elif other == "tensors":
+        new = dict(list(broken.state.items())[2:])
+    else:
+        new = mutated(rng, broken.state, 0.0001)
+    shutil.rmtree(place.folder / "store")
+    root = place.publish(new, baseline=None)[0]
+    assert place.sync() == root
+    assert len([*(place.folder / "s").glob("state-*")]) == 1
 
 
 def test_an_update_that_is_held_keeps_its_values_when_its_file_is_mapped_again(rng: Rng, place: Place) -> None:

@@ -42,24 +42,33 @@ def restore(
     elements: int,
     dense_bytes: int,
     empty: Empty = State.empty,
+    there: StateDigest | None = None,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> tuple[State, StateDigest]:
-    """The state of an anchor and its tree, verified by its ``root``.
+) -> tuple[State, StateDigest, int]:
+    """The state of an anchor and its tree, verified by its ``root``, and the bytes that were read.
 
     ``elements`` and ``dense_bytes`` are what the manifest promises; memory is only allocated for that much, by
-    ``empty``. The root
-    proves names, dtypes, shapes and bits (DigestMismatch), so that the shards' own digests need not be computed.
-    Raises CorruptCheckpoint.
+    ``empty``. The root proves names, dtypes, shapes and bits (DigestMismatch), so that the shards' own digests need not
+    be computed. ``there``: the tree with this root; leaves that the memory has already are not read. Raises
+    CorruptCheckpoint.
     """
     files = AnchorFiles(shards, threads=threads)
     if (sum(s.elements for s in files.specs), sum(s.nbytes for s in files.specs)) != (elements, dense_bytes):
         raise CorruptCheckpoint(f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors")
     state = empty(files.specs, None)
-    tree = StateDigest(state.specs, files.hashed(state, progress))
+    found: dict[str, bytes] = {}
+    wanted = [Segment(spec, 0, spec.elements) for spec in state.specs]
+    if there and there.specs == state.specs:
+        found = state_digest(state, threads=threads).leaves
+        wanted = [*_unlike(found, there)]
+    nbytes = dense_bytes - sum(segment.nbytes for segment in wanted)
+    if progress and nbytes:
+        progress(nbytes)
+    tree = StateDigest(state.specs, files.hashed(state, wanted, progress, found))
     if tree.root != root:
         raise files.mismatch(state)
-    return state, tree
+    return state, tree, sum(payload.bytes for payload, _ in shards) - nbytes
 
 
 def restore_part(
@@ -76,7 +85,7 @@ def restore_part(
     if files.specs != tree.specs:
         raise CorruptCheckpoint("the anchor's shards do not hold the tensors of the version's digest tree")
     state = State.empty(held)
-    for name, found in files.hashed(state, progress).items():
+    for name, found in files.hashed(state, [Segment(spec, 0, spec.elements) for spec in held], progress).items():
         if found != tree.leaves[name]:
             raise DigestMismatch(f"tensor {name!r} of the anchor in {files.holding(name)} is not the version's")
     return state
@@ -160,19 +169,28 @@ class AnchorFiles:
                 if progress:
                     progress(nbytes)
 
-    def hashed(self, state: State, progress: Callable[[int], None] | None = None) -> dict[str, bytes]:
-        """Reads all of ``state``, whole tensors; its leaves by name, hashed while others are on their way."""
+    def hashed(
+        self,
+        state: State,
+        wanted: Sequence[Segment],
+        progress: Callable[[int], None] | None = None,
+        there: Mapping[str, bytes] | None = None,
+    ) -> dict[str, bytes]:
+        """Reads the elements ``wanted``, whole leaves, of a state of whole tensors; its leaves by name, hashed while
+        others are on their way. ``there``: those that it has, of which some are wanted."""
         cut_up = {s.spec.name for header in self._headers for s in header.segments if not s.is_whole}
-        found: dict[str, list[bytes]] = {
-            spec.name: [b""] * -(-spec.nbytes // LEAF_BYTES) for spec in state.specs if spec.name not in cut_up
-        }
+        found: dict[str, list[bytes]] = {}
+        for spec in state.specs:
+            if spec.name not in cut_up:
+                digests = (there or {}).get(spec.name, bytes(32 * -(-spec.nbytes // LEAF_BYTES)))
+                found[spec.name] = [digests[at : at + 32] for at in range(0, len(digests), 32)]
 
         def leaves(pieces: list[Segment]) -> None:
             whole = [piece for piece in pieces if piece.spec.name in found]
             for (spec, start, _), leaf in zip(whole, leaves_of([state.read(*p.place) for p in whole]), strict=True):
                 found[spec.name][start * spec.dtype.width // LEAF_BYTES] = leaf
 
-        self.read(state, [Segment(spec, 0, spec.elements) for spec in state.specs], leaves, progress)
+        self.read(state, wanted, leaves, progress)
         # Slices end within leaves: these are hashed when all is there.
         specs = tuple(spec for spec in state.specs if spec.name in cut_up)
         rest = State(specs, {spec.name: state.read(spec.name) for spec in specs})
@@ -210,6 +228,16 @@ def _by_shard(pieces: Sequence[_Piece]) -> Iterator[tuple[int, int]]:
         if at == len(pieces) or pieces[at].shard != pieces[first].shard:
             yield first, at
             first = at
+
+
+def _unlike(leaves: Mapping[str, bytes], tree: StateDigest) -> Iterator[Segment]:
+    """What the leaves are not those of the ``tree`` of."""
+    for spec in tree.specs:
+        step, mine, right = LEAF_BYTES // spec.dtype.width, leaves[spec.name], tree.leaves[spec.name]
+        for at in range(0, len(right), 32):
+            if mine[at : at + 32] != right[at : at + 32]:
+                start = at // 32 * step
+                yield Segment(spec, start, min(start + step, spec.elements))
 
 
 def _named(payload: Payload) -> str:

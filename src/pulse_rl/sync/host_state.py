@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from .._util.faults import hit
@@ -24,6 +25,7 @@ from ..errors import (
     FormatError,
     InputError,
     IntegrityError,
+    NotFound,
     PulseError,
     StateMismatch,
     StoreUnavailable,
@@ -36,8 +38,9 @@ from ..patch.header import MAX_HEADER_BYTES
 from ..patch.history import History, Window
 from ..patch.undo import by_whole_blocks
 from ..state.digest import PartDigest, StateDigest, state_digest
-from ..state.tensors import State, TensorSpec, check_tensor_name
+from ..state.tensors import Empty, State, TensorSpec, check_tensor_name
 from ..stream import anchor
+from ..stream.digest_trees import read_tree
 from ..stream.manifest import Link, Manifest
 from ..stream.names import PATCH
 from ..stream.stream import Stream
@@ -479,17 +482,25 @@ def _restored(host: HostState, stream: Stream, manifest: Manifest) -> tuple[Stat
         part, tree, nbytes = host.selection.restore(stream, manifest, threads=host.threads, listener=host.listener)
         _check_aliases(manifest, tree.whole)
         return part, tree, nbytes
-    state, digest = anchor.restore(
+    empty: Empty = State.empty
+    there: StateDigest | None = None
+    if host.folder:
+        # Nothing but the version's own leaves says what of an unfinished state is right.
+        empty = partial(host.folder.empty, resumes=True)
+        with suppress(NotFound, FormatError, IntegrityError):
+            there = read_tree(stream, manifest)[0] if host.folder.unfinished else None
+    state, digest, nbytes = anchor.restore(
         stream.shards(manifest.anchor.shards, host.threads),
         root=manifest.root,
         elements=manifest.elements,
         dense_bytes=manifest.dense_bytes,
-        empty=host.empty,
+        empty=empty,
+        there=there,
         threads=host.threads,
         progress=progress_to(host.listener, "restore", manifest.dense_bytes),
     )
     _check_aliases(manifest, state.specs)
-    return state.with_aliases(manifest.aliases), digest, sum(payload.bytes for payload in manifest.anchor.shards)
+    return state.with_aliases(manifest.aliases), digest, nbytes
 
 
 def _check_aliases(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> None:

@@ -94,7 +94,9 @@ class StateFolder:
         self._files: dict[str, _Mapped] = {}
         self._kept: Kept | None = None
         self._held: set[str] = set()
-        """The file that is not deleted with its memory."""
+        """The files that are not deleted with their memory: what is kept, and what is unfinished."""
+        self._unfinished = ""
+        """The file of a state that was not restored to its end, the last one."""
         self.open()
 
     def open(self) -> None:
@@ -150,12 +152,25 @@ class StateFolder:
 
     # -- memory
 
-    def empty(self, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> State:
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is a state that was not restored to its end, here or in a process before."""
+        return self._unfinished != ""
+
+    def empty(
+        self, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None, *, resumes: bool = False
+    ) -> State:
         """`State.empty` in a file of its own, which is deleted with its memory unless it is kept. Raises StoreFull and
-        StoreError: a page that the disk has no room for would end the process when it is written to."""
+        StoreError: a page that the disk has no room for would end the process when it is written to.
+
+        Where the caller ``resumes`` the file is there for the next one, until something is kept, and it may be that of
+        the last one, with whatever it holds."""
         ordered = in_file_order(specs)
         head = _padded(header_bytes(ordered))
         size = len(head) + sum(spec.nbytes for spec in ordered)
+        if resumes and (memory := self._mapped_unfinished(head, size)) is not None:
+            return self._state(self._unfinished, memory, [*_placed(ordered, len(head))], aliases)
+        self._delete_unfinished()  # the disk may have no room for both
         name = f"{_STATE}{token_hex(8)}.safetensors"
         path = self.path / name
         try:
@@ -174,7 +189,33 @@ class StateFolder:
                 os.close(handle)
         except OSError as error:
             raise disk_error(error, f"map {size} bytes in {self.path}") from error
+        if resumes:
+            self._unfinished = name
+            self._held.add(name)
         return self._state(name, memory, [*_placed(ordered, len(head))], aliases)
+
+    def _mapped_unfinished(self, head: bytes, size: int) -> npt.NDArray[np.uint8] | None:
+        """The memory of the unfinished state, if it is one of ``size`` bytes that begin with ``head``."""
+        used = self._files.get(self._unfinished)
+        if not self._unfinished or (used is not None and used.memory() is not None):
+            return None
+        try:
+            handle = os.open(self.path / self._unfinished, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if os.fstat(handle).st_size == size and os.pread(handle, len(head), 0) == head:
+                    return _mapped(handle, size)
+            finally:
+                os.close(handle)
+        except (OSError, ValueError):
+            pass
+        return None
+
+    def _delete_unfinished(self) -> None:
+        name, self._unfinished = self._unfinished, ""
+        self._held.discard(name)
+        if name and (name not in self._files or self._files[name].memory() is None):
+            with suppress(OSError):
+                os.unlink(self.path / name)
 
     def _state(
         self,
@@ -271,6 +312,9 @@ class StateFolder:
             self.drop()
             return
         self._kept = kept
+        if self._unfinished == file:
+            self._unfinished = ""
+        self._delete_unfinished()
         for old in before.names if before else ():
             if old and old not in (file, name):
                 self._held.discard(old)
@@ -282,7 +326,7 @@ class StateFolder:
         kept, self._kept = self._kept, None
         with suppress(OSError):
             os.unlink(self.path / _RECORD)
-        self._held.clear()
+        self._held.intersection_update({self._unfinished})
         for name in kept.names if kept else ():
             if name and (name not in self._files or self._files[name].memory() is None):
                 with suppress(OSError):
@@ -325,12 +369,15 @@ class StateFolder:
             return None
 
     def _tidy(self) -> None:
-        """Deletes what processes that were killed have left."""
+        """Deletes what processes that were killed have left, but the last state."""
         named = set(self._kept.names) if self._kept else set()
         with suppress(OSError):
-            for name in os.listdir(self.path):
-                if _is_ours(name) and name not in named:
-                    os.unlink(self.path / name)
+            left = [name for name in os.listdir(self.path) if _is_ours(name) and name not in named]
+            left.sort(key=lambda name: (name.startswith(_STATE), os.lstat(self.path / name).st_mtime_ns))
+            self._unfinished = left.pop() if left and left[-1].startswith(_STATE) else ""
+            self._held.add(self._unfinished)
+            for name in left:
+                os.unlink(self.path / name)
 
 
 class _JournalFile:
