@@ -56,6 +56,7 @@ MOST_NAMES, MOST_AT_THE_ROOT = 117, 45
 
 HANDED_OUT = {
     "pulse_rl.integrations.engines.handle.EngineSync",
+    "pulse_rl.integrations.engines.handle.Generation",
     "pulse_rl.integrations.trl.rollout.PulseRollout",
     "pulse_rl.state.tensors.DType",
     "pulse_rl.study.run.StateSequence",

@@ -50,10 +50,15 @@ def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_p
             with ThreadPoolExecutor(1) as pool:
                 running = pool.submit(complete, url, 60)
                 policy.step()
-                report = handle.sync()
-                assert report is not None
-                assert report.version == 1
-                assert len(running.result()["choices"][0]["token_ids"]) == 60
+                with handle.admit(0) as generation:
+                    report = handle.sync()
+                    assert report is not None
+                    assert report.version == 1
+                    assert len(running.result()["choices"][0]["token_ids"]) == 60
+                assert (generation.start_version, generation.end_version, generation.straddles) == (0, 1, True)
+                with handle.admit(minimum=1) as generation:
+                    assert complete(url)["choices"]
+                assert (generation.end_version, generation.end_root, generation.straddles) == (1, report.root, False)
             assert str(urllib.request.urlopen(f"{url}/weight_info").read()).count("1") == 1
             assert handle.audit() == ()
         follow_by_command(policy, url)

@@ -60,6 +60,7 @@ class Engine:
         if self.owner is None:
             return [status]
         status |= {"leader": True, "version": self.live, "held": self.newest, "staged": self.newest, "derives": False}
+        status["root"] = f"root {self.live}"
         facts = {"left": 0, "asked": self.asked, "answered": self.asked, "report": REPORT, "differing": ["a"]}
         return [status | facts]
 
@@ -374,3 +375,76 @@ def test_a_handle_lets_an_engine_look_only_when_it_has_staged_something() -> Non
     assert moved.wait(20)
     assert engine.looks == 2
     handle.close()
+
+
+def test_a_generation_says_with_which_versions_it_began_and_ended() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    with handle.admit() as generation:
+        assert (generation.end_version, generation.end_root) == (None, None)
+    assert (generation.start_version, generation.start_root, generation.straddles) == (0, "root 0", False)
+    with handle.admit(minimum=0) as generation:
+        engine.newest = 2
+        handle.sync()
+    assert (generation.start_version, generation.end_version, generation.straddles) == (0, 2, True)
+    assert (generation.end_root, generation.restarted) == ("root 2", False)
+
+
+def test_a_generation_in_an_engine_that_was_restarted_within_straddles_whatever_is_live_then() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    with handle.admit() as gone:
+        engine.owner = None
+    assert (gone.end_version, gone.straddles) == (None, True)
+    with handle.admit() as unknown:
+        pass
+    assert (unknown.start_version, unknown.straddles) == (None, True)
+    handle.sync()
+    with handle.admit(0) as mended:
+        engine.owner = None
+        handle.sync()
+    assert (mended.start_version, mended.end_version, mended.restarted, mended.straddles) == (0, 0, True, True)
+
+
+def test_a_generation_waits_for_its_version() -> None:
+    engine = Engine()
+    handle = handle_on(engine)
+    engine.newest = 1
+    assert handle.admit(minimum=1).start_version == 1, "where no thread follows, the handle syncs"
+    looked = threading.Event()
+    handle.follow(on_error=lambda error: looked.set(), poll_seconds=0.01)
+    engine.newest, engine.error = 2, {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
+    assert looked.wait(5)
+    with pytest.raises(EngineUnavailable, match="version 1 is live, not 2, after 0 seconds") as late:
+        handle.admit(2, timeout_seconds=0)
+    assert "on_error" in late.value.hint
+    assert handle.admit(minimum=1, timeout_seconds=0).start_version == 1
+    engine.error = None
+    assert handle.admit(2).start_version == 2
+    handle.close()
+
+
+def test_an_engine_is_brought_to_just_the_version_that_is_wanted_and_not_back() -> None:
+    engine = Engine()
+    handle = EngineHandle._on(engine, InitInfo("s", "policy", follow=False), "keep", 5.0)
+    asked: list[int | None] = []
+    pulse = engine.pulse
+
+    def noting(action: str, owner: str, version: int | None = None) -> list[dict[str, Any]]:
+        asked.extend([version] if action == "stage" else [])
+        return pulse(action, owner, version)
+
+    engine.pulse, engine.newest = noting, 3  # type: ignore[method-assign]
+    assert handle.admit(3).start_version == 3
+    assert asked == [3]
+    with pytest.raises(StateMismatch, match="version 3 is live, past 2") as past:
+        handle.admit(2)
+    assert "minimum" in past.value.hint
+    with pytest.raises(InputError, match="not both"):
+        handle.admit(3, minimum=3)
+    engine.error = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
+    with pytest.raises(EngineUnavailable, match=r"version 3 is live, not 4, after 0 seconds: no route"):
+        handle.admit(4, timeout_seconds=0)
+    engine.error = {"kind": "untrusted", "message": "a stranger", "hint": "look"}
+    with pytest.raises(PulseError, match="a stranger"):
+        handle.admit(4)

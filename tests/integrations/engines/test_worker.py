@@ -52,7 +52,7 @@ def test_an_update_waits_for_its_version(world: World, worker: Worker) -> None:
     assert worker.open(info(world, "")) is None
     version = world.publish()
     assert worker.update(version, wait_seconds=60.0) is None
-    assert worker.status()["version"] == version
+    assert (worker.status()["version"], worker.status()["root"]) == (version, world.publisher.head().root)  # type: ignore[union-attr]
     assert "did not have version" in str(worker.update(version + 1, wait_seconds=0.1))
     assert worker.status()["version"] == version
 

@@ -19,6 +19,7 @@ from .transport import WEIGHTS, EngineTransport, InitInfo, Status, asleep, raise
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
+_LONGEST_LOOK = 1.0
 _MAX_WAIT_SECONDS = 30.0
 _LONGEST_WAIT = 25.0
 
@@ -47,6 +48,46 @@ class EngineSync:
     fetched_bytes: int
 
 
+@dataclass(slots=True, repr=False)
+class Generation:
+    """Some use of an engine, from `EngineHandle.admit` to `end`, which the end of a ``with`` block calls.
+
+    ``start_version`` with its ``start_root`` was live when it was admitted, ``end_version`` with its ``end_root`` at
+    its end; None where no version was proved to be live, and before the end. ``restarted``: whether the engine was,
+    meanwhile.
+    """
+
+    _handle: EngineHandle
+    _session: int
+    start_version: int | None
+    start_root: str | None
+    end_version: int | None = None
+    end_root: str | None = None
+    restarted: bool = False
+
+    @property
+    def straddles(self) -> bool:
+        """Whether what was generated may come from other weights than those of ``start_version``: from those of two
+        versions, or of none. To be asked after the end."""
+        start, end = (self.start_version, self.start_root), (self.end_version, self.end_root)
+        return self.restarted or None in start or start != end
+
+    def end(self) -> None:
+        """Asks the engine which version is live now. Raises EngineError, and EngineUnavailable."""
+        session, self.end_version, self.end_root = self._handle._live()
+        self.restarted = session != self._session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.end()
+
+    def __repr__(self) -> str:
+        return f"<Generation from version {self.start_version} to {self.end_version}>"
+
+
 class EngineHandle(Closing):
     """Made by `connect`. A context manager; see `close`. May be used by several threads, one call at a time."""
 
@@ -63,6 +104,7 @@ class EngineHandle(Closing):
     _paused: bool
     _waits: bool
     _asleep: frozenset[str]
+    _sessions: int
 
     @classmethod
     def _on(cls, transport: EngineTransport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
@@ -87,6 +129,7 @@ class EngineHandle(Closing):
         self._closing = threading.Event()
         self._stale = self._untagged = self._paused = self._waits = False
         self._asleep = frozenset()
+        self._sessions = 0
         self._open()
         try:
             self._prove()
@@ -156,6 +199,55 @@ class EngineHandle(Closing):
             if leader["error"] or leader["held"] != leader["version"]:
                 return
 
+    def admit(
+        self, version: int | None = None, *, minimum: int | None = None, timeout_seconds: float = 60.0
+    ) -> Generation:
+        """Waits until ``version`` is live, or one of at least the number ``minimum``; without either, for nothing.
+        Returns what notes the versions at the start and at the end of the caller's generation::
+
+            with handle.admit(minimum=trained - 2) as generation:
+                outputs = llm.generate(prompts)
+            if generation.straddles: ...
+
+        Where no thread follows (`follow`), it syncs by itself meanwhile: where the handle has ``follow=False``, to
+        just that ``version``. The engine is not kept from moving on before the end: with ``in_flight="wait"`` of
+        `connect` requests end first. Asks the engine's workers twice, so that many requests are better admitted
+        together. May be called by several threads, also during a sync.
+
+        Raises StateMismatch where the engine is past ``version``, EngineUnavailable where it is not there within
+        ``timeout_seconds``, InputError, and what `sync` raises that does not pass.
+        """
+        if version is not None and minimum is not None:
+            raise InputError("give a version or a minimum, not both")
+        least = version if version is not None else minimum
+        deadline = time.monotonic() + checked_number("timeout_seconds", timeout_seconds)
+        pause, doubt = _POLL_SECONDS, ""
+        while True:
+            live = None
+            try:
+                session, live, root = self._live()
+                if least is None or (live is not None and live >= least):
+                    break
+                if not self._follows:
+                    self.sync(None if self._info.follow else version)
+            except PulseError as error:
+                if not error.retryable:
+                    raise
+                doubt = f": {error}"
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(
+                    f"version {live} is live, not {least}, after {timeout_seconds:g} seconds{doubt}",
+                    hint="See whether the trainer publishes, and what sync() raises, or follow() hands to on_error.",
+                )
+            if self._closing.wait(jittered(pause)):
+                raise InputError("the handle was closed")
+            pause = min(2 * pause, _LONGEST_LOOK)
+        if version is not None and live != version:
+            raise StateMismatch(
+                f"version {live} is live, past {version}", hint="An engine does not go back: admit by a minimum."
+            )
+        return Generation(self, session, live, root)
+
     def audit(self, *, functional: bool = False) -> tuple[str, ...]:
         """Reads all live parameters back and compares them with the digests of the live version. Returns the names of
         the tensors that differ: none, if all is well. Otherwise the next sync writes all of them again. The engine
@@ -191,7 +283,7 @@ class EngineHandle(Closing):
         """
         if self._closing.is_set():
             raise InputError("the handle was closed")
-        if self._follower is not None and self._follower.is_alive():
+        if self._follows:
             raise InputError("the handle follows already")
         if poll_seconds <= 0:
             raise InputError(f"poll_seconds must be more than 0, not {poll_seconds}")
@@ -212,6 +304,18 @@ class EngineHandle(Closing):
 
     # -- the parts
 
+    @property
+    def _follows(self) -> bool:
+        return self._follower is not None and self._follower.is_alive()
+
+    def _live(self) -> tuple[int, int | None, str | None]:
+        """(which session it is of this handle, the version that is live, its root). The latter are None in an engine
+        that was restarted, until the next sync. Needs no lock: nothing is changed."""
+        session = self._sessions
+        statuses = self._ask("status")
+        leader = next((status for status in statuses if status.get("leader")), None)
+        return (session, None, None) if leader is None else (session, leader["version"], leader["root"])
+
     def _open(self) -> None:
         """Starts a session in the engine, unless another handle has one."""
         if any(status["open"] for status in self._ask("hello")) and not self._asleep:
@@ -221,6 +325,7 @@ class EngineHandle(Closing):
             self._transport.init(asdict(self._info))
         except Exception as error:
             raise self._reason(error) from error
+        self._sessions += 1
 
     def _prove(self) -> None:
         """Has the engine learn and prove its map for the tensors of the stream. Left to the first sync where nothing

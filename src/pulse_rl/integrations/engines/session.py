@@ -150,6 +150,12 @@ class Session:
         return self.live.version
 
     @property
+    def live_root(self) -> str | None:
+        """The root of the version that is live, on the leader."""
+        digest = self.live.digest
+        return None if digest is None or self.live_version is None else digest.root
+
+    @property
     def derives(self) -> bool:
         """Whether layers compute with what they derive from the checkpoint."""
         return bool(self._forms.layers)

@@ -175,6 +175,7 @@ class Worker:
                 "leader": staging.subscriber is not None,
                 "waits": staging.waits,
                 "version": session.live_version,
+                "root": session.live_root,
                 "held": staging.subscriber.version if staging.subscriber is not None else None,
                 "staged": prepared.staged.version if prepared is not None else None,
                 "asked": staging.state.asked,
