@@ -22,6 +22,7 @@ from .state.digest import state_digest
 from .state.tensors import Bits, State, TensorSpec
 from .store import HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
 from .stream.signing import Signer
+from .sync.checkout import checkout
 from .sync.gc import gc_stream
 from .sync.group import GroupMember
 from .sync.publisher import Publisher
@@ -60,6 +61,7 @@ __all__ = [
     "anchor_stream",
     "as_state",
     "audit",
+    "checkout",
     "fold_stream",
     "gc_stream",
     "open_store",

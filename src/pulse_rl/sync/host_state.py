@@ -34,9 +34,10 @@ from ..errors import (
 )
 from ..events import FallbackUsed, Listener, PhaseTimer, progress_to
 from ..patch import AppliedPatch, Patch, apply_patch, parse_patch
+from ..patch.apply import swap_changes
 from ..patch.header import MAX_HEADER_BYTES
 from ..patch.history import History, Window
-from ..patch.undo import by_whole_blocks
+from ..patch.undo import Step, Trail, by_whole_blocks
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import Empty, State, TensorSpec, check_tensor_name
 from ..stream import anchor
@@ -85,7 +86,8 @@ class _Position:
 
 class HostState:
     """``poisoned`` is set while the state in memory may be half-way between two versions. With a ``selection`` only
-    that part of a state is held; with a ``folder`` the state is in a file there."""
+    that part of a state is held; with a ``folder`` the state is in a file there. With a ``trail`` the state in memory
+    can go back to versions at which it was, for as many bytes more as the state has, at most."""
 
     def __init__(
         self,
@@ -95,8 +97,10 @@ class HostState:
         watcher: Watcher | None = None,
         selection: Selection | None = None,
         folder: StateFolder | None = None,
+        trail: Trail[_Position] | None = None,
     ) -> None:
         self.poisoned = False
+        self.trail = trail
         self.folder = folder
         self.selection = selection
         self.threads = threads
@@ -141,8 +145,7 @@ class HostState:
     ) -> None:
         """Takes over ``state``, made by `empty`, as the version of ``manifest``, with the ``history`` that there is.
         The owner has it already, unless it ``is_new`` to it."""
-        if self._watcher:
-            self._watcher.replaced()
+        self._replaced()
         knows = history.spans == tuple(manifest.remembers)
         pending = Pending() if is_new else Pending.nothing(manifest.version, state)
         self._at = _Position(manifest.version, state, digest, pending, history if knows else _NOTHING, knows)
@@ -163,12 +166,26 @@ class HostState:
         at = self._at
         # An interrupt stopped an apply or its undo: only the bits themselves can say whether they are a version's.
         if self.poisoned and at and state_digest(at.state, threads=self.threads).leaves != at.digest.leaves:
+            self._replaced()
             self._at = None
         self.poisoned = False
 
+    def _replaced(self) -> None:
+        """What was kept does not lead to the state that there will be."""
+        if self._watcher:
+            self._watcher.replaced()
+        if self.trail:
+            self.trail = Trail()
+
     def beside(self) -> HostState:
         """An empty one, in which a state is restored that may take the place of this one's. It keeps nothing."""
-        made = HostState(threads=self.threads, listener=self.listener, selection=self.selection, folder=self.folder)
+        made = HostState(
+            threads=self.threads,
+            listener=self.listener,
+            selection=self.selection,
+            folder=self.folder,
+            trail=Trail() if self.trail else None,
+        )
         made._keeps = False
         return made
 
@@ -221,10 +238,27 @@ class HostState:
             self.poisoned = False
             hit("apply.moved")
             self._keep(manifest)
-            if self._watcher:
+            if self._watcher or self.trail:
                 undo = by_whole_blocks(patch.header, applied.undo)
-                self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
+                if self._watcher:
+                    self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
+                if self.trail:
+                    self.trail.append(_step(at, self._at, undo), at.state.nbytes)
         hit("apply.after")
+
+    def retrace(self, target: int) -> None:
+        """Goes along the trail to version ``target``, or as near to it, from below, as that leads; fetches nothing.
+        Each place MUST have its root again: raises DigestMismatch, and is `poisoned`, where memory was damaged."""
+        while self.trail and self._at and (step := self.trail.toward(self._at.version, target)):
+            at, place = self._at, step.below if step.high == self._at.version else step.above
+            self.poisoned = True
+            changes, digest = swap_changes(at.state, at.digest, step.changes, threads=self.threads)
+            if digest.root != place.digest.root:
+                raise DigestMismatch(f"going back to version {place.version} leads to root {digest.root[:16]}…")
+            with shield():
+                self.trail.passed(step, changes)
+                self._at = replace(place, state=at.state.with_aliases(place.state.aliases))
+                self.poisoned = False
 
     def _remembered(self, link: Link, patch: Patch, applied: AppliedPatch, remembers: Sequence[int]) -> History:
         """The history after a patch that was applied: as far as it can be had, that of these spans."""
@@ -244,11 +278,12 @@ class HostState:
         history: History,
         *,
         knows: bool = True,
+        trail: Trail[_Position] | None = None,
     ) -> None:
         """Takes ``state``, which was restored along ``links`` from an anchor and verified as the version of
-        ``manifest``, in place of the old one."""
-        if self._watcher:
-            self._watcher.replaced()
+        ``manifest``, in place of the old one, with the ``trail`` that leads back to the anchor."""
+        self._replaced()
+        self.trail = trail or self.trail
         old = self._at
         nbytes = sum(link.nbytes for link in links)
         pending = old.pending.after_restore(nbytes, old.state, state) if old else Pending(nbytes=nbytes)
@@ -286,6 +321,15 @@ class HostState:
         return self._at
 
 
+def _step(below: _Position, above: _Position, undo: Mapping[int, Changes]) -> Step[_Position]:
+    """A step of a trail; its owner has acknowledged nothing. It takes what it keeps of changes and histories."""
+    nbytes = sum(old.positions.nbytes + old.values.nbytes for old in undo.values())
+    known = {id(window) for window in below.history.windows}
+    nbytes += sum(window.nbytes for window in above.history.windows if id(window) not in known)
+    places = [replace(place, pending=Pending()) for place in (below, above)]
+    return Step(below.version, places[0], above.version, places[1], undo, nbytes)
+
+
 def most_remembered(nbytes: int) -> int:
     """The bytes that a reader remembers of a state of ``nbytes``, at most."""
     return nbytes // _LARGEST_SHARE
@@ -312,10 +356,17 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     """Follows the cheapest working path of links to version ``target``; returns seconds by phase (see `Synced`).
 
     A link whose object is missing or damaged is avoided and the path planned again. A path from an anchor is followed
-    beside the state, which it replaces at its end: a state never goes back. Raises ChainGap when no path is left; the
-    host state then stays at the last verified version. StoreUnavailable passes through.
+    beside the state, which it replaces at its end: a state never goes back, but one with a trail, along which it goes
+    first. Raises ChainGap when no path is left; the host state then stays at the last verified version.
+    StoreUnavailable passes through.
     """
     host.recover()
+    try:
+        host.retrace(target)
+    except DigestMismatch as error:
+        if host.listener:
+            host.listener(FallbackUsed(stream.name, "the bits that are kept", str(error), error.kind))
+        host.recover()
     timer, route = PhaseTimer(), Planner(stream, target)
     beside: HostState | None = None
     passed: list[Link] = []
@@ -325,7 +376,8 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         # 1. Plan, from where the state is, without the links that have failed.
         try:
             follower = beside or host
-            path = route.plan(None if astray and not beside else follower.version, knows=follower.knows)
+            above = follower.version is not None and follower.version > target
+            path = route.plan(None if above or (astray and not beside) else follower.version, knows=follower.knows)
         except ChainGap:
             if beside is None:
                 raise
@@ -335,6 +387,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         # An anchor is restored beside the state: until it is verified the worker keeps what it has.
         if host.version is not None and path[0].base is None:
             beside, passed = host.beside(), []
+            host.trail = Trail() if host.trail else None  # it leads nowhere near, and takes memory
             follower = beside
         if host.selection and path[0].base is None:
             path = path[:1]  # what is needed of the patches follows from the anchor's tensors
@@ -366,7 +419,9 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         # 3. The restored state takes the place of the old one, whose difference to it is what the owner lacks.
         if beside and beside.version == target:
             assert reached is not None
-            host.replace(passed, reached, beside.state, beside.digest, beside.history, knows=beside.knows)
+            host.replace(
+                passed, reached, beside.state, beside.digest, beside.history, knows=beside.knows, trail=beside.trail
+            )
         timer.end("fetch")
     return timer.seconds
 

@@ -336,7 +336,7 @@ class Subscriber(Closing, NotCopyable):
         previous = host.version
         if target is None:
             phases = self._sync_to_head(newcomer)
-        elif host.version is None or host.version < target:
+        elif host.version is None or host.version < target or host.trail:
             phases = self._failover.reach(host, target)
         host = self._host  # another one where the stream was recreated
         if host.version is None:

@@ -1,0 +1,132 @@
+"""Any version of a stream, and its neighbours by the bits that are kept: the exact bits, few reads, bounded memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pulse_rl import MemoryStore, Publisher, Signer, checkout, state_root
+from pulse_rl.errors import EmptyStream, InputError, Untrusted
+from pulse_rl.events import Event, FallbackUsed, Synced
+from tests.support.publishers import tuned
+from tests.support.states import TinyTrainer
+from tests.support.stores import FaultyStore
+
+VERSIONS, ANCHORS = 260, 256
+Stream = tuple[MemoryStore, list[str]]
+
+
+@pytest.fixture(scope="module")
+def long() -> Stream:
+    """A stream with folds and anchors such that any version is one anchor and eight links; and its roots."""
+    store, weights, roots = MemoryStore(), np.zeros(2000, np.uint16), []
+    with Publisher(store, stream="s", folds=(2, 4, 8, 16, 32, 64, 128), threads=1) as publisher:
+        for step in range(VERSIONS):
+            weights = weights.copy()
+            weights[7 * step % 2000] += 1
+            done = publisher.publish({"w": weights}, metadata={"step": 10 * step}, anchor=step % ANCHORS == 0)
+            roots.append(done.root)
+    return store, roots
+
+
+def dense(versions: int, *, history: bool, anchor_every: int = 100) -> tuple[MemoryStore, list[str], int]:
+    """A stream of which thirty versions' changes take as much as the state; its roots, and the state's bytes."""
+    store, trainer, roots = MemoryStore(), TinyTrainer(), []
+    with tuned(store, stream="s", history=history, folds=(8,), anchor_ratio=1e9, threads=1) as publisher:
+        for step in range(versions):
+            trainer.step(0.01)
+            roots.append(publisher.publish(trainer.state, anchor=step % anchor_every == 0).root)
+    return store, roots, sum(tensor.array.nbytes for tensor in trainer.state.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [0, 1, 127, 255, 256, VERSIONS - 1])
+def test_any_version_is_one_anchor_and_eight_links(long: Stream, version: int) -> None:
+    store, roots = long
+    seen: list[Event] = []
+    with checkout(store, "s", version=version, threads=1, on_event=seen.append) as found:
+        assert (found.version, found.root, state_root(found.state)) == (version, roots[version], roots[version])
+    (synced,) = (event for event in seen if isinstance(event, Synced))
+    assert [link.startswith("the anchor") for link in synced.links] == [True] + [False] * (len(synced.links) - 1)
+    assert len(synced.links) <= 1 + 8
+
+
+@pytest.mark.slow
+def test_a_walk_reads_each_object_once_and_back_reads_nothing(long: Stream) -> None:
+    store, roots = FaultyStore(long[0]), long[1]
+    with checkout(store, "s", version=0, threads=1) as found:
+        assert [found.to(version).root for version in range(VERSIONS)] == roots
+        reads = Counter(name for call, name in store.calls if call == "get" and not name.endswith(".safetensors"))
+        assert set(reads.values()) == {1}
+        assert len(reads) == 2 * VERSIONS - 1  # a manifest each, and a patch each but the first
+        store.calls.clear()
+        assert [found.to(version).root for version in reversed(range(VERSIONS))] == roots[::-1]
+        assert [found.to(version).root for version in range(0, VERSIONS, 40)] == roots[::40]
+        assert store.calls == []
+        assert state_root(found.state) == found.root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("history", [True, False])
+def test_it_moves_anywhere_and_what_it_keeps_is_bounded(history: bool) -> None:
+    inner, roots, nbytes = dense(80, history=history, anchor_every=50)
+    store = FaultyStore(inner)
+    with checkout(store, "s", version=0, threads=1) as found:
+        for version in range(80):
+            found.to(version)
+        store.calls.clear()
+        back = next(k for k in range(1, 80) if found.to(79 - k).root == roots[79 - k] and store.calls)
+        assert 10 < back < 1.2 * nbytes / (6 * 0.01 * nbytes / 2)  # a position and the bits of each change
+        for version in np.random.default_rng(0).integers(0, 80, 25).tolist():
+            assert (found.to(version).version, found.root) == (version, roots[version])
+        assert state_root(found.state) == found.root
+
+
+def test_bits_that_were_damaged_in_memory_are_noticed() -> None:
+    store, roots, _ = dense(4, history=False)
+    seen: list[Event] = []
+    with checkout(store, "s", version=3, threads=1, on_event=seen.append) as found:
+        bits = found.state.read("a")
+        bits.flags.writeable = True
+        bits[5] ^= 1
+        assert state_root(found.to(2).state) == roots[2]
+        assert any(isinstance(event, FallbackUsed) and "kept" in event.link for event in seen)
+        assert state_root(found.to(3).state) == roots[3]
+
+
+@pytest.mark.slow
+def test_which_version_it_is(long: Stream, tmp_path: Path) -> None:
+    store, roots = long
+    with checkout(store, "s", threads=1) as found:
+        assert found.version == VERSIONS - 1
+        assert found.to(metadata={"step": 420}).version == 42
+        assert found.metadata == {"step": 420}
+        assert found.to(root=roots[17]).version == found.to(root=roots[17][:10]).version == 17
+        held = found.state_dict()
+        assert held["w"].dtype == torch.uint16
+        assert state_root(held) == roots[17]
+        found.save(tmp_path / "out")
+        found.to(3)
+        assert state_root(held) == state_root(tmp_path / "out") == roots[17]
+        for wrong in ({"version": 4000}, {"root": "0" * 64}, {"root": "xyz"}, {"metadata": {"step": 7}}):
+            with pytest.raises(InputError):
+                found.to(**wrong)  # type: ignore[arg-type]
+            assert (found.version, found.root) == (3, roots[3])
+        with pytest.raises(InputError, match="one of them"):
+            found.to(1, root=roots[1])
+    with pytest.raises(EmptyStream):
+        checkout(store, "other")
+
+
+def test_only_trusted_versions_are_checked_out(tmp_path: Path) -> None:
+    key = Signer.generate()
+    with Publisher(tmp_path, stream="s", signer=key) as publisher:
+        done = publisher.publish({"w": np.arange(9)})
+    with checkout(tmp_path, "s", root=done.root, trusted_keys=[key.public_key]) as found:
+        assert found.version == 0
+    with pytest.raises(Untrusted):
+        checkout(tmp_path, "s", trusted_keys=[Signer.generate().public_key])
