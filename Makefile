@@ -31,7 +31,7 @@ demo-loco: $(VENV)/.ready
 
 # Trainers that share nothing but a folder: one slow, one killed and back, one that joins later.
 demo-loco-anywhere: $(VENV)/.ready
-	$(BIN)/python examples/loco_anywhere.py $(ARGS)
+	$(BIN)/python -m examples.loco.anywhere $(ARGS)
 
 # Under 4 minutes on two idle cores, by three processes: some tests mostly wait. ARGS="-n 0" keeps it in one. Bytecode is
 # kept, whatever the shell says: without it every worker of pytest spends 4 seconds on the tests' alone.

@@ -14,4 +14,5 @@ Read the files in this order; task, policy, losses, rollouts, workers and proces
 - `settings`: what can be set
 - `trainer`, `worker`: the two programs
 - `__main__`: starting the processes, and showing what they do
+- `anywhere` (``make demo-loco-anywhere``): trainers of a small network that meet in a store in place of a process group
 """
