@@ -1,12 +1,17 @@
-"""Commands that go on until they are stopped: follow, into a folder or a live engine; watch, out of one; relay."""
+"""Commands that go on until they are stopped: follow, into a folder or a live engine; watch, out of one; relay. And
+replay, which moves a live engine, too."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from .._util.settings import format_bytes
 from ..errors import (
@@ -21,9 +26,12 @@ from ..errors import (
 from ..events import Relayed
 from ..integrations import sglang, vllm
 from ..integrations.engines.handle import EngineHandle, EngineSync
+from ..integrations.engines.replay import Replay
+from ..integrations.engines.transport import SubscriberOptions
 from ..integrations.sglang import is_sglang
 from ..maintenance.relay import Relay
 from ..metrics import Heartbeat, fan_out
+from ..rollouts import Rollout
 from ..state.checkpoint import FILE_NAME, current_version, load
 from ..state.folder import check_folder
 from ..state.version_folders import Layout
@@ -92,6 +100,11 @@ def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> int:
             handle.close()
 
 
+def checkout(args: argparse.Namespace, console: Console) -> int:
+    args.store = [args.store]
+    return _follow_into_a_folder(args, console, args.version)
+
+
 def _connect(args: argparse.Namespace) -> EngineHandle:
     connect = sglang.connect if is_sglang(args.engine, _LOOK_SECONDS) else vllm.connect
     return connect(
@@ -106,6 +119,66 @@ def _connect(args: argparse.Namespace) -> EngineHandle:
     )
 
 
+def replay(args: argparse.Namespace, console: Console) -> int:
+    """In the order of versions, so that an engine moves forward; exit status 1 unless all is the same."""
+
+    def by_version(numbered: tuple[int, Rollout]) -> tuple[str, int, int]:
+        weights = numbered[1].weights
+        return numbered[1].stream, weights[0].version, weights[-1].version
+
+    rollouts = sorted(enumerate(Rollout.read(args.records), 1), key=by_version)
+    if not rollouts:
+        raise InputError(f"{args.records} has no rollouts", hint="docs/replay.md says what writes them.")
+    same = tokens = 0
+    for stream, numbered in groupby(rollouts, key=lambda each: each[1].stream):
+        group = list(numbered)
+        with _engine(args, stream, group[0][1].weights[0].version) as engine:
+            connect = sglang.connect if args.engine and is_sglang(args.engine, _LOOK_SECONDS) else vllm.connect
+            options: SubscriberOptions = {"trusted_keys": args.trust, "stream_id": args.stream_id}
+            with connect(engine, store=args.store, stream=stream, **options) as handle:
+                for number, rollout in group:
+                    done = handle.replay(rollout)
+                    same += done.same
+                    tokens += len(rollout.token_ids)
+                    _show_replayed(number, done, console)
+    facts = {"rollouts": len(rollouts), "same": same, "tokens": tokens}
+    console.result(facts, [f"{same} of {len(rollouts)} rollouts are the same to the last bit; {tokens} tokens in all"])
+    return 0 if same == len(rollouts) else 1
+
+
+@contextmanager
+def _engine(args: argparse.Namespace, stream: str, version: int) -> Iterator[Any]:
+    """The engine to replay with: ``args.engine``, or a vLLM within this process that begins at ``version``."""
+    if args.engine is not None:
+        yield args.engine
+        return
+    vllm.require()
+    with TemporaryDirectory(prefix="pulse-replay-") as folder:
+        with Subscriber(args.store, stream=stream, trusted_keys=args.trust, stream_id=args.stream_id) as subscriber:
+            subscriber.sync(version)
+            subscriber.save(folder)
+        yield vllm.start(folder)
+
+
+def _show_replayed(number: int, done: Replay, console: Console) -> None:
+    rollout = done.rollout
+    versions = [weights.version for weights in rollout.weights]
+    facts = {"rollout": number, "versions": versions, "same": done.same, "differing": done.differing}
+    lines = [f"rollout {number} of version {' to '.join(map(str, versions))}: "]
+    if done.reason:
+        lines[0] += f"not all of it can be generated again: {done.reason}"
+    elif done.same:
+        lines[0] += f"{len(rollout.token_ids)} tokens are the same"
+    else:
+        lines[0] += f"{len(done.differing)} of {len(rollout.token_ids)} tokens differ"
+        if done.engine_version != rollout.engine_version:
+            lines[0] += f"; {rollout.engine} was {rollout.engine_version}, and is {done.engine_version} here"
+    for index in done.differing:
+        was, now = ((of.token_ids[index], of.logprobs[index]) for of in (rollout, done))
+        lines.append(f"  token {index} was {was[0]} with {was[1]}, and is {now[0]} with {now[1]}")
+    console.result(facts | {"reason": done.reason, "engine_version": done.engine_version}, lines)
+
+
 def _show_live(done: EngineSync, console: Console) -> None:
     facts = {name: getattr(done, name) for name in EngineSync.__slots__}
     how = "all weights" if done.full else f"from version {done.previous}"
@@ -117,12 +190,14 @@ def _show_live(done: EngineSync, console: Console) -> None:
     console.result(facts, [line])
 
 
-def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
+def _follow_into_a_folder(args: argparse.Namespace, console: Console, target: int | None = None) -> int:
+    """``target``: the version; None: the newest."""
     out = Path(args.out)
     layout = Layout.of(args.layout) if args.layout else None
     if layout is None:
         check_folder(out, [FILE_NAME], force=args.force)
-    base, written = _left_in(out, layout)
+    # From a later version no path leads back.
+    base, written = _left_in(out, layout) if target is None else (None, None)
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
@@ -141,7 +216,11 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
 
     def sync() -> None:
         nonlocal written
-        update = subscriber.sync()
+        there = [] if target is None else subscriber.stream.versions()
+        if there and target not in there:
+            has = f"it has {there[0]} to {there[-1]}"
+            raise InputError(f"stream {args.stream!r} has no version {target}: {has}", hint="`pulse log` shows them.")
+        update = subscriber.sync(target)
         if update is None and subscriber.version is not None and written not in (None, subscriber.version):
             save()  # the same weights, with other files
             written = subscriber.version

@@ -36,7 +36,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.newest, self.live = 0, 0
+        self.newest = 0
+        self.live: int | None = 0
+        self.tagged: list[str] = []
         self.owner: str | None = None
         self.asked = 0
         self.error: dict[str, Any] | None = None
@@ -48,6 +50,8 @@ class Engine:
     def init(self, init_info: dict[str, Any]) -> None:
         self.calls.append("init")
         self.owner = init_info["owner"]
+        if init_info["version"] is not None:
+            self.live, self.newest = None, init_info["version"]
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[dict[str, Any]]:
         status: dict[str, Any] = {"open": self.owner is not None, "error": self.error, "asleep": self.asleep}
@@ -60,7 +64,7 @@ class Engine:
         if self.owner is None:
             return [status]
         status |= {"leader": True, "version": self.live, "held": self.newest, "staged": self.newest, "derives": False}
-        status["root"] = f"root {self.live}"
+        status |= {"root": f"root {self.live}", "engine": ["vllm", "0.32"]}
         facts = {"left": 0, "asked": self.asked, "answered": self.asked, "report": REPORT, "differing": ["a"]}
         return [status | facts]
 
@@ -85,6 +89,9 @@ class Engine:
 
     def finish(self, weight_version: str) -> None:
         self._called(f"finish {weight_version}")
+
+    def tag(self, weight_version: str) -> None:
+        self.tagged.append(weight_version)
 
     def reset_prefix_cache(self, running: bool) -> bool:
         self.calls.append(f"reset {running}")
@@ -266,16 +273,18 @@ def test_what_a_dead_handle_left_is_ended_by_the_next() -> None:
     assert engine.calls == ["init", "recover", "init"]
 
 
-def test_an_earlier_version_is_refused_before_the_pause() -> None:
+def test_an_earlier_version_begins_another_session() -> None:
     engine = Engine()
     handle = handle_on(engine)
     engine.newest = 7
     assert handle.sync(7) is not None
     engine.calls.clear()
     assert handle.sync(7) is None
-    with pytest.raises(StateMismatch, match="version 7 is staged, not 3"):
-        handle.sync(3)
-    assert engine.calls == []
+    done = handle.sync(3)
+    assert done is not None
+    assert done.version == 3
+    assert engine.calls == ["recover", "init", "pause keep", "start", "update", "finish 3", "reset False", "resume"]
+    assert engine.tagged == ["0"], "what the engine was started from, and nothing that an update has tagged"
 
 
 def test_following_ends_with_a_word_whatever_the_engine_raises() -> None:

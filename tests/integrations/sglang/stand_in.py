@@ -40,7 +40,9 @@ def install(patch: pytest.MonkeyPatch, **parallel: int) -> None:
     updater._unsupported_derived_weight_cache_error = lambda model: None  # type: ignore[attr-defined]
     structs = ModuleType(_STRUCTS)
     structs.CheckWeightsReqOutput = CheckWeightsReqOutput  # type: ignore[attr-defined]
-    for module in (runtime, updater, structs):
+    package = ModuleType("sglang")
+    package.__version__ = "0.5.23"  # type: ignore[attr-defined]
+    for module in (package, runtime, updater, structs):
         patch.setitem(sys.modules, module.__name__, module)
 
 

@@ -115,7 +115,7 @@ def test_a_restarted_server_generates_nothing_before_it_has_caught_up(
 
     monkeypatch.setattr(server, "answer", restarted)
     assert rollout(["a"], made)["completion_ids"] == [[0, 7]]
-    assert len(looks) == 3
+    assert len(looks) == 4, "two until it has caught up, one before and one after"
     ended(rollout, made)
     assert rollout.published is not None
     assert rollout.published.version == 0  # the step's weights were published for its rollouts

@@ -5,23 +5,27 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from ..._util.serial import Closing
 from ..._util.settings import checked_number
 from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
 from ...events import Metadata
+from ...rollouts import Rollout, Weights, new_seed
 from ...sync.polling import LONGEST_POLL, jittered
-from .transport import WEIGHTS, EngineTransport, InitInfo, Status, asleep, raise_reported
+from .replay import Replay, replay
+from .transport import WEIGHTS, EngineTransport, Generated, InitInfo, Status, asleep, raise_reported
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
 _LONGEST_LOOK = 1.0
 _MAX_WAIT_SECONDS = 30.0
 _LONGEST_WAIT = 25.0
+_MOST_ROOTS = 1024
+"""Of versions that requests in flight may come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,9 @@ class EngineHandle(Closing):
     _waits: bool
     _asleep: frozenset[str]
     _sessions: int
+    _tagged: int | None
+    _roots: dict[int, str]
+    _engine: tuple[str, str]
 
     @classmethod
     def _on(cls, transport: EngineTransport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
@@ -130,6 +137,7 @@ class EngineHandle(Closing):
         self._stale = self._untagged = self._paused = self._waits = False
         self._asleep = frozenset()
         self._sessions = 0
+        self._tagged, self._roots, self._engine = None, {}, ("", "")
         self._open()
         try:
             self._prove()
@@ -137,6 +145,11 @@ class EngineHandle(Closing):
             self.close()
             raise
         return self
+
+    @property
+    def stream(self) -> str:
+        """The name of the stream that the engine follows."""
+        return self._info.stream
 
     @property
     def version(self) -> int | None:
@@ -150,10 +163,11 @@ class EngineHandle(Closing):
 
         Fetches and verifies while the engine generates, then pauses it, writes what changed, empties the prefix cache,
         tags later outputs with the version, and resumes. An engine that sleeps in part, its weights awake, is neither
-        paused nor resumed. Other versions than the newest need a handle
-        with ``follow=False``. When this raises, the engine goes on with the weights that it has; what is kept in the
-        prefix cache was then computed with these. If the error is that the engine refuses to empty it, the next sync
-        begins with that.
+        paused nor resumed. An older ``version`` is restored from the engine's checkpoint or an anchor, and written as
+        a whole; the engine stays at a ``version`` until another call.
+
+        When this raises, the engine goes on with the weights that it has; what is kept in the prefix cache was then
+        computed with these. If the error is that the engine refuses to empty it, the next sync begins with that.
         """
         with self._lock:
             # 1. Before the pause: what failed calls left, then fetch, verify and lay out in the engine's workers.
@@ -166,16 +180,20 @@ class EngineHandle(Closing):
             self._waits = leader.get("waits", False)
             live, newest = leader["version"], leader["held"]
             if live is not None and live == (newest if version is None else version):
+                self._tag_held(leader)
                 return None
             if version is not None and version != newest:
-                raise StateMismatch(
-                    f"version {newest} is staged, not {version}", hint="An engine does not go back: ask for the newest."
-                )
+                # The engine's host state only ever moves forward: another session begins from its checkpoint.
+                self._open(version)
+                leader = self._stage(version)
+                if leader["held"] != version:
+                    raise StateMismatch(f"version {leader['held']} is staged, not {version}", hint="Sync again.")
             # 2. The map is traced and layers are derived, in pieces between two steps of the engine.
             deadline = time.monotonic() + self._timeout
             while leader["left"]:
                 before, leader = leader, self._leader(self._ask("prepare"))
                 if leader["version"] is not None and leader["version"] == leader["held"]:
+                    self._tag_held(leader)
                     return None
                 if leader["left"] == before["left"]:
                     if time.monotonic() > deadline:
@@ -244,7 +262,8 @@ class EngineHandle(Closing):
             pause = min(2 * pause, _LONGEST_LOOK)
         if version is not None and live != version:
             raise StateMismatch(
-                f"version {live} is live, past {version}", hint="An engine does not go back: admit by a minimum."
+                f"version {live} is live, past {version}",
+                hint="Admit by a minimum, or go back by sync().",
             )
         return Generation(self, session, live, root)
 
@@ -267,6 +286,62 @@ class EngineHandle(Closing):
             if functional:
                 differing += self._leader(self._ask("prove"))["differing"]
             return tuple(differing)
+
+    def generate(
+        self, prompt: Sequence[int], sampling: Mapping[str, Any] | None = None, *, seed: int | None = None
+    ) -> Rollout:
+        """Generates one completion of the token ids ``prompt``, and returns its record, with the weights of each part:
+        a sync may come between.
+
+        ``sampling``: parameters in the engine's terms, but for "max_tokens", which every engine takes. ``seed``: of the
+        request; drawn where it is None and tokens are sampled. May be called by several threads, but on a ``vllm.LLM``.
+        Raises InputError, EngineUnavailable, and EngineError, also where some tokens come from weights that are no
+        known version: of an engine that another handle, or nobody, has synced.
+        """
+        wanted = {name: value for name, value in (sampling or {}).items() if value is not None}
+        if wanted.pop("n", 1) != 1 or "seed" in wanted or not prompt:
+            raise InputError("a generation has one prompt, one completion, and the seed as an argument")
+        if seed is None and wanted.get("temperature", 1.0) != 0:
+            seed = new_seed()
+        before = self._tagged
+        found = self._transport.generate(list(prompt), wanted if seed is None else wanted | {"seed": seed})
+        return Rollout.of(
+            prompt,
+            stream=self._info.stream,
+            weights=self._weights_of(found, before),
+            engine=self._engine[0],
+            engine_version=self._engine[1],
+            sampling=wanted,
+            seed=seed,
+            token_ids=tuple(found.tokens),
+            logprobs=tuple(found.logprobs),
+        )
+
+    def _weights_of(self, found: Generated, before: int | None) -> tuple[Weights, ...]:
+        """Which weights have generated it. An engine that does not tell has had those of ``before`` first, and those of
+        now last; it does not tell from which token on."""
+        after = self._tagged
+        tags: list[tuple[str, int | None]] = [*found.tags] if found.tags is not None else [(str(before), 0)]
+        if found.tags is None and after != before:
+            tags.append((str(after), None))
+        weights = [
+            Weights(int(tag), self._roots[int(tag)], start)
+            for tag, start in tags
+            if tag.isdecimal() and int(tag) in self._roots
+        ]
+        if not tags or len(weights) < len(tags):
+            raise EngineError(
+                f"tokens come from weights with the tag {', '.join(tag for tag, _ in tags)!r}, no known version of "
+                f"{self._info.stream!r}",
+                hint="Call sync() first. One handle drives an engine, and knows the versions that it has made live.",
+            )
+        return tuple(weights)
+
+    def replay(self, rollout: Rollout) -> Replay:
+        """Moves the engine to the exact weights of ``rollout``, generates it again, each part with its own, and
+        compares (docs/replay.md). The engine stays at the last of these weights. Nothing else should be generated
+        meanwhile. Raises what `sync` and `generate` raise; why something cannot be repeated is a `Replay.reason`."""
+        return replay(self, rollout)
 
     def follow(
         self,
@@ -316,13 +391,15 @@ class EngineHandle(Closing):
         leader = next((status for status in statuses if status.get("leader")), None)
         return (session, None, None) if leader is None else (session, leader["version"], leader["root"])
 
-    def _open(self) -> None:
-        """Starts a session in the engine, unless another handle has one."""
+    def _open(self, version: int | None = None) -> None:
+        """Starts a session in the engine, unless another handle has one. It stages ``version`` first, None: the
+        newest."""
+        self._tagged = None
         if any(status["open"] for status in self._ask("hello")) and not self._asleep:
             with suppress(PulseError):  # there may be nothing to end
                 self._transport.recover()
         try:
-            self._transport.init(asdict(self._info))
+            self._transport.init(asdict(replace(self._info, version=version)))
         except Exception as error:
             raise self._reason(error) from error
         self._sessions += 1
@@ -335,7 +412,8 @@ class EngineHandle(Closing):
         except PulseError:  # an empty stream, a store that is away
             return
         if leader["left"]:
-            self._ask("prepare")
+            leader = self._leader(self._ask("prepare"))
+        self._tag_held(leader)
 
     def _stage(self, version: int | None) -> Status:
         """Lets the engine's workers look at the store, and waits for what they find."""
@@ -368,6 +446,8 @@ class EngineHandle(Closing):
             except Exception as error:
                 raise self._reason(error) from error
             status = self._leader(self._ask("status"))
+            self._note(status)
+            self._tagged = status["version"]
             transport.finish(str(status["version"]))
             self._untagged = False
             self._reset_cache()
@@ -414,16 +494,33 @@ class EngineHandle(Closing):
 
     def _tag(self) -> None:
         """Ends an update of which it is not known whether it was made, with the version that is live."""
-        live = self._leader(self._ask("status"))["version"]
+        leader = self._leader(self._ask("status"))
+        live = leader["version"]
         if live is not None:
+            self._note(leader)
+            self._tagged = live
             try:
                 self._transport.finish(str(live))
             except EngineUnavailable:
                 raise
-            except Exception:  # it has ended; another one ends with the tag
-                self._transport.start()
-                self._transport.finish(str(live))
+            except Exception:  # it has ended
+                self._transport.tag(str(live))
         self._untagged = False
+
+    def _tag_held(self, leader: Status) -> None:
+        """Tags what comes from a version that the engine holds without an update: that of its checkpoint."""
+        if leader["version"] not in (None, self._tagged):
+            self._note(leader)
+            self._transport.tag(str(leader["version"]))
+            self._tagged = leader["version"]
+
+    def _note(self, leader: Status) -> None:
+        """Notes what the tag of the live version stands for, before anything has it."""
+        self._engine = tuple(leader["engine"])
+        self._roots.pop(leader["version"], None)
+        self._roots[leader["version"]] = leader["root"]
+        if len(self._roots) > _MOST_ROOTS:
+            del self._roots[next(iter(self._roots))]
 
     def _reset_cache(self) -> None:
         if not self._transport.reset_prefix_cache(False) and not self._transport.reset_prefix_cache(True):

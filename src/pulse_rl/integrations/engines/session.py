@@ -32,7 +32,6 @@ from .proof import (
     differing,
     load_all,
     padded,
-    require_scales_taken,
     require_whole,
     shortage,
     trial_state,
@@ -135,7 +134,9 @@ class Session:
             )
 
         try:
-            self.staging = Staging(node, make, base=base, follow=info.follow, lay_out=self._lay_out)
+            self.staging = Staging(
+                node, make, base=base, follow=info.follow, lay_out=self._lay_out, version=info.version
+            )
         except BaseException:
             node.close_folder()
             raise
@@ -199,7 +200,6 @@ class Session:
         if self._map.specs == specs:
             return
         loader_map = self._node.together(lambda: self._traced(State(specs[0], {}, specs[1])))
-        require_scales_taken(specs[0], self._node.gathered(loader_map.unused))
         if not self._node.alone:
             boxes = self._node.on_node(loader_map.boxes | loader_map.derived)
             self._node.together(lambda: require_whole(specs[0], boxes))
@@ -443,7 +443,7 @@ class Session:
         if version is not None and version != newest and version != live:
             raise StateMismatch(
                 f"version {newest} is staged, not {version}",
-                hint="Stage a version before the update to it; an engine does not go back.",
+                hint="Stage a version before the update to it; to an older one only another session goes.",
             )
         if live is not None and (live == version or live >= newest):
             return LeaderStep("none", live, live)

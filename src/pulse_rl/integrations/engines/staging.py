@@ -175,7 +175,7 @@ class Staging:
     """Follows the stream on the node's leader, and what the leader stages on the other workers.
 
     ``lay_out`` turns a staged update into this rank's changes, None while the map is unknown. ``follow``: whether to
-    look for new versions without being asked.
+    look for new versions without being asked. ``version``: which one is looked for until another is asked for.
     """
 
     def __init__(
@@ -186,6 +186,7 @@ class Staging:
         base: str | None,
         follow: bool,
         lay_out: Callable[[Staged], list[Change] | None],
+        version: int | None = None,
     ) -> None:
         self._node = node
         self._folder = node.folder  # that of this session: the next one must not find what a late thread stages
@@ -206,7 +207,7 @@ class Staging:
         """Whether the thread looks when the store says that there is something new, not at its own pace."""
         self._receipt: Receipt | None = None
         self._sequence = 0
-        self._wanted: int | None = None
+        self._wanted = version
         self._held_until = 0.0
         self._closed = False
         self._due = True

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, NamedTuple, Protocol, TypedDict
@@ -37,7 +37,7 @@ class InitInfo:
     """What a handle tells an engine's workers. ``store``: its address; ``stream``: its name; ``base``: a checkpoint's
     path (None: the one that the engine was started from); ``follow``: whether new versions are staged without being
     asked for; ``audit_every``: updates from one audit to the next; `SubscriberOptions`; ``owner``: any string that
-    stands for who drives the engine."""
+    stands for who drives the engine; ``version``: which one is staged until another is asked for (None: the newest)."""
 
     store: str
     stream: str
@@ -49,6 +49,21 @@ class InitInfo:
     allow_recreated: bool = False
     cache: str | None = None
     owner: str = ""
+    version: int | None = None
+
+
+class Generated(NamedTuple):
+    """What an engine has generated. ``tags``: of the weights and the index of the first token that they generated, in
+    their order; None, if the engine does not say it."""
+
+    tokens: list[int]
+    logprobs: list[float | None]
+    tags: list[tuple[str, int]] | None
+
+
+def tags_of(spans: Iterable[Mapping[str, Any]] | None) -> list[tuple[str, int]] | None:
+    """As vLLM and SGLang report them, by token index."""
+    return None if spans is None else [(span["version"], span["start"]) for span in spans]
 
 
 class EngineTransport(Protocol):
@@ -73,6 +88,15 @@ class EngineTransport(Protocol):
     def update(self, version: int | None, owner: str) -> None: ...
 
     def finish(self, weight_version: str) -> None: ...
+
+    def tag(self, weight_version: str) -> None:
+        """Has later outputs carry this tag, without an update."""
+        ...
+
+    def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
+        """One completion of the token ids ``prompt``. ``sampling``: as the engine has it, but for the names
+        "max_tokens" and "seed"."""
+        ...
 
     def reset_prefix_cache(self, running: bool) -> bool:
         """Whether nothing of it is left. ``running``: requests in flight start over with the new weights."""

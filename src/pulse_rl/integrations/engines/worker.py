@@ -63,11 +63,15 @@ def _place(address: object) -> tuple[str, ...]:
 
 class Worker:
     """``open_session`` makes the session for an `InitInfo`. ``workers``: returns the group for `Node`; called once, by
-    all workers at the same time."""
+    all workers at the same time. ``engine``: its name and version."""
 
     def __init__(
-        self, open_session: Callable[[InitInfo, Node, ProvedMap], Session], workers: Callable[[], Any]
+        self,
+        open_session: Callable[[InitInfo, Node, ProvedMap], Session],
+        workers: Callable[[], Any],
+        engine: tuple[str, str] = ("", ""),
     ) -> None:
+        self._engine = engine
         self._open_session = open_session
         self._workers = workers
         self._node: Node | None = None
@@ -176,6 +180,7 @@ class Worker:
                 "waits": staging.waits,
                 "version": session.live_version,
                 "root": session.live_root,
+                "engine": list(self._engine),
                 "held": staging.subscriber.version if staging.subscriber is not None else None,
                 "staged": prepared.staged.version if prepared is not None else None,
                 "asked": staging.state.asked,

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from ...errors import EngineError
 from ..engines.handle import EngineHandle, InFlight
-from ..engines.transport import Answer, Client, InitInfo, Status, SubscriberOptions, raise_reported
+from ..engines.transport import Answer, Client, Generated, InitInfo, Status, SubscriberOptions, raise_reported, tags_of
 
 __all__ = ["EngineHandle", "connect", "load"]
 
@@ -126,7 +126,18 @@ class Server:
 
     def finish(self, weight_version: str) -> None:
         self._post("end_weight_update", {})
+        self.tag(weight_version)
+
+    def tag(self, weight_version: str) -> None:
         self._post("update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
+
+    def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
+        names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
+        params = {names.get(name, name): value for name, value in sampling.items()}
+        answer = self._post("generate", {"input_ids": prompt, "sampling_params": params, "return_logprob": True})
+        meta = answer["meta_info"]
+        tokens = [(token, logprob) for logprob, token, *_ in meta["output_token_logprobs"]]
+        return Generated([t for t, _ in tokens], [x for _, x in tokens], tags_of(meta.get("weight_versions")))
 
     def reset_prefix_cache(self, running: bool) -> bool:
         if self._flushed and not running:

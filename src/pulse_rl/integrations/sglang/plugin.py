@@ -93,8 +93,14 @@ class _Followed:
 def _followed(runner: Any) -> _Followed:
     followed = _models.get(runner.model)
     if followed is None:
-        followed = _models[runner.model] = _Followed(Worker(lambda *parts: _open_session(runner, *parts), _workers))
+        followed = _models[runner.model] = _Followed(_worker(runner))
     return followed
+
+
+def _worker(runner: Any) -> Worker:
+    import sglang
+
+    return Worker(lambda *parts: _open_session(runner, *parts), _workers, ("sglang", sglang.__version__))
 
 
 def answer(runner: Any, asked: dict[str, Any]) -> list[Status]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -10,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...errors import EngineUnavailable, InputError, PulseError
 from ...events import Metadata, Published
+from ...rollouts import Rollout, Weights, append, new_seed
 from ...sync.publisher import PublisherSettings
 from ..engines.handle import EngineSync
 from ..weights import advice, policy_weights
@@ -27,6 +30,7 @@ def pulse_rollout(
     *,
     retry_seconds: float = 300.0,
     engine: Mapping[str, Any] | None = None,
+    records: str | Path | None = None,
     **publisher: Unpack[PublisherSettings],
 ) -> PulseRollout:
     """A ``rollout_func`` that has a vLLM server generate with the trainer's newest weights: ``GRPOTrainer(...,
@@ -41,11 +45,13 @@ def pulse_rollout(
     ``server_url``, ``store``, ``stream``, ``engine`` and all other keywords are those of
     `PulseWeightTransfer`, and so is what happens while the store or the server is away: the training waits, at most for
     ``retry_seconds``. A server that was restarted generates nothing for it before it has the newest weights again. At
+    ``records``: a file to which a `pulse_rl.rollouts.Rollout` is added for each completion, with the ``step`` as its
+    metadata; each prompt is then a request with a seed of its own, so that `pulse replay` can generate it again. At
     the end of the training errors are logged, not raised. An evaluation outside of a training publishes what it
     evaluates. Raises InputError.
     """
     link = ServerLink(server_url, store, stream, retry_seconds=retry_seconds, engine=engine, publisher=publisher)
-    return PulseRollout._of(link)
+    return PulseRollout._of(link, records)
 
 
 class PulseRollout(TrainerCallback):
@@ -53,17 +59,20 @@ class PulseRollout(TrainerCallback):
 
     _link: ServerLink
     _step: int | None
-    _tag: str
+    _weights: Weights | None
+    _records: str | Path | None
     _model: str | None
+    _engine_version: str
     _training: bool
 
     @classmethod
-    def _of(cls, link: ServerLink) -> PulseRollout:
+    def _of(cls, link: ServerLink, records: str | Path | None) -> PulseRollout:
         self = cls.__new__(cls)
         self._link = link
         self._step = None
-        self._tag = ""
-        self._model = None
+        self._weights = self._model = None
+        self._records = records
+        self._engine_version = ""
         self._training = False
         return self
 
@@ -164,6 +173,8 @@ class PulseRollout(TrainerCallback):
     def _begin(self, trainer: Any) -> None:
         link, model = self._link, trainer.model
         self._model = link.patiently(link.server.model)
+        if self._records is not None:
+            self._engine_version = link.patiently(link.server.engine_version)
         dtype = link.dtype()
         if trainer.state.is_world_process_zero:
             for words in advice(model, trainer.optimizer, trainer.args.learning_rate, dtype):
@@ -172,7 +183,7 @@ class PulseRollout(TrainerCallback):
     def _follow(self, trainer: Any) -> None:
         """All ranks: returns when the server generates with the trainer's weights."""
         model, first = trainer.model, trainer.state.is_world_process_zero
-        outcome: str | PulseError = ""
+        outcome: Weights | PulseError | None = None
         try:
             weights = policy_weights(model, self._link.dtype(), keep=first)
             if first:
@@ -182,17 +193,55 @@ class PulseRollout(TrainerCallback):
         outcome = _from_first(outcome, trainer)
         if isinstance(outcome, PulseError):
             raise outcome
-        self._tag = outcome
+        self._weights = outcome
 
     def _complete(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> list[Completion]:
         """By the weights that are tagged so: a server that comes back has those of its checkpoint at first."""
-        return self._link.patiently(lambda: self._completed(prompts, sampling))
+        wanted = {"model": self._model, **sampling}
+        server, link = self._link.server, self._link
+        if self._records is None:
+            return link.patiently(lambda: self._by_these_weights(lambda: server.complete(prompts, wanted)))
+        # A seed is a request's: with one for several prompts all completions of a prompt would be the same.
+        seeds = [sampling["seed"] if "seed" in sampling else new_seed() for _ in prompts]
 
-    def _completed(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> list[Completion]:
-        server = self._link.server
-        if server.weight_version() != self._tag:
+        def one(prompt: Sequence[int], seed: int) -> Completion:
+            return server.complete([prompt], wanted | {"seed": seed})[0]
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            found = link.patiently(lambda: self._by_these_weights(lambda: [*pool.map(one, prompts, seeds)]))
+        weights = self._weights
+        assert weights is not None
+        append(
+            self._records,
+            (
+                Rollout.of(
+                    prompt,
+                    stream=link.stream,
+                    weights=(weights,),
+                    engine="vllm",
+                    engine_version=self._engine_version,
+                    sampling={name: value for name, value in sampling.items() if name != "seed"},
+                    seed=seed,
+                    token_ids=tuple(completion.tokens),
+                    logprobs=tuple(completion.log_probabilities),
+                    metadata={"step": self._step},
+                )
+                for prompt, seed, completion in zip(prompts, seeds, found, strict=True)
+            ),
+        )
+        return found
+
+    def _by_these_weights(self, generate: Callable[[], list[Completion]]) -> list[Completion]:
+        """What ``generate`` returns, if the server has the trainer's weights before and after."""
+        self._require_these_weights()
+        found = generate()
+        self._require_these_weights()
+        return found
+
+    def _require_these_weights(self) -> None:
+        server, weights = self._link.server, self._weights
+        if weights is None or server.weight_version() != str(weights.version):
             raise EngineUnavailable(f"the server at {server.url} was restarted, and has not caught up yet")
-        return server.complete(prompts, {"model": self._model, **sampling})
 
 
 def _from_first(value: Any, trainer: Any) -> Any:

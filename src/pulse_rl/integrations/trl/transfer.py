@@ -14,6 +14,7 @@ import torch
 from ..._util.settings import checked_number
 from ...errors import ConcurrentUse, EmptyStream, EngineError, EngineUnavailable, InputError, PulseError
 from ...events import Metadata, Published, checked_listener
+from ...rollouts import Weights
 from ...state.checkpoint import unwrapped
 from ...sync.publisher import Publisher, PublisherSettings
 from ..engines.handle import EngineSync
@@ -85,8 +86,8 @@ class ServerLink:
             self._dtype = (self.patiently(self.server.compute_dtype),)
         return self._dtype[0]
 
-    def push(self, weights: Mapping[str, torch.Tensor], metadata: Metadata, *, patient: bool = True) -> str:
-        """Publishes ``weights`` and makes them live, and returns the tag of outputs from then on. The server is
+    def push(self, weights: Mapping[str, torch.Tensor], metadata: Metadata, *, patient: bool = True) -> Weights:
+        """Publishes ``weights`` and makes them live. Their version is the tag of outputs from then on. The server is
         paused for the write alone, after the upload and its own fetch. If not ``patient``, nothing is repeated."""
         self.open()
         publisher, handle = self._publisher, self._handle
@@ -105,8 +106,7 @@ class ServerLink:
             done.seconds,
             self.synced.pause_seconds if self.synced and moved else 0.0,
         )
-        # Without a move the server was started from these weights, and tags nothing.
-        return str(done.version) if moved else self.patiently(self.server.weight_version, patient)
+        return Weights(done.version, done.root)
 
     def close(self) -> None:
         """Ends following. The server keeps its weights. `open` starts again."""
@@ -185,6 +185,9 @@ class VllmServer:
     def weight_version(self) -> str:
         """The tag of outputs now: a version's number once it was synced."""
         return str(self._ask("weight_info")["weight_version"])
+
+    def engine_version(self) -> str:
+        return str(self._ask("version")["version"])
 
     def model(self) -> str:
         """The name under which the server serves its model."""

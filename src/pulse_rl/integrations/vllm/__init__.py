@@ -9,13 +9,24 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, Unpack
 from urllib.parse import urlencode
 
 from ...errors import EngineError, EngineUnavailable, InputError
+from ...rollouts import plain
 from ..engines.handle import EngineHandle, InFlight
-from ..engines.transport import Answer, Client, EngineTransport, InitInfo, Status, SubscriberOptions
+from ..engines.transport import (
+    Answer,
+    Client,
+    EngineTransport,
+    Generated,
+    InitInfo,
+    Status,
+    SubscriberOptions,
+    tags_of,
+)
 
 __all__ = ["EngineHandle", "connect"]
 
@@ -92,6 +103,14 @@ class Offline:
     def finish(self, weight_version: str) -> None:
         self._llm.finish_weight_update(*_tag(self._llm, weight_version))
 
+    def tag(self, weight_version: str) -> None:
+        self.start()
+        self.finish(weight_version)
+
+    def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
+        prompts = [{"prompt_token_ids": prompt}]
+        return _generated(self._llm.generate(prompts, _sampling(sampling), use_tqdm=False)[0])
+
     def reset_prefix_cache(self, running: bool) -> bool:
         engine: Any = getattr(self._llm, "llm_engine", None)
         if hasattr(engine, "reset_encoder_cache"):
@@ -156,6 +175,17 @@ class Async:
     def finish(self, weight_version: str) -> None:
         self._wait(lambda: self._engine.finish_weight_update(*_tag(self._engine, weight_version)))
 
+    def tag(self, weight_version: str) -> None:
+        self.start()
+        self.finish(weight_version)
+
+    def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
+        async def last() -> Any:
+            outputs = self._engine.generate({"prompt_token_ids": prompt}, _sampling(sampling), uuid.uuid4().hex)
+            return [output async for output in outputs][-1]
+
+        return _generated(self._wait(last))
+
     def reset_prefix_cache(self, running: bool) -> bool:
         return bool(self._wait(lambda: self._engine.reset_prefix_cache(running, reset_connector=True)))
 
@@ -163,6 +193,36 @@ class Async:
 def _tag(engine: Any, weight_version: str) -> tuple[str, ...]:
     """The argument of ``finish_weight_update``; vLLM 0.26 and 0.27 do not tag their outputs."""
     return (weight_version,) if inspect.signature(engine.finish_weight_update).parameters else ()
+
+
+def _sampling(sampling: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**sampling, logprobs=0)
+
+
+def _generated(output: Any) -> Generated:
+    """Of the one completion that a RequestOutput has."""
+    found = output.outputs[0]
+    tokens = list(found.token_ids)
+    logprobs = [plain(step[token].logprob) for step, token in zip(found.logprobs, tokens, strict=True)]
+    spans = getattr(found, "weight_versions", None)  # older ones have none
+    return Generated(tokens, logprobs, None if spans is None else [(span.version, span.start) for span in spans])
+
+
+def require() -> Any:
+    """vLLM. Raises InputError where it is not installed."""
+    try:
+        import vllm
+    except ImportError:
+        raise InputError("vLLM is not installed here", hint="Give the URL of a server, as --engine.") from None
+    return vllm
+
+
+def start(checkpoint: str) -> Any:
+    """A `vllm.LLM` within this process, which answers one request at a time."""
+    options = {"weight_transfer_config": {"backend": "pulse"}, "enforce_eager": True, "max_num_seqs": 1}
+    return require().LLM(checkpoint, **options)
 
 
 def transport_to(engine: Any, timeout_seconds: float) -> EngineTransport:
@@ -185,6 +245,7 @@ class Server:
 
     def __init__(self, address: str, timeout_seconds: float) -> None:
         self._client = Client(address, timeout_seconds)
+        self._model = ""
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._post("init_weight_transfer_engine", {"init_info": init_info})
@@ -212,12 +273,34 @@ class Server:
     def finish(self, weight_version: str) -> None:
         self._post("finish_weight_update", {"weight_version": weight_version})
 
+    def tag(self, weight_version: str) -> None:
+        self.start()
+        self.finish(weight_version)
+
+    def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
+        body = {"token_ids": prompt, "sampling_params": sampling | {"logprobs": 0}}
+        answer = self._client.post("inference/v1/generate", body)
+        if answer.status in (403, 404):  # without --enable-scale-out, or too old
+            return self._completed(prompt, sampling)
+        choice = self._read("inference/v1/generate", answer)["choices"][0]
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        return Generated(choice["token_ids"], logprobs, tags_of(choice.get("weight_versions")))
+
+    def _completed(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
+        """By the route that every server has, which does not tell the weights."""
+        self._model = self._model or self._read("v1/models", self._client.get("v1/models"))["data"][0]["id"]
+        wanted = {"model": self._model, "prompt": prompt, "logprobs": 0, "return_token_ids": True}
+        choice = self._post("v1/completions", sampling | wanted)["choices"][0]
+        return Generated(choice["token_ids"], choice["logprobs"]["token_logprobs"], None)
+
     def reset_prefix_cache(self, running: bool) -> bool:
         query = {"reset_running_requests": str(running).lower(), "reset_external": "true"}
         return bool((self._post("reset_prefix_cache", query=query) or {}).get("success", True))
 
     def _post(self, route: str, body: object = None, query: dict[str, str] | None = None) -> Any:
-        answer = self._client.post(route + (f"?{urlencode(query)}" if query else ""), body)
+        return self._read(route, self._client.post(route + (f"?{urlencode(query)}" if query else ""), body))
+
+    def _read(self, route: str, answer: Answer) -> Any:
         if answer.status >= 300:
             raise _refused(self._client.address, route, answer)
         return answer.json() if answer.body else None

@@ -65,7 +65,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.worker = Worker(self._open_session, _workers)
+        self.worker = Worker(self._open_session, _workers, ("vllm", vllm.__version__))
         self.left_open = False
         watch_workers(WorkerBase)
 
