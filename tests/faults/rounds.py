@@ -1,7 +1,8 @@
 """PULSELoCo over a store under faults: trainers that are killed, interrupted, late, back or new, and foreign objects.
 
 Every theta is that of a plain simulation of the rounds that were closed, and no trainer loses what it has learnt, or
-sends it twice.
+sends it twice. In half of the runs members have keys, and strangers lie: their posts and snapshots are passed over,
+their closes stop all alike until they are deleted.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from pulse_rl import PulseError, PulseLoCo
+from pulse_rl import PulseError, PulseLoCo, Signer, state_root
 from pulse_rl._util import faults
-from pulse_rl.errors import StoreUnavailable
+from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, store_rounds, wire
+from pulse_rl.loco.store_format import HEAD, Close, Place, Post, sealed, write_post
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.store import Data
 from tests.support.loco_reference import Reference, flat, same
@@ -67,8 +69,12 @@ class Node:
         self.now = self.world.first.clone()
         self.optimizer.register_step_post_hook(lambda *_: setattr(self, "now", self.weights.detach().clone()))
         self.line = _Line(self)
+        signer = self.world.signers.get(self.name)
+        who: dict[str, Any] = {"trainer": self.name}
+        if signer is not None:
+            who = {"signer": signer, "trusted_keys": list(self.world.signers)}
         over = StoreExchange(
-            self.line, trainer=self.name, quorum=self.world.quorum, grace_seconds=self.world.grace, deadline_seconds=1e9
+            self.line, quorum=self.world.quorum, grace_seconds=self.world.grace, deadline_seconds=1e9, **who
         )
         self.loop = PulseLoCo({"w": self.weights}, self.optimizer, sync_every=_STEPS, over=over)
         self.loop.threads = 1
@@ -81,7 +87,8 @@ class Node:
 
     def note_message(self, digest: str) -> None:
         assert isinstance(self.loop.meeting, StoreRounds)
-        ((places, values),) = self.loop.meeting._own
+        assert self.loop.meeting._own is not None
+        ((places, values),) = self.loop.meeting._own.by_block
         sent = torch.zeros(_SIZE)
         sent[torch.from_numpy(places.astype(np.int64))] = torch.from_numpy(values)
         self.world.sent[digest] = sent
@@ -100,6 +107,7 @@ class Node:
                 self.entered = True
         except (CrashNow, PulseError) as error:
             calm = isinstance(error, _Waits | CrashNow) or self.line.hit > 0
+            calm |= isinstance(error, Untrusted | CorruptMessage) and self.world.has_lie(self.loop.round)
             check(calm, f"{self.name} failed without a fault: {error!r}")
         finally:
             self.line.calm()
@@ -120,6 +128,17 @@ class Node:
     @property
     def may_train(self) -> bool:
         return self.loop.meeting.joined and self.loop.inner_step == 0
+
+    @property
+    def root(self) -> str:
+        return str(state_root(dict(self.loop.global_state())))
+
+    def nan_message(self) -> bytes:
+        """A message that is whole but for a value that is not finite."""
+        meeting = self.loop.meeting
+        assert isinstance(meeting, StoreRounds)
+        entries = [(np.zeros(1, np.uint32), np.full(1, np.nan, np.float32))]
+        return meeting._coder().encode(meeting._units, entries)
 
     def take_stock(self) -> None:
         """Its theta is that of its round; its residual is what it has learnt and what has not counted."""
@@ -161,7 +180,12 @@ class Rounds:
         nonces = Random(rng.getrandbits(32))
         self._stack.enter_context(patch.object(wire, "os", SimpleNamespace(urandom=nonces.randbytes)))
         self._stack.enter_context(patch.object(store_rounds, "time", SimpleNamespace(monotonic=lambda: 0.0)))
-        names = "abcd"[: rng.choice((2, 2, 3, 4))]
+        names: list[str] = list("abcd"[: rng.choice((2, 2, 3, 4))])
+        keys = [Signer(rng.randbytes(32)) for _ in names] if rng.random() < 0.5 else []
+        self.signers = {signer.public_key: signer for signer in keys}
+        self._stranger = Signer(rng.randbytes(32))
+        self._lies: dict[str, bytes] = {}
+        names = list(self.signers) or names
         self.quorum = rng.randint(1, len(names))
         self.grace = rng.choice((0.0, 0.0, 1.0))
         self._reference = Reference(self.first)
@@ -173,7 +197,7 @@ class Rounds:
         return self.net.injected
 
     def rules(self) -> dict[str, int]:
-        return {"train": 40, "meet": 30, "checkpoint": 12, "kill": 5, "forget": 2, "junk": 4}
+        return {"train": 40, "meet": 30, "checkpoint": 12, "kill": 5, "forget": 2, "junk": 4, "lie": 5, "amend": 5}
 
     def close(self) -> None:
         self._stack.close()
@@ -216,7 +240,7 @@ class Rounds:
 
     def junk(self, rng: Random) -> None:
         """What others write below posts: old messages again, pieces of them, anything."""
-        closed = len(self.disk.names(_CLOSED))
+        closed = len(self.closes())
         old = self.disk.names(_POSTS)
         data = self.disk.peek(rng.choice(old)) if old else b"junk"
         assert data is not None
@@ -226,8 +250,59 @@ class Rounds:
         if f"{trainer}.{digest}" not in {name.rpartition("/")[2] for name in old}:  # or it is a message of its own
             self.disk.plant(f"{_POSTS}/{closed + rng.choice((0, 0, 1)):012d}/{trainer}.{digest}", data)
 
+    def lie(self, rng: Random) -> None:
+        """What a stranger writes who knows the format, and all that members have written."""
+        if self.disk.peek("loco/run.json") is None:
+            return
+        run = json.loads(self.disk.peek("loco/run.json") or b"{}")["run"]
+        number = max(0, len(self.closes()) + rng.choice((0, 0, 0, 1, -1)))
+        signer = rng.choice((None, self._stranger))
+        node = rng.choice(self.nodes)
+        kind = rng.choice(("forged", "replayed", "oversized", "nan", "close", "snapshot"))
+        if kind in ("close", "snapshot") and not self.signers:
+            return  # where nobody has a key, whoever writes is believed
+        if kind == "close":
+            old = [self.disk.peek(name) for name in self.closes()]
+            posts = tuple(Post(each.name, "0" * 64, 99) for each in sorted(self.nodes, key=lambda each: each.name))
+            data = rng.choice((*old, Close(run, number, node.root, posts).to_bytes(signer), b"{}"))
+            name = f"{_CLOSED}/{number:012d}.json"
+            if self.disk.peek(name) is None and data:
+                self.disk.plant(name, data)
+                self._lies[name] = data
+        elif kind == "snapshot":
+            fields = {"run": run, "round": number, "theta": {"root": "", "pieces": []}}
+            name = f"loco/snapshots/{rng.choice((number, number + 7)):012d}.json"
+            if self.disk.peek(name) is None:
+                self.disk.plant(name, sealed("snapshot", fields, signer))
+        else:
+            posts_ = [name for name in self.disk.names(_POSTS) if name.rpartition(".")[2] in self.sent]
+            kept = self.disk.peek(rng.choice(posts_)) if posts_ and kind == "replayed" else None
+            message = kept[HEAD:] if kept else bytes(20_000) if kind == "oversized" else node.nan_message()
+            data = write_post(Place(run, number, node.name, node.root), message, signer)
+            if kept and self.signers:
+                data = data[: HEAD - 64] + kept[HEAD - 64 :]  # with the signature that it had
+            if kept and not self.signers:
+                return
+            trainer = rng.choice((node.name, self._stranger.public_key))
+            self.disk.plant(f"{_POSTS}/{number:012d}/{trainer}.{sha256(data).hexdigest()}", data)
+        self.counts[f"lie: {kind}"] += 1
+
+    def amend(self, rng: Random) -> None:
+        """Whoever owns the store deletes the closes that are lies."""
+        for name, data in self._lies.items():
+            if self.disk.peek(name) == data:
+                self.disk.delete(name)
+        self._lies.clear()
+
+    def has_lie(self, number: int) -> bool:
+        return f"{_CLOSED}/{number:012d}.json" in self._lies
+
+    def closes(self) -> list[str]:
+        """The rounds that were closed by members."""
+        return [name for name in self.disk.names(_CLOSED) if name not in self._lies]
+
     def settled(self, rng: Random) -> None:
-        closed = [json.loads(self.disk.peek(name) or b"{}") for name in self.disk.names(_CLOSED)]
+        closed = [json.loads(self.disk.peek(name) or b"{}") for name in self.closes()]
         check([each["round"] for each in closed] == list(range(len(closed))), "a round is missing")
         for each in closed:
             check(len(each["posts"]) >= self.quorum, f"round {each['round']} has no quorum")
@@ -236,6 +311,7 @@ class Rounds:
         """All go on without faults, and end with one theta."""
         self.net.flush()
         self.disk_is_clean()
+        self.amend(rng)
         self.grace = 0.0  # it passes
         for node in self.nodes:
             assert isinstance(node.loop.meeting, StoreRounds)
@@ -245,7 +321,7 @@ class Rounds:
                 for node in self.nodes:
                     if not node.may_train:
                         node.call(_Calm(), "meet")
-                if all(node.may_train and node.round == len(self.disk.names(_CLOSED)) for node in self.nodes):
+                if all(node.may_train and node.round == len(self.closes()) for node in self.nodes):
                     break
             else:
                 due = [node for node in self.nodes if not node.may_train]
@@ -253,7 +329,7 @@ class Rounds:
             for node in self.nodes:
                 if node.may_train:
                     node.call(_Calm(rng), "train")
-        self.counts["rounds"] += len(self.disk.names(_CLOSED))
+        self.counts["rounds"] += len(self.closes())
         self.counts["snapshots"] += len(self.disk.names("loco/snapshots"))
 
     def disk_is_clean(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -9,21 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import MemoryStore, Publisher, Signer, checkout, state_root
+from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, checkout, state_root
 from pulse_rl.errors import EmptyStream, InputError, Untrusted
 from pulse_rl.events import Event, FallbackUsed, Synced
+from tests.support.commands import Pulse
 from tests.support.publishers import tuned
 from tests.support.states import TinyTrainer
 from tests.support.stores import FaultyStore
 
-VERSIONS, ANCHORS = 260, 256
-Stream = tuple[MemoryStore, list[str]]
+VERSIONS, ANCHORS, WALK = 513, 256, 300
+Stream = tuple[Path, list[str]]
 
 
 @pytest.fixture(scope="module")
-def long() -> Stream:
+def long(tmp_path_factory: pytest.TempPathFactory) -> Stream:
     """A stream with folds and anchors such that any version is one anchor and eight links; and its roots."""
-    store, weights, roots = MemoryStore(), np.zeros(2000, np.uint16), []
+    store, weights, roots = tmp_path_factory.mktemp("long"), np.zeros(2000, np.uint16), []
     with Publisher(store, stream="s", folds=(2, 4, 8, 16, 32, 64, 128), threads=1) as publisher:
         for step in range(VERSIONS):
             weights = weights.copy()
@@ -34,17 +38,17 @@ def long() -> Stream:
 
 
 def dense(versions: int, *, history: bool, anchor_every: int = 100) -> tuple[MemoryStore, list[str], int]:
-    """A stream of which thirty versions' changes take as much as the state; its roots, and the state's bytes."""
+    """A stream of which fifteen versions' changes take as much as the state; its roots, and the state's bytes."""
     store, trainer, roots = MemoryStore(), TinyTrainer(), []
     with tuned(store, stream="s", history=history, folds=(8,), anchor_ratio=1e9, threads=1) as publisher:
         for step in range(versions):
-            trainer.step(0.01)
+            trainer.step(0.02)
             roots.append(publisher.publish(trainer.state, anchor=step % anchor_every == 0).root)
     return store, roots, sum(tensor.array.nbytes for tensor in trainer.state.values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [0, 1, 127, 255, 256, VERSIONS - 1])
+@pytest.mark.parametrize("version", [0, 1, 127, 255, 256, 511])
 def test_any_version_is_one_anchor_and_eight_links(long: Stream, version: int) -> None:
     store, roots = long
     seen: list[Event] = []
@@ -57,31 +61,50 @@ def test_any_version_is_one_anchor_and_eight_links(long: Stream, version: int) -
 
 @pytest.mark.slow
 def test_a_walk_reads_each_object_once_and_back_reads_nothing(long: Stream) -> None:
-    store, roots = FaultyStore(long[0]), long[1]
+    store, roots = FaultyStore(LocalStore(long[0])), long[1]
     with checkout(store, "s", version=0, threads=1) as found:
-        assert [found.to(version).root for version in range(VERSIONS)] == roots
+        assert [found.to(version).root for version in range(WALK)] == roots[:WALK]
         reads = Counter(name for call, name in store.calls if call == "get" and not name.endswith(".safetensors"))
         assert set(reads.values()) == {1}
-        assert len(reads) == 2 * VERSIONS - 1  # a manifest each, and a patch each but the first
+        assert len(reads) == 2 * WALK - 1  # a manifest each, and a patch each but the first
         store.calls.clear()
-        assert [found.to(version).root for version in reversed(range(VERSIONS))] == roots[::-1]
-        assert [found.to(version).root for version in range(0, VERSIONS, 40)] == roots[::40]
+        assert [found.to(version).root for version in reversed(range(WALK))] == roots[WALK - 1 :: -1]
+        assert [found.to(version).root for version in range(0, WALK, 40)] == roots[:WALK:40]
         assert store.calls == []
         assert state_root(found.state) == found.root
 
 
 @pytest.mark.slow
+def test_a_bisection_of_512_versions_asks_nine_times_though_it_was_killed(
+    long: Stream, tmp_path: Path, pulse: Pulse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = "echo $PULSE_VERSION >> asked; cp -L {}/model.safetensors $PULSE_VERSION.safetensors; "
+    killing = (
+        "[ $(wc -l < asked) != 5 ] || [ -e killed ] || { touch killed; kill -9 $PPID; }; [ $PULSE_VERSION -lt 237 ]"
+    )
+    command = ["bisect", long[0], "--stream", "s", "--good", 0, "--bad", 512, "--", "sh", "-c", asked + killing]
+    done = subprocess.run([str(Path(sys.executable).with_name("pulse")), *map(str, command)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    out = pulse(*command)
+    assert out.splitlines()[-1] == "version 237 is the first bad one (step=2370), asked 9 times"
+    versions = [int(line) for line in (tmp_path / "asked").read_text().split()]
+    assert versions == [256, 128, 192, 224, 240, 240, 232, 236, 238, 237]  # what it was killed at is asked again
+    assert all(state_root(f"{version}.safetensors") == long[1][version] for version in versions)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("history", [True, False])
 def test_it_moves_anywhere_and_what_it_keeps_is_bounded(history: bool) -> None:
-    inner, roots, nbytes = dense(80, history=history, anchor_every=50)
+    inner, roots, nbytes = dense(50, history=history, anchor_every=30)
     store = FaultyStore(inner)
     with checkout(store, "s", version=0, threads=1) as found:
-        for version in range(80):
+        for version in range(50):
             found.to(version)
         store.calls.clear()
-        back = next(k for k in range(1, 80) if found.to(79 - k).root == roots[79 - k] and store.calls)
-        assert 10 < back < 1.2 * nbytes / (6 * 0.01 * nbytes / 2)  # a position and the bits of each change
-        for version in np.random.default_rng(0).integers(0, 80, 25).tolist():
+        back = next(k for k in range(1, 50) if found.to(49 - k).root == roots[49 - k] and store.calls)
+        assert 5 < back < 1.2 * nbytes / (6 * 0.02 * nbytes / 2)  # a position and the bits of each change
+        for version in np.random.default_rng(0).integers(0, 50, 15).tolist():
             assert (found.to(version).version, found.root) == (version, roots[version])
         assert state_root(found.state) == found.root
 

@@ -13,6 +13,7 @@ import pytest
 
 from pulse_rl import Bits, MemoryStore, Publisher, Relay, State, Subscriber, fold_stream, state_root
 from pulse_rl._util.threads import running
+from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, FallbackUsed, Synced
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.history import History, Records, Window
@@ -165,6 +166,19 @@ def test_records_of_another_kind_are_none(tmp_path: Path, bytes_of_a_record: int
 
 
 @pytest.mark.slow
+def test_a_gap_in_what_must_be_remembered_names_what_is_missing() -> None:
+    """A fold leads past the missing version, but not to what changed in it."""
+    store, states = MemoryStore(), hot()
+    made = publisher(store)
+    for _ in range(4):
+        made.publish(next(states))
+    assert list(fold_stream(store, "s", [2])) == [(0, 2)]
+    worker, _ = reader(store)
+    store.delete("s/versions/000000000001.json")
+    with pytest.raises(ChainGap, match=r"000000000001\.json is not in the store"):
+        worker.sync(3)
+
+
 def test_junk_in_the_place_of_versions_does_not_stop_the_publisher() -> None:
     store, states = MemoryStore(), momentum(density=0.0005)
     made = publisher(store)

@@ -21,7 +21,7 @@ from ..state.cast import COMPUTE_DTYPES
 from ..state.quantise import FORMATS
 from ..sync.folds import DEFAULT_FOLDS
 from ..sync.gc import DEFAULT_GRACE_SECONDS
-from . import files, following, inventory, plan, streams, study
+from . import files, following, inventory, plan, runs, streams, study
 from .arguments import complete, count, fact, number, path, port, quantisation, seconds
 from .output import Console, open_streams, shortened
 
@@ -36,6 +36,8 @@ _EXAMPLES = {
     "follow": "pulse follow s3://bucket/run --stream policy --out policy",
     "checkout": "pulse checkout s3://bucket/run --stream policy --version 40 --out policy-40",
     "attest": "pulse attest s3://bucket/run --stream policy --version 40 --key attest.pem -o policy-40.sig",
+    "evaluate": "pulse evaluate s3://bucket/run --stream policy --every 50 -- python evaluate.py --model {}",
+    "bisect": "pulse bisect s3://bucket/run --stream policy --good 100 --bad 400 -- ./is-good.sh {}",
     "replay": "pulse replay rollouts.jsonl --store s3://bucket/run --engine http://localhost:8000",
     "list": "pulse list s3://bucket/run",
     "log": "pulse log s3://bucket/run --stream policy --last 5",
@@ -278,22 +280,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--name", metavar="W", help="tell in the store which version this worker holds (see status)")
     command.set_defaults(run=following.follow)
 
-    command = commands.add_parser(
-        "checkout", parents=[common, stream, trust, layout, writing], help="write a version as a checkpoint"
-    )
-    command.add_argument("--version", type=number, required=True, metavar="N", help="the version's number")
-    command.add_argument("--out", type=path, required=True, metavar="DIR", help="a folder that engines load")
-    command.set_defaults(
-        run=following.checkout,
-        once=True,
-        poll=1.0,
-        select=None,
-        cache=None,
-        allow_recreated=False,
-        name=None,
-        layout=None,
-        keep=None,
-    )
+    runs.add_parsers(commands, [common, stream, trust], [layout, writing])
 
     command = commands.add_parser(
         "attest",

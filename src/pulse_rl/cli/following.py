@@ -100,11 +100,6 @@ def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> int:
             handle.close()
 
 
-def checkout(args: argparse.Namespace, console: Console) -> int:
-    args.store = [args.store]
-    return _follow_into_a_folder(args, console, args.version)
-
-
 def _connect(args: argparse.Namespace) -> EngineHandle:
     connect = sglang.connect if is_sglang(args.engine, _LOOK_SECONDS) else vllm.connect
     return connect(
@@ -190,14 +185,12 @@ def _show_live(done: EngineSync, console: Console) -> None:
     console.result(facts, [line])
 
 
-def _follow_into_a_folder(args: argparse.Namespace, console: Console, target: int | None = None) -> int:
-    """``target``: the version; None: the newest."""
+def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
     out = Path(args.out)
     layout = Layout.of(args.layout) if args.layout else None
     if layout is None:
         check_folder(out, [FILE_NAME], force=args.force)
-    # From a later version no path leads back.
-    base, written = _left_in(out, layout) if target is None else (None, None)
+    base, written = _left_in(out, layout)
     subscriber = Subscriber(
         [open_lasting(store) for store in args.store],
         stream=args.stream,
@@ -216,11 +209,7 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console, target: in
 
     def sync() -> None:
         nonlocal written
-        there = [] if target is None else subscriber.stream.versions()
-        if there and target not in there:
-            has = f"it has {there[0]} to {there[-1]}"
-            raise InputError(f"stream {args.stream!r} has no version {target}: {has}", hint="`pulse log` shows them.")
-        update = subscriber.sync(target)
+        update = subscriber.sync()
         if update is None and subscriber.version is not None and written not in (None, subscriber.version):
             save()  # the same weights, with other files
             written = subscriber.version

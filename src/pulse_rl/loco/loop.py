@@ -33,7 +33,8 @@ class Round(OneLine):
     that is not 0, and passed its gate if there is one.
     ``scattered``: each trainer summed a share of the parameters (docs/loco.md, 4.3); otherwise all got all messages.
     ``root`` is that of theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
-    "buffers" for buffers and frozen parameters.
+    "buffers" for buffers and frozen parameters. ``left_out``: over a store, why messages of this trainer were not in
+    this round, or in those that it took up before it; "" where it was not left out.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Round(OneLine):
     between_bytes: int
     root: str
     seconds: dict[str, float]
+    left_out: str = ""
 
     @property
     def density(self) -> float:

@@ -28,6 +28,7 @@ class Finished(NamedTuple):
     sent_bytes: int
     between_bytes: int
     root: str
+    left_out: str
 
 
 class Meeting(Protocol):
@@ -132,6 +133,7 @@ class GroupRounds:
             group.sent_bytes - sent,
             group.between_bytes - between,
             theta.root,
+            left_out="",
         )
 
     def note(self, note: TrainerNote) -> None:

@@ -8,15 +8,14 @@ what it has learnt in its residual.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,46 +33,67 @@ from ..errors import (
     StateMismatch,
     StoreError,
     TrainerLost,
+    Untrusted,
 )
 from ..store import Store, open_store
 from ..store.base import create_or_confirm, is_name, whole
 from ..store.wrappers import BoundedStore
+from ..stream.signing import Signer, TrustedKeys, trusted_by
 from .exchange import GatedReduction, Phase
 from .group import TrainerNote
 from .meeting import Finished
 from .outer import Delivery
 from .parameters import Floats
+from .store_format import (
+    HEAD,
+    MAX_CLOSE_BYTES,
+    MAX_TRAINERS,
+    POST,
+    TRAINER,
+    Close,
+    Place,
+    Post,
+    PostedMessage,
+    Refused,
+    norm_of,
+    read_post,
+    sealed,
+    unsealed,
+    write_post,
+)
 from .trainer import Trainer, specs_digest
 from .wire import Coder, Entries, Unit, Wire
 
-FORMAT = 1
-MAX_TRAINERS = 1024
 _RUN = "loco/run.json"
 _MAX_RUN_BYTES = 1 << 20
-_MAX_CLOSE_BYTES = 256 * MAX_TRAINERS
 _MAX_LISTED = 4 * MAX_TRAINERS
 _MAX_LEFT = 100_000
-_MAGIC = b"PLSP"
-_HEAD = len(_MAGIC) + 32
+_MAX_SNAPSHOTS = 100
+"""So many of the newest are looked at for one that is good."""
 _PIECE = 16 << 20
 """Elements of theta or momentum in one object of a snapshot."""
 _POLL_SECONDS = (0.05, 5.0)
 _TRIES = 3
-_TRAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_POST = re.compile(rf"({_TRAINER.pattern})\.([0-9a-f]{{64}})")
 
 
 @dataclass(frozen=True)
 class StoreExchange:
     """Trainers that meet in a ``store`` (or its address) instead of a process group: what `PulseLoCo` takes as
-    ``over``. All trainers of a run give the same store, and nobody else writes below ``loco/`` in it.
+    ``over``. All trainers of a run give the same store. Without keys nobody else may write below ``loco/`` in it.
 
     ``trainer``: this trainer's name, letters, digits, "-" and "_", at most 64; with one of its own a trainer that comes
     back from a checkpoint knows what became of the messages that it had sent. None: a name at random.
     ``quorum``: the fewest trainers that make a round. ``grace_seconds``: how long those that were in the round before
     are waited for once a quorum is there; who is later is left out of this round, and loses nothing.
     ``deadline_seconds``: without a quorum for that long, a round raises TrainerLost. ``wire_dtype``: torch.float32, or
-    torch.bfloat16; what rounding loses stays in the residual. Raises InputError.
+    torch.bfloat16; what rounding loses stays in the residual.
+
+    ``signer``: this trainer's key, with which it signs all that it writes; its name is the public key then.
+    ``trusted_keys``: the public keys of all members, its own among them; what others write is refused. ``max_norm`` and
+    ``max_entries``: a message with a larger L2 norm, or more entries, is refused by all alike, by its own trainer with
+    InputError; one setting of all trainers. ``accept(message, round)`` is called by the trainer that closes the round
+    after ``round`` others, with each `PostedMessage` that is good otherwise: what it returns is True, or, as text, why
+    the message is left out of this round. Raises InputError.
     """
 
     store: Store | str
@@ -82,85 +102,37 @@ class StoreExchange:
     grace_seconds: float = 60.0
     deadline_seconds: float = 3600.0
     wire_dtype: torch.dtype = torch.float32
+    signer: Signer | None = None
+    trusted_keys: Collection[str] | None = None
+    max_norm: float | None = None
+    max_entries: int | None = None
+    accept: Callable[[PostedMessage, int], bool | str] | None = None
 
     def __post_init__(self) -> None:
         Wire(self.wire_dtype)
         checked_count("quorum", self.quorum)
         checked_number("grace_seconds", self.grace_seconds)
         checked_number("deadline_seconds", self.deadline_seconds)
-        if self.trainer is not None and not (isinstance(self.trainer, str) and _TRAINER.fullmatch(self.trainer)):
+        if self.max_norm is not None:
+            checked_number("max_norm", self.max_norm)
+        if self.max_entries is not None:
+            checked_count("max_entries", self.max_entries)
+        if self.trainer is not None and not (isinstance(self.trainer, str) and TRAINER.fullmatch(self.trainer)):
             raise InputError(
                 f"trainer is {self.trainer!r}", hint="Give a name of letters, digits, '-' and '_', at most 64."
             )
+        if self.signer is None and self.trusted_keys is None:
+            return
+        if not isinstance(self.signer, Signer) or self.trusted_keys is None:
+            raise InputError("members sign, and know each other's keys", hint="Give signer= and trusted_keys=.")
+        if self.trainer is not None:
+            raise InputError("a trainer that signs is named by its key", hint="Leave trainer= out.")
+        if self.signer.public_key not in TrustedKeys(self.trusted_keys).keys:
+            raise InputError("this trainer's own key is not among trusted_keys", hint="Add signer.public_key.")
 
 
 def store_exchange_of(over: Store | str | StoreExchange) -> StoreExchange:
     return over if isinstance(over, StoreExchange) else StoreExchange(over)
-
-
-class Post(NamedTuple):
-    """The message that a trainer has put for a round."""
-
-    trainer: str
-    sha256: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The end of the round after ``round`` others: whose messages count, in the order in which they are added up.
-    ``theta`` is the root of theta before it."""
-
-    round: int
-    theta: str
-    posts: tuple[Post, ...]
-
-    def to_bytes(self) -> bytes:
-        return sealed({"round": self.round, "theta": self.theta, "posts": [list(post) for post in self.posts]})
-
-    @classmethod
-    def parse(cls, data: bytes, number: int) -> Self:
-        """Raises CorruptMessage unless ``data`` closes round ``number``."""
-        try:
-            fields = unsealed(data)
-            found = cls(fields["round"], fields["theta"], tuple(Post(*post) for post in fields["posts"]))
-            names = [post.trainer for post in found.posts]
-            good = (
-                found.round == number
-                and isinstance(found.theta, str)
-                and 0 < len(names) <= MAX_TRAINERS
-                and names == sorted(set(names))
-                and all(_POST.fullmatch(f"{post.trainer}.{post.sha256}") for post in found.posts)
-                and all(type(post.nbytes) is int and post.nbytes >= 0 for post in found.posts)
-            )
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorruptMessage(f"what closes round {number} cannot be read: {error}") from None
-        if not good:
-            raise CorruptMessage(f"what closes round {number} is not of this format")
-        return found
-
-
-def sealed(fields: dict[str, Any]) -> bytes:
-    """A JSON object with its format and the SHA-256 of all of it but that."""
-    fields = {"format": FORMAT, **fields}
-    return json.dumps({**fields, "sha256": _seal(fields)}).encode()
-
-
-def unsealed(data: bytes) -> dict[str, Any]:
-    """Raises CorruptMessage for what `sealed` has not made."""
-    try:
-        fields = json.loads(data)
-        seal = fields.pop("sha256")
-        good = seal == _seal(fields) and fields["format"] == FORMAT
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        good = False
-    if not good:
-        raise CorruptMessage("an object below loco/ is damaged, or of another format")
-    return dict(fields)
-
-
-def _seal(fields: dict[str, Any]) -> str:
-    return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class StoreRounds:
@@ -170,7 +142,9 @@ class StoreRounds:
         self, exchange: StoreExchange, reduction: GatedReduction, trainer: Trainer, serial: SerialThread
     ) -> None:
         self.exchange = exchange
-        trainer.name = exchange.trainer or f"trainer-{secrets.token_hex(8)}"
+        self._trusted = trusted_by(exchange.trusted_keys)
+        self._given_name = exchange.signer.public_key if exchange.signer else exchange.trainer
+        trainer.name = self._given_name or f"trainer-{secrets.token_hex(8)}"
         self.joined = False
         self.sent_bytes = 0
         self._store = BoundedStore(open_store(exchange.store))
@@ -178,13 +152,16 @@ class StoreRounds:
         self._state, self._blocks = trainer.state, trainer.parameters.blocks
         self._units = [Unit(block, 0, block.stop - block.start) for block in self._blocks]
         self._members: frozenset[str] = frozenset()
-        self._root = ""
-        # Of the round under way, by digest; None: it cannot be read.
-        self._read: dict[str, list[Entries] | None] = {}
+        self._run_id = self._root = ""
+        # Of the round under way, by digest: what a post holds, or why it cannot count; and what `accept` says of it.
+        self._read: dict[str, PostedMessage | str] = {}
+        self._accepted: dict[str, bool | str] = {}
         self._damaged: Counter[str] = Counter()
+        # Why this trainer's messages were not in the last rounds.
+        self._left_out: deque[str] = deque(maxlen=4)
         self._since_snapshot = 0
         # The message of the round under way.
-        self._own: list[Entries] = []
+        self._own: PostedMessage | None = None
         self._data = b""
 
     # -- joining
@@ -192,23 +169,24 @@ class StoreRounds:
     def join(self, settings: dict[str, object], lookahead: np.float32, note: TrainerNote) -> None:
         """Begins the run, or takes up its state."""
         trainer = self._trainer
-        trainer.name = self.exchange.trainer or trainer.name
-        if not _TRAINER.fullmatch(trainer.name):
+        trainer.name = self._given_name or trainer.name
+        if not TRAINER.fullmatch(trainer.name):
             raise StateMismatch(f"the saved state is of a trainer {trainer.name!r}, which is no name")
         trainer.buffers.require()
         run = {
             "specs": specs_digest(trainer.parameters.specs, trainer.buffers.specs),
             "untrained": trainer.buffers.digest(),
-            "settings": json.loads(json.dumps(settings)),
+            "settings": json.loads(json.dumps(settings | self._bounds())),
         }
         try:
-            found = self._json(_RUN, _MAX_RUN_BYTES)
+            found = self._json("run", _RUN)
         except NotFound:
             # Whoever creates the run gives it its theta: all others take that.
-            own = sealed(run | {"snapshot": self._put_snapshot(0)})
+            fields = {"run": secrets.token_hex(16), **run, "snapshot": self._put_snapshot(0)}
+            own = sealed("run", fields, self.exchange.signer)
             self.sent_bytes += len(own)
             create_or_confirm(self._store, _RUN, own)
-            found = self._json(_RUN, _MAX_RUN_BYTES)
+            found = self._json("run", _RUN)
         for key, value in run.items():
             if found.get(key) != value:
                 if key == "settings":
@@ -217,6 +195,7 @@ class StoreRounds:
                 raise StateMismatch(
                     f"this trainer's {what} are not those of the run", hint="Start from the same model."
                 )
+        self._run_id = str(found.get("run"))
         self._root = self._state.digest(self._state.theta).root
         if trainer.round == 0:
             self._load(found.get("snapshot"), 0, lookahead, unless=self._root)
@@ -253,8 +232,11 @@ class StoreRounds:
         sent = self.sent_bytes
         self._trainer.parameters.require()
         try:
-            return self._run(phase, lookahead)._replace(sent_bytes=self.sent_bytes - sent)
-        except (NonFinite, StateMismatch):  # before anything was sent
+            done = self._run(phase, lookahead)
+            left_out = "; ".join(self._left_out)
+            self._left_out.clear()
+            return done._replace(sent_bytes=self.sent_bytes - sent, left_out=left_out)
+        except (NonFinite, InputError, StateMismatch):  # before anything was sent
             raise
         except BaseException:
             self.leave()
@@ -274,14 +256,22 @@ class StoreRounds:
                 own = self._reduction.gate.local_message(self._state, residual, self._reduction.wire)
                 if own.bad is not None:
                     raise NonFinite(f"the pseudo-gradient of {own.bad!r} is not finite")
-                self._own = own.entries
-                self._data = _MAGIC + bytes.fromhex(self._root) + self._coder().encode(self._units, own.entries)
+                message = self._coder().encode(self._units, own.entries)
+                data = write_post(self._place(self._trainer.name), message, self.exchange.signer)
+                judged = self._judged(self._trainer.name, len(data), own.entries)
+                if isinstance(judged, str):
+                    raise InputError(
+                        f"this trainer's message would be refused by all: {judged}",
+                        hint="rewind() discards its steps. Bounds are those of a run.",
+                    )
+                self._own, self._data = judged, data
             residual.pending_message = sha256(self._data).hexdigest()  # first: it may count although this trainer fails
         post = Post(self._trainer.name, residual.pending_message, len(self._data))
         with phase("exchange"):
             self._store.put(self._post_name(post), self._data)
             self.sent_bytes += post.nbytes
-            self._read[post.sha256] = self._own
+            if self._own is not None:
+                self._read[post.sha256] = self._own
             close = self._wait()
         with phase("update"):
             return self._apply(close, lookahead())
@@ -308,14 +298,15 @@ class StoreRounds:
         while True:
             if (close := self._closed(number)) is not None:
                 return close
-            good = self._posts(number)
+            good, refused = self._posts(number)
             now = time.monotonic()
             if len(good) >= exchange.quorum:
                 quorum_since = now if quorum_since is None else quorum_since
                 if self._members <= good.keys() or now - quorum_since >= exchange.grace_seconds:
-                    own = Close(number, self._root, tuple(good[name] for name in sorted(good)))
-                    self.sent_bytes += len(own.to_bytes())
-                    create_or_confirm(self._store, self._close_name(number), own.to_bytes())
+                    posts = tuple(good[name] for name in sorted(good))
+                    own = Close(self._run_id, number, self._root, posts, tuple(refused)).to_bytes(self.exchange.signer)
+                    self.sent_bytes += len(own)
+                    create_or_confirm(self._store, self._close_name(number), own)
                     continue
             elif now - began >= exchange.deadline_seconds:
                 raise TrainerLost(
@@ -334,12 +325,17 @@ class StoreRounds:
             raise Diverged(f"round {close.round + 1} was closed by a trainer with another theta than this one")
         entries: list[list[Entries]] = [[] for _ in self._blocks]
         for post in close.posts:
-            found = self._entries(post)
-            if found is None:
-                raise CorruptMessage(f"round {close.round + 1}: the message of {post.trainer} cannot be read")
-            for block, of_block in zip(entries, found, strict=True):
+            found = self._message(post)
+            if isinstance(found, str):
+                raise CorruptMessage(
+                    f"round {close.round + 1} was closed with a message of {post.trainer} that cannot count: {found}",
+                    hint="Do all trainers have the same trusted_keys? Else who closed it does not keep to the rules.",
+                )
+            for block, of_block in zip(entries, found.by_block, strict=True):
                 block.append(of_block)
         delivery = self._delivery(close)
+        if delivery == Delivery.NOT_COUNTED and self._trainer.inner_step:
+            self._left_out.append(f"round {close.round + 1}: {close.reason(residual.pending_message)}")
 
         def take_effect() -> int:
             # What the message had is in the others' theta now; what stays is in the next residual.
@@ -356,6 +352,7 @@ class StoreRounds:
 
         summed = self._serial.run(take_effect, whole=True)
         self._read.clear()
+        self._accepted.clear()
         self._damaged.clear()
         self._members = frozenset(post.trainer for post in close.posts)
         self._root = state.digest(state.theta).root
@@ -364,15 +361,16 @@ class StoreRounds:
             self._keep_snapshot()
         done = Finished(
             trainers=len(close.posts),
-            entries=sum(len(places) for places, _ in self._own),
+            entries=self._own.entries if self._own else 0,
             summed=summed,
             scattered=False,
             payload_bytes=len(self._data),
             sent_bytes=0,  # of this round: `run` knows
             between_bytes=0,
             root=self._root,
+            left_out="",  # `run` knows
         )
-        self._own, self._data = [], b""
+        self._own, self._data = None, b""
         return done
 
     def _delivery(self, close: Close) -> Delivery:
@@ -411,55 +409,96 @@ class StoreRounds:
 
     def _closed(self, number: int) -> Close | None:
         try:
-            return Close.parse(self._bytes(self._close_name(number), _MAX_CLOSE_BYTES), number)
+            data = self._bytes(name := self._close_name(number), MAX_CLOSE_BYTES)
+            return Close.parse(data, name, self._run_id, number, self._trusted)
         except NotFound:
             return None
 
-    def _posts(self, number: int) -> dict[str, Post]:
-        """By trainer, the first message of a round that can be read; what is none is passed over."""
+    def _place(self, trainer: str) -> Place:
+        return Place(self._run_id, self._trainer.round, trainer, self._root)
+
+    def _posts(self, number: int) -> tuple[dict[str, Post], list[Refused]]:
+        """By trainer, the first message of a round that can count; and what cannot."""
         found: dict[str, Post] = {}
-        for info in islice(self._store.list(f"loco/posts/{number:012d}"), _MAX_LISTED):
-            match = _POST.fullmatch(info.name.rpartition("/")[2])
-            if match and match[1] not in found and len(found) < MAX_TRAINERS:
-                post = Post(match[1], match[2], info.nbytes)
-                if self._readable(post):
-                    found[post.trainer] = post
-        return found
+        refused: list[Refused] = []
+        members = self._trusted.keys if self._trusted else None
+        looked = 0
+        for info in islice(self._store.list(f"loco/posts/{number:012d}"), _MAX_LEFT):
+            match = POST.fullmatch(info.name.rpartition("/")[2])
+            if not match or (members is not None and match[1] not in members):
+                continue
+            looked += 1
+            if match[1] in found or len(found) == MAX_TRAINERS or looked > _MAX_LISTED:
+                continue
+            post = Post(match[1], match[2], info.nbytes)
+            reason = self._why_not(post)
+            if reason is None:
+                found[post.trainer] = post
+            elif reason:
+                refused.append(Refused(post.trainer, post.sha256, reason))
+        return found, refused
 
-    def _max_post_bytes(self) -> int:
-        return _HEAD + self._coder().max_bytes(self._units)
-
-    def _readable(self, post: Post) -> bool:
-        """Whether a message can be counted. One that arrives damaged is read again, and then passed over."""
+    def _why_not(self, post: Post) -> str | None:
+        """Why this trainer does not name a message when it closes the round; "" where it may be good later. One that
+        arrives damaged is read again, and then passed over."""
         if self._damaged[post.sha256] >= _TRIES:
-            return False
+            return "it is damaged in the store"
         try:
-            return self._entries(post) is not None
+            message = self._message(post)
         except NotFound:
-            return False
+            return ""
         except CorruptMessage:
             self._damaged[post.sha256] += 1
-            return False
+            return ""
+        if isinstance(message, str) or self.exchange.accept is None:
+            return message if isinstance(message, str) else None
+        if post.sha256 not in self._accepted:
+            self._accepted[post.sha256] = self.exchange.accept(message, self._trainer.round)
+        said = self._accepted[post.sha256]
+        return None if said is True else f"not accepted: {said}" if isinstance(said, str) else "not accepted"
 
-    def _entries(self, post: Post) -> list[Entries] | None:
-        """The entries of a message, by block; None where it is none for this theta. Raises NotFound, CorruptMessage and
-        StoreError."""
+    def _message(self, post: Post) -> PostedMessage | str:
+        """What a post holds, or why it cannot count, which is the same for all trainers. Raises NotFound,
+        CorruptMessage where it has arrived damaged, and StoreError."""
         if post.sha256 not in self._read:
-            if post.nbytes > self._max_post_bytes():
-                return None
-            data = whole(self._store, self._post_name(post), post.nbytes)
-            if sha256(data).hexdigest() != post.sha256:
-                raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
-            self._read[post.sha256] = self._decoded(data)
+            self._read[post.sha256] = self._fetched_message(post)
         return self._read[post.sha256]
 
-    def _decoded(self, data: bytes) -> list[Entries] | None:
-        if data[:_HEAD] != _MAGIC + bytes.fromhex(self._root):
-            return None
+    def _fetched_message(self, post: Post) -> PostedMessage | str:
+        coder, most = self._coder(), self.exchange.max_entries
+        # An entry takes at most 10 bytes.
+        fewer = 0 if most is None else max(0, self._trainer.parameters.count - most)
+        if post.nbytes > HEAD + coder.max_bytes(self._units) - 10 * fewer:
+            return f"it has {post.nbytes} bytes, more than its entries can need"
+        data = whole(self._store, self._post_name(post), post.nbytes)
+        if sha256(data).hexdigest() != post.sha256:
+            raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
         try:
-            return [found for (found,) in self._coder().decode(self._units, [data[_HEAD:]])]
-        except CorruptMessage:
-            return None
+            message = read_post(data, self._place(post.trainer), self._trusted)
+            entries = [found for (found,) in coder.decode(self._units, [message])]
+        except (CorruptMessage, Untrusted) as error:
+            return str(error)
+        return self._judged(post.trainer, post.nbytes, entries)
+
+    def _judged(self, trainer: str, nbytes: int, entries: list[Entries]) -> PostedMessage | str:
+        """The message with these entries, or why it cannot count."""
+        most, longest = self.exchange.max_entries, self.exchange.max_norm
+        count = sum(len(places) for places, _ in entries)
+        if most is not None and count > most:
+            return f"it has {count} entries, more than {most}"
+        norm = norm_of(entries)
+        if longest is not None and norm > longest:
+            return f"its norm is {norm:g}, more than {longest:g}"
+        return PostedMessage(trainer, nbytes, count, norm, entries, self._dense)
+
+    def _dense(self, entries: Sequence[Entries]) -> dict[str, torch.Tensor]:
+        flat = np.zeros_like(self._state.theta)
+        for block, (places, values) in zip(self._blocks, entries, strict=True):
+            block.of(flat)[places] = values
+        return self._trainer.parameters.by_name(flat)
+
+    def _bounds(self) -> dict[str, object]:
+        return {"max_norm": self.exchange.max_norm, "max_entries": self.exchange.max_entries}
 
     # -- snapshots
 
@@ -469,10 +508,11 @@ class StoreRounds:
         if self._since_snapshot < 2 * self._state.theta.nbytes:
             return
         self._since_snapshot = 0
-        before = self._newest_snapshot()
+        before, _ = self._newest_snapshot()
         if before >= self._trainer.round:
             return
-        data = sealed(self._put_snapshot(self._trainer.round))
+        fields = {"run": self._run_id, **self._put_snapshot(self._trainer.round)}
+        data = sealed("snapshot", fields, self.exchange.signer)
         create_or_confirm(self._store, f"loco/snapshots/{self._trainer.round:012d}.json", data)
         self.sent_bytes += len(data)
         # Of the rounds up to the snapshot before that one nobody needs a message any more. What closed them stays: a
@@ -495,23 +535,29 @@ class StoreRounds:
             fields[what] = {"root": self._state.digest(flat).root, "pieces": pieces}
         return fields
 
-    def _newest_snapshot(self) -> int:
-        """The round of the newest one; 0 where there is none but the run's first."""
-        numbers = [0]
+    def _newest_snapshot(self) -> tuple[int, dict[str, Any]]:
+        """The newest one that is good, by its round; (0, {}) where there is none but the run's first."""
+        numbers = []
         for info in islice(self._store.list("loco/snapshots"), _MAX_LEFT):
             stem = info.name.rpartition("/")[2].removesuffix(".json")
             numbers += [int(stem)] if stem.isdecimal() and len(stem) == 12 else []
-        return max(numbers)
+        for number in sorted(numbers, reverse=True)[:_MAX_SNAPSHOTS]:
+            try:
+                fields = self._json("snapshot", f"loco/snapshots/{number:012d}.json")
+            except (CorruptMessage, Untrusted, NotFound):
+                continue
+            if (fields.get("run"), fields.get("round")) == (self._run_id, number):
+                return number, fields
+        return 0, {}
 
     def _load_newest(self, lookahead: np.float32) -> Delivery:
         """Takes up the newest snapshot; what became of this trainer's messages in the rounds up to it."""
-        began, newest = self._trainer.round, self._newest_snapshot()
+        began, (newest, fields) = self._trainer.round, self._newest_snapshot()
         if newest <= began:
             raise StoreError(
                 f"the messages of round {began + 1} are gone, and there is no later snapshot",
                 hint="Is the store damaged? Start from another trainer's checkpoint.",
             )
-        fields = self._json(f"loco/snapshots/{newest:012d}.json", _MAX_RUN_BYTES)
         closes = [self._closed(number) for number in range(began, newest)]
         first, *later = [self._delivery(close) for close in closes if close is not None]
         delivery = first if all(each == Delivery.NOT_COUNTED for each in later) else Delivery.UNKNOWN
@@ -572,8 +618,8 @@ class StoreRounds:
             raise CorruptMessage("a snapshot has not the root that it says")
         return flat
 
-    def _json(self, name: str, most: int) -> dict[str, Any]:
-        return unsealed(self._bytes(name, most))
+    def _json(self, kind: str, name: str) -> dict[str, Any]:
+        return unsealed(self._bytes(name, _MAX_RUN_BYTES), kind, name, self._trusted)
 
     def _bytes(self, name: str, most: int) -> bytes:
         nbytes = self._store.head(name).nbytes

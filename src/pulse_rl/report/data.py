@@ -44,6 +44,7 @@ _HISTORY_OPTIONAL = (
 _SUMMARY_OPTIONAL = ("bytes_per_sync", "bandwidth_for_target", "bandwidth_full", "target", "step_seconds")
 _MAX_WORKERS = 64
 _MAX_FAILURES = 50
+_MAX_METRICS = 12
 _MAX_TEXT = 300
 _MAX_NUMBER = 1e18
 _TARGET = 0.9
@@ -136,6 +137,7 @@ _NUMBERS = {
     "synced": ("version", "fetched_bytes", "seconds", "lag_seconds"),
     "fallback_used": (),
     "density_drift": ("version", "density", "low", "high"),
+    "evaluated": ("version",),
 }
 _FACTS = ("reward", "round", "loco_sent_bytes", "loco_dense_bytes")
 """Of a version's metadata (`Round.metadata` has the last three)."""
@@ -165,6 +167,10 @@ def _reduced(event: EventRecord) -> EventRecord | None:
         phases = event.get("phases")
         found = phases if isinstance(phases, dict) else {}
         kept["phases"] = {name: found[name] for name in PHASES if _is_number(found.get(name))}
+    if kind == "evaluated":
+        said = event.get("metrics")
+        metrics = said.items() if isinstance(said, dict) and event.get("status") == 0 else ()
+        kept["metrics"] = {str(name)[:_MAX_TEXT]: value for name, value in metrics if _is_number(value)}
     if kind == "fallback_used":
         kept |= {name: str(event.get(name))[:_MAX_TEXT] for name in _TEXTS}
     return kept
@@ -175,14 +181,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _run(by_process: dict[str, list[EventRecord]], stream: str) -> dict[str, Any]:
-    everything = [(name, event) for name, events in by_process.items() for event in events]
-    start = min(event["time"] - event.get("seconds", 0.0) for _, event in everything)
+    # Evaluations may be made days later: they are no part of the run's time.
+    evaluated = [event for events in by_process.values() for event in events if event["event"] == "evaluated"]
+    everything = [(name, e) for name, events in by_process.items() for e in events if e["event"] != "evaluated"]
+    start = min((event["time"] - event.get("seconds", 0.0) for _, event in everything), default=0.0)
     published = _by_version(event for _, event in everything if event["event"] == "published")
     commits = {v: e["time"] for v, e in published.items()}
     for _, event in everything:
         if event["event"] == "synced":
             commits.setdefault(event["version"], event["time"] - event["lag_seconds"])
-    end = max(event["time"] for _, event in everything)
+    end = max((event["time"] for _, event in everything), default=0.0)
     names = [name for name, events in by_process.items() if any(e["event"] == "synced" for e in events)]
     workers = [_worker(name, by_process[name], commits, start, end) for name in names[:_MAX_WORKERS]]
     return {
@@ -190,6 +198,7 @@ def _run(by_process: dict[str, list[EventRecord]], stream: str) -> dict[str, Any
         "seconds": end - start,
         "versions": len(published),
         "series": _series(list(published.values())),
+        "evaluations": _evaluations(evaluated),
         "by_bytes": _by_bytes(list(published.values())),
         "publish_phases": _mean_phases(list(published.values())),
         "workers": workers,
@@ -219,6 +228,16 @@ def _series(published: list[EventRecord]) -> dict[str, Any]:
         "density": thinned(versions, [e["density"] for e in published]),
         "patch_bytes": thinned(versions, [None if e["density"] is None else e["patch_bytes"] for e in published]),
         "full_bytes": thinned(versions, [e["dense_bytes"] for e in published]),
+    }
+
+
+def _evaluations(evaluated: list[EventRecord]) -> dict[str, Any]:
+    """By the name of a metric: its values by version, the last one of each."""
+    names = list(dict.fromkeys(name for event in evaluated for name in event["metrics"]))[:_MAX_METRICS]
+    found = {name: _by_version(event for event in evaluated if name in event["metrics"]) for name in names}
+    return {
+        name: thinned(list(events), [event["metrics"][name] for event in events.values()])
+        for name, events in found.items()
     }
 
 

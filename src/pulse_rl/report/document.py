@@ -154,7 +154,8 @@ def _about(run: Mapping[str, Any] | None, study: Mapping[str, Any] | None) -> st
     if run:
         workers = _counted(len(run["workers"]) + run["more_workers"], "worker")
         took = f"{_counted(run['versions'], 'version')} in {format_duration(run['seconds'])}, {workers}"
-        parts.append(f"A run of the stream {run['stream']}: {took}.")
+        ran = run["versions"] or run["workers"]
+        parts.append(f"A run of the stream {run['stream']}: {took}." if ran else f"Of the stream {run['stream']}.")
     if study:
         parts.append(f"A study of {study['source']}: {_counted(study['states'], 'state')}.")
     return " ".join(parts) or "What a sync of your model would cost."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 from threading import Lock
@@ -66,19 +66,35 @@ class _Tiles:
         self.across = -(-self.columns // _TILE)
         self.scales = np.empty((count * self.bands, self.across), np.float32)
         self._known = np.zeros(len(self.scales), bool)
+        self._elsewhere: dict[int, UIntArray] = {}
 
     def of(self, first: int, last: int) -> Floats:
         """The scales of the bands [``first``, ``last``), counted through all matrices. Two threads may compute the same
         ones."""
         for band in range(first, last):
             if not self._known[band]:
-                matrix, row = divmod(band, self.bands)
-                start = matrix * self.rows * self.columns + row * _TILE * self.columns
-                rows = min(_TILE, self.rows - row * _TILE)
-                most = block_maxima(*self.source.read(start, start + rows * self.columns), self.blocks)
+                most = self._maxima(band)
+                if band in self._elsewhere:
+                    most = np.maximum(most.view(np.uint32), self._elsewhere[band]).view(np.float32)
                 self.scales[band] = _scaled(most, _E4M3_MOST, _EPSILON)
                 self._known[band] = True
         return self.scales[first:last]
+
+    def maxima(self, blocks: npt.NDArray[np.int64]) -> UIntArray:
+        bands = {band: self._maxima(band) for band in {int(block) // self.across for block in blocks}}
+        found = np.array([bands[block // self.across][block % self.across] for block in blocks.tolist()], np.float32)
+        return found.view(np.uint32)
+
+    def agree(self, blocks: npt.NDArray[np.int64], maxima: UIntArray) -> None:
+        for block, most in zip(blocks.tolist(), maxima.tolist(), strict=True):
+            of = self._elsewhere.setdefault(block // self.across, np.zeros(self.across, np.uint32))
+            of[block % self.across] = max(of[block % self.across], most)
+
+    def _maxima(self, band: int) -> Floats:
+        matrix, row = divmod(band, self.bands)
+        start = matrix * self.rows * self.columns + row * _TILE * self.columns
+        rows = min(_TILE, self.rows - row * _TILE)
+        return block_maxima(*self.source.read(start, start + rows * self.columns), self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +172,25 @@ class _OfTensor:
         self._source = source
         self._lock = Lock()
         self._found: np.float32 | None = None
+        self._elsewhere = np.uint32(0)
+
+    def maxima(self, blocks: npt.NDArray[np.int64]) -> UIntArray:
+        most = np.uint32(0)
+        for start in range(0, self._source.spec.elements, _AT_ONCE):
+            stop = min(start + _AT_ONCE, self._source.spec.elements)
+            elements, width = self._source.read(start, stop)
+            most = max(most, block_maxima(elements, width, (stop - start, 1, stop - start)).view(np.uint32)[0])
+        return np.full(len(blocks), most, np.uint32)
+
+    def agree(self, blocks: npt.NDArray[np.int64], maxima: UIntArray) -> None:
+        self._elsewhere = max(self._elsewhere, *maxima)
 
     @property
     def whole(self) -> np.float32:
         """The scale of the tensor."""
         with self._lock:
             if self._found is None:
-                most = np.float32(0)
-                for start in range(0, self._source.spec.elements, _AT_ONCE):
-                    stop = min(start + _AT_ONCE, self._source.spec.elements)
-                    elements, width = self._source.read(start, stop)
-                    most = np.maximum(most, block_maxima(elements, width, (stop - start, 1, stop - start))[0])
+                most = max(self.maxima(np.zeros(1, np.int64))[0], self._elsewhere).view(np.float32)
                 with np.errstate(over="ignore", invalid="ignore"):
                     found = np.float32(1) / np.maximum(most, _TINY) * (_E4M3_MOST * _E2M1_MOST)
                 self._found = found if np.isfinite(found) else np.float32(1)
@@ -225,13 +249,26 @@ class _WholeScale:
         return np.full(1, self.group.whole, np.float32).view(np.uint32)[start:stop]
 
 
+class Shared(Protocol):
+    """The scales of a weight of which several ranks have a part each, and those may have parts of a block."""
+
+    def maxima(self, blocks: npt.NDArray[np.int64]) -> UIntArray:
+        """The largest magnitudes in these blocks, as bits."""
+
+    def agree(self, blocks: npt.NDArray[np.int64], maxima: UIntArray) -> None:
+        """Takes the maxima that another rank has found of blocks. To be called before anything is read."""
+
+
 class _Made(NamedTuple):
-    """What becomes of a weight: under its ``name``, a tensor of ``dtype`` and ``shape``."""
+    """What becomes of a weight: under its ``name``, a tensor of ``dtype`` and ``shape``. One element of it is of
+    ``per`` (rows, columns) of the weight; None: of all. ``shared``: who knows its scales."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: Readable | UIntArray
+    per: tuple[int, int] | None = (1, 1)
+    shared: Shared | None = None
 
 
 def _fp8_block(source: _Source) -> list[_Made]:
@@ -239,7 +276,7 @@ def _fp8_block(source: _Source) -> list[_Made]:
     shape = (*source.spec.shape[:-2], tiles.bands, tiles.across)
     return [
         _Made(name, "F8_E4M3", source.spec.shape, _TileCodes(tiles)),
-        _Made(f"{name}_scale_inv", "F32", shape, _TileScales(tiles)),
+        _Made(f"{name}_scale_inv", "F32", shape, _TileScales(tiles), (_TILE, _TILE), tiles),
     ]
 
 
@@ -252,10 +289,10 @@ def _grouped(source: _Source, group: _Group, *, packed: bool, scales: str) -> li
         )
     codes = _GroupCodes(source, group, packed)
     return [
-        _Made(f"{name}_packed", "U8", (*leading, columns // 2), codes)
+        _Made(f"{name}_packed", "U8", (*leading, columns // 2), codes, (1, 2))
         if packed
         else _Made(name, "F8_E4M3", source.spec.shape, codes),
-        _Made(f"{name}_scale", scales, (*leading, columns // group.size), _GroupScales(source, group)),
+        _Made(f"{name}_scale", scales, (*leading, columns // group.size), _GroupScales(source, group), (1, group.size)),
     ]
 
 
@@ -270,7 +307,7 @@ def _mxfp4(source: _Source) -> list[_Made]:
 def _nvfp4(source: _Source) -> list[_Made]:
     group = _OfTensor(source)
     made = _grouped(source, group, packed=True, scales="F8_E4M3")
-    return [*made, _Made(f"{source.spec.name}_global_scale", "F32", (1,), _WholeScale(group))]
+    return [*made, _Made(f"{source.spec.name}_global_scale", "F32", (1,), _WholeScale(group), None, group)]
 
 
 FORMATS: dict[str, Callable[[_Source], list[_Made]]] = {
@@ -288,14 +325,14 @@ _KEPT = ("*lm_head", "*embed*", "*.wte", "*.wpe", "*norm*", "*router*", "*.gate"
 
 class QuantisedState(State):
     """``state`` as a checkpoint of a quantised model, computed on each read. What is not quantised stays as it is, or
-    is cast to ``dtype`` where it is a wider float. Tied tensors stay tied. ``config``: what the config.json of such a
-    model says under ``quantization_config``, None of what a function makes. Raises InputError and UnsupportedTensor."""
+    is cast to ``dtype`` where it is a wider float. Tied tensors stay tied. ``made``: by each weight's name, what it
+    becomes; ``kept``: the modules with a weight that is not quantised. Raises InputError and UnsupportedTensor."""
 
     def __init__(self, state: State, quantise: Quantise, dtype: DType | None = None) -> None:
         wanted = _chosen(quantise)
         specs: list[TensorSpec] = []
         data: dict[str, Any] = {}
-        renamed: dict[str, list[str]] = {}
+        self.made: dict[str, list[_Made]] = {}
         kept: list[str] = []
         for spec in state.specs:
             made = wanted(_Source(state, spec))
@@ -307,22 +344,30 @@ class QuantisedState(State):
                     stored_tensor(state, spec.name) if target == spec.dtype else CastTensor(state, spec.name, target)
                 )
                 made = [_Made(spec.name, target.name, spec.shape, as_it_is)]
-            renamed[spec.name] = [each.name.removeprefix(spec.name) for each in made]
+            self.made[spec.name] = made
             for each in made:
                 if each.name in data:
                     raise InputError(f"two tensors would be called {each.name!r}")
                 specs.append(TensorSpec(each.name, DTYPES[each.dtype], each.shape))
                 data[each.name] = each.data
-        aliases = {alias + suffix: name + suffix for alias, name in state.aliases.items() for suffix in renamed[name]}
+        aliases = {
+            alias + each.name.removeprefix(name): each.name
+            for alias, name in state.aliases.items()
+            for each in self.made[name]
+        }
         super().__init__(tuple(specs), data, aliases)
-        kept += [alias.removesuffix(".weight") for alias, name in state.aliases.items() if renamed[name] == [""]]
-        self.config = _config_of(quantise, kept) if isinstance(quantise, str) else None
-        if isinstance(quantise, Mapping):
-            self.config = dict(quantise)
+        whole = {name for name, made in self.made.items() if [each.name for each in made] == [name]}
+        self.kept = kept + [alias.removesuffix(".weight") for alias, name in state.aliases.items() if name in whole]
 
 
-def _config_of(name: str, kept: Sequence[str]) -> dict[str, Any]:
-    """As the libraries that define the formats write it; ``kept`` are the modules that are left out."""
+def config_of(quantise: Quantise, kept: Collection[str]) -> dict[str, Any] | None:
+    """What the config.json of a quantised model says under ``quantization_config``, as the libraries that define the
+    formats write it; None of what a function makes. ``kept`` are the modules that are left out."""
+    if callable(quantise):
+        return None
+    if not isinstance(quantise, str):
+        return dict(quantise)
+    name = quantise
     if name == "fp8_block":
         return {
             "quant_method": "fp8",

@@ -97,6 +97,11 @@ class TrustedKeys:
             raise InputError("trusted_keys must be at least one public key", hint="None trusts whoever can write.")
         self._keys = {str(key).lower(): _public_key(str(key)) for key in keys}
 
+    @property
+    def keys(self) -> Collection[str]:
+        """As they are given, in lower case."""
+        return self._keys.keys()
+
     def check(self, manifest: Manifest) -> None:
         """Raises Untrusted."""
         what = f"the manifest of version {manifest.version} of {manifest.stream!r}"

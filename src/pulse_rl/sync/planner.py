@@ -127,7 +127,8 @@ class Planner:
             return cheapest_path(usable, have, self._target, knows=known, keeps=self._keeps_history, needs=needs)
 
         # The first set that has a path decides: gathering a larger one costs more than a better path saves.
-        for links in self._candidates(self._listed, have, reasons):
+        # Who lacks what is remembered may have to begin below.
+        for links in self._candidates(self._listed, None if known is False else have, reasons):
             usable = [link for link in links if self._usable(link)]
             try:
                 return cheapest(self._needs_history if tries else lambda patch: True)

@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from .._util.collective import Bytes, RankGroup
 from .._util.serial import shield
 from ..errors import InputError, NotFound, PublisherConflict, RankLost
 from ..events import BaselineRestored, Event, FallbackUsed, Listener, PhaseTimer, Published, progress_shown, progress_to
+from ..state.companions import of_quantised
+from ..state.quantise import Shared
 from ..state.tensors import Segment, State
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
@@ -57,6 +60,7 @@ from .layout import (
 from .leaves import gather_tree
 from .notices import Notices
 from .pending import NO_SMALLER, Baseline, Built, PendingVersion, hash_shared_leaves, make_pending
+from .quantised_shards import Blocks, agree, quantised
 from .request import LocalState, PublishRequest, Submission, begin
 from .state_folder import StateFolder
 
@@ -155,6 +159,8 @@ class RankPublisher:
         try:
             with self._stream.limited():
                 local = self._meet(request, number, submission)
+                if request.files and local.config:
+                    request = replace(request, files=of_quantised(request.files, local.config))
                 manifest, draft, scan = self._commit_together(request, local, timer)
         except BaseException as error:
             if self._ranks.size > 1 and error is not self._ranks.common_error:
@@ -211,6 +217,7 @@ class RankPublisher:
         and what they have, if that is not as it was."""
         made: list[LocalState] = []
         held: list[bytes] = []
+        shared: dict[str, tuple[Shared, Blocks]] = {}
 
         def describe() -> bytes:
             goes = submission is None or begin(submission)
@@ -218,11 +225,14 @@ class RankPublisher:
             if not goes:
                 return call
             made.append(request.arrived())
+            if made[0].quantise is not None:
+                made[0], of_blocks = quantised(made[0])
+                shared.update(of_blocks)
             if self._ranks.size == 1:
                 return call
             held.append(held_to_bytes(made[0].held))
             at = self._baseline
-            arguments = {name: getattr(request, name) for name in ("metadata", "dtype", "anchor", "after")}
+            arguments = {name: getattr(request, name) for name in ("metadata", "dtype", "anchor", "after", "quantise")}
             known = f"{at.version} {at.root} {at.history.spans}" if at else ""
             return call + json.dumps([arguments, sha256(held[0]).hexdigest(), len(held[0]), known]).encode()
 
@@ -253,7 +263,7 @@ class RankPublisher:
             came = self._ranks.exchange({0: np.frombuffer(held[0], np.uint8)}, lengths if first else {})
             self._held = [came[rank].tobytes() for rank in range(len(came))]
             self._held_digests = digests
-        return made[0]
+        return made[0] if request.quantise is None else agree(made[0], shared, self._ranks.run_on_all)
 
     def _compare(self, calls: Sequence[Mapping[str, Any]]) -> None:
         """Raises RankLost where a rank is at another step, and InputError, on all, where one was called with other

@@ -16,9 +16,9 @@ from ..errors import ConcurrentUse, InputError, UnsupportedTensor
 from ..events import Metadata, Published
 from ..state.cast import CastState, compute_dtype_named
 from ..state.checkpoint import StateSource, as_state
-from ..state.companions import Files, checked_files, of_quantised
+from ..state.companions import Files, checked_files
 from ..state.memory import recorded
-from ..state.quantise import Quantise, QuantisedState
+from ..state.quantise import Quantise, QuantisedState, config_of
 from ..state.snapshot import (
     Snapshot,
     await_devices,
@@ -41,12 +41,16 @@ T = TypeVar("T")
 
 class LocalState(NamedTuple):
     """This rank's elements of a state: ``source``, to be cast to ``dtype`` if there is one. ``boxes``: which elements
-    of a tensor they are, where they are not all. ``owned``: nobody else writes to them."""
+    of a tensor they are, where they are not all. ``owned``: nobody else writes to them. ``quantise``: what is to be
+    made of them first, once the ranks have agreed on scales (`quantised`). ``config``: what the config.json of a
+    quantised state says of it."""
 
     source: State
     dtype: DType | None = None
     boxes: Mapping[str, Box] = {}
     owned: bool = False
+    quantise: Quantise | None = None
+    config: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, source: StateSource, dtype: str | None, quantise: Quantise | None = None) -> Self:
@@ -56,7 +60,8 @@ class LocalState(NamedTuple):
         if isinstance(source, Mapping):
             require_weights((spec.name, spec.shape) for spec in state.specs)
         if quantise is not None:
-            return cls(QuantisedState(state, quantise, compute))
+            made = QuantisedState(state, quantise, compute)
+            return cls(made, config=config_of(quantise, made.kept))
         return cls(state, compute)
 
     @property
@@ -124,6 +129,11 @@ class PublishRequest:
     copy: HostCopy | None = None
     refused: Exception | None = None
 
+    @property
+    def quantise(self) -> Quantise | None:
+        """What `LocalState` is to be quantised by."""
+        return self.local.quantise if self.local else None
+
     @classmethod
     def of(
         cls,
@@ -143,10 +153,7 @@ class PublishRequest:
         taken = None if files is None else checked_files(files)
         if after is not None and (isinstance(after, bool) or not isinstance(after, int) or after < -1):
             raise InputError(f"after must be the number of a version, or -1 for a new stream, not {after!r}")
-        local = read()
-        if taken and isinstance(local.source, QuantisedState):
-            taken = of_quantised(taken, local.source.config)
-        return cls(local, facts, dtype, anchor, taken, on_device, after)
+        return cls(read(), facts, dtype, anchor, taken, on_device, after)
 
     @classmethod
     def refusing(cls, error: Exception) -> Self:
@@ -173,13 +180,14 @@ class PublishRequest:
             return request
         # Copies that devices have made for this call stay there; all else is copied to the host.
         resident, source = split(request.local.source, own_tensors(request.local.source))
-        dtype = request.local.dtype
+        dtype = None if request.local.quantise else request.local.dtype  # what is quantised is so from the masters
         # The host casts while it copies. A device's tensors are cast behind: the caller would wait for the bus.
         if dtype and not cuda_tensors(source):
             source, dtype = CastState(source, dtype), None
         into = spare.copied if spare else None
         copied = snapshot(source, into, threads=threads, staged=self.on_device is not None)
-        local = request.local._replace(source=copied.state, dtype=dtype, owned=dtype is None)
+        kept = request.local.dtype if request.local.quantise else dtype
+        local = request.local._replace(source=copied.state, dtype=kept, owned=dtype is None)
         written = recorded(cuda_tensors(resident).values())
         copy = HostCopy(copied, resident if len(resident) else None, written)
         return replace(request, local=local, copy=copy)
@@ -202,7 +210,7 @@ class PublishRequest:
         is memory."""
         if self.local is None or self.on_device != BASELINE:
             return self
-        source = copied_within_devices(self.local.source, self.local.dtype)
+        source = copied_within_devices(self.local.source, None if self.local.quantise else self.local.dtype)
         if source is None:
             return replace(self, out_of_memory=True)
         return replace(self, local=self.local._replace(source=source))

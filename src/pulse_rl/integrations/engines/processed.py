@@ -147,7 +147,9 @@ class ProcessedLayer:
 
     def put_loaded(self) -> None:
         """Gives the live modules parameters of the loaded form where theirs have another one, for their loader to be
-        watched."""
+        watched. A plain module's have lost their loaders, if anything, and the map leads to the same places."""
+        if self.plain and not self._unloadable():
+            return
         for module in self._group.modules.values():
             live = dict(module._parameters)
             self._swapped.append((module, live))
@@ -181,11 +183,24 @@ class ProcessedLayer:
                 continue  # known already, or of no weight
             places.add(place)
             key = name or f"{self._group.name}{path}"
-            plain = plain and name in given and _same_bits(given[name], derived)
+            plain = plain and name in given and self._in_order(name, live) and _same_bits(given[name], derived)
             self._paths[path], self._live[key] = key, live
         for name in self._forms.keys() - self._live.keys():
             plain = plain and name in self._tensors  # else it was replaced by others
         return plain
+
+    def _in_order(self, name: str, live: torch.Tensor) -> bool:
+        """Whether what the loader writes into the loaded form has the same places in the live parameter."""
+        return (live.is_contiguous() and not live.storage_offset()) or _loads_as(live, self._forms[name])
+
+    def _unloadable(self) -> bool:
+        """Whether a parameter is not what its loader expects."""
+        pairs = [
+            (module._parameters.get(key), meta)
+            for module in self._group.modules.values()
+            for key, meta in self._before[id(module)].forms.items()
+        ]
+        return any(live is None or not _loads_as(live, meta) for live, meta in pairs)
 
     def _parameter_name(self, module: nn.Module, key: str) -> str:
         """The name under which the loader's map leads to a parameter of the loaded form."""
@@ -286,14 +301,14 @@ class Layer(DerivedLayer, Protocol):
 
 
 def pre_quant_layers(layers: Sequence[Layer]) -> PreQuantLayers:
-    """Those of ``layers`` that are not plain."""
+    """Those of ``layers`` that are not plain; all of them can be loaded within."""
     derived = [layer for layer in layers if not layer.plain]
 
     @contextmanager
     def within() -> Iterator[None]:
         given = []
         try:
-            for layer in derived:
+            for layer in layers:
                 given.append(layer)
                 layer.put_loaded()
             yield

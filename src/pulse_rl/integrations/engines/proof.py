@@ -8,8 +8,9 @@ or weights in another place, is as far off as can be. The live bits are restored
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,20 @@ def require_whole(specs: tuple[TensorSpec, ...], workers: Sequence[Mapping[str, 
             raise UnsupportedTensor(
                 f"the workers of this node hold only a part of {spec.name!r}",
                 hint="Keep tensor parallelism within a node; pipeline stages and replicas may be on several.",
+            )
+
+
+def require_scales_taken(specs: tuple[TensorSpec, ...], unused: Sequence[Collection[str]]) -> None:
+    """Raises UnsupportedTensor for scales that no worker's loader takes, given what each leaves ``unused``, though it
+    takes other tensors of the same module: they would be without effect."""
+    left = set.intersection(*map(set, unused))
+    used = {spec.name for spec in specs} - left
+    modules = {name[: at.start()] for name in used for at in re.finditer(r"\.", name)}
+    for name in sorted(left):
+        if re.search(r"scale(s|_inv|_2)?$|zero_point$", name) and name.rpartition(".")[0] in modules:
+            raise UnsupportedTensor(
+                f"the engine does not take the stream's {name!r}",
+                hint="Scales of keys and values become numbers when an engine loads them, and cannot follow a stream.",
             )
 
 

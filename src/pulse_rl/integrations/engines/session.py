@@ -32,6 +32,7 @@ from .proof import (
     differing,
     load_all,
     padded,
+    require_scales_taken,
     require_whole,
     shortage,
     trial_state,
@@ -200,6 +201,7 @@ class Session:
         if self._map.specs == specs:
             return
         loader_map = self._node.together(lambda: self._traced(State(specs[0], {}, specs[1])))
+        require_scales_taken(specs[0], self._node.gathered(loader_map.unused))
         if not self._node.alone:
             boxes = self._node.on_node(loader_map.boxes | loader_map.derived)
             self._node.together(lambda: require_whole(specs[0], boxes))

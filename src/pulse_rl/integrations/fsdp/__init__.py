@@ -44,6 +44,9 @@ class ShardedPublisher(Publisher):
     version, and all return what it cost. Of several ranks with the same slice the lowest publishes it. Readers follow
     the stream as any other, and a `Publisher` or another number of ranks can continue it.
 
+    With ``quantise``, by a name or a configuration, they agree on the scales of blocks that cross them; `submit` copies
+    what is to be quantised.
+
     The other settings are those of `Publisher`, ``threads`` for each rank. No call waits for another rank for longer
     than ``timeout_seconds``.
 
@@ -83,12 +86,7 @@ class ShardedPublisher(Publisher):
         self._open(ranks, store, stream=stream, also=checked, **settings)
 
     def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
-        if quantise is not None:
-            raise InputError(
-                "a sharded publisher does not quantise: a block's scale would need the elements of other ranks",
-                hint="Pass each rank's codes and scales as tensors, or gather and use a Publisher.",
-            )
-        return local_state(source, dtype)
+        return local_state(source, dtype)._replace(quantise=quantise)
 
 
 def local_state(source: Mapping[str, Any] | nn.Module, dtype: str | None) -> LocalState:

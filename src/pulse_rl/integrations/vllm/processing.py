@@ -25,9 +25,10 @@ _HOOK = "process_weights_after_loading"
 _before: WeakKeyDictionary[nn.Module, dict[int, Before]] = WeakKeyDictionary()
 _KEPT = ("bias",)
 """Parameters that vLLM neither reloads nor derives."""
+_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 _HINT = (
     "Start the engine from the BF16 checkpoint with --quantization fp8_per_tensor, fp8_per_channel or fp8_per_block; "
-    "other schemes cannot follow a stream yet."
+    "or from a quantised checkpoint, and publish such ones."
 )
 
 
@@ -48,7 +49,11 @@ def remember_before_processing() -> None:
             subjects = [
                 subject for group in _groups(model, None) for subject in (*group.modules.values(), *group.owners)
             ]
-            _before[model] = remember(subjects, names)
+            _before[model] = found = remember(subjects, names)
+            for subject in subjects:
+                if _scales_caches(getattr(subject, "quant_method", None)):
+                    for key in _CACHE_SCALES:
+                        found[id(subject)].forms.pop(key, None)
         return process(model, *args, **kwargs)
 
     noting._pulse = True  # type: ignore[attr-defined]
@@ -127,16 +132,24 @@ def _processes(module: nn.Module) -> bool:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     method = getattr(module, "quant_method", None)
-    if not isinstance(method, QuantizeMethodBase):
+    if not isinstance(method, QuantizeMethodBase) or _scales_caches(method):
         return False
     return getattr(type(method), _HOOK) is not getattr(QuantizeMethodBase, _HOOK)
+
+
+def _scales_caches(method: object) -> bool:
+    """Whether the method makes numbers of a checkpoint's scales of keys and values. It is not run again: a session
+    refuses streams that have such scales."""
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    return isinstance(method, BaseKVCacheMethod)
 
 
 def quantised_layers(
     model: nn.Module, quantization: str | None, context: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> list[QuantisedLayer]:
-    """The quantised layers of a vLLM model; ``context`` surrounds what their methods do. Raises UnsupportedTensor for a
-    layer whose scheme is not known to derive its weights from the checkpoint's alone."""
+    """The layers of a vLLM model that quantise what they load; ``context`` surrounds what their methods do. Raises
+    UnsupportedTensor for a layer whose scheme is not known to derive its weights from the checkpoint's alone."""
     if not quantization:
         return []
     try:
@@ -148,11 +161,10 @@ def quantised_layers(
     layers: list[QuantisedLayer] = []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        kind = type(method).__name__
-        if method is None or kind.startswith("Unquantized") or kind.endswith("KVCacheMethod"):
+        if not getattr(type(method), "uses_meta_device", False):  # what it loads are the checkpoint's codes
             continue
         if not isinstance(method, OnlineLinearBase) or method.requantization_source is not None:
-            raise _unsupported(f"the engine's {name!r} is quantised by {kind}")
+            raise _unsupported(f"the engine's {name!r} is quantised by {type(method).__name__}")
         parameters, buffers = LAYERWISE_INFO[module].restore_metadata
         layers.append(QuantisedLayer(name, module, {**parameters, **buffers}, context))
     return layers

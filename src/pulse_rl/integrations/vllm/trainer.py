@@ -56,7 +56,7 @@ class PulseTrainerInitInfo(TrainerInitInfo):
         checked_number("timeout_seconds", self.timeout_seconds)
 
 
-class PulseTrainerEngine(TrainerWeightTransferEngine[PulseTrainerInitInfo]):
+class PulseTrainerEngine(TrainerWeightTransferEngine):  # without its arguments, of which vLLM 0.26 has two
     """Publishes the weights of a ``source`` as the next version, and has the engines behind a ``client`` go to it.
 
     Made by vLLM's factory. `send_weights` is called on all ranks, since to gather a weight is a collective; the first
@@ -66,8 +66,8 @@ class PulseTrainerEngine(TrainerWeightTransferEngine[PulseTrainerInitInfo]):
 
     init_info_cls = PulseTrainerInitInfo
 
-    def __init__(self, init_info: PulseTrainerInitInfo, *, client: Any, source: WeightSource) -> None:
-        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+    def __init__(self, init_info: PulseTrainerInitInfo, *, client: Any, source: WeightSource, **config: Any) -> None:
+        super().__init__(**config, client=client, source=source, is_sender=init_info.is_sender)
         self.published: Published | None = None
         self._dtype = torch_dtype(init_info.dtype)
         self._seconds = init_info.timeout_seconds
@@ -83,12 +83,14 @@ class PulseTrainerEngine(TrainerWeightTransferEngine[PulseTrainerInitInfo]):
         self._publisher = Publisher(store, stream=init_info.stream, **settings) if self.is_sender else None
 
     @classmethod
-    def trainer_init(cls, init_info: PulseTrainerInitInfo, *, client: Any, source: WeightSource | None = None) -> Self:
-        """An engine that is connected. Raises InputError without a ``source``, what `pulse_rl.Publisher` raises, and
-        what the client raises."""
+    def trainer_init(
+        cls, init_info: PulseTrainerInitInfo, *, client: Any, source: WeightSource | None = None, **config: Any
+    ) -> Self:
+        """An engine that is connected. ``config``: what vLLM 0.26 hands over besides. Raises InputError without a
+        ``source``, what `pulse_rl.Publisher` raises, and what the client raises."""
         if source is None:
             raise InputError("the backend pulse needs a source of all weights", hint="ModuleSource(model), say.")
-        engine = cls(init_info, client=client, source=source)
+        engine = cls(init_info, client=client, source=source, **config)
         if engine.is_sender:
             engine._connect()
         return engine

@@ -10,6 +10,7 @@ function drawRun(run) {
   const grid = section("The run");
   drawWarnings(grid, run);
   if (run.series.reward.xs.length) drawReward(grid, run.series);
+  for (const [name, values] of Object.entries(run.evaluations)) drawEvaluation(grid, name, values);
   if (run.by_bytes) drawRewardByBytes(grid, run.by_bytes);
   if (run.series.density.xs.length) {
     drawDensity(grid, run);
@@ -50,6 +51,17 @@ function drawReward(grid, series) {
     summary: `Reward by version, running mean from ${plain(mean.ys[0])} to ${plain(mean.ys[mean.ys.length - 1])}.`,
   };
   figure(grid, { title: "Reward", note: each.lows ? "The running mean, and the range of what was averaged." : "Each version, and the running mean.", table: table("reward", plain, series.reward) }, lineChart(spec));
+}
+
+function drawEvaluation(grid, name, values) {
+  const [first, last] = [values.ys[0], values.ys[values.ys.length - 1]];
+  const spec = {
+    x: versionAxis,
+    y: { label: name, format: plain },
+    series: [{ read: name, colour: "green", ...values }],
+    summary: `${name} by version, from ${plain(first)} to ${plain(last)}.`,
+  };
+  figure(grid, { title: `Evaluation: ${name}`, note: "What the program of `pulse evaluate` printed for each version.", table: table(name, plain, values) }, lineChart(spec));
 }
 
 function drawRewardByBytes(grid, { sent, dense, totals }) {

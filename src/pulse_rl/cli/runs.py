@@ -1,0 +1,319 @@
+"""Commands that take versions out of a stream: checkout; and with a program for each, evaluate and bisect."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+from .._util.settings import format_bytes, format_number
+from ..errors import EmptyStream, InputError
+from ..events import Event, Metadata, Synced
+from ..metrics import JsonLines, fan_out, read_events
+from ..state.checkpoint import FILE_NAME
+from ..state.folder import check_folder
+from ..stream.signing import trusted_by
+from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
+from ..sync import checkout as checkouts
+from ..sync.notices import absence
+from ..sync.planner import BROKEN_LINK
+from .arguments import count, fact, number, path
+from .output import Console
+from .streams import open_lasting
+
+_SKIP, _LAST_BAD = 125, 127
+_PLACE = "{}"
+Parsers = list[argparse.ArgumentParser]
+
+
+def add_parsers(commands: Any, common: Parsers, written: Parsers) -> None:
+    """Adds the commands to ``commands``, argparse's sub-parsers; ``written`` have the options of a folder."""
+    command = commands.add_parser("checkout", parents=[*common, *written], help="write a version as a checkpoint")
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("--version", type=number, metavar="N", help="the version's number")
+    which.add_argument(
+        "--root", metavar="ROOT", help="the newest version with this root, or its first 8 digits or more"
+    )
+    which.add_argument(
+        "--metadata",
+        type=fact,
+        action="append",
+        metavar="KEY=VALUE",
+        help="the newest version that says this, such as step=400; may be repeated",
+    )
+    command.add_argument("--out", type=path, required=True, metavar="DIR", help="a folder that engines load")
+    command.set_defaults(run=checkout)
+
+    command = commands.add_parser(
+        "evaluate", parents=[*common, *written], help="run a program on versions of a stream, and keep what it prints"
+    )
+    command.add_argument(
+        "--every", type=count, required=True, metavar="N", help="versions N, 2N, 3N …, the first and the newest"
+    )
+    _add_program(command, "events-evaluate.jsonl")
+    command.set_defaults(run=evaluate)
+
+    command = commands.add_parser(
+        "bisect", parents=[*common, *written], help="find the first version for which a program fails"
+    )
+    command.add_argument("--good", type=number, required=True, metavar="N", help="a version that is good")
+    command.add_argument("--bad", type=number, required=True, metavar="N", help="a later one that is bad")
+    _add_program(command, "events-bisect.jsonl")
+    command.set_defaults(run=bisect)
+
+
+def _add_program(command: argparse.ArgumentParser, log: str) -> None:
+    command.add_argument(
+        "program",
+        nargs="+",
+        metavar="COMMAND",
+        help=f"after --: the program and its arguments; {_PLACE} is the version's folder, which comes last without "
+        f"{_PLACE}. PULSE_VERSION is the version's number. The last line of its output that is a number or "
+        "a JSON object of numbers is kept",
+    )
+    command.add_argument(
+        "--log",
+        type=path,
+        default=log,
+        metavar="FILE",
+        help=f"a line for each version, from which a command that was stopped goes on (default: {log})",
+    )
+    command.add_argument(
+        "--out", type=path, metavar="DIR", help="the folder of the version, which stays (default: a temporary one)"
+    )
+
+
+def checkout(args: argparse.Namespace, console: Console) -> int:
+    out, started = Path(args.out), time.perf_counter()
+    check_folder(out, [FILE_NAME], force=args.force)
+    fetched: list[int] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Synced):
+            fetched.append(event.fetched_bytes)
+
+    found = checkouts.checkout(
+        open_lasting(args.store),
+        args.stream,
+        version=args.version,
+        root=args.root,
+        metadata=None if args.metadata is None else dict(args.metadata),
+        trusted_keys=args.trust,
+        stream_id=args.stream_id,
+        threads=args.threads,
+        on_event=fan_out(console, listen),
+    )
+    with found:
+        found.save(out, sharded=args.sharded, force=args.force)
+        facts = {
+            "version": found.version,
+            "root": found.root,
+            "metadata": found.metadata,
+            "payload_bytes": sum(fetched),
+            "seconds": round(time.perf_counter() - started, 6),
+        }
+    line = f"version {facts['version']}: {format_bytes(sum(fetched))} fetched, root {facts['root']} verified"
+    console.result(facts, [line])
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A line of the log: the ``program`` ended with ``status`` on a version, which took ``seconds``; ``metrics`` are
+    the numbers that it printed."""
+
+    stream: str
+    version: int
+    root: str
+    program: list[str]
+    status: int
+    metrics: dict[str, float]
+    seconds: float
+
+
+class Runs:
+    """The versions of a stream, and the program of the command on any of them, once: what the log has is not asked
+    again. A context manager."""
+
+    def __init__(self, args: argparse.Namespace, console: Console, folder: Path) -> None:
+        self._args = args
+        self._console = console
+        self._folder = folder
+        self._checkout: checkouts.Checkout | None = None
+        store = open_lasting(args.store)
+        self._stream = Stream(store, args.stream, trusted_by(args.trust), stream_id=args.stream_id)
+        self.versions = self._stream.versions()
+        if not self.versions:
+            raise EmptyStream(f"stream {args.stream!r}: {absence(store, args.stream)}")
+        known = read_events(args.log) if Path(args.log).exists() else ()
+        self._known = {(e["version"], e["root"]): e for e in known if self._is_ours(e)}
+
+    def metadata(self, version: int) -> Metadata:
+        return self._stream.manifest(version).metadata
+
+    def on(self, version: int, accepted: Collection[int]) -> Evaluated:
+        """What came of the program on a version. Status 125 where the version cannot be had. Raises InputError where
+        the program cannot be run, or ends with a status that is not ``accepted``."""
+        args = self._args
+        try:
+            root = self._stream.manifest(version).root
+            if known := self._known.get((version, root)):
+                return Evaluated(*(known[name] for name in Evaluated.__slots__))
+            self._check_out(version)
+        except (*BROKEN_LINK, *UNREADABLE) as error:
+            self._console.note(f"version {version} is passed over: {error}")
+            return Evaluated(args.stream, version, "", args.program, _SKIP, {}, 0.0)
+        started = time.perf_counter()
+        status, metrics = self._run(version)
+        if status not in accepted:
+            how = f"status {status}" if status >= 0 else f"signal {-status}"
+            hint = "0 is good, 125 skips a version, 1 to 127 is bad for bisect; the same command goes on from its log."
+            raise InputError(f"{args.program[0]} ended with {how} on version {version}", hint=hint)
+        done = Evaluated(
+            args.stream, version, root, args.program, status, metrics, round(time.perf_counter() - started, 3)
+        )
+        with JsonLines(args.log) as log:
+            cast(Callable[[Evaluated], None], log)(done)  # no event of the library's own: only commands make it
+        return done
+
+    def close(self) -> None:
+        if self._checkout:
+            self._checkout.close()
+
+    def _is_ours(self, event: dict[str, Any]) -> bool:
+        named = all(name in event for name in Evaluated.__slots__)
+        return named and (event["stream"], event["program"]) == (self._args.stream, self._args.program)
+
+    def _check_out(self, version: int) -> None:
+        args = self._args
+        if self._checkout is None:
+            self._checkout = checkouts.checkout(
+                args.store,
+                args.stream,
+                version=version,
+                trusted_keys=args.trust,
+                stream_id=args.stream_id,
+                threads=args.threads,
+                on_event=self._console,
+            )
+        self._checkout.to(version).save(self._folder, sharded=args.sharded, force=args.force)
+
+    def _run(self, version: int) -> tuple[int, dict[str, float]]:
+        """The status of the program, and the numbers that it printed."""
+        words = [word.replace(_PLACE, str(self._folder)) for word in self._args.program]
+        words += [str(self._folder)] if words == self._args.program else []
+        metrics: dict[str, float] = {}
+        try:
+            with subprocess.Popen(
+                words,
+                stdout=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env=os.environ | {"PULSE_VERSION": str(version)},
+            ) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    print(line, end="", file=sys.stderr, flush=True)
+                    metrics = _numbers(line) or metrics
+        except OSError as error:
+            hint = "Give the program after --, with the arguments that it needs."
+            raise InputError(f"cannot run {words[0]}: {error.strerror}", hint=hint) from None
+        return process.returncode, metrics
+
+
+@contextmanager
+def _runs(args: argparse.Namespace, console: Console) -> Iterator[Runs]:
+    with TemporaryDirectory(prefix="pulse-") as temporary:
+        folder = Path(temporary) / "policy" if args.out is None else Path(args.out).absolute()
+        check_folder(folder, [FILE_NAME], force=args.force)
+        runs = Runs(args, console, folder)
+        try:
+            yield runs
+        finally:
+            runs.close()
+
+
+def _numbers(line: str) -> dict[str, float]:
+    """The numbers of a line that is a number or a JSON object; empty for any other."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    found = said.items() if isinstance(said, dict) else [("value", said)]
+    return {name: value for name, value in found if isinstance(value, int | float) and not isinstance(value, bool)}
+
+
+def evaluate(args: argparse.Namespace, console: Console) -> int:
+    with _runs(args, console) as runs:
+        ends = {runs.versions[0], runs.versions[-1]}
+        for version in (version for version in runs.versions if version % args.every == 0 or version in ends):
+            done = runs.on(version, (0, _SKIP))
+            if done.status == 0 and not done.metrics:
+                hint = "Its last line must be a number, or a JSON object of numbers."
+                raise InputError(f"{args.program[0]} printed no number on version {version}", hint=hint)
+            shown = _shown(done.metrics) if done.status == 0 else "skipped"
+            facts = {name: getattr(done, name) for name in ("version", "root", "status", "metrics", "seconds")}
+            console.result(facts, [f"version {version}: {shown}"])
+    console.note(f"`pulse report {args.log} -o evaluation.html` shows the curve")
+    return 0
+
+
+def bisect(args: argparse.Namespace, console: Console) -> int:
+    with _runs(args, console) as runs:
+        for end in (args.good, args.bad):
+            if end not in runs.versions:
+                has = f"it has {runs.versions[0]} to {runs.versions[-1]}"
+                raise InputError(f"stream {args.stream!r} has no version {end}: {has}", hint="`pulse log` shows them.")
+        if args.good >= args.bad:
+            raise InputError("the good version is not before the bad one", hint="Give an earlier --good.")
+        asked = 0
+        # The first bad one is among these, of which the last is known to be bad.
+        suspects = [version for version in runs.versions if args.good < version <= args.bad]
+        skipped = set[int]()
+        while rest := [version for version in suspects[:-1] if version not in skipped]:
+            middle = suspects[(len(suspects) - 1) // 2]
+            version = min(rest, key=lambda each: abs(each - middle))
+            done = runs.on(version, range(_LAST_BAD + 1))
+            asked += 1
+            verdict = "good" if done.status == 0 else "skipped" if done.status == _SKIP else "bad"
+            if verdict == "good":
+                suspects = [each for each in suspects if each > version]
+            elif verdict == "bad":
+                suspects = [each for each in suspects if each <= version]
+            else:
+                skipped.add(version)
+            facts = {"version": version, "status": done.status, "verdict": verdict, "left": len(suspects)}
+            shown = f" ({_shown(done.metrics)})" if done.metrics else ""
+            console.result(
+                facts | {"metrics": done.metrics, "seconds": done.seconds},
+                [f"version {version}: {verdict}{shown}, {len(suspects)} left"],
+            )
+        return _found(runs, suspects, asked, console)
+
+
+def _found(runs: Runs, suspects: list[int], asked: int, console: Console) -> int:
+    """Says which version is the first bad one; status 1 where it is one of several that could not be asked."""
+    first = suspects[0] if len(suspects) == 1 else None
+    facts = {"first_bad": first, "suspects": suspects, "asked": asked}
+    if first is None:
+        lines = [f"the first bad version is one of {', '.join(map(str, suspects))}: the others were skipped"]
+        console.result(facts, lines)
+        return 1
+    metadata = runs.metadata(first)
+    said = f" ({' '.join(f'{key}={value}' for key, value in metadata.items())})" if metadata else ""
+    console.result(facts | {"metadata": metadata}, [f"version {first} is the first bad one{said}, asked {asked} times"])
+    return 0
+
+
+def _shown(metrics: dict[str, float]) -> str:
+    return " ".join(f"{name}={format_number(value)}" for name, value in metrics.items())

@@ -1,0 +1,203 @@
+"""The objects of a run in a store (docs/loco.md, section 7): posts, and JSON with a seal; signed where members have
+keys, so that who can write to the store, and has none, changes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from ..errors import CorruptMessage, Untrusted
+from ..stream.manifest import Signature
+from ..stream.signing import Signer, TrustedKeys
+from .wire import Entries
+
+FORMAT = 1
+MAX_TRAINERS = 1024
+MAX_CLOSE_BYTES = 512 * MAX_TRAINERS
+MAX_REFUSED = 256
+TRAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+POST = re.compile(rf"({TRAINER.pattern})\.([0-9a-f]{{64}})")
+_MAGIC = b"PLSP"
+_ROOT_AT, _SIGNATURE_AT, HEAD = len(_MAGIC), len(_MAGIC) + 32, len(_MAGIC) + 96
+_UNSIGNED = bytes(64)
+_REASON = 200
+"""Characters of a reason that a close has room for."""
+
+
+class Place(NamedTuple):
+    """Where a post belongs: the ``run``, its ``round``, the ``trainer``, and theta's ``root`` before the round."""
+
+    run: str
+    round: int
+    trainer: str
+    root: str
+
+    def signed(self, message: bytes) -> bytes:
+        """What a signature is of."""
+        words = f"{self.run} {self.round} {self.trainer} {self.root} {sha256(message).hexdigest()}"
+        return f"pulse.loco.post.1 {words}".encode()
+
+
+def write_post(place: Place, message: bytes, signer: Signer | None) -> bytes:
+    signature = bytes.fromhex(signer.signature(place.signed(message)).value) if signer else _UNSIGNED
+    return _MAGIC + bytes.fromhex(place.root) + signature + message
+
+
+def read_post(data: bytes, place: Place, trusted: TrustedKeys | None) -> bytes:
+    """The message in a post. Raises CorruptMessage where it belongs elsewhere, and Untrusted unless the trainer, which
+    is named by its key, is one of the ``trusted`` and has signed it."""
+    if len(data) < HEAD or data[:_ROOT_AT] != _MAGIC:
+        raise CorruptMessage("it is no post")
+    if data[_ROOT_AT:_SIGNATURE_AT].hex() != place.root:
+        raise CorruptMessage("it is of another theta")
+    message = data[HEAD:]
+    if trusted:
+        found = data[_SIGNATURE_AT:HEAD]
+        signature = None if found == _UNSIGNED else Signature(place.trainer, found.hex())
+        trusted.check_message(place.signed(message), signature, "it")
+    return message
+
+
+class Post(NamedTuple):
+    """The message that a trainer has put for a round."""
+
+    trainer: str
+    sha256: str
+    nbytes: int
+
+
+class Refused(NamedTuple):
+    """A post that whoever closed the round has read, and did not name, and why."""
+
+    trainer: str
+    sha256: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PostedMessage:
+    """What a ``trainer`` has sent for a round, as `StoreExchange.accept` gets it: so many ``nbytes`` with so many
+    ``entries``, whose L2 ``norm`` is this. ``by_block`` are those entries, for `tensors`."""
+
+    trainer: str
+    nbytes: int
+    entries: int
+    norm: float
+    by_block: list[Entries]
+    _dense: Callable[[Sequence[Entries]], dict[str, torch.Tensor]]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The pseudo-gradient by parameter, dense FP32 tensors on the host, 0 where nothing was sent."""
+        return self._dense(self.by_block)
+
+
+def norm_of(entries: Sequence[Entries]) -> float:
+    """The L2 norm of a message, the same number on every machine: squares in FP64, which are exact, added up in
+    order."""
+    total = 0.0
+    for _, values in entries:
+        if len(values):
+            squares = np.square(values, dtype=np.float64)
+            squares[0] += total
+            total = float(np.add.accumulate(squares)[-1])
+    return float(np.sqrt(total))
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The end of the round after ``round`` others of a ``run``: whose messages count, in the order in which they are
+    added up, and which were ``refused``. ``theta`` is the root of theta before it."""
+
+    run: str
+    round: int
+    theta: str
+    posts: tuple[Post, ...]
+    refused: tuple[Refused, ...] = ()
+
+    def to_bytes(self, signer: Signer | None) -> bytes:
+        fields = {
+            "run": self.run,
+            "round": self.round,
+            "theta": self.theta,
+            "posts": [list(post) for post in self.posts],
+            "refused": [[each.trainer, each.sha256, each.reason[:_REASON]] for each in self.refused[:MAX_REFUSED]],
+        }
+        return sealed("close", fields, signer)
+
+    @classmethod
+    def parse(cls, data: bytes, name: str, run: str, number: int, trusted: TrustedKeys | None) -> Self:
+        """Raises CorruptMessage unless ``data`` closes round ``number`` of the run, and Untrusted."""
+        fields = unsealed(data, "close", name, trusted)
+        try:
+            posts = tuple(Post(*post) for post in fields["posts"])
+            refused = tuple(Refused(*each) for each in fields["refused"])
+            found = cls(fields["run"], fields["round"], fields["theta"], posts, refused)
+            names = [post.trainer for post in posts]
+            good = (
+                (found.run, found.round) == (run, number)
+                and isinstance(found.theta, str)
+                and 0 < len(names) <= MAX_TRAINERS
+                and names == sorted(set(names))
+                and all(POST.fullmatch(f"{each[0]}.{each[1]}") for each in (*posts, *refused))
+                and all(type(post.nbytes) is int and post.nbytes >= 0 for post in posts)
+                and all(isinstance(each.reason, str) for each in refused)
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptMessage(f"{name} cannot be read: {error}") from None
+        if not good:
+            raise CorruptMessage(f"{name} does not close round {number} of this run")
+        return found
+
+    def reason(self, digest: str | None) -> str:
+        """Why the message with this digest, None where none was put, is not in the round."""
+        if digest is None:
+            return "it was closed before this trainer had put its message"
+        why = next((each.reason for each in self.refused if each.sha256 == digest), None)
+        return "this trainer's message came too late" if why is None else f"this trainer's message was refused: {why}"
+
+
+def sealed(kind: str, fields: dict[str, Any], signer: Signer | None) -> bytes:
+    """A JSON object with its format, its kind and the SHA-256 of all of it but that; and a signature, if there is a
+    ``signer``."""
+    fields = {"format": FORMAT, "kind": kind, **fields}
+    seal = _seal(fields)
+    signature = signer.signature(_signed(seal)) if signer else None
+    signed = {"key": signature.key, "signature": signature.value} if signature else {}
+    return json.dumps({**fields, "sha256": seal, **signed}).encode()
+
+
+def unsealed(data: bytes, kind: str, name: str, trusted: TrustedKeys | None) -> dict[str, Any]:
+    """Raises CorruptMessage for what `sealed` has not made, and Untrusted unless one of the keys, if any, signed it."""
+    try:
+        fields = json.loads(data)
+        seal, key, value = fields.pop("sha256"), fields.pop("key", None), fields.pop("signature", None)
+        good = seal == _seal(fields) and fields["format"] == FORMAT and fields["kind"] == kind
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        good = False
+    if not good:
+        raise CorruptMessage(f"{name} is damaged, or of another format")
+    if trusted:
+        signature = Signature(key, value) if isinstance(key, str) and isinstance(value, str) else None
+        try:
+            trusted.check_message(_signed(seal), signature, name)
+        except Untrusted as error:
+            raise Untrusted(
+                str(error),
+                hint=f"Whoever owns the store should delete {name}, and let only members write; then rejoin().",
+            ) from None
+    return dict(fields)
+
+
+def _seal(fields: dict[str, Any]) -> str:
+    return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _signed(seal: str) -> bytes:
+    return f"pulse.loco.1 {seal}".encode()

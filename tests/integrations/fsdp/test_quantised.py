@@ -1,0 +1,89 @@
+"""Codes and scales of ranks that have parts of blocks are, to the last bit, those of the gathered state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from pulse_rl import LocalStore, MemoryStore, Publisher, Store, Subscriber
+from pulse_rl.errors import InputError
+from pulse_rl.integrations.flat import FlatShard
+from pulse_rl.integrations.fsdp import ShardedPublisher
+from tests.support.sharded import policy, step
+from tests.support.trainers import Trainer, together
+
+pytestmark = pytest.mark.slow
+GIVEN: dict[str, Any] = {"dtype": "BF16", "files": {"config.json": b"{}"}}
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """300 rows: a border between two ranks lies in a block, and the last blocks are short."""
+    state = policy(width=224, rows=300, dtype=torch.float32).state_dict()
+    with torch.no_grad():
+        state["blocks.0.up.weight"][150, 7] = float("nan")
+        state["blocks.1.down.weight"][:, :200] = 0
+    for number in range(seed):
+        step(state, number)
+    return dict(state)
+
+
+def parts(trainer: Trainer, how: str, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What a rank has: rows, as FSDP2 cuts; columns; ranges of elements, as ZeRO-3 does; whole tensors of its own."""
+    if how == "stages":
+        return {name: t for k, (name, t) in enumerate(state.items()) if k % trainer.size == trainer.rank}
+    mesh, found = init_device_mesh("cpu", (trainer.size,)), dict[str, Any]()
+    for name, tensor in state.items():
+        cuts = tuple(tensor.numel() * k // trainer.size for k in range(trainer.size + 1))
+        if tensor.ndim < 2:
+            found[name] = tensor
+        elif how == "ranges":
+            mine = tensor.reshape(-1)[cuts[trainer.rank] : cuts[trainer.rank + 1]].clone()
+            found[name] = FlatShard(mine, tuple(tensor.shape), cuts, None)
+        else:
+            found[name] = distribute_tensor(tensor, mesh, [Shard(0 if how == "rows" else 1)])
+    return found
+
+
+def config(store: Store) -> Any:
+    with Subscriber(store, stream="policy") as subscriber:
+        subscriber.sync()
+        return subscriber.files()["config.json"]
+
+
+def as_one(trainer: Trainer, wanted: str) -> None:
+    trainer.connect("ranks")
+    for how in ("rows", "columns", "ranges", "stages"):
+        store, other = LocalStore(trainer.folder / how), MemoryStore()
+        with ShardedPublisher(store, stream="policy", threads=1) as ranks, Publisher(other, stream="policy") as alone:
+            for seed in range(2):
+                mine, given = parts(trainer, how, weights(seed)), {**GIVEN, "quantise": wanted}
+                done = ranks.publish(mine, **given) if seed else ranks.submit(mine, **given).result()
+                assert done.root == alone.publish(weights(seed), **given).root, (how, seed)
+                assert seed == 0 or done.changed
+        if trainer.rank == 0:  # what is left out is named, whichever rank has it
+            assert config(store) == config(other), how
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(2, "nvfp4"), (3, "fp8_block")])
+def test_ranks_quantise_as_one(size: int, wanted: str) -> None:
+    together(as_one, size, wanted)
+
+
+def refused(trainer: Trainer) -> None:
+    trainer.connect("ranks")
+    with ShardedPublisher(LocalStore(trainer.folder / "store"), stream="policy") as publisher:
+        with pytest.raises(InputError, match="part of a group of 32 elements"):
+            publisher.publish(parts(trainer, "columns", weights(0)), quantise="mxfp8")
+        with pytest.raises(InputError, match="by a function"):
+            publisher.publish(parts(trainer, "rows", weights(0)), quantise=lambda name, weight: None)
+        with pytest.raises(InputError, match="quantise is"):
+            publisher.publish(parts(trainer, "rows", weights(0)), quantise=("mxfp8", "fp8_block")[trainer.rank])
+        assert publisher.publish(parts(trainer, "rows", weights(0)), quantise="mxfp8").version == 0
+
+
+def test_what_ranks_cannot_quantise_is_refused_on_all() -> None:
+    together(refused, 2)

@@ -1,0 +1,241 @@
+"""Rounds over a store to which strangers can write: what is in a round is signed by members, and within bounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
+from pulse_rl.errors import CorruptMessage, InputError, TrainerLost, Untrusted
+from pulse_rl.loco import StoreExchange
+from pulse_rl.loco.store_format import write_post
+from pulse_rl.loco.store_rounds import StoreRounds
+from tests.support.loco_reference import Job, flat, same
+
+MEMBERS = [Signer.generate() for _ in range(2)]
+KEYS = [signer.public_key for signer in MEMBERS]
+STRANGER = Signer.generate()
+
+
+class Member:
+    def __init__(self, store: Store, signer: Signer | None, keys: list[str] | None = None, **settings: Any) -> None:
+        known = (keys or KEYS) if signer else None
+        settings = {"quorum": 1, "grace_seconds": 0.0, "deadline_seconds": 0.0, **settings}
+        over = StoreExchange(store, signer=signer, trusted_keys=known, **settings)
+        self.job = Job(lr=1e-3)
+        self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=1, over=over)
+
+    @property
+    def meeting(self) -> StoreRounds:
+        assert isinstance(self.loop.meeting, StoreRounds)
+        return self.loop.meeting
+
+    def lift_bounds(self) -> None:
+        """It does not keep to them."""
+        self.meeting.exchange = replace(self.meeting.exchange, max_norm=None, max_entries=None)
+
+    def not_finite(self) -> bytes:
+        """A post with a NaN."""
+        meeting = self.meeting
+        entries = [(np.zeros(1, np.uint32), np.full(1, np.nan, np.float32)) for _ in meeting._units]
+        return write_post(meeting._place("stranger"), meeting._coder().encode(meeting._units, entries), None)
+
+    def round(self, seed: int = 0) -> str:
+        self.job.step(seed)
+        assert self.loop.last_round is not None
+        return self.loop.last_round.left_out
+
+
+def members(store: Store, **settings: Any) -> list[Member]:
+    return [Member(store, signer, **settings) for signer in MEMBERS]
+
+
+def close_of(store: Store, number: int) -> tuple[list[str], dict[str, str]]:
+    """Who is in a round, and why others are not, by digest."""
+    fields = json.loads(store.get(f"loco/closed/{number:012d}.json"))
+    return [each[0] for each in fields["posts"]], {digest: reason for _, digest, reason in fields["refused"]}
+
+
+def put(store: Store, number: int, trainer: str, data: bytes) -> str:
+    digest = sha256(data).hexdigest()
+    store.put(f"loco/posts/{number:012d}/{trainer}.{digest}", data)
+    return digest
+
+
+def test_members_meet_by_their_keys() -> None:
+    store = MemoryStore()
+    a, b = members(store)
+    with a.loop, b.loop:
+        assert a.round() == ""
+        assert b.round(1) == "round 1: it was closed before this trainer had put its message"
+        a.round()
+        b.round(1)
+        a.loop.rejoin()
+        assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))
+        assert [close_of(store, number)[0] for number in range(4)] == [KEYS[:1], KEYS[1:]] * 2
+        signed = json.loads(store.get("loco/run.json"))
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signed["key"]))
+        key.verify(bytes.fromhex(signed["signature"]), f"pulse.loco.1 {signed['sha256']}".encode())
+
+
+def test_posts_of_strangers_are_refused_and_say_why() -> None:
+    """Forged, replayed in another round or under another's name, of another run, cut off, and too large."""
+    store, elsewhere = MemoryStore(), MemoryStore()
+    a, b = members(store)
+    (other,) = (Member(elsewhere, MEMBERS[1]),)
+    with a.loop, b.loop, other.loop:
+        other.round()
+        (of_other_run,) = [elsewhere.get(info.name) for info in elsewhere.list("loco/posts")]
+        put(store, 0, KEYS[1], of_other_run)
+        a.round()
+        (mine,) = [info for info in store.list("loco/posts") if KEYS[0] in info.name]
+        old = store.get(mine.name)
+        root = bytes.fromhex(a.loop.last_round.root)  # type: ignore[union-attr]
+        digests = {
+            put(store, 1, KEYS[1], old): "another theta",
+            put(store, 1, KEYS[1], old[:4] + root + old[36:]): "invalid signature",
+            put(store, 1, KEYS[1], old[:4] + root + bytes(64) + old[100:]): "not signed",
+            put(store, 1, KEYS[1], b"junk"): "no post",
+            put(store, 1, KEYS[1], bytes(100_000)): "more than its entries can need",
+        }
+        put(store, 1, STRANGER.public_key, old)
+        a.round()
+        inside, refused = close_of(store, 1)
+        assert inside == KEYS[:1]
+        assert refused.keys() == digests.keys()
+        assert all(words in refused[digest] for digest, words in digests.items())
+        assert list(close_of(store, 0)[1].values()) == ["it has an invalid signature"]
+
+
+@pytest.mark.parametrize("kind", ["closed", "run", "snapshot"])
+@pytest.mark.parametrize("how", ["unsigned", "stranger", "changed", "junk"])
+def test_what_only_members_may_say(kind: str, how: str) -> None:
+    """All stop alike at a forged close, or run, and go on once it is deleted; a forged snapshot is passed over."""
+    store, forged = MemoryStore(), MemoryStore()
+    signer = {"unsigned": None, "stranger": STRANGER}.get(how, MEMBERS[0])
+    liar = Member(forged, signer, [STRANGER.public_key] if signer is STRANGER else None)
+    with liar.loop:
+        liar.round()
+    a, b = members(store)
+    if kind == "run":
+        data = forged.get("loco/run.json")
+        store.put(
+            "loco/run.json", {"changed": data.replace(b'"round": 0', b'"round": 1'), "junk": b"{}"}.get(how, data)
+        )
+        with pytest.raises((Untrusted, CorruptMessage), match="loco/run"):
+            a.loop.__enter__()
+        store.delete("loco/run.json")
+    with a.loop, b.loop:
+        a.round()
+        theta = flat(a.loop.global_state()).clone()
+        data = forged.get("loco/closed/000000000000.json")
+        data = {"changed": data.replace(b'"round": 0', b'"round": 1'), "junk": b"junk"}.get(how, data)
+        if kind == "snapshot":
+            store.put("loco/snapshots/000000000001.json", data)
+            store.put("loco/snapshots/000000000009.json", data)
+            assert same(flat(Member(store, MEMBERS[1]).loop.__enter__().global_state()), theta)
+        if kind == "closed":
+            store.put("loco/closed/000000000001.json", data)
+            for member in (a, b):
+                with pytest.raises((Untrusted, CorruptMessage), match="closed/000000000001") as caught:
+                    member.round(3)
+                assert how in ("changed", "junk") or "delete loco/closed/000000000001.json" in (caught.value.hint or "")
+                assert same(flat(member.loop.global_state()), theta)
+            store.delete("loco/closed/000000000001.json")
+            for member in (a, b):
+                member.loop.rejoin()
+            assert a.loop.round + 1 == b.loop.round
+        a.round(4)
+        b.loop.rejoin()
+        assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))
+
+
+def test_who_closes_asks_accept_and_says_why() -> None:
+    store, seen = MemoryStore(), list[tuple[str, int]]()
+
+    def accept(message: Any, number: int) -> bool | str:
+        tensors = message.tensors()
+        assert tensors.keys() == dict(a.job.model.named_parameters()).keys()
+        assert int((flat(tensors) != 0).sum()) == message.entries > 0
+        assert float(flat(tensors).double().norm()) == pytest.approx(message.norm)
+        seen.append((message.trainer, number))
+        return True if message.trainer == KEYS[0] or number else "not today"
+
+    a, b = Member(store, MEMBERS[0], accept=accept), Member(store, MEMBERS[1], quorum=2)
+    with a.loop, b.loop:
+        for _ in range(2):  # b waits for another, and a closes the round
+            with pytest.raises(TrainerLost, match="1 of 2 trainers"):
+                b.loop.rejoin() if b.loop.inner_step else b.round(1)
+            a.round()
+        b.loop.rejoin()
+        assert sorted(seen) == sorted((key, number) for key in KEYS for number in range(2))
+        assert [close_of(store, number)[0] for number in range(2)] == [KEYS[:1], sorted(KEYS)]
+        with pytest.raises(TrainerLost):
+            b.round(1)
+        a.round()
+        b.loop.rejoin()
+        assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))
+        assert list(close_of(store, 0)[1].values()) == ["not accepted: not today"]
+
+
+@pytest.mark.parametrize(("bound", "words"), [("max_norm", "its norm is"), ("max_entries", "entries, more than")])
+def test_a_bound_holds_for_all(bound: str, words: str) -> None:
+    """Its own trainer does not send what is above it. Where a member does, it is passed over; where one closes a round
+    with it, all refuse that."""
+    store = MemoryStore()
+    bounds: dict[str, Any] = {bound: {"max_norm": 1e-4, "max_entries": 10}[bound]}
+    honest = Member(store, MEMBERS[0], **bounds)
+    with honest.loop:
+        with pytest.raises(InputError, match=words):
+            honest.round()
+        honest.loop.rewind()
+        for quorum in (2, 1):
+            liar = Member(store, MEMBERS[1], quorum=quorum, **bounds)
+            with liar.loop:
+                with pytest.raises(InputError, match="the run has the settings"):
+                    Member(store, MEMBERS[1]).loop.__enter__()
+                liar.lift_bounds()
+                with pytest.raises(TrainerLost) if quorum == 2 else nullcontext():
+                    liar.round()
+            honest.job.optimizer.param_groups[0]["lr"] = 1e-9  # a step of almost nothing
+            with nullcontext() if quorum == 2 else pytest.raises(CorruptMessage, match=words):
+                honest.round()
+        assert words in close_of(store, 0)[1].popitem()[1]
+
+
+def test_what_is_not_finite_is_refused_without_keys_as_well() -> None:
+    store = MemoryStore()
+    member = Member(store, None)
+    with member.loop:
+        data = member.not_finite()
+        digest = put(store, 0, "stranger", data)
+        member.round()
+        assert close_of(store, 0) == ([member.loop.trainer.name], {digest: "a value that is not finite"})
+        assert all(tensor.isfinite().all() for tensor in member.loop.global_state().values())
+
+
+def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
+    own, store = MEMBERS[0], MemoryStore()
+    return {
+        "no keys": (lambda: StoreExchange(store, signer=own), "trusted_keys"),
+        "no signer": (lambda: StoreExchange(store, trusted_keys=KEYS), "members sign"),
+        "two names": (lambda: StoreExchange(store, trainer="a", signer=own, trusted_keys=KEYS), "named by its key"),
+        "not a member": (lambda: StoreExchange(store, signer=STRANGER, trusted_keys=KEYS), "own key"),
+        "norm": (lambda: StoreExchange(store, max_norm=-1.0), "max_norm"),
+        "entries": (lambda: StoreExchange(store, max_entries=0), "max_entries"),
+    }
+
+
+@pytest.mark.parametrize("case", refusals())
+def test_refusals(case: str) -> None:
+    act, words = refusals()[case]
+    with pytest.raises(InputError, match=words):
+        act()
