@@ -179,6 +179,8 @@ class Rounds:
         self._stack.enter_context(faults.armed("round.waits", _wait))
         nonces = Random(rng.getrandbits(32))
         self._stack.enter_context(patch.object(wire, "os", SimpleNamespace(urandom=nonces.randbytes)))
+        hexadecimal = SimpleNamespace(token_hex=lambda count: nonces.randbytes(count).hex())
+        self._stack.enter_context(patch.object(store_rounds, "secrets", hexadecimal))
         self._stack.enter_context(patch.object(store_rounds, "time", SimpleNamespace(monotonic=lambda: 0.0)))
         names: list[str] = list("abcd"[: rng.choice((2, 2, 3, 4))])
         keys = [Signer(rng.randbytes(32)) for _ in names] if rng.random() < 0.5 else []

@@ -15,6 +15,7 @@ from torch import nn
 from pulse_rl import MemoryStore, PulseLoCo, Store
 from pulse_rl.errors import InputError, NonFinite, PulseError, StateMismatch, StoreUnavailable, TrainerLost
 from pulse_rl.loco import StoreExchange
+from pulse_rl.store import Data
 from tests.support.loco_reference import Job, Reference, flat, same
 from tests.support.stores import FaultyStore
 
@@ -306,3 +307,54 @@ def test_refusals(case: str) -> None:
         pass
     with pytest.raises(error, match=match):
         act(store)
+
+
+class CountingStore(FaultyStore):
+    """With the bytes that are written."""
+
+    sent = 0
+
+    def put(self, name: str, data: Data) -> None:
+        self.sent += len(bytes(data)) if isinstance(data, bytes) else sum(map(len, data))
+        super().put(name, data)
+
+    def put_new(self, name: str, data: bytes) -> None:
+        self.sent += len(data)
+        super().put_new(name, data)
+
+
+@pytest.mark.slow
+def test_what_leaves_a_trainer_does_not_grow_with_their_number() -> None:
+    """Counted at the store, snapshots included, which all make by turns; and the requests of a round are bounded."""
+    rounds, means = 6, list[float]()
+    for trainers in (4, 16):
+        store = MemoryStore()
+
+        def train(name: str, store: Store = store, trainers: int = trainers) -> tuple[int, int]:
+            line, random = CountingStore(store), torch.Generator().manual_seed(ord(name))
+            weight = nn.Parameter(torch.randn(20_000, generator=torch.Generator().manual_seed(0)))
+            optimizer = torch.optim.SGD([weight], lr=1e-3)
+            over = StoreExchange(line, trainer=name, quorum=trainers, grace_seconds=SECONDS, deadline_seconds=SECONDS)
+            with PulseLoCo({"w": weight}, optimizer, sync_every=1, over=over) as loop:
+                loop.threads = 1
+                line.sent, line.calls = 0, []
+                reported = 0
+                for _ in range(rounds):
+                    weight.grad = torch.randn(20_000, generator=random)
+                    optimizer.step()
+                    assert loop.last_round is not None
+                    assert loop.last_round.trainers == trainers
+                    reported += loop.last_round.sent_bytes
+            assert reported == line.sent
+            pieces = sum(call == "put" and "pieces" in of for call, of in line.calls)
+            looks = sum(call == "list" and "posts/" in of for call, of in line.calls)
+            others = [
+                of for call, of in line.calls if "snapshots" not in of and "pieces" not in of and of != "loco/posts"
+            ]
+            assert len(others) <= rounds * (trainers + 8) + 2 * looks
+            return line.sent, pieces
+
+        found = at_once(*(lambda name=name: train(name) for name in "abcdefghijklmnop"[:trainers]))
+        means.append(sum(sent for sent, _ in found) / trainers / rounds)
+        assert sum(pieces > 0 for _, pieces in found) > 1
+    assert means[1] <= 1.1 * means[0]

@@ -357,8 +357,11 @@ class StoreRounds:
         self._members = frozenset(post.trainer for post in close.posts)
         self._root = state.digest(state.theta).root
         self._since_snapshot += sum(post.nbytes for post in close.posts)
-        if delivery == Delivery.COUNTED and close.posts[0].trainer == self._trainer.name:
-            self._keep_snapshot()
+        if self._since_snapshot >= 2 * state.theta.nbytes:
+            self._since_snapshot = 0
+            # By turns: over many rounds each uploads as much for snapshots as for its own messages.
+            if close.posts[close.round % len(close.posts)].trainer == self._trainer.name:
+                self._keep_snapshot()
         done = Finished(
             trainers=len(close.posts),
             entries=self._own.entries if self._own else 0,
@@ -503,11 +506,7 @@ class StoreRounds:
     # -- snapshots
 
     def _keep_snapshot(self) -> None:
-        """Stores theta and momentum once the messages since the last time are as long: who is new or far behind reads
-        less, and older messages may go."""
-        if self._since_snapshot < 2 * self._state.theta.nbytes:
-            return
-        self._since_snapshot = 0
+        """Stores theta and momentum: who is new or far behind reads less, and older messages may go."""
         before, _ = self._newest_snapshot()
         if before >= self._trainer.round:
             return
@@ -599,7 +598,7 @@ class StoreRounds:
 
         self._serial.run(take_up, whole=True)
         self._reduction.forget()
-        self._members = frozenset()
+        self._members, self._since_snapshot = frozenset(), 0
         self._root = roots[0]
 
     def _fetched(self, root: str, pieces: Sequence[Any]) -> Floats:
