@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback
 
-from pulse_rl import LocalStore, MemoryStore, Published, Store
+from pulse_rl import LocalStore, MemoryStore, Published, Store, Subscriber
 from pulse_rl.errors import StoreError, StoreUnavailable
 from pulse_rl.events import Event
 from pulse_rl.integrations.transformers import PulseCallback
@@ -131,6 +131,51 @@ def test_a_run_that_is_resumed_continues_the_stream(tmp_path: Path) -> None:
     assert callback.published is not None
     assert (callback.published.version, callback.published.metadata["step"]) == (5, 4)
     assert callback.published.changed is not None
+
+
+class Death(TrainerCallback):
+    """The process dies at the end of ``step``; ``found`` is what it began with: the optimizer's own count of its steps,
+    and the scheduler's."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.found = (0, 0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        counted = {int(each["step"]) for each in kwargs["optimizer"].state_dict()["state"].values()}
+        self.found = max(counted, default=0), kwargs["lr_scheduler"].last_epoch
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise InterruptedError
+
+
+def test_every_restart_is_at_the_exact_weights_with_the_newest_optimizer(tmp_path: Path) -> None:
+    """`tests/integrations/test_restart.py` has twenty of twenty, for a loop of one's own."""
+    address, step, saved = str(tmp_path / "store"), 0, 0
+    settings = arguments(tmp_path, max_steps=99, save_total_limit=1)
+    for life, died in enumerate((3, 5, 6, 9, 15, 16)):
+        callback, witness, death = (
+            PulseCallback(address, stream="policy", optimizer_every=4, replace=False),
+            Witness(),
+            Death(died),
+        )
+        folder = callback.restart(settings.output_dir)
+        trainer = Trainer(tiny(seed=life), settings, train_dataset=sentences(), callbacks=[callback, witness, death])
+        with Subscriber(address, stream="policy") as newest:
+            newest.sync()
+            with pytest.raises(InterruptedError):
+                trainer.train(resume_from_checkpoint=folder)
+            assert min(witness.roots) == step
+            if life:
+                assert witness.roots[step] == newest.root
+        assert death.found == (saved, step)
+        # A death comes before the save of its step. What the optimizer has lost, it does not count.
+        last = (died - 1) // 4 * 4
+        saved = saved + last - step if last > step else saved or 1
+        callback._publisher.wait()
+        step = died
+    assert followed(address).keys() == set(range(step + 1))
 
 
 class Away(LocalStore):

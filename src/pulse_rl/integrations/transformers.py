@@ -6,6 +6,8 @@ import copy
 import inspect
 import logging
 import math
+import secrets
+import shutil
 import time
 from collections import deque
 from pathlib import Path
@@ -20,22 +22,31 @@ with extra("torch"):
     from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.trainer_callback import CallbackHandler
+    from transformers.trainer_utils import get_last_checkpoint
 
+from .._util.files import make_folder, sync_folder
 from .._util.settings import checked_count
-from ..errors import PulseError
+from ..errors import PulseError, StateMismatch
 from ..events import Metadata, Published, checked_listener
 from ..state.cast import compute_dtype_named
+from ..state.checkpoint import ADAPTER_NAME, FILE_NAME, INDEX_NAME, load, save
 from ..state.companions import files_of, of_dtype
 from ..state.quantise import Quantise
+from ..state.tensors import State
 from ..store import Store
 from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import Submission
+from ..sync.subscriber import Subscriber
+from .restart import moved_to, step_of
+from .torch import host_tensors
 from .weights import adapter_weights, advice, base_of, logged, policy_weights
 
 __all__ = ["PulseCallback", "checkpoint_files", "checkpoint_weights"]
 
 _log = logging.getLogger(__name__)
 _OURS = "pulse/"
+TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
+"""Of the Trainer's checkpoints."""
 
 
 def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -103,6 +114,10 @@ class PulseCallback(TrainerCallback):
     ``pulse/replaced`` and ``pulse/failed``, counts, if not 0. Where a trainer has several of these callbacks, the names
     are ``pulse/STREAM/version`` and so on.
 
+    With ``optimizer_every`` the Trainer saves a checkpoint at the first and at each so many steps, optimizer and all,
+    whatever its own ``save_strategy``, and `restart` makes of the newest one a checkpoint with the weights of the
+    newest version.
+
     The first version is committed before the first step, and any error is raised, so that a wrong address, model or
     permission is found at once. After it a store that is away (`PulseError.retryable`) is logged as a warning, and the
     training goes on: the next version has it all. Other errors (PublisherConflict, UnsupportedTensor) end the training
@@ -117,6 +132,7 @@ class PulseCallback(TrainerCallback):
         stream: str,
         dtype: str | None = "BF16",
         every: int = 1,
+        optimizer_every: int | None = None,
         replace: bool = True,
         adapter: bool = False,
         quantise: Quantise | None = None,
@@ -124,12 +140,15 @@ class PulseCallback(TrainerCallback):
     ) -> None:
         self._dtype = None if dtype is None else compute_dtype_named(dtype).name
         self._every = checked_count("every", every)
+        self._optimizer_every = None if optimizer_every is None else checked_count("optimizer_every", optimizer_every)
         self._replace = replace
         self._adapter = adapter
         self._quantise = quantise
         publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
         self._publisher = Publisher(store, stream=stream, **publisher)
-        self._stream = stream
+        signer, trusted = publisher.get("signer"), publisher.get("trusted_keys") or ()
+        self._keys = None if signer is None and not trusted else {*trusted, *([signer.public_key] if signer else ())}
+        self._store, self._stream = store, stream
         self._prefix = _OURS
         self._files: dict[str, bytes] | None = None
         self._ended: deque[tuple[int, Submission]] = deque()
@@ -153,6 +172,55 @@ class PulseCallback(TrainerCallback):
     def error(self) -> BaseException | None:
         """Why the newest weights are not in the stream, None if nothing is wrong."""
         return self._error
+
+    def restart(self, output_dir: str | Path) -> str | None:
+        """The folder to go on from after a crash, None for a new run, on all ranks:
+        ``trainer.train(resume_from_checkpoint=callback.restart(args.output_dir))``.
+
+        It is made in ``output_dir``, as ``checkpoint-STEP`` of the newest version's step: the version's weights, bit
+        for bit, and of the Trainer's newest checkpoint the optimizer and all else (hard links). A weight that the
+        Trainer holds in FP32 and that has had the version's BF16 bits since that checkpoint has its number from there.
+        Where the Trainer's checkpoint is no older than the version, it is that one. Raises StateMismatch where the
+        checkpoint has other weights than the stream (a merged PEFT adapter, a quantised stream, shards of FSDP and
+        DeepSpeed), and what `Subscriber.sync` raises.
+        """
+        found: list[Any] = [None]
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not ranks or torch.distributed.get_rank() == 0:
+            try:
+                found = [self._restart(Path(output_dir))]
+            except Exception as error:
+                if not ranks:
+                    raise
+                found = [error]  # to be raised by all: the others wait for it
+        if ranks:
+            torch.distributed.broadcast_object_list(found)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        folder: str | None = found[0]
+        return folder
+
+    def _restart(self, output: Path) -> str | None:
+        newest = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
+        if newest is None:
+            return None
+        with Subscriber(self._store, stream=self._stream, trusted_keys=self._keys) as subscriber:
+            subscriber.sync()
+            metadata = {} if subscriber.version is None else subscriber.manifest.metadata
+            steps = step_of(metadata) - int(newest.rpartition("-")[2]) if metadata else 0
+            if steps <= 0:
+                return str(newest)
+            target = output / f"checkpoint-{metadata['step']}"
+            made = output / f".pulse-restart-{secrets.token_hex(4)}"
+            try:
+                make_folder(made)
+                _move_on(Path(newest), made, subscriber.state, metadata, steps)
+                sync_folder(made)
+                made.rename(target)
+                sync_folder(output)
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
+        return str(target)
 
     # -- what the Trainer calls, on all ranks
 
@@ -189,10 +257,13 @@ class PulseCallback(TrainerCallback):
             self._committed(state.global_step, done)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Publishes the step, if it is one of ``every``.
+        """Publishes the step, if it is one of ``every``, and has the Trainer save the first and those of
+        ``optimizer_every``.
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
+        if self._optimizer_every and (state.global_step == 1 or state.global_step % self._optimizer_every == 0):
+            control.should_save = True
         if state.global_step % self._every == 0:
             self._submit(kwargs["model"], state)
         else:
@@ -354,6 +425,32 @@ class PulseCallback(TrainerCallback):
         figures |= {name: count for name, count in self._counts.items() if count}
         self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
         return {self._prefix + name: value for name, value in figures.items()}
+
+
+def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps: int) -> None:
+    """Puts into the folder ``made`` the Trainer's checkpoint ``newest``, moved on by ``steps`` to ``version``."""
+    saved, weights = dict(host_tensors(load(newest)[0])), dict(host_tensors(version))
+    if {(name, t.shape) for name, t in saved.items()} != {(name, t.shape) for name, t in weights.items()}:
+        raise StateMismatch(
+            f"{newest} has other weights than the stream",
+            hint="An adapter restarts from a stream of its own (adapter=True).",
+        )
+    weights = {name: moved_to(saved[name], tensor) for name, tensor in weights.items()}
+    save(made / (ADAPTER_NAME if (newest / ADAPTER_NAME).is_file() else FILE_NAME), State.of(weights), {"format": "pt"})
+    for file in newest.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in (TRAINER_STATE, SCHEDULER, INDEX_NAME):
+            try:
+                (made / file.name).hardlink_to(file)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(file, made / file.name)
+    trainer = TrainerState.load_from_json(str(newest / TRAINER_STATE))
+    trainer.global_step += steps
+    trainer.epoch = float(metadata.get("epoch", trainer.epoch or 0))
+    trainer.save_to_json(str(made / TRAINER_STATE))
+    scheduler = torch.load(newest / SCHEDULER, weights_only=True)
+    for count in {"last_epoch", "_step_count"} & scheduler.keys():
+        scheduler[count] += steps
+    torch.save(scheduler, made / SCHEDULER)
 
 
 def _put_in_front(callback: PulseCallback) -> str:
