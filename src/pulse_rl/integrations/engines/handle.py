@@ -95,28 +95,15 @@ class Generation:
 class EngineHandle(Closing):
     """Made by `connect`. A context manager; see `close`. May be used by several threads, one call at a time."""
 
-    _transport: EngineTransport
-    _info: InitInfo
-    _in_flight: str
-    _timeout: float
-    _owner: str
-    _lock: threading.RLock
-    _follower: threading.Thread | None
-    _closing: threading.Event
-    _stale: bool
-    _untagged: bool
-    _paused: bool
-    _waits: bool
-    _asleep: frozenset[str]
-    _sessions: int
-    _tagged: int | None
-    _roots: dict[int, str]
-    _engine: tuple[str, str]
-
     @classmethod
     def _on(cls, transport: EngineTransport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
         """A handle that has opened a session in the engine as its owner. Raises InputError, and UnsupportedTensor where
         the engine cannot follow the stream."""
+        self = cls.__new__(cls)
+        self._begin(transport, info, in_flight, timeout_seconds)
+        return self
+
+    def _begin(self, transport: EngineTransport, info: InitInfo, in_flight: str, timeout_seconds: float) -> None:
         if not isinstance(info.store, str):
             raise InputError(
                 f"the store must be an address, not a {type(info.store).__name__}",
@@ -124,7 +111,6 @@ class EngineHandle(Closing):
             )
         if in_flight not in ("keep", "abort", "wait"):
             raise InputError(f"in_flight must be 'keep', 'abort' or 'wait', not {in_flight!r}")
-        self = cls.__new__(cls)
         self._transport = transport
         self._owner = uuid.uuid4().hex
         keys = None if info.trusted_keys is None else list(info.trusted_keys)
@@ -132,19 +118,20 @@ class EngineHandle(Closing):
         self._in_flight = in_flight
         self._timeout = timeout_seconds
         self._lock = threading.RLock()
-        self._follower = None
+        self._follower: threading.Thread | None = None
         self._closing = threading.Event()
         self._stale = self._untagged = self._paused = self._waits = False
-        self._asleep = frozenset()
+        self._asleep: frozenset[str] = frozenset()
         self._sessions = 0
-        self._tagged, self._roots, self._engine = None, {}, ("", "")
+        self._tagged: int | None = None
+        self._roots: dict[int, str] = {}
+        self._engine = ("", "")
         self._open()
         try:
             self._prove()
         except BaseException:
             self.close()
             raise
-        return self
 
     @property
     def stream(self) -> str:

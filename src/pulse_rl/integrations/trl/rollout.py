@@ -51,30 +51,20 @@ def pulse_rollout(
     evaluates. Raises InputError.
     """
     link = ServerLink(server_url, store, stream, retry_seconds=retry_seconds, engine=engine, publisher=publisher)
-    return PulseRollout._of(link, records)
+    return PulseRollout(link, records)
 
 
 class PulseRollout(TrainerCallback):
     """Made by `pulse_rollout`; joins the trainer's callbacks at its first call."""
 
-    _link: ServerLink
-    _step: int | None
-    _weights: Weights | None
-    _records: str | Path | None
-    _model: str | None
-    _engine_version: str
-    _training: bool
-
-    @classmethod
-    def _of(cls, link: ServerLink, records: str | Path | None) -> PulseRollout:
-        self = cls.__new__(cls)
+    def __init__(self, link: ServerLink, records: str | Path | None) -> None:
         self._link = link
-        self._step = None
-        self._weights = self._model = None
         self._records = records
+        self._step: int | None = None
+        self._weights: Weights | None = None
+        self._model: str | None = None
         self._engine_version = ""
         self._training = False
-        return self
 
     @property
     def published(self) -> Published | None:

@@ -11,7 +11,7 @@ import concurrent.futures
 import inspect
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 from urllib.parse import urlencode
 
 from ...errors import EngineError, EngineUnavailable, InputError
@@ -30,7 +30,6 @@ from ..engines.transport import (
 
 __all__ = ["EngineHandle", "connect"]
 
-T = TypeVar("T")
 _ROUTES = (
     "Start it with VLLM_SERVER_DEV_MODE=1 in its environment and "
     """--weight-transfer-config '{"backend": "pulse"}'."""
@@ -75,18 +74,23 @@ def connect(
 class Offline:
     """A `vllm.LLM`, which generates only while it is called: there is nothing to pause."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._engine, name)(*args, **kwargs)
 
     def init(self, init_info: dict[str, Any]) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._call("init_weight_transfer_engine", WeightTransferInitRequest(init_info=init_info))
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
-        answers: list[Status] = self._llm.collective_rpc("pulse", args=(action, owner, version))
+        answers: list[Status] = self._call("collective_rpc", "pulse", args=(action, owner, version))
         return answers
 
     def recover(self) -> None:
-        pass
+        self.resume()
 
     def pause(self, mode: str) -> None:
         pass
@@ -95,13 +99,16 @@ class Offline:
         pass
 
     def start(self) -> None:
-        self._llm.start_weight_update()
+        self._call("start_weight_update")
 
     def update(self, version: int | None, owner: str) -> None:
-        self._llm.update_weights({"update_info": {"version": version, "owner": owner}})
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._call("update_weights", WeightTransferUpdateRequest(update_info={"version": version, "owner": owner}))
 
     def finish(self, weight_version: str) -> None:
-        self._llm.finish_weight_update(*_tag(self._llm, weight_version))
+        tagged = inspect.signature(self._engine.finish_weight_update).parameters  # not in vLLM 0.26 and 0.27
+        self._call("finish_weight_update", *((weight_version,) if tagged else ()))
 
     def tag(self, weight_version: str) -> None:
         self.start()
@@ -109,29 +116,32 @@ class Offline:
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         prompts = [{"prompt_token_ids": prompt}]
-        return _generated(self._llm.generate(prompts, _sampling(sampling), use_tqdm=False)[0])
+        return _generated(self._engine.generate(prompts, _sampling(sampling), use_tqdm=False)[0])
 
     def reset_prefix_cache(self, running: bool) -> bool:
-        engine: Any = getattr(self._llm, "llm_engine", None)
+        engine: Any = getattr(self._engine, "llm_engine", None)
         if hasattr(engine, "reset_encoder_cache"):
             engine.reset_encoder_cache()  # the other forms of the engine do it in their pause
-        return bool(self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True))
+        return bool(self._call("reset_prefix_cache", running, reset_connector=True))
 
 
-class Async:
+class Async(Offline):
     """A `vllm.AsyncLLM`, whose event loop runs in another thread than the caller's."""
 
     def __init__(self, engine: Any, timeout_seconds: float) -> None:
+        super().__init__(engine)
         handler = getattr(engine, "output_handler", None)
         if handler is None:
             raise InputError(
                 "the AsyncLLM has no event loop yet", hint="Make it inside of the running loop that it shall use."
             )
-        self._engine = engine
         self._timeout = timeout_seconds
         self._loop: asyncio.AbstractEventLoop = handler.get_loop()
 
-    def _wait(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._wait(lambda: getattr(self._engine, name)(*args, **kwargs))
+
+    def _wait(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
@@ -146,38 +156,11 @@ class Async:
         except concurrent.futures.TimeoutError:
             raise EngineUnavailable(f"the AsyncLLM did not answer in {self._timeout:.0f} seconds") from None
 
-    def init(self, init_info: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        self._wait(lambda: self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
-
-    def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
-        return self._wait(lambda: self._engine.collective_rpc("pulse", args=(action, owner, version)))
-
-    def recover(self) -> None:
-        self.resume()
-
     def pause(self, mode: str) -> None:
-        self._wait(lambda: self._engine.pause_generation(mode=mode, clear_cache=True))
+        self._call("pause_generation", mode=mode, clear_cache=True)
 
     def resume(self) -> None:
-        self._wait(lambda: self._engine.resume_generation())
-
-    def start(self) -> None:
-        self._wait(lambda: self._engine.start_weight_update())
-
-    def update(self, version: int | None, owner: str) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        request = WeightTransferUpdateRequest(update_info={"version": version, "owner": owner})
-        self._wait(lambda: self._engine.update_weights(request))
-
-    def finish(self, weight_version: str) -> None:
-        self._wait(lambda: self._engine.finish_weight_update(*_tag(self._engine, weight_version)))
-
-    def tag(self, weight_version: str) -> None:
-        self.start()
-        self.finish(weight_version)
+        self._call("resume_generation")
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         async def last() -> Any:
@@ -185,14 +168,6 @@ class Async:
             return [output async for output in outputs][-1]
 
         return _generated(self._wait(last))
-
-    def reset_prefix_cache(self, running: bool) -> bool:
-        return bool(self._wait(lambda: self._engine.reset_prefix_cache(running, reset_connector=True)))
-
-
-def _tag(engine: Any, weight_version: str) -> tuple[str, ...]:
-    """The argument of ``finish_weight_update``; vLLM 0.26 and 0.27 do not tag their outputs."""
-    return (weight_version,) if inspect.signature(engine.finish_weight_update).parameters else ()
 
 
 def _sampling(sampling: dict[str, Any]) -> Any:
