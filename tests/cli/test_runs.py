@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import Publisher, state_root
+from pulse_rl import Publisher, Signer, checkout, state_root, verify_stream
+from pulse_rl.errors import PublisherConflict
 from tests.support.commands import Pulse
 from tests.support.reports import Page
 
@@ -92,3 +93,38 @@ def test_what_says_nothing_of_a_version_ends_a_bisection(
     pulse("bisect", "store", "--stream", "s", *arguments, status=1)
     assert match in pulse.err
     assert pulse.err.rstrip().endswith(")")  # its hint
+
+
+def test_a_stream_begins_with_a_version_of_another(roots: list[str], pulse: Pulse) -> None:
+    with Publisher("store", stream="parent") as parent:
+        done = parent.publish({"w": np.arange(9.0)}, metadata={"step": 3, "who": "p"}, files={"config.json": b"{}"})
+    key = Signer.generate()
+    with checkout("store", "parent") as found, Publisher("store", stream="child", signer=key) as child:
+        begun = child.begin_from(found, metadata={"who": "c"})
+        with pytest.raises(PublisherConflict):
+            child.begin_from(found)
+        assert child.publish({"w": np.arange(9.0) + (np.arange(9) == 4)}).changed == 1
+    assert begun.root == done.root
+    assert begun.metadata == {"step": 3, "who": "c", "begun_from": f"parent@0 {done.stream_id}"}
+    with checkout("store", "child", version=0, trusted_keys=[key.public_key]) as found:
+        assert (found.root, found.files()) == (done.root, {"config.json": b"{}"})
+    assert "begun_from=parent@0" in pulse("log", "store", "--stream", "child")
+    assert all(report.ok for report in verify_stream("store", "child"))
+    with Publisher("store", stream="liar") as liar:
+        liar.publish({"w": np.arange(8.0)}, metadata=begun.metadata)
+    (lie,) = verify_stream("store", "liar")
+    assert "another root" in lie.problems[0]
+
+
+def test_a_patch_between_any_two_versions_or_checkpoints(roots: list[str], pulse: Pulse) -> None:
+    pulse("checkout", "store", "--stream", "s", "--version", 2, "--out", "two")
+    pulse("publish", "store#s@step=50", "other", "--stream", "branch")
+    made = pulse.json("diff", "two", "other#branch", "-o", "P")
+    assert (made["base_root"], made["target_root"], made["changed"]) == (roots[2], roots[10], 8)
+    assert pulse.json("apply", "store#s@2", "P", "-o", "ten")["root"] == state_root("ten") == roots[10]
+    assert pulse.json("digest", "store#s@11")["root"] == roots[11]
+    pulse("inspect", "P", "--base", "store#s@2")
+    pulse.refused("apply", "store#s@3", "P", "-o", "out", kind="wrong_base", match="applies to root")
+    pulse.refused("digest", "store#s@12", kind="input", match="it has 0 to 11")
+    pulse.refused("digest", "store#s@x", kind="input", match="names no version")
+    pulse.refused("publish", "store#s@1", "new", "--stream", "s", "--dtype", "BF16", kind="input", match="as it is")

@@ -26,7 +26,7 @@ from .arguments import complete, count, fact, number, path, port, quantisation, 
 from .output import Console, open_streams, shortened
 
 _EXAMPLES = {
-    "diff": "pulse diff step-100 step-110 -o update.patch",
+    "diff": "pulse diff step-100 s3://bucket/run#policy@110 -o update.patch",
     "apply": "pulse apply step-100 update.patch -o step-110",
     "inspect": "pulse inspect update.patch --base step-100",
     "digest": "pulse digest step-100",
@@ -123,25 +123,31 @@ def make_parser() -> argparse.ArgumentParser:
     named.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
     stream = argparse.ArgumentParser(add_help=False, parents=[named])
     stream.add_argument("store", metavar="STORE", help="a folder, or a file://, hf://, s3://, gs:// or az:// URL")
-    trust = argparse.ArgumentParser(add_help=False)
-    trust.add_argument(
+    keys = argparse.ArgumentParser(add_help=False)
+    keys.add_argument(
         "--trust",
         action="append",
         metavar="KEY",
         help="accept only versions signed by this public key; may be repeated",
     )
+    trust = argparse.ArgumentParser(add_help=False, parents=[keys])
     trust.add_argument("--stream-id", metavar="ID", help="accept only versions of the stream with this ID")
     signing = argparse.ArgumentParser(add_help=False)
     signing.add_argument("--sign-key", metavar="FILE", help="sign with this private key (see keygen)")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    a_checkpoint = "a .safetensors file, a folder, or a version of a stream, STORE#STREAM@VERSION"
 
-    command = commands.add_parser("diff", parents=[common, coding, writing], help="make a patch from two checkpoints")
-    command.add_argument("old", metavar="OLD", help="a checkpoint: a .safetensors file or a folder")
+    command = commands.add_parser(
+        "diff", parents=[common, coding, writing, keys], help="make a patch from two checkpoints"
+    )
+    command.add_argument("old", metavar="OLD", help=a_checkpoint)
     command.add_argument("new", metavar="NEW", help="the checkpoint that the patch produces")
     command.add_argument("-o", "--output", required=True, metavar="PATCH", help="the patch file to write")
     command.set_defaults(run=files.diff)
 
-    command = commands.add_parser("apply", parents=[common, writing, layout], help="apply a patch to a checkpoint")
+    command = commands.add_parser(
+        "apply", parents=[common, writing, layout, keys], help="apply a patch to a checkpoint"
+    )
     command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")
     command.add_argument("patch", metavar="PATCH", help="a patch file")
     command.add_argument(
@@ -149,18 +155,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=files.apply)
 
-    command = commands.add_parser("inspect", parents=[common], help="show the contents of a patch")
+    command = commands.add_parser("inspect", parents=[common, keys], help="show the contents of a patch")
     command.add_argument("patch", metavar="PATCH", help="a patch file")
     command.add_argument("--base", metavar="CHECKPOINT", help="the checkpoint that the patch is for: names its tensors")
     command.set_defaults(run=files.inspect)
 
-    command = commands.add_parser("digest", parents=[common], help="print a checkpoint's root")
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
+    command = commands.add_parser("digest", parents=[common, keys], help="print a checkpoint's root")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help=a_checkpoint)
     command.add_argument("--tensors", action="store_true", help="also print the digest of each tensor")
     command.set_defaults(run=files.digest)
 
     checkpoint = argparse.ArgumentParser(add_help=False)
-    checkpoint.add_argument("checkpoint", metavar="CHECKPOINT", help="a .safetensors file or a folder")
+    checkpoint.add_argument("checkpoint", metavar="CHECKPOINT", help=f"{a_checkpoint}, with which a new stream begins")
     version = argparse.ArgumentParser(add_help=False)
     version.add_argument(
         "--dtype",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from ..state.checkpoint import FILE_NAME, current_version, load, save
 from ..state.companions import files_of
 from ..state.digest import state_digest
 from ..state.folder import CHECKPOINT_MARK, check_folder, replace_folder, write_checkpoint
+from ..state.tensors import State
 from .output import Console, check_output, write_output
+from .streams import version_at
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     out = Path(args.output)
     check_output(out, PATCH_MAGIC, force=args.force)
-    old, new = load(args.old)[0], load(args.new)[0]
+    old, new = (_loaded(source, args, console)[0] for source in (args.old, args.new))
     digest = state_digest(old, threads=args.threads, progress=progress_to(console, "digest", old.nbytes))
     built = patch.build_patch(
         old,
@@ -49,15 +52,13 @@ def diff(args: argparse.Namespace, console: Console) -> int:
 def apply(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     out = Path(args.output)
-    source = Path(args.base)
     is_file = out.suffix == ".safetensors"
     if is_file:
         check_output(out, CHECKPOINT_MARK, force=args.force)
     else:
         check_folder(out, [FILE_NAME], force=args.force)
     data = _read(args.patch)
-    base, metadata = load(source)
-    files = files_of(current_version(source)) if source.is_dir() and not is_file else {}
+    base, metadata, files = _loaded(args.base, args, console)
     digest = state_digest(base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes))
     try:
         parsed = patch.parse_patch([data], digest)
@@ -75,7 +76,7 @@ def apply(args: argparse.Namespace, console: Console) -> int:
         replace_folder(
             out,
             applied.digest.root[:12],
-            lambda into: write_checkpoint(into, base, applied.digest, files, kept, sharded=args.sharded),
+            lambda into: write_checkpoint(into, base, applied.digest, files(), kept, sharded=args.sharded),
             force=args.force,
         )
     facts = {
@@ -97,7 +98,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
     blocks: tuple[Block, ...] | None = None
     dense_bytes = None
     if args.base:
-        base = load(args.base)[0]
+        base = _loaded(args.base, args, console)[0]
         root = state_digest(base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes)).root
         blocks = parse_header(data, Base(base.specs, root)).cuts
         dense_bytes = sum(block.nbytes for block in blocks or ())
@@ -125,7 +126,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
 
 def digest(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
-    state, _ = load(args.checkpoint)
+    state = _loaded(args.checkpoint, args, console)[0]
     tree = state_digest(state, threads=args.threads, progress=progress_to(console, "digest", state.nbytes))
     facts: dict[str, Any] = {
         "root": tree.root,
@@ -139,6 +140,18 @@ def digest(args: argparse.Namespace, console: Console) -> int:
         lines += [f"{facts['tensors'][s.name]}  {s.name}  {s.dtype.name} {list(s.shape)}" for s in state.specs]
     console.result(facts, lines)
     return 0
+
+
+def _loaded(
+    source: str, args: argparse.Namespace, console: Console
+) -> tuple[State, dict[str, str], Callable[[], dict[str, bytes]]]:
+    """The state of a checkpoint or of a version of a stream (`version_at`), the text that is kept with it, and what
+    reads the files beside the weights."""
+    if found := version_at(source, args, console):
+        return found.state, {}, found.files
+    state, metadata = load(source)
+    folder = current_version(Path(source))
+    return state, metadata, lambda: files_of(folder) if folder.is_dir() else {}
 
 
 def _read(path: str) -> memoryview:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from .._util.settings import format_bytes
 from ..errors import InputError, PulseError
@@ -20,9 +22,11 @@ from ..state.checkpoint import current_version, load
 from ..state.companions import checked_files, files_of, of_dtype
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
 from ..stream.signing import Signer
+from ..sync.checkout import Checkout, checkout
 from ..sync.gc import gc_stream
 from ..sync.publisher import Publisher
 from ..testing import StoreConformance
+from .arguments import fact
 from .output import Console, check_output, write_output
 
 DEFAULT_PORT = 8734
@@ -31,7 +35,44 @@ _TOO_LONG_HERE = {"test_the_longest_name"}
 _OF_CREATES = {"a second create is refused", "what was put cannot be created", "of racing creates one wins"}
 
 
+_ADDRESS = re.compile(r"(?P<store>.+)#(?P<stream>[^#@/]+)(?:@(?P<version>.+))?")
+
+
+def version_at(source: str, args: argparse.Namespace, console: Console) -> Checkout | None:
+    """The version that ``source`` names, STORE#STREAM@VERSION: its number, or KEY=VALUE of its metadata; without
+    @VERSION the newest. None for any other name, and where there is such a file or folder. Raises InputError, and what
+    `checkout` raises."""
+    named = _ADDRESS.fullmatch(source)
+    if named is None or Path(source).exists():
+        return None
+    which, said = named["version"], dict[str, Any]()
+    if which is not None and which.isdecimal():
+        said = {"version": int(which)}
+    elif which is not None:
+        try:
+            said = {"metadata": dict([fact(which)])}
+        except argparse.ArgumentTypeError:
+            hint = "Name it STORE#STREAM@VERSION: the version's number, or KEY=VALUE of its metadata."
+            raise InputError(f"{source!r} names no version", hint=hint) from None
+    return checkout(
+        open_lasting(named["store"]),
+        named["stream"],
+        **said,
+        trusted_keys=args.trust,
+        threads=args.threads,
+        on_event=console,
+    )
+
+
 def publish(args: argparse.Namespace, console: Console) -> int:
+    if found := version_at(args.checkpoint, args, console):
+        if args.dtype or args.quantise or args.file or args.no_files:
+            raise InputError(
+                "a version begins another stream as it is", hint="Leave --dtype, --quantise and files out."
+            )
+        with found, open_publisher(args, console) as publisher:
+            print_published(publisher.begin_from(found, metadata=dict(args.metadata or ())), console)
+        return 0
     state, _ = load(args.checkpoint)
     with open_publisher(args, console) as publisher:
         done = publisher.publish(

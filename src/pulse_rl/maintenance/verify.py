@@ -16,7 +16,7 @@ from ..state.checkpoint import as_state
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..store import Store, open_store
-from ..stream.manifest import Link, Manifest, is_digest, links_of
+from ..stream.manifest import Link, Manifest, is_digest, links_of, origin_of
 from ..stream.names import FILE, PATCH
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
@@ -53,7 +53,8 @@ def verify_stream(
     """Replays the stream ``stream`` of ``store`` from its first version and yields one report per version.
 
     Every patch is applied to its base version, every anchor is restored on its own, and every file beside the weights
-    is read. So is every fold, which is applied where there is no patch. With ``trusted_keys`` (Ed25519 public keys, 64
+    is read. So is every fold, which is applied where there is no patch. A version that was begun from one of another
+    stream in ``store`` must have its root. With ``trusted_keys`` (Ed25519 public keys, 64
     hexadecimal digits each) every manifest must be signed by one of them, and all must be of the stream ``stream_id``,
     or of the newest one's where that is not given. ``threads``: the maximum number (None: one per core);
     ``on_event`` gets the events of the replay. Raises InputError; while it yields EmptyStream and StoreUnavailable.
@@ -96,7 +97,7 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
         except PulseError as error:
             return VersionReport(version, None, (), (str(error),))
         good: list[str] = []
-        problems = _check_files(where, manifest, checked)
+        problems = [*_check_files(where, manifest, checked), *_check_origin(where, manifest)]
         named = links_of(manifest)
         folded = [link for link in folds if link.version == version]
         if manifest.patch and manifest.patch.base not in listed:
@@ -138,6 +139,17 @@ def _check_folds(where: Stream, folds: list[Link]) -> list[str]:
                 if sha256(where.store.get(name, 0, stored)).hexdigest() != payload.sha256:
                     problems.append(f"{link}: {name} is damaged")
     return problems
+
+
+def _check_origin(where: Stream, manifest: Manifest) -> list[str]:
+    """What is wrong with the version from which this one says that it was begun, where the store has its stream."""
+    if (origin := origin_of(manifest)) is None:
+        return []
+    stream, version, stream_id = origin
+    with suppress(*UNREADABLE, InputError):
+        if Stream(where.store, stream, stream_id=stream_id).manifest(version).root != manifest.root:
+            return [f"it was begun from version {version} of {stream!r}, which has another root"]
+    return []
 
 
 def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> list[str]:

@@ -23,9 +23,10 @@ from ..state.checkpoint import StateSource
 from ..state.companions import Files
 from ..state.quantise import Quantise
 from ..store import Store, open_store
-from ..stream.manifest import Manifest
+from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream, checked_stream_id
+from .checkout import Checkout
 from .folds import checked_folds
 from .polling import jittered
 from .rank import RankPublisher, Settings, unlike
@@ -281,6 +282,17 @@ class Publisher(Closing, NotCopyable):
 
         with self._call() as number:
             return self._submissions.submit(take, partial(publish, number), replace)
+
+    def begin_from(self, found: Checkout, *, metadata: Metadata | None = None) -> Published:
+        """Begins this stream, which must be new, with the version that ``found`` (`pulse_rl.checkout`) holds: the same
+        bits, files and metadata, and more ``metadata`` of the caller's. What is published next is a patch from there.
+
+        The metadata's ``begun_from`` says from which version of which stream; it is signed with the manifest, and
+        `verify_stream` checks it where both streams are in one store. Raises PublisherConflict where the stream has
+        versions, and what `publish` raises.
+        """
+        facts = found.metadata | begun_from(found.manifest) | (metadata or {})
+        return self.publish(found.state, metadata=facts, files=found.files(), after=-1)
 
     def head(self) -> Manifest | None:
         """The newest committed version that can be read and trusted, None while there is none. Its metadata tells a
