@@ -136,7 +136,7 @@ def test_the_quick_start_in_two_processes(tmp_path: Path, monkeypatch: pytest.Mo
     assert last.startswith("at version 9, step 9, root ")
     monkeypatch.chdir(tmp_path)
     for line in commands("quickstart"):
-        assert main(shlex.split(line, comments=True)[1:]) == 0, line
+        assert main(shlex.split(line.partition(" #")[0])[1:]) == 0, line
     assert list((tmp_path / "weights").iterdir())
 
 
@@ -161,7 +161,7 @@ def commands(page: str) -> list[str]:
 def test_the_parser_takes_every_command(page: str) -> None:
     for line in commands(page):
         try:
-            make_parser().parse_args(shlex.split(line, comments=True)[1:])
+            make_parser().parse_args(shlex.split(line.partition(" #")[0])[1:])
         except SystemExit:
             pytest.fail(f"{page}.md: {line}")
 
