@@ -56,6 +56,10 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert facts["sync_bytes"]["auto"] == 5000
     assert facts["sync_bytes"]["full"] == 2_000_000
     assert planned(capsys, "--study", str(file), "--params", "2M", *link)["sync_bytes"]["auto"] == 10_000
+    rows = [row | {"bytes_per_changed": 0.1} for row in STUDY["rows"]]
+    file.write_text(json.dumps(STUDY | {"quantised": STUDY | {"dense_bytes": 1_010_000, "rows": rows}}))
+    facts = planned(capsys, "--study", str(file), "--quantised", *link)
+    assert (facts["sync_bytes"]["auto"], facts["sync_bytes"]["full"]) == (1000, 1_010_000)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,7 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
         ([*SEVEN, "--bandwidth", "fast"], "'fast' is not a bandwidth"),
         ([*SEVEN, "--density", "much"], "'much' is not a share"),
         ([*SEVEN, "--workers", "0"], "'0' is not a positive number"),
+        ([*SEVEN, "--quantised"], "no study of quantised states"),
         (["--study", "/nowhere.json", "--step-seconds", "1", "--bandwidth", "1Gbit"], "cannot read"),
     ],
 )

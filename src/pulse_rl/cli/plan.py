@@ -37,6 +37,9 @@ def add_parser(commands: Any) -> None:
     command.add_argument("--params", metavar="N", help="number of parameters: 7B, 0.5B, 22.6M")
     command.add_argument("--density", metavar="D", help="share of the weights that a step changes: 0.0086 or 0.86%%")
     command.add_argument("--study", metavar="FILE", help="take --params and --density from the JSON of `pulse study`")
+    command.add_argument(
+        "--quantised", action="store_true", help="plan for the quantised states of a --study that has them (--quantise)"
+    )
     command.add_argument("--step-seconds", required=True, metavar="T", help="compute per step: 50 or 50s")
     command.add_argument(
         "--bandwidth", required=True, metavar="B", help="bandwidth of a worker's link: 0.2Gbit, 10MB/s"
@@ -73,7 +76,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    measured = from_study(read_study(Path(args.study))) if args.study else None
+    study = read_study(Path(args.study)) if args.study else None
+    if args.quantised:
+        study = study.get("quantised") if isinstance(study, dict) else None
+        if study is None:
+            raise InputError("there is no study of quantised states", hint="Give --study, of pulse study --quantise.")
+    measured = from_study(study) if args.study else None
     if measured is None and (args.params is None or args.density is None):
         raise InputError("the number of changed parameters is unknown", hint="Give --params and --density, or --study.")
     workers, target = parse_count(args.workers), parse_share(args.target)

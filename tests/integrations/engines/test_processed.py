@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations.engines.derived import PreQuantLayers
 from pulse_rl.integrations.engines.processed import Group, ProcessedLayer, pre_quant_layers, remember, tensor_names
+from pulse_rl.integrations.engines.proof import require_scales_taken
+from pulse_rl.state.tensors import DTYPES, TensorSpec
 
 from .world import Model, World, stage
 
@@ -67,8 +70,26 @@ def nothing(module: Model, method: Method) -> None:
     module.ready = True
 
 
+def wrap(module: Model, method: Method) -> None:
+    """The parameter, but for what loads it: as engines do with codes that their kernel takes as they are."""
+    module.fused = torch.nn.Parameter(module.fused.data, requires_grad=False)
+
+
+def once(module: Model, method: Method) -> None:
+    if hasattr(method, "done"):
+        raise RuntimeError("nothing is left to process")
+    method.done = True
+
+
 def number(module: Model, method: Method) -> None:
     module.largest = float(module.fused.data.float().abs().max())
+
+
+class Placed(torch.nn.Parameter):
+    """A parameter that knows where the parts of it go."""
+
+    def put(self, name: str, weight: torch.Tensor) -> None:
+        self.data.narrow(0, {"gate": 0, "up": 4}[name], 4).copy_(weight)
 
 
 class Processed(Model):
@@ -149,6 +170,48 @@ def test_weights_that_are_left_alone_are_followed_by_the_map(make: Callable[[Any
     world = make(nothing)
     assert world.model.layer().plain  # type: ignore[attr-defined]
     assert not world.session().derives
+
+
+def test_what_lost_its_loader_is_followed_by_the_map(tmp_path: Path) -> None:
+    class Loading(Processed):
+        def __init__(self) -> None:
+            super().__init__(wrap)
+            self.fused = Placed(self.fused.data, requires_grad=False)
+            self.register_parameter("bias", None)
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            rest, fused = dict(weights), self.fused
+            for name in ("gate", "up"):
+                fused.put(name, rest.pop(name))  # type: ignore[operator]
+            super().load_weights(rest.items())
+
+    world = World(tmp_path, Loading)
+    session = world.session()
+    assert not session.derives
+    world.step()
+    stage(session)
+    session.prepare()
+    session.update(None)
+    assert world.live()
+    assert session.audit() == []
+    session.close()
+
+
+def test_what_cannot_be_processed_again_is_refused(make: Callable[[Any], World]) -> None:
+    world = make(once)
+    world.model.before = {}  # type: ignore[attr-defined]
+    world.model.method.kernel = None  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedTensor, match="cannot process its weights again: RuntimeError: nothing is left"):
+        world.session()
+
+
+@pytest.mark.parametrize(("module", "refused"), [("", True), ("elsewhere.", False)])
+def test_scales_that_a_loader_passes_over_are_refused(module: str, refused: bool) -> None:
+    specs = tuple(TensorSpec(name, DTYPES["F32"], (1,)) for name in ("a.weight", f"{module}a.k_scale"))
+    unused = [{f"{module}a.k_scale", "a.weight"}, {f"{module}a.k_scale"}]
+    message = r"does not take the stream's 'a\.k_scale'"
+    with pytest.raises(UnsupportedTensor, match=message) if refused else nullcontext():
+        require_scales_taken(specs, unused)
 
 
 def test_a_number_that_depends_on_weights_is_refused(make: Callable[[Any], World]) -> None:

@@ -31,6 +31,7 @@ _OTHER_MODEL = (
     "transformers the trainer publishes checkpoint_weights(model): its state_dict has fused experts and more names."
 )
 _CAST = "Let the trainer publish what the engine computes in: publish(state, dtype='BF16')."
+_QUANTISE = "Let the trainer publish what the engine has loaded: publish(state, quantise=…), docs/quantised.md."
 _ALIASES = {"clone", "_to_copy", "contiguous"}
 
 
@@ -302,7 +303,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value.dtype != target.dtype:
             raise UnsupportedTensor(
                 f"the stream's {source!r} is {_short(value.dtype)}, the engine's {name!r} {_short(target.dtype)}",
-                hint=_CAST,
+                hint=_CAST if target.dtype.is_floating_point and target.element_size() > 1 else _QUANTISE,
             )
         try:
             box = Rectangle.make(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ...errors import UnsupportedTensor
+from ...errors import PulseError, UnsupportedTensor
 from ..torch import _INTS
 from .derived import DerivedLayer, PreQuantLayers
 
@@ -43,10 +43,12 @@ class _Parameter(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Before:
     """A module, or an object that processes its weights, before the processing: its ``attributes``, the ``forms`` of
-    its parameters as meta tensors, its ``buffers`` and the ``modules`` right under it."""
+    its parameters as meta tensors, the names of those that are ``unset``, its ``buffers`` and the ``modules`` right
+    under it."""
 
     attributes: dict[str, Any]
     forms: dict[str, torch.Tensor]
+    unset: tuple[str, ...]
     buffers: dict[str, Any]
     modules: dict[str, nn.Module | None]
 
@@ -79,6 +81,7 @@ def remember(subjects: Sequence[Any], names: dict[int, str]) -> dict[int, Before
         found[id(subject)] = Before(
             attributes,
             {key: as_meta(value) for key, value in parameters.items() if value is not None},
+            tuple(key for key, value in parameters.items() if value is None),
             {key: kept(value) for key, value in buffers.items()},
             dict(modules),
         )
@@ -172,8 +175,9 @@ class ProcessedLayer:
 
     def _probe(self) -> bool:
         """Learns from random weights which tensors depend on them; whether these are just the weights."""
-        device = next((t.device for m in self._group.modules.values() for t in m.parameters(recurse=False)), None)
-        probe = {name: _random(meta, device or self._tensors[name].device) for name, meta in self._forms.items()}
+        own = (t for m in self._group.modules.values() for t in m.parameters(recurse=False))
+        device = next((tensor.device for tensor in (*own, *self._tensors.values())), torch.device("cpu"))
+        probe = {name: _random(meta, device) for name, meta in self._forms.items()}
         given = {name: tensor.detach().clone() for name, tensor in probe.items()}
         plain, places = True, set()
         for path, (live, derived) in self._processed(probe).items():
@@ -236,8 +240,15 @@ class ProcessedLayer:
         subjects = [*self._group.modules.values(), *self._group.owners]
         copies: dict[int, Any] = {id(subject): copy.copy(subject) for subject in subjects}
         begun = {id(subject): self._begin(subject, copies, loaded) for subject in subjects}
-        with torch.no_grad(), self._context():
-            self._group.process(lambda live: copies.get(id(live), live))
+        try:
+            with torch.no_grad(), self._context():
+                self._group.process(lambda live: copies.get(id(live), live))
+        except PulseError:
+            raise
+        except Exception as error:  # an engine's own: what it processes only once, or needs of its surroundings
+            raise UnsupportedTensor(
+                f"the engine's {self._group.name!r} cannot process its weights again: {type(error).__name__}: {error}"
+            ) from error
         walk = _Walk()
         for subject in subjects:
             if isinstance(subject, nn.Module) and subject in self._group.modules.values():
@@ -267,7 +278,8 @@ class ProcessedLayer:
 
         now = {key: fresh(value) for key, value in before.attributes.items()}
         if isinstance(subject, nn.Module):
-            now["_parameters"] = {key: loaded[self._parameter_name(subject, key)] for key in before.forms}
+            forms = {key: loaded[self._parameter_name(subject, key)] for key in before.forms}
+            now["_parameters"] = dict.fromkeys(before.unset) | forms
             now["_buffers"] = {key: fresh(value) for key, value in before.buffers.items()}
             now["_modules"] = {key: copies.get(id(value), value) for key, value in before.modules.items()}
         shadow = copies[id(subject)]
@@ -436,7 +448,7 @@ def _loads_as(live: torch.Tensor, meta: torch.Tensor) -> bool:
     """Whether a loader treats both the same."""
     if live.storage_offset() or live.untyped_storage().nbytes() != live.numel() * live.element_size():
         return False
-    return _same_layout(live, meta) and vars(meta).keys() <= vars(live).keys()
+    return _same_layout(live, meta) and isinstance(live, type(meta)) and vars(meta).keys() <= vars(live).keys()
 
 
 def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ _HOOK = "process_weights_after_loading"
 _before: WeakKeyDictionary[nn.Module, dict[int, Before]] = WeakKeyDictionary()
 _KEPT = ("bias",)
 """Parameters that vLLM neither reloads nor derives."""
-_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
+_OF_CACHES = ("_scale", "_zero_point")
 _HINT = (
     "Start the engine from the BF16 checkpoint with --quantization fp8_per_tensor, fp8_per_channel or fp8_per_block; "
     "or from a quantised checkpoint, and publish such ones."
@@ -52,8 +52,9 @@ def remember_before_processing() -> None:
             _before[model] = found = remember(subjects, names)
             for subject in subjects:
                 if _scales_caches(getattr(subject, "quant_method", None)):
-                    for key in _CACHE_SCALES:
-                        found[id(subject)].forms.pop(key, None)
+                    forms = found[id(subject)].forms
+                    for key in [key for key in forms if key.endswith(_OF_CACHES)]:
+                        del forms[key]
         return process(model, *args, **kwargs)
 
     noting._pulse = True  # type: ignore[attr-defined]
