@@ -22,12 +22,11 @@ from .._util.settings import checked_path
 from ..errors import FormatError, InputError, StateMismatch, UnsupportedTensor
 from ..events import Metadata
 from ..sync.subscriber import Subscriber
-from .torch import host_tensors
+from .torch import _INTS, host_tensors
 
 __all__ = ["restore_training", "save_training"]
 
 Weights = torch.nn.Module | Mapping[str, torch.Tensor]
-_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BUFFER = 16 << 20
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,6 @@ _NOT_SIGNED = (PRIVATE, "pulse.history")
 before this one."""
 _KEY_FILE_BYTES = 1 << 16
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
-
-Sign = Callable[[bytes], bytes]
 
 
 class AttestationKey:
@@ -64,7 +62,7 @@ class AttestationKey:
         )
         self.public_key = public.decode()
         """The public key in PEM."""
-        self.sign: Sign = lambda message: key.sign(message, ec.ECDSA(digest))
+        self._key, self._algorithm = key, ec.ECDSA(digest)
 
     def bundle(self, statement: dict[str, Any]) -> dict[str, Any]:
         """``statement`` as a Sigstore bundle: its DSSE envelope, and which key has signed."""
@@ -79,7 +77,9 @@ class AttestationKey:
             "dsseEnvelope": {
                 "payload": base64.b64encode(payload).decode(),
                 "payloadType": _PAYLOAD,
-                "signatures": [{"sig": base64.b64encode(self.sign(signed)).decode(), "keyid": ""}],
+                "signatures": [
+                    {"sig": base64.b64encode(self._key.sign(signed, self._algorithm)).decode(), "keyid": ""}
+                ],
             },
         }
 
@@ -160,7 +160,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _digest(chunks: Any) -> str:
+def _digest(chunks: Iterable[bytes | memoryview]) -> str:
     found = sha256()
     for chunk in chunks:
         found.update(chunk)
