@@ -232,9 +232,8 @@ faults: $(VENV)/.ready
 
 # Fuzzes the native codecs under the address and undefined-behaviour sanitizers, each for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60
-fuzz: build/fuzz_gaps build/fuzz_nibbles build/fuzz_entries build/fuzz_sparse build/fuzz_history build/fuzz_table build/fuzz_sha256
-	./build/fuzz_gaps $(FUZZ_SECONDS) $(SEED)
-	./build/fuzz_nibbles $(FUZZ_SECONDS) $(SEED)
+fuzz: build/fuzz_blocks build/fuzz_entries build/fuzz_sparse build/fuzz_history build/fuzz_table build/fuzz_sha256
+	./build/fuzz_blocks $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_entries $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_history $(FUZZ_SECONDS) $(SEED)
 	./build/fuzz_table $(FUZZ_SECONDS) $(SEED)

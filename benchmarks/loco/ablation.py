@@ -83,7 +83,7 @@ GROUPS: dict[str, Group] = {
     "sums": Group(
         [
             pulse(gate_sums=True),
-            pulse(gate_sums=True, wire_dtype=torch.bfloat16),
+            pulse(gate_sums=True, wire="BF16"),
             Variant(DiLoCo, trainers=8),
             *(Variant(trainers=8, settings={"gate_sums": gated}) for gated in (False, True)),
         ]
@@ -167,7 +167,7 @@ def measure(variant: Variant, seed: int, rounds: int, evaluate: bool) -> Outcome
 
     def make_loop(rank: int, masters: Masters, optimizer: torch.optim.Optimizer) -> OuterLoop:
         settings = {"sync_every": variant.sync_every, **outer, **variant.settings}
-        of_exchange = {name: settings.pop(name) for name in ("gate_sums", "wire_dtype") if name in settings}
+        of_exchange = {name: settings.pop(name) for name in ("gate_sums", "wire") if name in settings}
         if variant.sites > 1:
             of_exchange["site"] = f"site {rank // members}"
         loop = variant.method(masters, optimizer, group=Exchange(**of_exchange), **settings)

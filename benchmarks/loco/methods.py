@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import torch
 
@@ -12,24 +13,25 @@ from benchmarks.loco.baselines import CastDifferenceGate, Ddp, NoFeedbackGate, T
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, Job
 from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo
 from pulse_rl.loco.loop import OuterLoop
+from pulse_rl.loco.wire import WireName
 
-DDP, DILOCO, PULSE, PULSE_BF16 = "DDP", "DiLoCo", "PULSELoCo FP32", "PULSELoCo BF16"
+DDP, DILOCO, PULSE = "DDP", "DiLoCo", "PULSELoCo FP32"
+WIRES = {f"PULSELoCo {name}": name for name in get_args(WireName)}
 PAPER, PAPER_BF16, AHEAD_3 = "no lookahead", "no lookahead BF16", "lookahead 3"
 GATED_SUMS = "gated sums"
 NO_FEEDBACK, TOP_K, CAST_DIFFERENCE = "no error feedback", "top-k", "cast difference"
 SPARSELOCO, SPARSELOCO_10 = "SparseLoCo 3%", "SparseLoCo 10%"
 DENSE = (DDP, DILOCO)
 METHODS = (
-    *(DDP, DILOCO, PULSE, PULSE_BF16, PAPER, PAPER_BF16, AHEAD_3, GATED_SUMS),
+    *(DDP, DILOCO, *WIRES, PAPER, PAPER_BF16, AHEAD_3, GATED_SUMS),
     *(NO_FEEDBACK, TOP_K, CAST_DIFFERENCE, SPARSELOCO, SPARSELOCO_10),
 )
 
 _OUTER: dict[str, Callable[..., OuterLoop]] = {
     DILOCO: DiLoCo,
-    PULSE: PulseLoCo,
-    PULSE_BF16: partial(PulseLoCo, group=Exchange(wire_dtype=torch.bfloat16)),
+    **{method: partial(PulseLoCo, group=Exchange(wire=wire)) for method, wire in WIRES.items()},
     PAPER: partial(PulseLoCo, lookahead=0.0),
-    PAPER_BF16: partial(PulseLoCo, lookahead=0.0, group=Exchange(wire_dtype=torch.bfloat16)),
+    PAPER_BF16: partial(PulseLoCo, lookahead=0.0, group=Exchange(wire="BF16")),
     AHEAD_3: partial(PulseLoCo, lookahead=3.0),
     GATED_SUMS: partial(PulseLoCo, group=Exchange(gate_sums=True)),
     NO_FEEDBACK: partial(gated, NoFeedbackGate(torch.bfloat16, 1.0)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 
 from benchmarks.loco.jobs import PRETRAINED_RATES, STEADY_FROM, SYNC_EVERY, TRAINERS, WARM_UP, Job, JobResult
-from benchmarks.loco.methods import DDP, DENSE, DILOCO, PULSE, PULSE_BF16
+from benchmarks.loco.methods import DDP, DENSE, DILOCO, WIRES
 from benchmarks.loco.tasks import ARITHMETIC, PRETRAINED
 
 LINK = 1e9
@@ -24,11 +24,11 @@ def jobs(quick: bool) -> list[Job]:
     rounds = 3 if quick else 10
     found = []
     for lr in PRETRAINED_RATES[: 1 if quick else None]:
-        methods = (DDP, DILOCO, PULSE, PULSE_BF16) if lr == PRETRAINED_RATES[0] else (PULSE, PULSE_BF16)
+        methods = (DDP, DILOCO, *WIRES) if lr == PRETRAINED_RATES[0] else WIRES
         for method in methods:
             count = {DDP: 1, DILOCO: min(rounds, 6)}.get(method, rounds)  # DiLoCo's rounds are timed, too
             found.append(Job(PRETRAINED, method, lr, count, 0, WARM_UP, dense=method != DDP))
-    for method in (DDP, DILOCO, PULSE, PULSE_BF16):
+    for method in (DDP, DILOCO, *WIRES):
         found.append(Job(ARITHMETIC, method, ARITHMETIC_RATE, 2 if method in DENSE else rounds, 0, WARM_UP))
     return found
 

@@ -74,7 +74,12 @@ class Node:
         if signer is not None:
             who = {"signer": signer, "trusted_keys": list(self.world.signers)}
         over = StoreExchange(
-            self.line, quorum=self.world.quorum, grace_seconds=self.world.grace, deadline_seconds=1e9, **who
+            self.line,
+            quorum=self.world.quorum,
+            grace_seconds=self.world.grace,
+            deadline_seconds=1e9,
+            wire=self.world.wire,
+            **who,
         )
         self.loop = PulseLoCo({"w": self.weights}, self.optimizer, sync_every=_STEPS, over=over)
         self.loop.threads = 1
@@ -190,6 +195,7 @@ class Rounds:
         names = list(self.signers) or names
         self.quorum = rng.randint(1, len(names))
         self.grace = rng.choice((0.0, 0.0, 1.0))
+        self.wire: wire.WireName = rng.choice(("FP32", "int4", "int2"))
         self._reference = Reference(self.first)
         self._thetas = [self.first.clone()]
         self.nodes = [Node(self, name) for name in names]

@@ -3,7 +3,7 @@
 //   fuzz_entries SECONDS [SEED]
 //
 // Each round makes a random block (theta, momentum, rounding, density, kind of values), passes it through the gate, checks
-// that the entries come back whole on both wires, and then feeds the decoder damaged, truncated, extended and random
+// that the entries come back whole on every wire, and then feeds the decoder damaged, truncated, extended and random
 // payloads: each must end in Malformed or in finite entries that are in range and in order, the same with vectors and
 // without. Then it takes the outer step along several sums, sparsely in segments and densely, and compares the bits. Prints
 // counts; any finding aborts with the seed of the round.
@@ -23,6 +23,8 @@ constexpr Rounding kRoundings[] = {
     {7, 1, 0x7F7F0000, 0x7F800000},   {10, 113, 0x477FE000, 0x7F800000}, {3, 121, 0x43E00000, 0x43E00000},
     {2, 113, 0x47600000, 0x7F800000}, {1, 1, 0x7F000000, 0x7F800000},    {22, 254, 0x7F7FFFFE, 0x7F800000},
 };
+
+constexpr int kMantissas[] = {23, 7, 2, 0};  // explicit bits of the values of each wire
 
 bool finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
 
@@ -110,13 +112,13 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
 bool same(const Entries& a, const Entries& b) { return a.positions == b.positions && same(a.values, b.values); }
 
 // The entries of a payload; false if it is refused. The same with vectors and without.
-bool decode(const Parameters& b, const Exact& payload, bool bf16, Entries& found, uint64_t seed) {
+bool decode(const Parameters& b, const Exact& payload, int mantissa, Entries& found, uint64_t seed) {
     bool decoded[2] = {};
     Entries both[2];
     for (const bool use : {false, true}) {
         rans_vectors = use && has_rans_vectors();
         try {
-            both[use] = decode_entries(b.shared(), {{payload.data(), payload.size}}, bf16)[0];
+            both[use] = decode_entries(b.shared(), {{payload.data(), payload.size}}, mantissa)[0];
             check_range(both[use], b, seed);
             decoded[use] = true;
         } catch (const Malformed&) {
@@ -127,11 +129,11 @@ bool decode(const Parameters& b, const Exact& payload, bool bf16, Entries& found
     return decoded[0];
 }
 
-std::vector<uint8_t> encode(const Parameters& b, const Entries& e, bool bf16, uint64_t seed) {
+std::vector<uint8_t> encode(const Parameters& b, const Entries& e, int mantissa, uint64_t seed) {
     std::vector<uint8_t> payloads[2];
     for (const bool use : {false, true}) {
         rans_vectors = use && has_rans_vectors();
-        payloads[use] = encode_entries(b.shared(), e.positions.data(), e.values.data(), e.positions.size(), bf16);
+        payloads[use] = encode_entries(b.shared(), e.positions.data(), e.values.data(), e.positions.size(), mantissa);
     }
     if (payloads[0] != payloads[1]) fail("vectors encode something else", seed);
     return payloads[0];
@@ -182,7 +184,7 @@ void check_steps(const Parameters& b, const std::vector<Entries>& entries, Rando
 }  // namespace
 
 int main(int argc, char** argv) {
-    uint64_t entries = 0, bytes[2] = {}, bad_ones = 0, refused = 0;
+    uint64_t entries = 0, bytes[std::size(kMantissas)] = {}, bad_ones = 0, refused = 0;
     Rounds rounds(argc, argv);
     while (rounds.next()) {
         const uint64_t seed = rounds.seed;
@@ -205,25 +207,27 @@ int main(int argc, char** argv) {
         }
         entries += open.size();
         std::vector<Entries> arrived;
-        for (const bool bf16 : {false, true}) {
+        for (size_t wire = 0; wire < std::size(kMantissas); wire++) {
+            const int mantissa = kMantissas[wire];
+            const uint32_t kept = ~0u << (23 - mantissa);
             Entries sent{open, {}}, back;
-            for (uint32_t p : open) sent.values.push_back(bf16 ? float_of(bits_of(s[p]) & 0xffff0000u) : s[p]);
-            const std::vector<uint8_t> payload = encode(b, sent, bf16, seed);
-            bytes[bf16] += payload.size();
-            if (!decode(b, Exact(payload), bf16, back, seed)) fail("a payload is refused", seed);
+            for (uint32_t p : open) sent.values.push_back(float_of(bits_of(s[p]) & kept));
+            const std::vector<uint8_t> payload = encode(b, sent, mantissa, seed);
+            bytes[wire] += payload.size();
+            if (!decode(b, Exact(payload), mantissa, back, seed)) fail("a payload is refused", seed);
             if (!same(back, sent)) fail("the entries do not come back", seed);
             arrived.push_back(std::move(back));
             std::vector<std::pair<const uint8_t*, size_t>> together(3, {payload.data(), payload.size()});
             for (int k = 0; k < 4; k++, bad_ones++) {
                 const Exact bad(damaged(payload, r));
-                if (!decode(b, bad, bf16, back, seed)) {
+                if (!decode(b, bad, mantissa, back, seed)) {
                     refused++;
                 } else if (below(r, 4) == 0) {
                     arrived.push_back(back);
                 }
                 together[1] = {bad.data(), bad.size};
                 try {  // a payload of other octaves between two
-                    const std::vector<Entries> three = decode_entries(b.shared(), together, bf16);
+                    const std::vector<Entries> three = decode_entries(b.shared(), together, mantissa);
                     if (!same(three[0], sent) || !same(three[2], sent)) fail("a payload changes another one", seed);
                 } catch (const Malformed&) {
                 }
@@ -232,8 +236,9 @@ int main(int argc, char** argv) {
         check_steps(b, arrived, r, seed);
     }
     char more[100];
-    std::snprintf(more, sizeof more, " with %llu entries in %.3g MB and %.3g MB (FP32, BF16)",
-                  (unsigned long long)entries, double(bytes[0]) / 1e6, double(bytes[1]) / 1e6);
+    std::snprintf(more, sizeof more, " with %llu entries in %.3g, %.3g, %.3g and %.3g MB (FP32, BF16, int4, int2)",
+                  (unsigned long long)entries, double(bytes[0]) / 1e6, double(bytes[1]) / 1e6, double(bytes[2]) / 1e6,
+                  double(bytes[3]) / 1e6);
     print_counts(rounds, more, bad_ones, refused);
     return 0;
 }

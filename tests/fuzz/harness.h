@@ -193,6 +193,50 @@ inline void use_vectors(bool use) {
     pulse::rans_vectors = use && pulse::has_rans_vectors();
 }
 
+// What a codec makes of a block, with vectors and without: the same payload.
+template <class Encode>
+auto encoded_both_ways(Encode&& encode, uint64_t seed) {
+    use_vectors(false);
+    auto plain = encode();
+    use_vectors(true);
+    const auto by_vectors = encode();
+    if (plain.payload != by_vectors.payload || plain.changed != by_vectors.changed) {
+        fail("vectors make other bytes", seed);
+    }
+    return plain;
+}
+
+// The elements that `decode` makes of a payload, with vectors and without; empty where both refuse it.
+template <class Decode>
+std::vector<uint8_t> decoded_both_ways(const std::vector<uint8_t>& payload, Decode&& decode, uint64_t seed) {
+    const Exact exact(payload);
+    std::vector<uint8_t> made[2];
+    for (const bool use : {false, true}) {
+        use_vectors(use);
+        try {
+            made[use] = decode(exact);
+        } catch (const pulse::Malformed&) {
+        }
+    }
+    if (made[0] != made[1]) fail("vectors decode something else", seed);
+    return made[0];
+}
+
+// How many damaged payloads there were, and how many of them were refused.
+struct Damaged {
+    uint64_t bad = 0, refused = 0;
+
+    template <class Decode>
+    void try_some(const std::vector<uint8_t>& payload, Decode&& decode, Random& r, uint64_t seed) {
+        for (int k = 0; k < 8; k++) count(damaged(payload, r), decode, seed);
+    }
+    template <class Decode>
+    void count(const std::vector<uint8_t>& payload, Decode&& decode, uint64_t seed) {
+        bad++;
+        refused += decoded_both_ways(payload, decode, seed).empty();
+    }
+};
+
 // `more`: what else is to be said of the blocks.
 inline void print_counts(const Rounds& rounds, const char* more, uint64_t damaged, uint64_t refused) {
     std::printf(

@@ -100,64 +100,41 @@ Block regular_block(Random& r) {
     return Block(kind, runs, std::move(before), std::move(after));
 }
 
-// What a payload makes of the block; empty where it is refused.
-std::vector<uint8_t> decoded(const Exact& payload, const Block& b, uint64_t seed) {
-    try {
-        return changed(b, decode_sparse(payload.data(), payload.size, b.old.data(), b.kind, b.runs), seed);
-    } catch (const Malformed&) {
-        return {};
-    }
-}
-
-std::vector<uint8_t> decoded_both_ways(const std::vector<uint8_t>& payload, const Block& b, uint64_t seed) {
-    const Exact exact(payload);
-    std::vector<uint8_t> made[2];
-    for (bool use : {false, true}) {
-        use_vectors(use);
-        made[use] = decoded(exact, b, seed);
-    }
-    if (made[0] != made[1]) fail("vectors decode something else", seed);
-    return made[0];
-}
-
-// The payload, empty where another codec suits better; the same with and without vectors.
-std::vector<uint8_t> encoded_both_ways(const Block& b, uint64_t seed) {
-    EncodedBlock made[2];
-    for (bool use : {false, true}) {
-        use_vectors(use);
-        made[use] = encode_block({}, b.old.data(), b.now.data(), b.kind, b.runs, false);
-    }
-    if (made[0].codec != made[1].codec) fail("vectors choose another codec", seed);
-    const EncodedBlock &plain = made[0], &by_vectors = made[1];
-    if (plain.payload != by_vectors.payload || plain.changed != by_vectors.changed) {
-        fail("vectors make other bytes", seed);
-    }
-    return made[0].codec == BlockCodec::sparse ? plain.payload : std::vector<uint8_t>();
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-    uint64_t bad_ones = 0, refused = 0, by_groups = 0;
+    Damaged tried;
+    uint64_t by_groups = 0;
     Rounds rounds(argc, argv);
     while (rounds.next()) {
         const uint64_t seed = rounds.seed;
         Random r(seed);
         const Block b = below(r, 4) ? sparse_block(r) : regular_block(r);
-        const std::vector<uint8_t> payload = encoded_both_ways(b, seed);
-        if (!payload.empty()) {
-            by_groups++;
-            if (decoded_both_ways(payload, b, seed) != b.after) fail("round trip", seed);
+        BlockCodec codecs[2];
+        const EncodedBlock encoded = encoded_both_ways(
+            [&, way = 0]() mutable {
+                EncodedBlock made = encode_block({}, b.old.data(), b.now.data(), b.kind, b.runs, false);
+                codecs[way++] = made.codec;
+                return made;
+            },
+            seed);
+        if (codecs[0] != codecs[1]) fail("vectors choose another codec", seed);
+        const auto decode = [&](const Exact& payload) {
+            return changed(b, decode_sparse(payload.data(), payload.size, b.old.data(), b.kind, b.runs), seed);
+        };
+        std::vector<uint8_t> payload;  // empty where another codec suits better
+        if (encoded.codec == BlockCodec::sparse) {
+            payload = encoded.payload;
+            by_groups += !payload.empty();
+            if (!payload.empty() && decoded_both_ways(payload, decode, seed) != b.after) fail("round trip", seed);
         }
-        for (int k = 0; k < 8; k++, bad_ones++) refused += decoded_both_ways(damaged(payload, r), b, seed).empty();
+        tried.try_some(payload, decode, r, seed);
         if (b.elements) {
-            for (int k = 0; k < 8; k++, bad_ones++) {
-                refused += decoded_both_ways(renumbered(payload, b.elements, r), b, seed).empty();
-            }
+            for (int k = 0; k < 8; k++) tried.count(renumbered(payload, b.elements, r), decode, seed);
         }
     }
     char more[60];
     std::snprintf(more, sizeof more, ", %llu of them by groups", (unsigned long long)by_groups);
-    print_counts(rounds, more, bad_ones, refused);
+    print_counts(rounds, more, tried.bad, tried.refused);
     return 0;
 }

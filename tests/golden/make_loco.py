@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 
 from pulse_rl.loco.gate import ROUNDINGS, open_entries
-from pulse_rl.loco.wire import Message, Wire
+from pulse_rl.loco.wire import Message, Wire, WireName
 
+WIRES = [Wire(name) for name in get_args(WireName)]
 BLOCKS = [(0, 600), (600, 640), (640, 1000)]
 
 
@@ -34,8 +36,8 @@ def block() -> dict[str, np.ndarray]:
         here = slice(start, stop)
         found = open_entries(theta[here], theta[here], s[here], out[here], ROUNDINGS[torch.bfloat16])
         assert found is not None
-        made |= {f"{name}.positions": found, f"{name}.fp32": s[here][found]}
-        made[f"{name}.bf16"] = Wire(torch.bfloat16).round(s[here][found])
+        made[f"{name}.positions"] = found
+        made |= {f"{name}.{wire.name}": wire.round(s[here][found]) for wire in WIRES}
     return made
 
 
@@ -44,13 +46,13 @@ def main() -> None:
     folder.mkdir()
     made = block()
     np.savez_compressed(folder / "block.npz", **made)  # type: ignore[arg-type]
-    for wire, name in ((Wire(torch.float32), "fp32"), (Wire(torch.bfloat16), "bf16")):
+    for wire in WIRES:
         payloads = []
         for key, (start, stop) in zip("abc", BLOCKS, strict=True):
             shared = (made["theta"][start:stop], made["momentum"][start:stop], ROUNDINGS[torch.bfloat16])
-            entries = (made[f"{key}.positions"], made[f"{key}.{name}"])
+            entries = (made[f"{key}.positions"], made[f"{key}.{wire.name}"])
             payloads.append(wire.encode(*shared, entries))
-        (folder / f"{name}.message").write_bytes(Message(41, wire.code, payloads).to_bytes())
+        (folder / f"{wire.name}.message").write_bytes(Message(41, wire.mantissa, payloads).to_bytes())
 
 
 if __name__ == "__main__":

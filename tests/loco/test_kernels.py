@@ -340,7 +340,7 @@ def test_counts_that_are_too_few_are_refused(offset: int, granule: int, counts: 
 def test_arrays_at_odd_addresses_are_refused() -> None:
     """Each array of each kernel in turn, the others where they belong."""
     good, at, counts = np.zeros(4, np.float32), np.uint32([0, 1, 2, 3]), np.zeros(1, np.int64)
-    payload = np.frombuffer(encode_entries(good, good, BF16, at, good, False), np.uint8)
+    payload = np.frombuffer(encode_entries(good, good, BF16, at, good, 23), np.uint8)
 
     def sparse(theta: Array, momentum: Array, residual: Array, start: Array, positions: Array, values: Array) -> None:
         summands = [(positions, values)]
@@ -348,8 +348,8 @@ def test_arrays_at_odd_addresses_are_refused() -> None:
 
     calls: list[tuple[Callable[..., Any], list[Array]]] = [
         (lambda t, n, r, s: gate(t, n, r, 1.0, False, s, BF16, 0), [good.copy() for _ in range(4)]),
-        (lambda t, m, p, v: encode_entries(t, m, BF16, p, v, False), [good, good, at, good]),
-        (lambda t, m: decode_entries([payload], t, m, BF16, False), [good, good]),
+        (lambda t, m, p, v: encode_entries(t, m, BF16, p, v, 23), [good, good, at, good]),
+        (lambda t, m: decode_entries([payload], t, m, BF16, 23), [good, good]),
         (add_entries, [good.copy(), at, good]),
         (lambda p, v: sum_entries([(p, v)], 4), [at, good]),
         (lambda *a: outer_step(*a, 2, 0.7, 0.9), [good.copy() for _ in range(3)]),

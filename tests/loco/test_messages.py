@@ -96,12 +96,12 @@ def test_the_digest_of_the_parameters_knows_names_dtypes_shapes_and_order() -> N
 
 def test_a_message_is_read_back() -> None:
     payloads = [b"one", b"", b"\0" * 300]
-    message = Message(1 << 40, WIRES[1].code, payloads).to_bytes()
+    message = Message(1 << 40, WIRES[1].mantissa, payloads).to_bytes()
     read = Message.parse(message, 3)
-    assert (read.round, read.wire, [bytes(p) for p in read.payloads]) == (1 << 40, 1, payloads)
-    assert message[:16].hex() == "504c534c01010000" + "0000000000010000"
+    assert (read.round, read.wire, [bytes(p) for p in read.payloads]) == (1 << 40, 7, payloads)
+    assert message[:16].hex() == "504c534c01070000" + "0000000000010000"
     assert message[24:40].hex() == "03000000" + "03000000" + "00000000" + "2c010000"
-    assert message != Message(1 << 40, WIRES[1].code, payloads).to_bytes(), (
+    assert message != Message(1 << 40, WIRES[1].mantissa, payloads).to_bytes(), (
         "the same entries of two trainers are two messages"
     )
 
@@ -121,7 +121,7 @@ def test_a_message_is_read_back() -> None:
     ],
 )
 def test_a_damaged_message_is_refused(damage: object) -> None:
-    message = Message(7, WIRES[0].code, [b"one", b"two"]).to_bytes()
+    message = Message(7, WIRES[0].mantissa, [b"one", b"two"]).to_bytes()
     with pytest.raises(CorruptMessage):
         Message.parse(damage(message), 2)  # type: ignore[operator]
 

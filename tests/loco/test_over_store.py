@@ -15,6 +15,7 @@ from torch import nn
 from pulse_rl import MemoryStore, PulseLoCo, Store
 from pulse_rl.errors import InputError, NonFinite, PulseError, StateMismatch, StoreUnavailable, TrainerLost
 from pulse_rl.loco import StoreExchange
+from pulse_rl.loco.wire import WireName
 from pulse_rl.store import Data
 from tests.support.loco_reference import Job, Reference, flat, same
 from tests.support.stores import FaultyStore
@@ -26,12 +27,22 @@ SECONDS = 120.0
 class Member:
     """A trainer of the run in ``store``, whose every round can be simulated afterwards."""
 
-    def __init__(self, store: Store, name: str, *, quorum: int = 3, grace: float = SECONDS, **settings: Any) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        *,
+        quorum: int = 3,
+        grace: float = SECONDS,
+        wire: WireName = "FP32",
+        **settings: Any,
+    ) -> None:
+        self.wire = wire
         self.name, self.job = name, Job(lr=1e-3)
         self.now, self.log = torch.empty(0), list[tuple[int, int, torch.Tensor]]()
         self.job.optimizer.register_step_post_hook(lambda *_: setattr(self, "now", self.job.weights()))
         over = StoreExchange(
-            store, trainer=name, quorum=quorum, grace_seconds=grace, deadline_seconds=SECONDS, **settings
+            store, trainer=name, quorum=quorum, grace_seconds=grace, deadline_seconds=SECONDS, wire=wire, **settings
         )
         self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, over=over)
         self.first = flat(self.loop.global_state()).clone()
@@ -58,7 +69,7 @@ def closes(store: Store) -> list[list[str]]:
 
 def simulate(members: list[Member], rounds: list[list[str]]) -> dict[str, Reference]:
     """By the document: who is in is summed by name; who is not keeps all that it has."""
-    references = {member.name: Reference(member.first) for member in members}
+    references = {member.name: Reference(member.first, wire=member.wire) for member in members}
     logs = {member.name: list(member.log) for member in members}
     for number, names in enumerate(rounds):
         sent = {}
@@ -96,9 +107,10 @@ def at_once(*programs: Callable[[], Any]) -> list[Any]:
         return [each.result(SECONDS) for each in [pool.submit(program) for program in programs]]
 
 
-def test_all_hold_the_same_theta_after_each_round() -> None:
+@pytest.mark.parametrize("wire", ["FP32", "int4"])
+def test_all_hold_the_same_theta_after_each_round(wire: WireName) -> None:
     store = MemoryStore()
-    members = [Member(store, name) for name in "abc"]
+    members = [Member(store, name, wire=wire) for name in "abc"]
 
     def train(member: Member) -> list[str]:
         with member.loop:

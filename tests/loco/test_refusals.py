@@ -83,13 +83,13 @@ def not_finite(trainer: Trainer) -> None:
 
 def overflowing(trainer: Trainer) -> None:
     """Finite pseudo-gradients whose rounding, sum or outer step is not finite."""
-    for wire, size in ((torch.bfloat16, 3.4e38), (torch.float32, 3e38)):
+    for wire, size in (("BF16", 3.4e38), ("FP32", 3e38)):
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with pulse_loco(model, optimizer, sync_every=1, wire_dtype=wire, timeout_seconds=10) as loop:
+        with pulse_loco(model, optimizer, sync_every=1, wire=wire, timeout_seconds=10) as loop:
             before = held(loop)
             for p in model.parameters():
-                p.grad = torch.full_like(p, size if trainer.rank != 1 or wire == torch.float32 else 0.1)
+                p.grad = torch.full_like(p, size if trainer.rank != 1 or wire == "FP32" else 0.1)
             with pytest.raises(NonFinite):
                 optimizer.step()
             assert kept(loop, before)
@@ -124,11 +124,10 @@ def two_states(trainer: Trainer) -> None:
 
 
 def damaged(trainer: Trainer, damage: Callable[[PulseLoCo, bytes], bytes], *, sums: bool = False) -> None:
-    """Trainer 0 sends something else than it should in place of its entries (BF16), or of its ``sums`` (FP32). Nobody
+    """Trainer 0 sends something else than it should in place of its entries (int4), or of its ``sums`` (FP32). Nobody
     takes any of it."""
     job = Job()
-    wire = torch.bfloat16
-    with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=3, wire_dtype=wire) as loop:
+    with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=3, wire="int4") as loop:
         for _ in range(2):
             job.step(trainer.rank)
         before = held(loop)
@@ -138,7 +137,9 @@ def damaged(trainer: Trainer, damage: Callable[[PulseLoCo, bytes], bytes], *, su
                 patch.setattr(
                     Coder,
                     "encode",
-                    lambda coder, *of: (damage if coder.wire.bf16 != sums else whole)(loop, encode(coder, *of)),
+                    lambda coder, *of: (damage if (coder.wire.name == "int4") != sums else whole)(
+                        loop, encode(coder, *of)
+                    ),
                 )
             job.step(trainer.rank)
             with pytest.raises(CorruptMessage, match="could not read"):

@@ -33,7 +33,7 @@ def whole(job: Job, loop: PulseLoCo) -> list[torch.Tensor]:
 def test_resume_is_exact_at_a_boundary_and_in_mid_round(stop: int, dtype: torch.dtype, lookahead: float) -> None:
     def make(seed: int) -> tuple[Job, PulseLoCo]:
         job = Job(seed, dtype=dtype, lr=1e-2)
-        return job, pulse_loco(job.model, job.optimizer, sync_every=3, wire_dtype=torch.bfloat16, lookahead=lookahead)
+        return job, pulse_loco(job.model, job.optimizer, sync_every=3, wire="BF16", lookahead=lookahead)
 
     job, loop = make(0)
     run(job, loop, 11)

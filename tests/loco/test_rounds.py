@@ -27,13 +27,13 @@ def move(parameters: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, 
     optimizer.step()
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wire", ["FP32", "BF16", "int4", "int2"])
 @pytest.mark.parametrize("gate", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounds_equal_the_dense_algorithm(dtype: torch.dtype, gate: torch.dtype, wire: torch.dtype) -> None:
+def test_rounds_equal_the_dense_algorithm(dtype: torch.dtype, gate: torch.dtype, wire: str) -> None:
     job = Job(dtype=dtype, lr=1e-2 if dtype == torch.bfloat16 else 1e-3)
-    loop = pulse_loco(job.model, job.optimizer, sync_every=3, gate_dtype=gate, wire_dtype=wire, threads=2)
-    reference = Reference(flat(loop.global_state()), gate_dtype=gate, wire_dtype=wire, model_dtype=dtype)
+    loop = pulse_loco(job.model, job.optimizer, sync_every=3, gate_dtype=gate, wire=wire, threads=2)
+    reference = Reference(flat(loop.global_state()), gate_dtype=gate, wire=wire, model_dtype=dtype)
     selected: list[Any] = []
     job.optimizer.register_step_post_hook(
         lambda *_: selected.append(reference.select(job.weights())) if job.steps % 3 == 0 else None
@@ -135,7 +135,7 @@ def test_masters_are_given_by_name() -> None:
         (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, outer_lr=float("nan")), "outer_lr"),
         (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, outer_momentum=1), "outer_momentum"),
         (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, gate_dtype=torch.int8), "gate_dtype"),
-        (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, wire_dtype=torch.half), "wire_dtype"),
+        (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, wire="int8"), "wire"),
         (lambda m: pulse_loco(m.half(), torch.optim.SGD(m.parameters()), sync_every=1), "float16"),
         (lambda m: pulse_loco({}, torch.optim.SGD(m.parameters()), sync_every=1), "not parameters"),
         (lambda m: pulse_loco(m, torch.optim.SGD([nn.Parameter(torch.ones(1))]), sync_every=1), "not parameters"),
@@ -244,10 +244,10 @@ def test_rewind_forgets_the_local_steps() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.0**64, -3e38])
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_not_finite_changes_nothing(value: float, wire: torch.dtype) -> None:
+@pytest.mark.parametrize("wire", ["FP32", "BF16", "int2"])
+def test_what_is_not_finite_changes_nothing(value: float, wire: str) -> None:
     parameters, optimizer = sgd(1.0, 2.0, 3.0)
-    with pulse_loco(parameters, optimizer, sync_every=1, wire_dtype=wire) as loop:
+    with pulse_loco(parameters, optimizer, sync_every=1, wire=wire) as loop:
         move(parameters, optimizer, 0.5, 1e-6, 0.1)
         before = loop.state_dict()
         with pytest.raises(NonFinite, match="'w'"):
@@ -265,7 +265,7 @@ def test_what_is_not_finite_changes_nothing(value: float, wire: torch.dtype) -> 
 def test_a_value_that_is_too_large_only_as_rounded_changes_nothing() -> None:
     """The largest number below 2^64 is 2^64 in BF16."""
     parameters, optimizer = sgd(1.0)
-    with pulse_loco(parameters, optimizer, sync_every=1, wire_dtype=torch.bfloat16) as loop:
+    with pulse_loco(parameters, optimizer, sync_every=1, wire="BF16") as loop:
         with pytest.raises(NonFinite, match="'w'"):
             move(parameters, optimizer, 1.8446743e19)
         assert loop.global_state()["w"].item() == 1

@@ -70,7 +70,7 @@ def resumed(trainer: Trainer, stop: int, gated: bool, sites: str) -> None:
         return [job.weights(), *(flat(state[key]) for key in ("theta", "momentum", "residual"))]
 
     trainer.connect("start")
-    settings = {"sync_every": 3, "wire_dtype": torch.bfloat16, "lookahead": 7.0, "gate_sums": gated}
+    settings = {"sync_every": 3, "wire": "BF16", "lookahead": 7.0, "gate_sums": gated}
     if sites:
         settings["site"] = sites[trainer.rank]
     job, rounds = skewed(trainer.rank), list[Round]()

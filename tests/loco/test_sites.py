@@ -26,9 +26,9 @@ ROUNDS = 4
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "by default": {},
-    "bf16": {"wire_dtype": torch.bfloat16, "gate_scale": 0.5},
+    "bf16": {"wire": "BF16", "gate_scale": 0.5},
     "all sums": {"gate_sums": False},
-    "all sums, bf16": {"gate_sums": False, "wire_dtype": torch.bfloat16, "lookahead": 1.5},
+    "all sums, bf16": {"gate_sums": False, "wire": "BF16", "lookahead": 1.5},
     "gated, no lookahead": {"gate_sums": True, "lookahead": 0.0},
 }
 

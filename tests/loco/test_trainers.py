@@ -17,16 +17,18 @@ pytestmark = pytest.mark.slow
 ROUNDS = 5
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "bf16 wire": {"wire_dtype": torch.bfloat16},
-    "bf16 model": {"model_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16},
+    "bf16 wire": {"wire": "BF16"},
+    "int4 wire": {"wire": "int4"},
+    "bf16 model": {"model_dtype": torch.bfloat16, "wire": "BF16"},
     "fp16 gate": {"gate_dtype": torch.float16},
     "fp8 gate": {"gate_dtype": torch.float8_e4m3fn},
     "no lookahead": {"lookahead": 0.0},
-    "lookahead, bf16 model": {"model_dtype": torch.bfloat16, "wire_dtype": torch.bfloat16, "lookahead": 1.3},
+    "lookahead, bf16 model": {"model_dtype": torch.bfloat16, "wire": "BF16", "lookahead": 1.3},
     "half a gate": {"lookahead": 3.0, "gate_scale": 0.5},
     "a wide gate": {"gate_scale": 7.0},
     "gated sums": {"gate_sums": True},
-    "gated sums, bf16": {"gate_sums": True, "wire_dtype": torch.bfloat16, "gate_scale": 2.0, "lookahead": 1.0},
+    "gated sums, int2": {"gate_sums": True, "wire": "int2"},
+    "gated sums, bf16": {"gate_sums": True, "wire": "BF16", "gate_scale": 2.0, "lookahead": 1.0},
     "nothing is sent": {"rate": 1e-12},
     "everything is sent": {"rate": 0.5},
 }
@@ -88,7 +90,7 @@ def agreed(
     return rounds
 
 
-FEW = ["fp32", "bf16 wire", "no lookahead", "gated sums"]
+FEW = ["fp32", "bf16 wire", "no lookahead", "gated sums, int2"]
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
@@ -118,4 +120,5 @@ def test_every_round_equals_the_dense_algorithm(size: int, names: list[str], sca
     assert len({rounds["fp32"][1].entries for rounds in found}) == size, "payloads of unequal lengths"
     if "everything is sent" in names:
         assert found[0]["everything is sent"][1].density > 0.99
-        assert found[0]["bf16 wire"][0].payload_bytes < 0.8 * found[0]["fp32"][0].payload_bytes
+        exact, bf16, int4 = (found[0][name][0].payload_bytes for name in ("fp32", "bf16 wire", "int4 wire"))
+        assert int4 < 0.9 * bf16 < 0.9 * 0.8 * exact

@@ -16,6 +16,7 @@ from tests.support.gaps_oracle import Writer as RangeWriter
 from tests.support.table_oracle import LOW, SCALE, STATES, varint
 
 SIGN, MAGNITUDE, TOO_LARGE = 1 << 31, (1 << 31) - 1, (127 + 64) << 23
+EXACT = 23  # explicit bits of mantissa: FP32
 # fmt: off
 FREQUENCIES = [
     0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256,
@@ -70,7 +71,7 @@ class Choices:
         i = cls - self.first
         return FREQUENCIES[self.classes[i] or 0] if 0 <= i < len(self.classes) else 0
 
-    def context(self, cls: int, x: int, bf16: bool) -> int:
+    def context(self, cls: int, x: int, mantissa: int) -> int:
         """Of a value of an entry of class ``cls`` at theta ``x``."""
         if self.c == 1:
             return 0
@@ -78,7 +79,7 @@ class Choices:
             return cls % 16
         band = min(max((self.top - exponent(x)) // 2, 0), 3)
         d, k, n = cls // 16, cls // 2 % 8, cls % 2
-        if bf16:
+        if mantissa < EXACT:
             return 16 * (max(d, 8) - 8) + 4 * (k // 2) + 2 * n + (band > 1)
         return 32 * band + 16 * (d >= 12) + 2 * k + n
 
@@ -191,16 +192,16 @@ def intervals(levels: Levels) -> list[tuple[int, int]]:
 # -- values
 
 
-def code_of(x: int, v: int, rounding: Rounding, bf16: bool, b: int, s: int) -> Value:
+def code_of(x: int, v: int, rounding: Rounding, mantissa: int, b: int, s: int) -> Value:
     """How value ``v`` at theta ``x`` is coded; ``b`` and ``s`` are B and S."""
     up, down = rounding.sides(x)
     goes_up = bool((x ^ v) & SIGN)
     near = int(goes_up == (up <= down))
-    if bf16:
-        size = exponent(v) - b
+    if mantissa < EXACT:
+        size, whole = exponent(v) - b, (v & MAGNITUDE) >> EXACT - mantissa
         if 0 <= size < s:
-            return Value(2 * size + near, v >> 16 & 127, 7)
-        return Value(2 * s + near, (v & MAGNITUDE) >> 16, 15)
+            return Value(2 * size + near, whole & (1 << mantissa) - 1, mantissa)
+        return Value(2 * s + near, whole, 8 + mantissa)
     e = max(exponent(x), 1)
     shift = max(exponent(v), 1) - e
     q, rest = (significand(v) << shift, 0) if shift >= 0 else divmod(significand(v), 1 << -shift)
@@ -212,15 +213,15 @@ def code_of(x: int, v: int, rounding: Rounding, bf16: bool, b: int, s: int) -> V
     return Value(2 * s + near, v & MAGNITUDE, 31)
 
 
-def value_of(x: int, symbol: int, rounding: Rounding, bf16: bool, b: int, s: int, bits: Bits) -> int:
+def value_of(x: int, symbol: int, rounding: Rounding, mantissa: int, b: int, s: int, bits: Bits) -> int:
     up, down = rounding.sides(x)
     size, near = divmod(symbol, 2)
     goes_up = bool(near) == (up <= down)
     sign = (x & SIGN) ^ (SIGN if goes_up else 0)
-    if bf16:
-        v = bits.take(15) << 16 if size == s else (b + size) << 23 | bits.take(7) << 16
-    elif size == s:
-        v = bits.take(31)
+    if size == s:
+        v = bits.take(8 + mantissa) << EXACT - mantissa
+    elif mantissa < EXACT:
+        v = (b + size) << 23 | bits.take(mantissa) << EXACT - mantissa
     else:
         e = max(exponent(x), 1)
         low = size + b - e
@@ -261,7 +262,7 @@ class Bits:
 
 
 def encode(
-    theta: list[int], momentum: list[int], rounding: Rounding, entries: dict[int, int], bf16: bool, chosen: Choices
+    theta: list[int], momentum: list[int], rounding: Rounding, entries: dict[int, int], mantissa: int, chosen: Choices
 ) -> bytes:
     """The payload with these choices, in which each entry's class and symbol has a level. There is an entry."""
     operations = list[tuple[int, int, int]]()
@@ -273,8 +274,8 @@ def encode(
         f = chosen.frequency(cls)
         operations.append((i % STATES, 0, f) if i in entries else (i % STATES, f, SCALE - f))
         if i in entries:
-            value = code_of(x, entries[i], rounding, bf16, chosen.b, chosen.s)
-            values.append((len(values) % STATES, *tables[chosen.context(cls, x, bf16)][value.symbol]))
+            value = code_of(x, entries[i], rounding, mantissa, chosen.b, chosen.s)
+            values.append((len(values) % STATES, *tables[chosen.context(cls, x, mantissa)][value.symbol]))
             beside |= value.plain << taken
             taken += value.length
     states, words = [LOW] * STATES, list[int]()
@@ -332,7 +333,7 @@ def read_choices(head: Bytes) -> Choices:
 
 
 def decode(
-    data: bytes, theta: list[int], momentum: list[int], rounding: Rounding, bf16: bool
+    data: bytes, theta: list[int], momentum: list[int], rounding: Rounding, mantissa: int
 ) -> tuple[dict[int, int], Choices | None]:
     """The values by their positions, and what the encoder chose, None if there are no entries."""
     head = Bytes(data)
@@ -364,12 +365,12 @@ def decode(
     tables = [intervals(levels) for levels in chosen.symbols]
     for j, (i, cls) in enumerate(zip(entries, classes, strict=True)):
         upper, slot = divmod(states[j % STATES], SCALE)
-        table = tables[chosen.context(cls, theta[i], bf16)]
+        table = tables[chosen.context(cls, theta[i], mantissa)]
         symbol = next((k for k, (start, f) in enumerate(table) if start <= slot < start + f), -1)
         require(symbol >= 0, "a symbol in a context that has none")
         start, f = table[symbol]
         settle(j % STATES, f * upper + slot - start)
-        entries[i] = value_of(theta[i], symbol, rounding, bf16, chosen.b, chosen.s, bits)
+        entries[i] = value_of(theta[i], symbol, rounding, mantissa, chosen.b, chosen.s, bits)
     require(set(states) == {LOW}, "the states do not end as they began")
     require(words.at == len(words.data), "words are left over")
     bits.finish()

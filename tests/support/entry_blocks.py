@@ -15,8 +15,8 @@ from pulse_rl.state.cast import Rounding
 from tests.support import entries_oracle as oracle
 
 BF16 = ROUNDINGS[torch.bfloat16]
-WIRES = [Wire(torch.float32), Wire(torch.bfloat16)]
-both_wires = pytest.mark.parametrize("wire", WIRES, ids=["fp32", "bf16"])
+WIRES = [Wire("FP32"), Wire("BF16"), Wire("int4"), Wire("int2")]
+every_wire = pytest.mark.parametrize("wire", WIRES, ids=[wire.name for wire in WIRES])
 
 
 class Block:
@@ -61,7 +61,7 @@ class Block:
         for use in (False, True):
             use_rans_vectors(use)
             entries = (self.positions, self.values(wire))
-            payloads.append(encode_entries(self.theta, self.momentum, self.rounding, *entries, wire.bf16))
+            payloads.append(encode_entries(self.theta, self.momentum, self.rounding, *entries, wire.mantissa))
         assert payloads[0] == payloads[1]
         return payloads[0]
 
@@ -72,7 +72,7 @@ class Block:
         for use in (False, True):
             use_rans_vectors(use)
             try:
-                decoded = decode_entries(views, self.theta, self.momentum, self.rounding, wire.bf16)
+                decoded = decode_entries(views, self.theta, self.momentum, self.rounding, wire.mantissa)
             except Malformed as error:
                 found.append(error)
                 continue
@@ -89,7 +89,7 @@ class Block:
     def refuses(self, wire: Wire, payload: bytes) -> bool:
         """Whether the payload is refused: exactly those that the oracle refuses; it finds the same in the others."""
         try:
-            expected, _ = oracle.decode(payload, *self.known, wire.bf16)
+            expected, _ = oracle.decode(payload, *self.known, wire.mantissa)
         except oracle.Refused:
             with pytest.raises(Malformed):
                 self.decode(wire, payload)
@@ -117,8 +117,8 @@ class Block:
         chosen = oracle.Choices(d, m, first, levels, b, s, c, top, [])
         used: list[set[int]] = [set() for _ in range(c)]
         for p, v in entries.items():
-            used[chosen.context(classes[p], theta[p], wire.bf16)].add(
-                oracle.code_of(theta[p], v, rounding, wire.bf16, b, s).symbol
+            used[chosen.context(classes[p], theta[p], wire.mantissa)].add(
+                oracle.code_of(theta[p], v, rounding, wire.mantissa, b, s).symbol
             )
         some = [more if rng.random() < 0.7 else 0 for _ in range(c)]
         chosen.symbols = [any_levels(rng, range(45), u, 2 * s + 2, x) for u, x in zip(used, some, strict=True)]

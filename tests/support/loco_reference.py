@@ -26,6 +26,16 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
+def rounded(x: Flat, wire: str) -> Flat:
+    """The nearer of the numbers around each with so many bits of mantissa; of two as near that with an even pattern."""
+    dropped = 23 - {"FP32": 23, "BF16": 7, "int4": 2, "int2": 0}[wire]
+    below = bits(x) >> dropped << dropped  # towards 0
+    above = below + (1 << dropped)
+    down, up = ((side.view(torch.float32).double() - x.double()).abs() for side in (below, above))
+    odd = (below >> dropped & 1).bool()
+    return torch.where((up < down) | (up == down) & odd, above, below).view(torch.float32)
+
+
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.shape == y.shape and torch.equal(bits(x), bits(y))
 
@@ -46,7 +56,7 @@ class Reference:
         theta: Flat,
         *,
         gate_dtype: torch.dtype = torch.bfloat16,
-        wire_dtype: torch.dtype = torch.float32,
+        wire: str = "FP32",
         model_dtype: torch.dtype = torch.float32,
         lr: float = 0.7,
         momentum: float = 0.9,
@@ -58,7 +68,7 @@ class Reference:
     ) -> None:
         self.theta = nn.Parameter(theta.clone())
         self.residual = torch.zeros_like(theta)
-        self.gate_dtype, self.wire_dtype, self.model_dtype = gate_dtype, wire_dtype, model_dtype
+        self.gate_dtype, self.wire, self.model_dtype = gate_dtype, wire, model_dtype
         # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that, and so on.
         ahead = lr / (1 - momentum) if lookahead is None else lookahead
         self.lookahead, self.gate_scale = torch.tensor(ahead), torch.tensor(gate_scale)
@@ -72,7 +82,7 @@ class Reference:
         """(s, what is sent: zero where the gate is closed) for local weights ``now``; updates the residual."""
         s = (self.start().float() - now) + self.residual
         before, after = self.theta.to(self.gate_dtype), (self.theta - self.gate_scale * s).to(self.gate_dtype)
-        sent = torch.where(bits(before) != bits(after), s.to(self.wire_dtype).float(), torch.zeros(()))
+        sent = torch.where(bits(before) != bits(after), rounded(s, self.wire), torch.zeros(()))
         self.residual = s - sent
         return s, sent
 
@@ -84,7 +94,7 @@ class Reference:
     @torch.no_grad()
     def outer_step(self, sent: list[Flat]) -> None:
         """The outer step along the mean of what all sent, summed in rank order, or first within each of the ``sites``,
-        which are names by rank. With ``gate_sums`` sums whose mean the gate holds back, and what the wire dtype takes
+        which are names by rank. With ``gate_sums`` sums whose mean the gate holds back, and what the wire takes
         from the others, go to the residual of the owner."""
         owners = self.owners(len(sent))
         total = self.between_sites(sent, owners) if self.sites else added(sent)
@@ -113,10 +123,10 @@ class Reference:
         return added(sums)
 
     def passed(self, sums: Flat, trainers: int) -> Flat:
-        """The sums whose mean passes the gate, in the wire dtype; 0 elsewhere."""
+        """The sums whose mean passes the gate, as the wire has them; 0 elsewhere."""
         moved = self.theta - self.gate_scale * (sums / trainers)
         before, after = self.theta.to(self.gate_dtype), moved.to(self.gate_dtype)
-        return torch.where(bits(before) != bits(after), sums.to(self.wire_dtype).float(), torch.zeros(()))
+        return torch.where(bits(before) != bits(after), rounded(sums, self.wire), torch.zeros(()))
 
     def keep(self, rest: Flat, mine: torch.Tensor) -> None:
         self.residual = torch.where(mine & (rest != 0), self.residual + rest, self.residual)
@@ -181,7 +191,7 @@ class Job:
         return flat(dict(self.model.named_parameters()))
 
 
-_OF_EXCHANGE = ("group", "site", "wire_dtype", "gate_sums", "timeout_seconds")
+_OF_EXCHANGE = ("group", "site", "wire", "gate_sums", "timeout_seconds")
 
 
 def pulse_loco(model: Any, optimizers: Any, **settings: Any) -> PulseLoCo:

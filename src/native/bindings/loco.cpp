@@ -7,6 +7,7 @@
 #include "bindings/binding.h"
 #include "common/apply.h"
 #include "loco/entries.h"
+#include "loco/entry_values.h"
 #include "loco/gate.h"
 #include "loco/outer_step.h"
 
@@ -40,6 +41,10 @@ pulse::Shared shared_of(const Floats& theta, const Floats& momentum, const pulse
         shared.octaves = octaves_of(known->second);
     }
     return shared;
+}
+
+void check_mantissa(int mantissa) {
+    if (mantissa < 0 || mantissa > pulse::kExact) throw nb::value_error("a mantissa has 0 to 23 explicit bits");
 }
 
 using MutableCounts = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -94,8 +99,9 @@ void bind_loco(nb::module_& m) {
 
     m.def(
         "encode_entries",
-        [](Floats theta, Floats momentum, const RoundingTuple& rounding, Positions positions, Floats values, bool bf16,
-           const Known& known) {
+        [](Floats theta, Floats momentum, const RoundingTuple& rounding, Positions positions, Floats values,
+           int mantissa, const Known& known) {
+            check_mantissa(mantissa);
             const auto shared = shared_of(theta, momentum, checked_rounding(rounding), known);
             check_arrays(positions.size(), positions, values);
             std::vector<uint8_t> payload;
@@ -106,24 +112,26 @@ void bind_loco(nb::module_& m) {
                         throw nb::index_error("the positions do not ascend within the block");
                     }
                 }
-                payload = pulse::encode_entries(shared, positions.data(), values.data(), positions.size(), bf16);
+                payload = pulse::encode_entries(shared, positions.data(), values.data(), positions.size(), mantissa);
             }
             return nb::bytes(payload.data(), payload.size());
         },
-        array("theta"), array("momentum"), "rounding"_a, array("positions"), array("values"), "bf16"_a,
-        array("known") = nb::none(), "The payload of one block; known: its (classes, octaves).");
+        array("theta"), array("momentum"), "rounding"_a, array("positions"), array("values"), "mantissa"_a,
+        array("known") = nb::none(),
+        "The payload of one block, of values with so many explicit bits of mantissa; known: its (classes, octaves).");
 
     m.def(
         "decode_entries",
-        [](const std::vector<Bytes>& payloads, Floats theta, Floats momentum, const RoundingTuple& rounding, bool bf16,
-           const Known& known) {
+        [](const std::vector<Bytes>& payloads, Floats theta, Floats momentum, const RoundingTuple& rounding,
+           int mantissa, const Known& known) {
+            check_mantissa(mantissa);
             const auto shared = shared_of(theta, momentum, checked_rounding(rounding), known);
             std::vector<std::pair<const uint8_t*, size_t>> views;
             for (const Bytes& payload : payloads) views.emplace_back(payload.data(), payload.size());
             std::vector<pulse::Entries> decoded;
             {
                 nb::gil_scoped_release release;
-                decoded = pulse::decode_entries(shared, views, bf16);
+                decoded = pulse::decode_entries(shared, views, mantissa);
             }
             nb::list results;
             for (pulse::Entries& entries : decoded) {
@@ -132,7 +140,7 @@ void bind_loco(nb::module_& m) {
             }
             return results;
         },
-        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "bf16"_a, array("known") = nb::none(),
+        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "mantissa"_a, array("known") = nb::none(),
         "(uint32 positions, FP32 values) of one block for each payload; raises Malformed.");
 
     m.def(

@@ -34,14 +34,14 @@ std::vector<CodedSymbol> describe(const EntryHead& head, const Shared& shared, c
         }
         for (size_t i = 0; i < size; i++) {
             const uint32_t t = bits_of(theta[i]);
-            const Sized value = sized(values[from + i], t, distance_of(t), kind.bf16);
+            const Sized value = sized(values[from + i], t, distance_of(t), kind.mantissa);
             const uint32_t symbol = value.symbol(kind);
-            const size_t context = head.tables.of(classes[i], t, kind.bf16);
+            const size_t context = head.tables.of(classes[i], t, kind.exact());
             counts.classes[classes[i]]++;
             counts.symbols[context][symbol]++;
             coded[from + i] = {uint8_t(context), uint8_t(symbol)};
             if (int(symbol >> 1) == kind.escape()) {
-                bits.put(value.whole, kind.bf16 ? 15 : 31);
+                bits.put(value.whole, kind.whole_bits());
             } else {
                 bits.put(value.rest, value.bits);
             }
@@ -82,10 +82,10 @@ private:
 class Decoder {
 public:
     // `data` is the payload past the number of entries.
-    Decoder(const Shared& shared, const uint8_t* data, size_t size, size_t count, bool bf16)
+    Decoder(const Shared& shared, const uint8_t* data, size_t size, size_t count, int mantissa)
         : shared_(shared), count_(count), bits_(data, 0) {
         size_t at = 0;
-        head_ = EntryHead::take(data, size, at, shared.rounding, bf16);
+        head_ = EntryHead::take(data, size, at, shared.rounding, mantissa);
         for (uint32_t& x : coder_.states) {
             const uint64_t above = take_count(data, size, at);
             if (above > UINT32_MAX - kRansLow) throw Malformed("a state is out of range");
@@ -140,11 +140,11 @@ private:
 }  // namespace
 
 std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positions, const float* values, size_t count,
-                                    bool bf16) {
+                                    int mantissa) {
     std::vector<uint8_t> payload;
     put_varint(payload, count);
     if (count == 0) return payload;
-    const auto head = std::make_unique<EntryHead>(choose_octaves(shared, positions, values, count, bf16));
+    const auto head = std::make_unique<EntryHead>(choose_octaves(shared, positions, values, count, mantissa));
     const auto counts = std::make_unique<EntryCounts>();
     BitWriter bits(4 * count);
     const auto described = [&](auto&& distance) {
@@ -175,14 +175,14 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
 }
 
 std::vector<Entries> decode_entries(const Shared& shared,
-                                    const std::vector<std::pair<const uint8_t*, size_t>>& payloads, bool bf16) {
+                                    const std::vector<std::pair<const uint8_t*, size_t>>& payloads, int mantissa) {
     std::vector<std::unique_ptr<Decoder>> decoders;
     for (const auto& [data, size] : payloads) {
         size_t at = 0;
         const uint64_t count = take_count(data, size, at);
         if (count > shared.elements) throw Malformed("more entries than parameters");
         if (count == 0 && at != size) throw Malformed("an empty block has a code");
-        decoders.push_back(count ? std::make_unique<Decoder>(shared, data + at, size - at, size_t(count), bf16)
+        decoders.push_back(count ? std::make_unique<Decoder>(shared, data + at, size - at, size_t(count), mantissa)
                                  : nullptr);
     }
     Classes classes(shared);

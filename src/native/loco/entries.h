@@ -31,12 +31,13 @@ struct Entries {
     std::vector<float> values;
 };
 
-// `positions` ascend and are below the number of parameters. With `bf16`, the values are BF16 numbers and take fewer bytes.
+// `positions` ascend and are below the number of parameters. The values have `mantissa` explicit bits of mantissa: below
+// kExact only these, and the exponent, are coded.
 std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positions, const float* values, size_t count,
-                                    bool bf16);
+                                    int mantissa);
 
 // One result a payload. Throws Malformed; reads nothing out of bounds, in time linear in parameters and payloads.
 std::vector<Entries> decode_entries(const Shared& shared,
-                                    const std::vector<std::pair<const uint8_t*, size_t>>& payloads, bool bf16);
+                                    const std::vector<std::pair<const uint8_t*, size_t>>& payloads, int mantissa);
 
 }  // namespace pulse

@@ -145,7 +145,7 @@ void EntryHead::put(std::vector<uint8_t>& out) {
     out.insert(out.end(), levels.begin(), levels.end());
 }
 
-EntryHead EntryHead::take(const uint8_t* data, size_t size, size_t& at, const Rounding& rounding, bool bf16) {
+EntryHead EntryHead::take(const uint8_t* data, size_t size, size_t& at, const Rounding& rounding, int mantissa) {
     EntryHead head;
     head.octaves.distance = take_byte(data, size, at);
     head.octaves.momentum = take_byte(data, size, at);
@@ -158,7 +158,7 @@ EntryHead EntryHead::take(const uint8_t* data, size_t size, size_t& at, const Ro
         (contexts != 1 && contexts != 16 && contexts != kMostContexts)) {
         throw Malformed("the block's head is out of range");
     }
-    head.kind = {rounding, bf16, base, sizes};
+    head.kind = {rounding, mantissa, base, sizes};
     const uint64_t coded = take_count(data, size, at);
     if (coded > size - at) throw Malformed("the code ends past the block");
     Reader side{RangeDecoder(data + at, coded)};
@@ -172,7 +172,7 @@ EntryHead EntryHead::take(const uint8_t* data, size_t size, size_t& at, const Ro
 }
 
 EntryHead choose_octaves(const Shared& shared, const uint32_t* positions, const float* values, size_t count,
-                         bool bf16) {
+                         int mantissa) {
     constexpr size_t kSample = 1 << 13;
     std::array<uint32_t, 512> distances{}, octaves{};
     std::array<uint32_t, 256> exponents{};
@@ -182,7 +182,7 @@ EntryHead choose_octaves(const Shared& shared, const uint32_t* positions, const 
         const Distance distance = distance_of(theta, shared.rounding);
         distances[distance_octave(theta, distance)]++;
         exponents[(theta >> 23) & 255]++;
-        const Sized value = sized(values[i], theta, distance, bf16);
+        const Sized value = sized(values[i], theta, distance, mantissa);
         if (value.octave != Sized::kNone) octaves[size_t(value.octave)]++;
     }
     EntryHead head;
@@ -196,7 +196,7 @@ EntryHead choose_octaves(const Shared& shared, const uint32_t* positions, const 
     int base = least;
     while (base < top && !octaves[size_t(base)]) base++;
     base = std::max(base - (count > kSample), least);
-    head.kind = {shared.rounding, bf16, base, top - base + 1};
+    head.kind = {shared.rounding, mantissa, base, top - base + 1};
     head.tables.contexts = count < kFewEntries ? 1 : count < kSomeEntries ? 16 : kMostContexts;
     head.tables.top = top_of(exponents, sampled, 1024);
     return head;

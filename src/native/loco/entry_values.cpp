@@ -15,11 +15,9 @@ float value_of(uint32_t theta, const Distance& distance, uint32_t symbol, BitRea
     const bool is_up = bool(symbol & 1) == distance.up_is_near();
     const uint32_t sign = (is_up ? ~theta : theta) & kSign;
     const int size = int(symbol >> 1);
-    if (kind.bf16) {
-        if (size == kind.escape()) return float_of(sign | bits.take(15) << 16);
-        return float_of(sign | uint32_t(kind.base + size) << 23 | bits.take(7) << 16);
-    }
-    if (size == kind.escape()) return float_of(sign | bits.take(31));
+    const int shift = kExact - kind.mantissa;
+    if (size == kind.escape()) return float_of(sign | bits.take(kind.whole_bits()) << shift);
+    if (!kind.exact()) return float_of(sign | uint32_t(kind.base + size) << 23 | bits.take(kind.mantissa) << shift);
     const int exponent = unit_exponent(theta), length = kind.base + size - exponent;
     if (length < 0 || length > 30) throw Malformed("a size is out of range");
     const uint64_t multiple = uint64_t((1u << length) | bits.take(length)) - 1 + (is_up ? distance.up : distance.down);
@@ -95,7 +93,7 @@ void decode_values(RansReader& coder, BitReader& bits, const std::vector<uint32_
     const bool bf16_gate = kind.rounding.is_bf16();
     for (size_t i = 0; i < theta.size(); i++) {
         uint32_t& x = coder.states[i & kMask];
-        const size_t context = tables.of(classes[i], theta[i], kind.bf16);
+        const size_t context = tables.of(classes[i], theta[i], kind.exact());
         const uint8_t symbol = slots[context * kRansScale + RansReader::slot(x)];
         if (symbol == kNoSymbol) throw Malformed("a value in a context that has none");
         coder.symbol(x, tables.start[context][symbol], tables.length[context][symbol]);

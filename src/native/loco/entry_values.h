@@ -19,11 +19,15 @@ namespace pulse {
 constexpr int kMostSizes = 30;  // and the escape
 constexpr int kMostEntrySymbols = 2 * (kMostSizes + 1), kMostContexts = 128;
 
+constexpr int kExact = 23;  // explicit bits of mantissa: FP32
+
 // How the values of a block are described: sizes are the octaves from `base` on.
 struct ValueKind {
     Rounding rounding;
-    bool bf16;
+    int mantissa;
     int base, sizes;
+    bool exact() const { return mantissa == kExact; }
+    int whole_bits() const { return 8 + mantissa; }
     int symbols() const { return 2 * (sizes + 1); }
     int escape() const { return sizes; }
 };
@@ -45,10 +49,13 @@ struct Sized {
 // The exponent field that theta's unit in the last place has, plus 23.
 inline int unit_exponent(uint32_t theta) { return int(std::max((theta & kMagnitude) >> 23, 1u)); }
 
-inline Sized sized(float value, uint32_t theta, const Distance& distance, bool bf16) {
+inline Sized sized(float value, uint32_t theta, const Distance& distance, int mantissa) {
     const uint32_t bits = bits_of(value), magnitude = bits & kMagnitude;
     const bool is_up = (bits ^ theta) >> 31, near = is_up == distance.up_is_near();
-    if (bf16) return {int16_t(magnitude >> 23), 7, near, (bits >> 16) & 127, magnitude >> 16};
+    if (mantissa < kExact) {
+        const uint32_t whole = magnitude >> (kExact - mantissa);
+        return {int16_t(magnitude >> 23), uint8_t(mantissa), near, whole & ((1u << mantissa) - 1), whole};
+    }
     // |value| in theta's units, exactly: a power of two scales without loss.
     const int exponent = unit_exponent(theta);
     const double units = double(float_of(magnitude)) * double_of(uint64_t(1023 + 150 - exponent) << 52);
@@ -70,12 +77,12 @@ struct SymbolTables {
     std::array<std::array<uint8_t, kMostEntrySymbols>, kMostContexts> levels;
     std::array<std::array<uint16_t, kMostEntrySymbols>, kMostContexts> start, length;  // of a context with a symbol
 
-    // What is left of an FP32 value hardly depends on the distance. All of a BF16 value has to reach it.
-    size_t of(uint8_t cls, uint32_t theta, bool bf16) const {
+    // What is left of an exact value hardly depends on the distance. All of a rounded one has to reach it.
+    size_t of(uint8_t cls, uint32_t theta, bool exact) const {
         const size_t own = cls & 15;
         if (contexts < kMostContexts) return contexts == 1 ? 0 : own;
         const int band = std::clamp((top - int((theta >> 23) & 255)) >> 1, 0, 3);
-        if (bf16) return size_t(std::max(cls >> 4, 8) - 8) << 4 | (cls & 12) | size_t(cls & 1) << 1 | (band > 1);
+        if (!exact) return size_t(std::max(cls >> 4, 8) - 8) << 4 | (cls & 12) | size_t(cls & 1) << 1 | (band > 1);
         return own | size_t(cls >= 12 * 16) << 4 | size_t(band) << 5;
     }
     bool empty(int context, int symbols) const;

@@ -102,7 +102,7 @@ def encode_entries(
     rounding: tuple[int, int, int, int],
     positions: npt.NDArray[np.uint32],
     values: npt.NDArray[np.float32],
-    bf16: bool,
+    mantissa: int,
     known: tuple[npt.NDArray[np.uint8], tuple[int, int]] | None = None,
 ) -> bytes: ...
 def decode_entries(
@@ -110,7 +110,7 @@ def decode_entries(
     theta: npt.NDArray[np.float32],
     momentum: npt.NDArray[np.float32],
     rounding: tuple[int, int, int, int],
-    bf16: bool,
+    mantissa: int,
     known: tuple[npt.NDArray[np.uint8], tuple[int, int]] | None = None,
 ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]]: ...
 def add_entries(

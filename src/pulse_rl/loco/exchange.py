@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from .._native import sum_entries
@@ -22,7 +21,7 @@ from .gate import Gate, ReduceGate
 from .group import TrainerGroup
 from .outer import OuterState, Residual
 from .parameters import FlatBlock, is_finite
-from .wire import Classes, Coder, Entries, LocalMessage, SumsMessage, Unit, Wire, digest_of
+from .wire import Classes, Coder, Entries, LocalMessage, SumsMessage, Unit, Wire, WireName, digest_of
 
 _NON_FINITE = b"PLSN"
 _TOO_LARGE = b"PLSH"
@@ -46,9 +45,10 @@ class Exchange:
     ``site``: the name of this trainer's site, a node or a region whose trainers have fast links among them. Its members
     sum their entries before these go to the owners of shares elsewhere: over the slow links a site costs about as much
     as one trainer (docs/loco.md, 4.5). All trainers have one, or none has; ranks of one site should follow each other.
-    ``wire_dtype``: torch.float32, or torch.bfloat16; what rounding loses stays in the residual.
-    ``gate_sums``: whoever sums a share of the parameters sends back only those sums whose mean passes the gate, in
-    ``wire_dtype``, and carries the rest in its own residual: what leaves a process does not grow with the trainers.
+    ``wire``: how values travel: "FP32" exactly; "BF16", "int4" and "int2" rounded to 7, 2 and 0 explicit bits of
+    mantissa, for about nine, four and two bits a value once they are coded. What rounding loses stays in the residual.
+    ``gate_sums``: whoever sums a share of the parameters sends back only those sums whose mean passes the gate, on
+    the ``wire``, and carries the rest in its own residual: what leaves a process does not grow with the trainers.
     "auto", the default, is from 8 trainers on, or among several sites, if there is a lookahead; False is the paper's.
 
     Raises InputError.
@@ -56,12 +56,12 @@ class Exchange:
 
     group: dist.ProcessGroup | None = None
     site: str | None = None
-    wire_dtype: torch.dtype = torch.float32
+    wire: WireName = "FP32"
     gate_sums: bool | Literal["auto"] = "auto"
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        Wire(self.wire_dtype)
+        Wire(self.wire)
         if not isinstance(self.gate_sums, bool) and self.gate_sums != "auto":
             raise InputError(f"gate_sums is {self.gate_sums!r}", hint='Use True, False or "auto".')
         if self.site is not None and not (isinstance(self.site, str) and self.site):
@@ -225,7 +225,7 @@ class Transfer:
         group, rank = self._group, self._group.rank
         shares = cut_shares(self._blocks, group.size)
         mine = shares[rank]
-        coder = replace(self._coder, wire=gate.wire if gate else Wire(torch.float32))
+        coder = replace(self._coder, wire=gate.wire if gate else Wire())
         # 1. Entries go to those who sum them: the owners of shares, or their reducers in this trainer's site.
         near = self._sum_parts(own, shares, sites)
         sums, problem = near.sums[rank], near.problem
@@ -437,11 +437,11 @@ class GatedReduction:
     def __init__(self, state: OuterState, residual: Residual, gate: Gate, exchange: Exchange) -> None:
         self.residual: Residual = residual
         self.gate, self.exchange = gate, exchange
-        self._state, self.wire = state, Wire(exchange.wire_dtype)
+        self._state, self.wire = state, Wire(exchange.wire)
         self.classes = Classes(state.parameters.blocks)
 
     def settings(self) -> dict[str, object]:
-        travel = {"wire_dtype": str(self.wire.dtype), "gate_sums": self.exchange.gate_sums}
+        travel = {"wire": self.wire.name, "gate_sums": self.exchange.gate_sums}
         return {**self.gate.settings(), **travel, "lookahead": float(self.residual.lookahead)}
 
     def forget(self) -> None:

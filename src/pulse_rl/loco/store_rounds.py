@@ -62,7 +62,7 @@ from .store_format import (
     write_post,
 )
 from .trainer import Trainer, specs_digest
-from .wire import Coder, Entries, Unit, Wire
+from .wire import Coder, Entries, Unit, Wire, WireName
 
 _RUN = "loco/run.json"
 _MAX_RUN_BYTES = 1 << 20
@@ -85,8 +85,8 @@ class StoreExchange:
     back from a checkpoint knows what became of the messages that it had sent. None: a name at random.
     ``quorum``: the fewest trainers that make a round. ``grace_seconds``: how long those that were in the round before
     are waited for once a quorum is there; who is later is left out of this round, and loses nothing.
-    ``deadline_seconds``: without a quorum for that long, a round raises TrainerLost. ``wire_dtype``: torch.float32, or
-    torch.bfloat16; what rounding loses stays in the residual.
+    ``deadline_seconds``: without a quorum for that long, a round raises TrainerLost. ``wire``: how values travel, as
+    with `Exchange`.
 
     ``signer``: this trainer's key, with which it signs all that it writes; its name is the public key then.
     ``trusted_keys``: the public keys of all members, its own among them; what others write is refused. ``max_norm`` and
@@ -101,7 +101,7 @@ class StoreExchange:
     quorum: int = 2
     grace_seconds: float = 60.0
     deadline_seconds: float = 3600.0
-    wire_dtype: torch.dtype = torch.float32
+    wire: WireName = "FP32"
     signer: Signer | None = None
     trusted_keys: Collection[str] | None = None
     max_norm: float | None = None
@@ -109,7 +109,7 @@ class StoreExchange:
     accept: Callable[[PostedMessage, int], bool | str] | None = None
 
     def __post_init__(self) -> None:
-        Wire(self.wire_dtype)
+        Wire(self.wire)
         checked_count("quorum", self.quorum)
         checked_number("grace_seconds", self.grace_seconds)
         checked_number("deadline_seconds", self.deadline_seconds)

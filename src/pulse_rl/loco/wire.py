@@ -8,11 +8,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from .._native import Malformed, decode_entries, encode_entries, shared_octaves
 from .._util.threads import ordered_map
@@ -24,7 +23,8 @@ from .parameters import FlatBlock, Floats, Positions
 MAGIC = b"PLSL"
 FORMAT = 1
 _HEADER = struct.Struct("<4sBBHQQI")
-_WIRES = {torch.float32: 0, torch.bfloat16: 1}
+WireName = Literal["FP32", "BF16", "int4", "int2"]
+_MANTISSA: dict[WireName, int] = {"FP32": 23, "BF16": 7, "int4": 2, "int2": 0}
 
 KnownClasses = tuple[npt.NDArray[np.uint8], tuple[int, int]]
 """The classes of some parameters (docs/loco.md, section 3.1), and the octaves D and M that they are for."""
@@ -64,32 +64,35 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How values travel: FP32 exactly, or rounded to BF16."""
+    """How values travel: FP32 exactly, or rounded to fewer bits of mantissa, to nearest, ties to even."""
 
-    dtype: torch.dtype
+    name: WireName = "FP32"
 
     def __post_init__(self) -> None:
-        if self.dtype not in _WIRES:
-            raise InputError(f"wire_dtype {self.dtype} is not supported", hint="Use torch.float32 or torch.bfloat16.")
+        if self.name not in _MANTISSA:
+            raise InputError(f"wire is {self.name!r}", hint=f"Use one of: {', '.join(_MANTISSA)}.")
 
     @property
-    def code(self) -> int:
-        return _WIRES[self.dtype]
-
-    @property
-    def bf16(self) -> bool:
-        return self.dtype == torch.bfloat16
+    def mantissa(self) -> int:
+        """Explicit bits of the values' mantissa: what a message says of its wire."""
+        return _MANTISSA[self.name]
 
     def round(self, values: Floats) -> Floats:
-        """The values as they will arrive. What a value loses stays with the sender."""
-        return torch.from_numpy(values).to(torch.bfloat16).float().numpy() if self.bf16 else values
+        """The finite ``values`` as they will arrive. What a value loses stays with the sender."""
+        dropped = np.uint32(23 - self.mantissa)
+        if not dropped:
+            return values
+        # In integers: a carry goes on into the exponent, as it should, and nothing depends on the processor's modes.
+        bits, half = values.view(np.uint32), np.uint32(1) << (dropped - np.uint32(1))
+        rounded = (bits + (half - np.uint32(1) + (bits >> dropped & np.uint32(1)))) >> dropped << dropped
+        return rounded.view(np.float32)
 
     def encode(
         self, theta: Floats, momentum: Floats, rounding: Rounding, entries: Entries, known: KnownClasses | None = None
     ) -> bytes:
         """The payload of one block. ``theta``, ``momentum`` and the ``known`` classes are the block's; values must be
         ``round``'s results."""
-        return encode_entries(theta, momentum, rounding, *entries, self.bf16, known)
+        return encode_entries(theta, momentum, rounding, *entries, self.mantissa, known)
 
     def decode(
         self,
@@ -102,14 +105,14 @@ class Wire:
         """The entries of one block from several trainers. Raises CorruptMessage."""
         views = [np.frombuffer(p, np.uint8) for p in payloads]
         try:
-            return decode_entries(views, theta, momentum, rounding, self.bf16, known)
+            return decode_entries(views, theta, momentum, rounding, self.mantissa, known)
         except Malformed as error:
             raise CorruptMessage(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one trainer sends in a round: a payload for each block, in order. ``wire`` is `Wire.code`."""
+    """What one trainer sends in a round: a payload for each block, in order. ``wire`` is `Wire.mantissa`."""
 
     round: int
     wire: int
@@ -214,14 +217,14 @@ class Coder:
             return self.wire.encode(theta, momentum, self.rounding, found, self.classes.of(unit))
 
         payloads = list(ordered_map(encode, list(zip(units, entries, strict=True)), self.threads))
-        return Message(self.round, self.wire.code, payloads).to_bytes()
+        return Message(self.round, self.wire.mantissa, payloads).to_bytes()
 
     def decode(self, units: Sequence[Unit], messages: Sequence[bytes]) -> list[list[Entries]]:
         """The entries of each unit, by message. Raises CorruptMessage."""
         # All that is fixed is checked before any payload is decoded.
         parsed = [Message.parse(m, len(units)) for m in messages]
         for message in parsed:
-            if message.round != self.round or message.wire != self.wire.code:
+            if message.round != self.round or message.wire != self.wire.mantissa:
                 raise CorruptMessage(f"a message of round {message.round}, wire {message.wire} in round {self.round}")
 
         def decode(number: int) -> list[Entries]:
