@@ -37,6 +37,9 @@ _STEPS = 2
 _CLOSED, _POSTS = "loco/closed", "loco/posts"
 
 
+LIES = ("forged", "replayed", "oversized", "nan", "close", "snapshot")
+
+
 class _Waits(StoreUnavailable):
     """The round is not closed yet: others have their turn."""
 
@@ -205,7 +208,7 @@ class Rounds:
         return self.net.injected
 
     def rules(self) -> dict[str, int]:
-        return {"train": 40, "meet": 30, "checkpoint": 12, "kill": 5, "forget": 2, "junk": 4, "lie": 5, "amend": 5}
+        return {"train": 40, "meet": 30, "checkpoint": 12, "kill": 5, "forget": 2, "junk": 4, "lie": 8, "amend": 6}
 
     def close(self) -> None:
         self._stack.close()
@@ -266,7 +269,7 @@ class Rounds:
         number = max(0, len(self.closes()) + rng.choice((0, 0, 0, 1, -1)))
         signer = rng.choice((None, self._stranger))
         node = rng.choice(self.nodes)
-        kind = rng.choice(("forged", "replayed", "oversized", "nan", "close", "snapshot"))
+        kind = rng.choice(LIES)
         if kind in ("close", "snapshot") and not self.signers:
             return  # where nobody has a key, whoever writes is believed
         if kind == "close":

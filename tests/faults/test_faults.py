@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from random import Random
 
@@ -92,6 +93,8 @@ def test_random_sequences(kind: str, sequences: int) -> None:
     counts = searched(kind, sequences)
     if kind != "groups":
         assert set(FAULTS) <= set(counts), "each fault befell somebody"
+    if kind == "rounds":
+        assert {f"lie: {lie}" for lie in import_module("tests.faults.rounds").LIES} <= set(counts)
 
 
 @pytest.mark.slow

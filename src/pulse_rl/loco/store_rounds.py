@@ -66,7 +66,8 @@ from .wire import Coder, Entries, Unit, Wire, WireName
 
 _RUN = "loco/run.json"
 _MAX_RUN_BYTES = 1 << 20
-_MAX_LISTED = 4 * MAX_TRAINERS
+_MAX_POSTS = 64
+"""Of one trainer in a round: its own, and what others put in its name."""
 _MAX_LEFT = 100_000
 _MAX_SNAPSHOTS = 100
 """So many of the newest are looked at for one that is good."""
@@ -425,13 +426,13 @@ class StoreRounds:
         found: dict[str, Post] = {}
         refused: list[Refused] = []
         members = self._trusted.keys if self._trusted else None
-        looked = 0
+        tried: Counter[str] = Counter()
         for info in islice(self._store.list(f"loco/posts/{number:012d}"), _MAX_LEFT):
             match = POST.fullmatch(info.name.rpartition("/")[2])
             if not match or (members is not None and match[1] not in members):
                 continue
-            looked += 1
-            if match[1] in found or len(found) == MAX_TRAINERS or looked > _MAX_LISTED:
+            tried[match[1]] += 1
+            if match[1] in found or len(found) == MAX_TRAINERS or tried[match[1]] > _MAX_POSTS:
                 continue
             post = Post(match[1], match[2], info.nbytes)
             reason = self._why_not(post)
