@@ -241,3 +241,20 @@ def test_the_command_finds_out_what_it_drives(served: Served, capsys: pytest.Cap
     done = pulse.json(*arguments)
     assert (done["version"], done["previous"], served.live()) == (1, 0, True)
     assert "version 1 is live (all weights)" in pulse(*arguments)
+
+
+def test_a_generation_tells_its_weights(served: Served) -> None:
+    spans = [{"version": "0", "start": 0, "end": 1}]
+    meta = {"output_token_logprobs": [[-0.5, 7, None]], "weight_versions": spans}
+    asked: list[Any] = []
+
+    def generate(body: dict[str, Any]) -> tuple[int, Any]:
+        asked.append(body)
+        return 200, {"meta_info": meta}
+
+    served.server.generate = generate  # type: ignore[attr-defined]
+    with served.connect() as handle:
+        made = handle.generate([1, 2], {"max_tokens": 1}, seed=5)
+    assert (made.token_ids, made.logprobs, made.engine, made.weights[0].version) == ((7,), (-0.5,), "sglang", 0)
+    params = {"max_new_tokens": 1, "sampling_seed": 5}
+    assert asked == [{"input_ids": [1, 2], "sampling_params": params, "return_logprob": True}]

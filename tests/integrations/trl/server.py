@@ -31,6 +31,8 @@ class PretendedServer:
             return {"vllm_config": {"model_config": {"dtype": self.dtype}}}
         if route == "weight_info":
             return {"weight_version": self.tag}
+        if route == "version":
+            return {"version": "0.32.0"}
         if route == "v1/models":
             return {"data": [{"id": "policy"}]}
         self.requests.append(body)

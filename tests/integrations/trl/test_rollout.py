@@ -15,6 +15,7 @@ from pulse_rl import Subscriber
 from pulse_rl.errors import EngineUnavailable, InputError
 from pulse_rl.integrations.trl import pulse_rollout
 from pulse_rl.integrations.trl.rollout import PulseRollout
+from pulse_rl.rollouts import Rollout
 
 from .server import PretendedServer
 
@@ -178,3 +179,26 @@ def test_a_learning_rate_that_will_disappoint_is_said_before_the_first_step(
     rollout(["a"], made)
     assert any("learning rate 0.1" in r.message for r in caplog.records)
     ended(rollout, made)
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_each_completion_is_recorded_with_its_weights_and_seed(
+    server: PretendedServer, tmp_path: Path, seed: int | None
+) -> None:
+    made, records = trainer(), tmp_path / "r.jsonl"
+    made.args.generation_kwargs = {} if seed is None else {"seed": seed}
+    rollout = pulse_rollout(server.url, str(tmp_path / "store"), "policy", records=records)
+    rollout(["a", "a"], made)
+    made.state.global_step = 1
+    with torch.no_grad():
+        made.model.weight += 1
+    rollout(["b"], made)
+    found = list(Rollout.read(records))
+    assert [each.metadata for each in found] == [{"step": 0}, {"step": 0}, {"step": 1}]
+    assert [each.weights[0].version for each in found] == [0, 0, 1]
+    assert found[2].weights[0].root == rollout.published.root if rollout.published else False
+    assert [each.prompt_token_ids for each in found] == [(97,), (97,), (98,)]
+    assert (found[0].token_ids, found[0].logprobs, found[0].engine_version) == ((0, 7), (-0.5, None), "0.32.0")
+    assert "seed" not in found[0].sampling
+    assert sorted(request["seed"] for request in server.requests) == sorted(each.seed or 0 for each in found)
+    assert len({each.seed for each in found}) == (1 if seed else 3), "with one seed both of a prompt would be the same"

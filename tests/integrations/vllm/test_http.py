@@ -21,8 +21,8 @@ class Handler(BaseHTTPRequestHandler):
     seen: list[tuple[str, Any]]
     answers: dict[str, tuple[int, Any]]
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         type(self).seen.append((self.path, json.loads(body) if body else None))
         status, answer = type(self).answers.get(self.path.partition("?")[0], (200, {}))
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
@@ -30,6 +30,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    do_POST = do_GET  # noqa: N815
 
     def log_message(self, *args: object) -> None:
         pass
@@ -163,3 +165,19 @@ def test_what_moves_weights_is_refused() -> None:
     for option, found in refused.items():
         with pytest.raises(EngineError, match=option):
             require_fixed_places(found)
+
+
+def test_generations_tell_their_weights_where_the_server_does(handler: tuple[type[Handler], Server]) -> None:
+    kind, server = handler
+    tokens = {"content": [{"logprob": -0.5}, {"logprob": -1.5}]}
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+    choice = {"token_ids": [7, 8], "logprobs": tokens, "weight_versions": spans}
+    kind.answers["/inference/v1/generate"] = (200, {"choices": [choice]})
+    assert server.generate([1], {"max_tokens": 2, "seed": 5}) == ([7, 8], [-0.5, -1.5], [("3", 0), ("4", 1)])
+    assert kind.seen[-1][1] == {"token_ids": [1], "sampling_params": {"max_tokens": 2, "seed": 5, "logprobs": 0}}
+    kind.answers["/inference/v1/generate"] = (403, {"error": "disabled"})
+    kind.answers["/v1/models"] = (200, {"data": [{"id": "policy"}]})
+    plain = {"index": 0, "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
+    kind.answers["/v1/completions"] = (200, {"choices": [plain]})
+    assert server.generate([1], {"max_tokens": 1}) == ([7], [-0.5], None)
+    assert kind.seen[-1][1]["model"] == "policy"

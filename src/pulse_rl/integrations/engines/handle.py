@@ -275,15 +275,20 @@ class EngineHandle(Closing):
             return tuple(differing)
 
     def generate(
-        self, prompt: Sequence[int], sampling: Mapping[str, Any] | None = None, *, seed: int | None = None
+        self,
+        prompt: Sequence[int],
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        seed: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
         """Generates one completion of the token ids ``prompt``, and returns its record, with the weights of each part:
         a sync may come between.
 
         ``sampling``: parameters in the engine's terms, but for "max_tokens", which every engine takes. ``seed``: of the
-        request; drawn where it is None and tokens are sampled. May be called by several threads, but on a ``vllm.LLM``.
-        Raises InputError, EngineUnavailable, and EngineError, also where some tokens come from weights that are no
-        known version: of an engine that another handle, or nobody, has synced.
+        request; drawn where it is None and tokens are sampled. ``metadata``: goes into the record. May be called by
+        several threads, but on a ``vllm.LLM``. Raises InputError, EngineUnavailable, and EngineError, also where some
+        tokens come from weights that are no known version: of an engine that another handle, or nobody, has synced.
         """
         wanted = {name: value for name, value in (sampling or {}).items() if value is not None}
         if wanted.pop("n", 1) != 1 or "seed" in wanted or not prompt:
@@ -302,21 +307,22 @@ class EngineHandle(Closing):
             seed=seed,
             token_ids=tuple(found.tokens),
             logprobs=tuple(found.logprobs),
+            metadata=dict(metadata or {}),
         )
 
     def _weights_of(self, found: Generated, before: int | None) -> tuple[Weights, ...]:
         """Which weights have generated it. An engine that does not tell has had those of ``before`` first, and those of
         now last; it does not tell from which token on."""
         after = self._tagged
-        tags: list[tuple[str, int | None]] = [*found.tags] if found.tags is not None else [(str(before), 0)]
-        if found.tags is None and after != before:
+        tags: list[tuple[str, int | None]] = [*(found.tags or [(str(before), 0)])]
+        if not found.tags and after != before:
             tags.append((str(after), None))
         weights = [
             Weights(int(tag), self._roots[int(tag)], start)
             for tag, start in tags
             if tag.isdecimal() and int(tag) in self._roots
         ]
-        if not tags or len(weights) < len(tags):
+        if len(weights) < len(tags):
             raise EngineError(
                 f"tokens come from weights with the tag {', '.join(tag for tag, _ in tags)!r}, no known version of "
                 f"{self._info.stream!r}",

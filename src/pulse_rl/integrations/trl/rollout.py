@@ -15,8 +15,9 @@ from ...events import Metadata, Published
 from ...rollouts import Rollout, Weights, append, new_seed
 from ...sync.publisher import PublisherSettings
 from ..engines.handle import EngineSync
+from ..engines.transport import Generated
 from ..weights import advice, policy_weights
-from .transfer import Completion, ServerLink, log
+from .transfer import ServerLink, log
 
 __all__ = ["PulseRollout", "pulse_rollout"]
 
@@ -97,7 +98,7 @@ class PulseRollout(TrainerCallback):
         return {
             "prompt_ids": ids,
             "completion_ids": [completion.tokens for completion in found],
-            "logprobs": [completion.log_probabilities for completion in found],
+            "logprobs": [completion.logprobs for completion in found],
         }
 
     # -- the trainer's callbacks
@@ -185,7 +186,7 @@ class PulseRollout(TrainerCallback):
             raise outcome
         self._weights = outcome
 
-    def _complete(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> list[Completion]:
+    def _complete(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> list[Generated]:
         """By the weights that are tagged so: a server that comes back has those of its checkpoint at first."""
         wanted = {"model": self._model, **sampling}
         server, link = self._link.server, self._link
@@ -194,7 +195,7 @@ class PulseRollout(TrainerCallback):
         # A seed is a request's: with one for several prompts all completions of a prompt would be the same.
         seeds = [sampling["seed"] if "seed" in sampling else new_seed() for _ in prompts]
 
-        def one(prompt: Sequence[int], seed: int) -> Completion:
+        def one(prompt: Sequence[int], seed: int) -> Generated:
             return server.complete([prompt], wanted | {"seed": seed})[0]
 
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -213,7 +214,7 @@ class PulseRollout(TrainerCallback):
                     sampling={name: value for name, value in sampling.items() if name != "seed"},
                     seed=seed,
                     token_ids=tuple(completion.tokens),
-                    logprobs=tuple(completion.log_probabilities),
+                    logprobs=tuple(completion.logprobs),
                     metadata={"step": self._step},
                 )
                 for prompt, seed, completion in zip(prompts, seeds, found, strict=True)
@@ -221,7 +222,7 @@ class PulseRollout(TrainerCallback):
         )
         return found
 
-    def _by_these_weights(self, generate: Callable[[], list[Completion]]) -> list[Completion]:
+    def _by_these_weights(self, generate: Callable[[], list[Generated]]) -> list[Generated]:
         """What ``generate`` returns, if the server has the trainer's weights before and after."""
         self._require_these_weights()
         found = generate()

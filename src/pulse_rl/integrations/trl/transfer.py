@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 
@@ -18,8 +18,8 @@ from ...rollouts import Weights
 from ...state.checkpoint import unwrapped
 from ...sync.publisher import Publisher, PublisherSettings
 from ..engines.handle import EngineSync
-from ..engines.transport import Client
-from ..vllm import EngineHandle, connect
+from ..engines.transport import Client, Generated
+from ..vllm import COMPLETED, EngineHandle, completions, connect
 from ..weights import cast_to_host, logged, torch_dtype
 
 __all__ = ["PulseWeightTransfer"]
@@ -160,13 +160,6 @@ class ServerLink:
             self.synced = done
 
 
-class Completion(NamedTuple):
-    """The ``tokens`` that were sampled, and the log-probability of each (None where vLLM computed NaN)."""
-
-    tokens: list[int]
-    log_probabilities: list[float | None]
-
-
 class VllmServer:
     """``url``: the server's, without a path. ``timeout_seconds`` holds for each request."""
 
@@ -193,12 +186,10 @@ class VllmServer:
         """The name under which the server serves its model."""
         return str(self._ask("v1/models")["data"][0]["id"])
 
-    def complete(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> list[Completion]:
+    def complete(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> list[Generated]:
         """One completion for each of ``prompts``, which are token ids."""
-        wanted = {"n": 1, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        answer = self._ask("v1/completions", {"prompt": [list(prompt) for prompt in prompts], **sampling, **wanted})
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        return [Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+        wanted = {"prompt": [list(prompt) for prompt in prompts], **sampling, **COMPLETED}
+        return completions(self._ask("v1/completions", wanted))
 
     def _ask(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
         answer = self._client.get(route) if body is None else self._client.post(route, body)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import os
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Unpack
@@ -186,7 +187,8 @@ def _generated(output: Any) -> Generated:
 
 
 def require() -> Any:
-    """vLLM. Raises InputError where it is not installed."""
+    """vLLM, which logs to stderr then. Raises InputError where it is not installed."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         import vllm
     except ImportError:
@@ -198,6 +200,16 @@ def start(checkpoint: str) -> Any:
     """A `vllm.LLM` within this process, which answers one request at a time."""
     options = {"weight_transfer_config": {"backend": "pulse"}, "enforce_eager": True, "max_num_seqs": 1}
     return require().LLM(checkpoint, **options)
+
+
+COMPLETED = {"n": 1, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+"""What a request to ``/v1/completions`` asks for, for `completions`."""
+
+
+def completions(answer: Any) -> list[Generated]:
+    """One for each prompt, in their order; the logprob is None where vLLM computed NaN."""
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    return [Generated(choice["token_ids"], choice["logprobs"]["token_logprobs"], None) for choice in choices]
 
 
 def transport_to(engine: Any, timeout_seconds: float) -> EngineTransport:
@@ -264,9 +276,8 @@ class Server:
     def _completed(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         """By the route that every server has, which does not tell the weights."""
         self._model = self._model or self._read("v1/models", self._client.get("v1/models"))["data"][0]["id"]
-        wanted = {"model": self._model, "prompt": prompt, "logprobs": 0, "return_token_ids": True}
-        choice = self._post("v1/completions", sampling | wanted)["choices"][0]
-        return Generated(choice["token_ids"], choice["logprobs"]["token_logprobs"], None)
+        wanted = {"model": self._model, "prompt": [prompt], **sampling, **COMPLETED}
+        return completions(self._post("v1/completions", wanted))[0]
 
     def reset_prefix_cache(self, running: bool) -> bool:
         query = {"reset_running_requests": str(running).lower(), "reset_external": "true"}
