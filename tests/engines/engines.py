@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,28 @@ def engine(checkpoint: str, *, tensor_parallel: int = 1, **options: Any) -> Iter
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+class Moving:
+    """An `LLM` for `connect` that calls ``between``, once, when ``after`` tokens of a generation are there."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.after = 0
+        self.between: Callable[[], object] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(self, prompts: list[Any], params: SamplingParams, use_tqdm: bool) -> list[Any]:
+        engine, outputs = self._llm.llm_engine, []
+        engine.add_request(uuid.uuid4().hex, prompts[0], params)
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+            if self.between is not None and outputs and len(outputs[-1].outputs[0].token_ids) >= self.after:
+                between, self.between = self.between, None
+                between()
+        return outputs[-1:]
 
 
 def answer(llm: LLM, prompt: list[int] = PROMPT) -> tuple[torch.Tensor, list[int]]:
