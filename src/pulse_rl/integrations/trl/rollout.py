@@ -47,7 +47,7 @@ def pulse_rollout(
     `PulseWeightTransfer`, and so is what happens while the store or the server is away: the training waits, at most for
     ``retry_seconds``. A server that was restarted generates nothing for it before it has the newest weights again. At
     ``records``: a file to which a `pulse_rl.rollouts.Rollout` is added for each completion, with the ``step`` as its
-    metadata; each prompt is then a request with a seed of its own, so that `pulse replay` can generate it again. At
+    metadata; each prompt is then a request with a seed of its own, so that ``pulse replay`` can generate it again. At
     the end of the training errors are logged, not raised. An evaluation outside of a training publishes what it
     evaluates. Raises InputError.
     """
