@@ -115,6 +115,19 @@ def test_posts_of_strangers_are_refused_and_say_why() -> None:
         assert list(close_of(store, 0)[1].values()) == ["it has an invalid signature"]
 
 
+def test_a_message_in_another_name_is_not_counted_twice() -> None:
+    """A copy in the same round: its bytes, and so its digest, are those of a good one."""
+    store = MemoryStore()
+    member = Member(store, MEMBERS[0], quorum=2)
+    with member.loop:
+        with pytest.raises(TrainerLost, match="1 of 2"):
+            member.round()
+        (post,) = store.list("loco/posts")
+        put(store, 0, KEYS[1], store.get(post.name))
+        with pytest.raises(TrainerLost, match="1 of 2"):
+            member.loop.rejoin()
+
+
 @pytest.mark.parametrize("kind", ["closed", "run", "snapshot"])
 @pytest.mark.parametrize("how", ["unsigned", "stranger", "changed", "junk"])
 def test_what_only_members_may_say(kind: str, how: str) -> None:

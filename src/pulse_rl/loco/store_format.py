@@ -155,11 +155,11 @@ class Close:
             raise CorruptMessage(f"{name} does not close round {number} of this run")
         return found
 
-    def reason(self, digest: str | None) -> str:
-        """Why the message with this digest, None where none was put, is not in the round."""
+    def reason(self, trainer: str, digest: str | None) -> str:
+        """Why the trainer's message with this digest, None where none was put, is not in the round."""
         if digest is None:
             return "it was closed before this trainer had put its message"
-        why = next((each.reason for each in self.refused if each.sha256 == digest), None)
+        why = next((each.reason for each in self.refused if each[:2] == (trainer, digest)), None)
         return "this trainer's message came too late" if why is None else f"this trainer's message was refused: {why}"
 
 

@@ -154,10 +154,11 @@ class StoreRounds:
         self._units = [Unit(block, 0, block.stop - block.start) for block in self._blocks]
         self._members: frozenset[str] = frozenset()
         self._run_id = self._root = ""
-        # Of the round under way, by digest: what a post holds, or why it cannot count; and what `accept` says of it.
-        self._read: dict[str, PostedMessage | str] = {}
-        self._accepted: dict[str, bool | str] = {}
-        self._damaged: Counter[str] = Counter()
+        # Of the round under way, by post (one's bytes may be put in another's name): what it holds, or why it cannot
+        # count; and what `accept` says of it.
+        self._read: dict[Post, PostedMessage | str] = {}
+        self._accepted: dict[Post, bool | str] = {}
+        self._damaged: Counter[Post] = Counter()
         # Why this trainer's messages were not in the last rounds.
         self._left_out: deque[str] = deque(maxlen=4)
         self._since_snapshot = 0
@@ -272,7 +273,7 @@ class StoreRounds:
             self._store.put(self._post_name(post), self._data)
             self.sent_bytes += post.nbytes
             if self._own is not None:
-                self._read[post.sha256] = self._own
+                self._read[post] = self._own
             close = self._wait()
         with phase("update"):
             return self._apply(close, lookahead())
@@ -336,7 +337,9 @@ class StoreRounds:
                 block.append(of_block)
         delivery = self._delivery(close)
         if delivery == Delivery.NOT_COUNTED and self._trainer.inner_step:
-            self._left_out.append(f"round {close.round + 1}: {close.reason(residual.pending_message)}")
+            self._left_out.append(
+                f"round {close.round + 1}: {close.reason(self._trainer.name, residual.pending_message)}"
+            )
 
         def take_effect() -> int:
             # What the message had is in the others' theta now; what stays is in the next residual.
@@ -445,28 +448,28 @@ class StoreRounds:
     def _why_not(self, post: Post) -> str | None:
         """Why this trainer does not name a message when it closes the round; "" where it may be good later. One that
         arrives damaged is read again, and then passed over."""
-        if self._damaged[post.sha256] >= _TRIES:
+        if self._damaged[post] >= _TRIES:
             return "it is damaged in the store"
         try:
             message = self._message(post)
         except NotFound:
             return ""
         except CorruptMessage:
-            self._damaged[post.sha256] += 1
+            self._damaged[post] += 1
             return ""
         if isinstance(message, str) or self.exchange.accept is None:
             return message if isinstance(message, str) else None
-        if post.sha256 not in self._accepted:
-            self._accepted[post.sha256] = self.exchange.accept(message, self._trainer.round)
-        said = self._accepted[post.sha256]
+        if post not in self._accepted:
+            self._accepted[post] = self.exchange.accept(message, self._trainer.round)
+        said = self._accepted[post]
         return None if said is True else f"not accepted: {said}" if isinstance(said, str) else "not accepted"
 
     def _message(self, post: Post) -> PostedMessage | str:
         """What a post holds, or why it cannot count, which is the same for all trainers. Raises NotFound,
         CorruptMessage where it has arrived damaged, and StoreError."""
-        if post.sha256 not in self._read:
-            self._read[post.sha256] = self._fetched_message(post)
-        return self._read[post.sha256]
+        if post not in self._read:
+            self._read[post] = self._fetched_message(post)
+        return self._read[post]
 
     def _fetched_message(self, post: Post) -> PostedMessage | str:
         coder, most = self._coder(), self.exchange.max_entries
