@@ -64,8 +64,8 @@ class Checkout(Closing, NotCopyable):
     A context manager.
     """
 
-    def __init__(self, reader: _Reader) -> None:
-        self._reader = reader
+    def __init__(self, reader: Any) -> None:
+        self._reader: _Reader = reader
         self._listed: list[int] = []
 
     @property
