@@ -50,7 +50,10 @@ def whole(
     readers: list[tuple[Payload, RangeReader]], state: State, threads: int | None = None, **more: Any
 ) -> tuple[State, StateDigest]:
     root = state_digest(state).root
-    return restore(readers, root=root, elements=state.elements, dense_bytes=state.nbytes, threads=threads, **more)
+    shape = {"elements": state.elements, "dense_bytes": state.nbytes}
+    fresh, tree, nbytes = restore(readers, root=root, threads=threads, **shape, **more)
+    assert nbytes == sum(payload.bytes for payload, _ in readers)
+    return fresh, tree
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 300, 1 << 30])
