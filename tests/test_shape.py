@@ -15,7 +15,7 @@ MOST_PRIVATE_SHARE = 0.33
 """Of the files with tests, those that may import a module of `pulse_rl` which is not public: pure functions of formats
 and kernels are tested inside. It only ever falls."""
 
-MOST_LINES = 1.6
+MOST_LINES = 1.56
 """Of Python in tests/ for each in src/, without blank lines, comments and docstrings: what explains is free. It only
 ever falls."""
 

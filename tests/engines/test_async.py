@@ -53,7 +53,7 @@ async def generated(engine: AsyncLLM, name: str, started: threading.Event, token
 def test_requests_in_flight_are_kept_awaited_or_aborted(policy: Policy) -> None:
     with loop_in_a_thread() as loop:
         engine = asyncio.run_coroutine_threadsafe(made(policy.checkpoint), loop).result()
-        before = "default"
+        before = str(policy.version)  # it was started from the checkpoint of a version, and tagged so
         for mode in get_args(InFlight):
             with connect(engine, store=policy.store, stream="policy", in_flight=mode) as handle:
                 one_update(policy, engine, loop, handle, mode, before)
