@@ -7,7 +7,7 @@ from .._util import extra
 
 with extra("torch"):
     from .exchange import Exchange
-    from .loop import Round
+    from .meeting import Round
     from .pulseloco import DiLoCo, PulseLoCo
     from .store_rounds import StoreExchange
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,55 +15,11 @@ import torch.distributed as dist
 
 from .._util.serial import NotCopyable, SerialThread
 from ..errors import InputError
-from ..events import OneLine
 from .exchange import Reduction
 from .group import TrainerNote
-from .meeting import Meeting
+from .meeting import Meeting, Round
 from .outer import OuterState
 from .trainer import Trainer
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Round(OneLine):
-    """What the finished round ``number``, counted from 1, of so many ``trainers`` did, as one of them saw it.
-
-    ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``, those about buffers
-    and frozen parameters included; ``sent_bytes`` left its process in all (headers, padding, and what it passed on or
-    summed for others), and ``between_bytes`` of them went to trainers of another site. ``summed`` parameters have a sum
-    that is not 0, and passed its gate if there is one.
-    ``scattered``: each trainer summed a share of the parameters (docs/loco.md, 4.3); otherwise all got all messages.
-    ``root`` is that of theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
-    "buffers" for buffers and frozen parameters. ``left_out``: over a store, why messages of this trainer were not in
-    this round, or in those that it took up before it; "" where it was not left out.
-    """
-
-    number: int
-    trainers: int
-    parameters: int
-    entries: int
-    summed: int
-    scattered: bool
-    payload_bytes: int
-    sent_bytes: int
-    between_bytes: int
-    root: str
-    seconds: dict[str, float]
-    left_out: str = ""
-
-    @property
-    def density(self) -> float:
-        """Entries sent / parameters."""
-        return self.entries / self.parameters
-
-    @property
-    def dense_bytes(self) -> int:
-        """What would have left this process in a ring all-reduce of FP32 values, as DiLoCo's."""
-        return 2 * (self.trainers - 1) * 4 * self.parameters // self.trainers
-
-    @property
-    def metadata(self) -> dict[str, int]:
-        """What a publisher may note of the round beside its reward: ``pulse report`` draws reward by bytes from it."""
-        return {"round": self.number, "loco_sent_bytes": self.sent_bytes, "loco_dense_bytes": self.dense_bytes}
 
 
 class OuterLoop(NotCopyable):
@@ -140,9 +96,7 @@ class OuterLoop(NotCopyable):
         # Who is told of the round is shown theta.
         done = self.meeting.run(self._phase, lambda: np.float32(0) if self.on_round else self._lookahead())
         self.meeting.note(self._note())
-        self.last_round = Round(
-            number=self.round, parameters=self.parameters.count, seconds=dict(self._seconds), **done._asdict()
-        )
+        self.last_round = replace(done, seconds=dict(self._seconds))
         if self.on_round:
             with self.global_weights():
                 self.on_round(self.last_round)

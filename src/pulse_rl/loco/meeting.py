@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch.distributed as dist
 
 from .._util.serial import SerialThread
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
+from ..events import OneLine
 from .exchange import Exchange, Phase, Reduction
 from .group import TrainerGroup, TrainerNote
 from .outer import averaged
@@ -17,10 +19,23 @@ from .parameters import Floats
 from .trainer import Trainer
 
 
-class Finished(NamedTuple):
-    """A round that has taken effect: those fields of a `Round` that only the meeting knows."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Round(OneLine):
+    """What the finished round ``number``, counted from 1, of so many ``trainers`` did, as one of them saw it.
 
+    ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``, those about buffers
+    and frozen parameters included; ``sent_bytes`` left its process in all (headers, padding, and what it passed on or
+    summed for others), and ``between_bytes`` of them went to trainers of another site. ``summed`` parameters have a sum
+    that is not 0, and passed its gate if there is one.
+    ``scattered``: each trainer summed a share of the parameters (docs/loco.md, 4.3); otherwise all got all messages.
+    ``root`` is that of theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
+    "buffers" for buffers and frozen parameters. ``left_out``: over a store, why messages of this trainer were not in
+    this round, or in those that it took up before it; "" where it was not left out.
+    """
+
+    number: int
     trainers: int
+    parameters: int
     entries: int
     summed: int
     scattered: bool
@@ -28,7 +43,23 @@ class Finished(NamedTuple):
     sent_bytes: int
     between_bytes: int
     root: str
-    left_out: str
+    left_out: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def density(self) -> float:
+        """Entries sent / parameters."""
+        return self.entries / self.parameters
+
+    @property
+    def dense_bytes(self) -> int:
+        """What would have left this process in a ring all-reduce of FP32 values, as DiLoCo's."""
+        return 2 * (self.trainers - 1) * 4 * self.parameters // self.trainers
+
+    @property
+    def metadata(self) -> dict[str, int]:
+        """What a publisher may note of the round beside its reward: ``pulse report`` draws reward by bytes from it."""
+        return {"round": self.number, "loco_sent_bytes": self.sent_bytes, "loco_dense_bytes": self.dense_bytes}
 
 
 class Meeting(Protocol):
@@ -45,8 +76,8 @@ class Meeting(Protocol):
         start with ``lookahead``. After an error this trainer is as it was. Raises InputError, StateMismatch, Diverged,
         CorruptMessage, NonFinite, TrainerLost and StoreError."""
 
-    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Finished:
-        """Runs the round that is due. Raises what `PulseLoCo` does."""
+    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round:
+        """Runs the round that is due; its ``seconds`` are the caller's. Raises what `PulseLoCo` does."""
 
     def note(self, note: TrainerNote) -> None:
         """Where this trainer is, for the others' errors."""
@@ -93,7 +124,7 @@ class GroupRounds:
             raise
         self.group = group
 
-    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Finished:
+    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round:
         group, trainer, state = self._met(), self._trainer, self._trainer.state
         sent, between = group.sent_bytes, group.between_bytes
         try:
@@ -124,16 +155,17 @@ class GroupRounds:
             # This round's message may count with the others: no second try before the trainers have met again.
             self.leave(error)
             raise
-        return Finished(
-            group.size,
-            pending.entries,
-            summed,
-            pending.scattered,
-            pending.payload_bytes + buffers.payload_bytes,
-            group.sent_bytes - sent,
-            group.between_bytes - between,
-            theta.root,
-            left_out="",
+        return Round(
+            number=trainer.round,
+            trainers=group.size,
+            parameters=trainer.parameters.count,
+            entries=pending.entries,
+            summed=summed,
+            scattered=pending.scattered,
+            payload_bytes=pending.payload_bytes + buffers.payload_bytes,
+            sent_bytes=group.sent_bytes - sent,
+            between_bytes=group.between_bytes - between,
+            root=theta.root,
         )
 
     def note(self, note: TrainerNote) -> None:

@@ -16,8 +16,8 @@ from ..store import Store
 from .exchange import Exchange, GatedReduction, PendingRound, Phase, exchange_of
 from .gate import Gate
 from .group import TrainerGroup
-from .loop import OuterLoop, Round
-from .meeting import GroupRounds
+from .loop import OuterLoop
+from .meeting import GroupRounds, Round
 from .outer import OuterState, Residual
 from .parameters import Parameters, parts
 from .store_rounds import StoreExchange, StoreRounds, store_exchange_of

@@ -12,10 +12,8 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,19 +34,17 @@ from ..errors import (
     Untrusted,
 )
 from ..store import Store, open_store
-from ..store.base import create_or_confirm, is_name, whole
 from ..store.wrappers import BoundedStore
 from ..stream.signing import Signer, TrustedKeys, trusted_by
 from .exchange import GatedReduction, Phase
 from .group import TrainerNote
-from .meeting import Finished
+from .meeting import Round
 from .outer import Delivery
 from .parameters import Floats
+from .run_store import RunStore
 from .store_format import (
     HEAD,
-    MAX_CLOSE_BYTES,
     MAX_TRAINERS,
-    POST,
     TRAINER,
     Close,
     Place,
@@ -57,22 +53,13 @@ from .store_format import (
     Refused,
     norm_of,
     read_post,
-    sealed,
-    unsealed,
     write_post,
 )
 from .trainer import Trainer, specs_digest
 from .wire import Coder, Entries, Unit, Wire, WireName
 
-_RUN = "loco/run.json"
-_MAX_RUN_BYTES = 1 << 20
 _MAX_POSTS = 64
 """Of one trainer in a round: its own, and what others put in its name."""
-_MAX_LEFT = 100_000
-_MAX_SNAPSHOTS = 100
-"""So many of the newest are looked at for one that is good."""
-_PIECE = 16 << 20
-"""Elements of theta or momentum in one object of a snapshot."""
 _POLL_SECONDS = (0.05, 5.0)
 _TRIES = 3
 
@@ -147,13 +134,13 @@ class StoreRounds:
         self._given_name = exchange.signer.public_key if exchange.signer else exchange.trainer
         trainer.name = self._given_name or f"trainer-{secrets.token_hex(8)}"
         self.joined = False
-        self.sent_bytes = 0
-        self._store = BoundedStore(open_store(exchange.store))
         self._trainer, self._reduction, self._serial = trainer, reduction, serial
+        store = BoundedStore(open_store(exchange.store))
+        self._store = RunStore(store, trainer.state, exchange.signer, self._trusted)
         self._state, self._blocks = trainer.state, trainer.parameters.blocks
         self._units = [Unit(block, 0, block.stop - block.start) for block in self._blocks]
         self._members: frozenset[str] = frozenset()
-        self._run_id = self._root = ""
+        self._root = ""
         # Of the round under way, by post (one's bytes may be put in another's name): what it holds, or why it cannot
         # count; and what `accept` says of it.
         self._read: dict[Post, PostedMessage | str] = {}
@@ -181,14 +168,11 @@ class StoreRounds:
             "settings": json.loads(json.dumps(settings | self._bounds())),
         }
         try:
-            found = self._json("run", _RUN)
+            found = self._store.beginning()
         except NotFound:
             # Whoever creates the run gives it its theta: all others take that.
-            fields = {"run": secrets.token_hex(16), **run, "snapshot": self._put_snapshot(0)}
-            own = sealed("run", fields, self.exchange.signer)
-            self.sent_bytes += len(own)
-            create_or_confirm(self._store, _RUN, own)
-            found = self._json("run", _RUN)
+            self._store.begin({"run": secrets.token_hex(16), **run})
+            found = self._store.beginning()
         for key, value in run.items():
             if found.get(key) != value:
                 if key == "settings":
@@ -197,11 +181,11 @@ class StoreRounds:
                 raise StateMismatch(
                     f"this trainer's {what} are not those of the run", hint="Start from the same model."
                 )
-        self._run_id = str(found.get("run"))
+        self._store.run = str(found.get("run"))
         self._root = self._state.digest(self._state.theta).root
         if trainer.round == 0:
-            self._load(found.get("snapshot"), 0, lookahead, unless=self._root)
-        if trainer.round and self._closed(trainer.round - 1) is None:
+            self._load(self._store.snapshot(found.get("snapshot"), 0, unless=self._root), 0, lookahead)
+        if trainer.round and self._store.closed(trainer.round - 1) is None:
             raise StateMismatch(
                 f"this trainer is after round {trainer.round}, the run in the store has not come so far",
                 hint="Give the store of its run, or a new one without rounds below loco/.",
@@ -228,23 +212,23 @@ class StoreRounds:
 
     # -- a round
 
-    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Finished:
+    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round:
         """Ends the round that is due: this trainer's message is put, and counts in this round or stays to be sent in
         the next one."""
-        sent = self.sent_bytes
+        sent = self._store.sent_bytes
         self._trainer.parameters.require()
         try:
             done = self._run(phase, lookahead)
             left_out = "; ".join(self._left_out)
             self._left_out.clear()
-            return done._replace(sent_bytes=self.sent_bytes - sent, left_out=left_out)
+            return replace(done, sent_bytes=self._store.sent_bytes - sent, left_out=left_out)
         except (NonFinite, InputError, StateMismatch):  # before anything was sent
             raise
         except BaseException:
             self.leave()
             raise
 
-    def _run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Finished:
+    def _run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round:
         residual = self._reduction.residual
         with phase("buffers"):
             self._trainer.buffers.require_unchanged()
@@ -270,19 +254,18 @@ class StoreRounds:
             residual.pending_message = sha256(self._data).hexdigest()  # first: it may count although this trainer fails
         post = Post(self._trainer.name, residual.pending_message, len(self._data))
         with phase("exchange"):
-            self._store.put(self._post_name(post), self._data)
-            self.sent_bytes += post.nbytes
+            self._store.put_post(self._trainer.round, post, self._data)
             if self._own is not None:
                 self._read[post] = self._own
             close = self._wait()
         with phase("update"):
             return self._apply(close, lookahead())
 
-    def _catch_up(self, lookahead: np.float32) -> Finished | None:
+    def _catch_up(self, lookahead: np.float32) -> Round | None:
         """Takes up the rounds that were closed since this trainer's last one; the last of them. A message that is due
         stays due, unless it has counted."""
         done = None
-        while (close := self._closed(self._trainer.round)) is not None:
+        while (close := self._store.closed(self._trainer.round)) is not None:
             due, delivery = self._trainer.inner_step, self._delivery(close)
             try:
                 done = self._apply(close, lookahead)
@@ -298,7 +281,7 @@ class StoreRounds:
         began = time.monotonic()
         quorum_since: float | None = None
         while True:
-            if (close := self._closed(number)) is not None:
+            if (close := self._store.closed(number)) is not None:
                 return close
             good, refused = self._posts(number)
             now = time.monotonic()
@@ -306,9 +289,7 @@ class StoreRounds:
                 quorum_since = now if quorum_since is None else quorum_since
                 if self._members <= good.keys() or now - quorum_since >= exchange.grace_seconds:
                     posts = tuple(good[name] for name in sorted(good))
-                    own = Close(self._run_id, number, self._root, posts, tuple(refused)).to_bytes(self.exchange.signer)
-                    self.sent_bytes += len(own)
-                    create_or_confirm(self._store, self._close_name(number), own)
+                    self._store.close(Close(self._store.run, number, self._root, posts, tuple(refused)))
                     continue
             elif now - began >= exchange.deadline_seconds:
                 raise TrainerLost(
@@ -320,7 +301,7 @@ class StoreRounds:
             shortest, longest = _POLL_SECONDS
             time.sleep(min(max((now - began) / 10, shortest), longest))
 
-    def _apply(self, close: Close, lookahead: np.float32) -> Finished:
+    def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
         state, residual, reduction = self._state, self._reduction.residual, self._reduction
         if close.theta != self._root:
@@ -365,17 +346,18 @@ class StoreRounds:
             self._since_snapshot = 0
             # By turns: over many rounds each uploads as much for snapshots as for its own messages.
             if close.posts[close.round % len(close.posts)].trainer == self._trainer.name:
-                self._keep_snapshot()
-        done = Finished(
+                self._store.keep_snapshot(self._trainer.round)
+        done = Round(
+            number=self._trainer.round,
             trainers=len(close.posts),
+            parameters=self._trainer.parameters.count,
             entries=self._own.entries if self._own else 0,
             summed=summed,
             scattered=False,
             payload_bytes=len(self._data),
-            sent_bytes=0,  # of this round: `run` knows
+            sent_bytes=0,  # `run` knows, and why it was left out
             between_bytes=0,
             root=self._root,
-            left_out="",  # `run` knows
         )
         self._own, self._data = None, b""
         return done
@@ -407,37 +389,18 @@ class StoreRounds:
             state.threads,
         )
 
-    def _post_name(self, post: Post) -> str:
-        return f"loco/posts/{self._trainer.round:012d}/{post.trainer}.{post.sha256}"
-
-    @staticmethod
-    def _close_name(number: int) -> str:
-        return f"loco/closed/{number:012d}.json"
-
-    def _closed(self, number: int) -> Close | None:
-        try:
-            data = self._bytes(name := self._close_name(number), MAX_CLOSE_BYTES)
-            return Close.parse(data, name, self._run_id, number, self._trusted)
-        except NotFound:
-            return None
-
     def _place(self, trainer: str) -> Place:
-        return Place(self._run_id, self._trainer.round, trainer, self._root)
+        return Place(self._store.run, self._trainer.round, trainer, self._root)
 
     def _posts(self, number: int) -> tuple[dict[str, Post], list[Refused]]:
         """By trainer, the first message of a round that can count; and what cannot."""
         found: dict[str, Post] = {}
         refused: list[Refused] = []
-        members = self._trusted.keys if self._trusted else None
         tried: Counter[str] = Counter()
-        for info in islice(self._store.list(f"loco/posts/{number:012d}"), _MAX_LEFT):
-            match = POST.fullmatch(info.name.rpartition("/")[2])
-            if not match or (members is not None and match[1] not in members):
+        for post in self._store.posts(number):
+            tried[post.trainer] += 1
+            if post.trainer in found or len(found) == MAX_TRAINERS or tried[post.trainer] > _MAX_POSTS:
                 continue
-            tried[match[1]] += 1
-            if match[1] in found or len(found) == MAX_TRAINERS or tried[match[1]] > _MAX_POSTS:
-                continue
-            post = Post(match[1], match[2], info.nbytes)
             reason = self._why_not(post)
             if reason is None:
                 found[post.trainer] = post
@@ -477,9 +440,7 @@ class StoreRounds:
         fewer = 0 if most is None else max(0, self._trainer.parameters.count - most)
         if post.nbytes > HEAD + coder.max_bytes(self._units) - 10 * fewer:
             return f"it has {post.nbytes} bytes, more than its entries can need"
-        data = whole(self._store, self._post_name(post), post.nbytes)
-        if sha256(data).hexdigest() != post.sha256:
-            raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
+        data = self._store.post(self._trainer.round, post)
         try:
             message = read_post(data, self._place(post.trainer), self._trusted)
             entries = [found for (found,) in coder.decode(self._units, [message])]
@@ -507,61 +468,15 @@ class StoreRounds:
     def _bounds(self) -> dict[str, object]:
         return {"max_norm": self.exchange.max_norm, "max_entries": self.exchange.max_entries}
 
-    # -- snapshots
-
-    def _keep_snapshot(self) -> None:
-        """Stores theta and momentum: who is new or far behind reads less, and older messages may go."""
-        before, _ = self._newest_snapshot()
-        if before >= self._trainer.round:
-            return
-        fields = {"run": self._run_id, **self._put_snapshot(self._trainer.round)}
-        data = sealed("snapshot", fields, self.exchange.signer)
-        create_or_confirm(self._store, f"loco/snapshots/{self._trainer.round:012d}.json", data)
-        self.sent_bytes += len(data)
-        # Of the rounds up to the snapshot before that one nobody needs a message any more. What closed them stays: a
-        # round is never closed a second time.
-        for info in islice(self._store.list("loco/posts"), _MAX_LEFT):
-            number = info.name.split("/")[2]
-            if number.isdecimal() and int(number) < before:
-                self._store.delete(info.name)
-
-    def _put_snapshot(self, number: int) -> dict[str, Any]:
-        """Stores theta and momentum as they are; returns what tells others of them."""
-        fields: dict[str, Any] = {"round": number}
-        for what, flat in (("theta", self._state.theta), ("momentum", self._state.momentum)):
-            pieces = []
-            for start in range(0, len(flat), _PIECE):
-                data = flat[start : start + _PIECE].tobytes()
-                pieces.append(sha256(data).hexdigest())
-                self._store.put(f"loco/pieces/{pieces[-1]}", data)
-                self.sent_bytes += len(data)
-            fields[what] = {"root": self._state.digest(flat).root, "pieces": pieces}
-        return fields
-
-    def _newest_snapshot(self) -> tuple[int, dict[str, Any]]:
-        """The newest one that is good, by its round; (0, {}) where there is none but the run's first."""
-        numbers = []
-        for info in islice(self._store.list("loco/snapshots"), _MAX_LEFT):
-            stem = info.name.rpartition("/")[2].removesuffix(".json")
-            numbers += [int(stem)] if stem.isdecimal() and len(stem) == 12 else []
-        for number in sorted(numbers, reverse=True)[:_MAX_SNAPSHOTS]:
-            try:
-                fields = self._json("snapshot", f"loco/snapshots/{number:012d}.json")
-            except (CorruptMessage, Untrusted, NotFound):
-                continue
-            if (fields.get("run"), fields.get("round")) == (self._run_id, number):
-                return number, fields
-        return 0, {}
-
     def _load_newest(self, lookahead: np.float32) -> Delivery:
         """Takes up the newest snapshot; what became of this trainer's messages in the rounds up to it."""
-        began, (newest, fields) = self._trainer.round, self._newest_snapshot()
+        began, (newest, fields) = self._trainer.round, self._store.newest_snapshot()
         if newest <= began:
             raise StoreError(
                 f"the messages of round {began + 1} are gone, and there is no later snapshot",
                 hint="Is the store damaged? Start from another trainer's checkpoint.",
             )
-        closes = [self._closed(number) for number in range(began, newest)]
+        closes = [self._store.closed(number) for number in range(began, newest)]
         first, *later = [self._delivery(close) for close in closes if close is not None]
         delivery = first if all(each == Delivery.NOT_COUNTED for each in later) else Delivery.UNKNOWN
 
@@ -571,30 +486,20 @@ class StoreRounds:
             else:
                 self._keep_local_steps(delivery)
 
-        self._load(fields, newest, lookahead, settle)
+        self._load(self._store.snapshot(fields, newest), newest, lookahead, settle)
         return delivery
 
     def _load(
         self,
-        fields: Any,
+        snapshot: tuple[str, Floats, Floats] | None,
         number: int,
         lookahead: np.float32,
         settle: Callable[[], None] = lambda: None,
-        unless: str = "",
     ) -> None:
-        """Takes up a snapshot: theta, momentum and round, once it has settled the residual; nothing where theta's root
-        is ``unless``. Raises CorruptMessage, with nothing changed."""
-        try:
-            roots = [fields[what]["root"] for what in ("theta", "momentum")]
-            pieces = [list(fields[what]["pieces"]) for what in ("theta", "momentum")]
-            good = fields["round"] == number
-        except (KeyError, TypeError):
-            good = False
-        if not good:
-            raise CorruptMessage(f"the snapshot of round {number} is not of this format")
-        if roots[0] == unless:
+        """Takes up the theta and momentum of a snapshot after so many rounds, once it has settled the residual."""
+        if snapshot is None:
             return
-        theta, momentum = (self._fetched(*each) for each in zip(roots, pieces, strict=True))
+        root, theta, momentum = snapshot
 
         def take_up() -> None:
             settle()
@@ -603,29 +508,4 @@ class StoreRounds:
         self._serial.run(take_up, whole=True)
         self._reduction.forget()
         self._members, self._since_snapshot = frozenset(), 0
-        self._root = roots[0]
-
-    def _fetched(self, root: str, pieces: Sequence[Any]) -> Floats:
-        """Theta or momentum, by the digests of its pieces."""
-        flat = np.empty_like(self._state.theta)
-        starts = range(0, len(flat), _PIECE)
-        if len(pieces) != len(starts):
-            raise CorruptMessage(f"a snapshot has {len(pieces)} pieces, not {len(starts)}")
-        for start, digest in zip(starts, pieces, strict=True):
-            name, piece = f"loco/pieces/{digest}", flat[start : start + _PIECE]
-            data = whole(self._store, name, piece.nbytes) if is_name(name) else b""
-            if sha256(data).hexdigest() != digest:
-                raise CorruptMessage(f"{name[:80]} is damaged in the store")
-            piece[:] = np.frombuffer(data, "<f4")
-        if self._state.digest(flat).root != root:
-            raise CorruptMessage("a snapshot has not the root that it says")
-        return flat
-
-    def _json(self, kind: str, name: str) -> dict[str, Any]:
-        return unsealed(self._bytes(name, _MAX_RUN_BYTES), kind, name, self._trusted)
-
-    def _bytes(self, name: str, most: int) -> bytes:
-        nbytes = self._store.head(name).nbytes
-        if nbytes > most:
-            raise CorruptMessage(f"{name} has {nbytes} bytes, more than {most}")
-        return whole(self._store, name, nbytes)
+        self._root = root

@@ -1,0 +1,173 @@
+"""What the trainers of a run have put into its store (docs/loco.md, section 7): its beginning, posts, closes and
+snapshots, read with their digests and signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import sha256
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ..errors import CorruptMessage, NotFound, Untrusted
+from ..store import Store
+from ..store.base import create_or_confirm, is_name, whole
+from ..stream.signing import Signer, TrustedKeys
+from .outer import OuterState
+from .parameters import Floats
+from .store_format import MAX_CLOSE_BYTES, POST, Close, Post, sealed, unsealed
+
+_RUN = "loco/run.json"
+_POSTS, _CLOSED, _SNAPSHOTS, _PIECES = "loco/posts", "loco/closed", "loco/snapshots", "loco/pieces"
+_MAX_RUN_BYTES = 1 << 20
+_MAX_LEFT = 100_000
+_MAX_SNAPSHOTS = 100
+"""So many of the newest are looked at for one that is good."""
+_PIECE = 16 << 20
+"""Elements of theta or momentum in one object of a snapshot."""
+
+
+class RunStore:
+    """One trainer's view of a run in a ``store``; it signs with ``signer`` and believes the ``trusted`` keys, if any.
+
+    ``run``: the run's id, "" until it is known. ``sent_bytes``: what this trainer has put so far. Reads raise NotFound,
+    CorruptMessage, Untrusted and StoreError."""
+
+    def __init__(self, store: Store, state: OuterState, signer: Signer | None, trusted: TrustedKeys | None) -> None:
+        self.run = ""
+        self.sent_bytes = 0
+        self._store, self._state, self._signer, self._trusted = store, state, signer, trusted
+
+    def beginning(self) -> dict[str, Any]:
+        return self._json("run", _RUN)
+
+    def begin(self, fields: dict[str, Any]) -> None:
+        """Begins a run with these fields, unless another trainer has begun it; ``state`` is its first snapshot."""
+        self._create(_RUN, sealed("run", {**fields, "snapshot": self._put_state(0)}, self._signer))
+
+    # -- rounds
+
+    def closed(self, number: int) -> Close | None:
+        """What has closed the round after ``number`` others."""
+        try:
+            data = self._bytes(name := f"{_CLOSED}/{number:012d}.json", MAX_CLOSE_BYTES)
+            return Close.parse(data, name, self.run, number, self._trusted)
+        except NotFound:
+            return None
+
+    def close(self, close: Close) -> None:
+        """Closes a round, unless it is closed."""
+        self._create(f"{_CLOSED}/{close.round:012d}.json", close.to_bytes(self._signer))
+
+    def posts(self, number: int) -> Iterator[Post]:
+        """Those of a round, by their names; members' alone where members have keys."""
+        for info in islice(self._store.list(f"{_POSTS}/{number:012d}"), _MAX_LEFT):
+            match = POST.fullmatch(info.name.rpartition("/")[2])
+            if match and (self._trusted is None or match[1] in self._trusted.keys):
+                yield Post(match[1], match[2], info.nbytes)
+
+    def put_post(self, number: int, post: Post, data: bytes) -> None:
+        self._store.put(self._post_name(number, post), data)
+        self.sent_bytes += len(data)
+
+    def post(self, number: int, post: Post) -> bytes:
+        """Raises CorruptMessage where it has arrived damaged."""
+        data = whole(self._store, self._post_name(number, post), post.nbytes)
+        if sha256(data).hexdigest() != post.sha256:
+            raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
+        return data
+
+    @staticmethod
+    def _post_name(number: int, post: Post) -> str:
+        return f"{_POSTS}/{number:012d}/{post.trainer}.{post.sha256}"
+
+    # -- snapshots
+
+    def keep_snapshot(self, number: int) -> None:
+        """Stores theta and momentum after so many rounds: who is new or far behind reads less, and older posts go."""
+        before, _ = self.newest_snapshot()
+        if before >= number:
+            return
+        fields = {"run": self.run, **self._put_state(number)}
+        self._create(f"{_SNAPSHOTS}/{number:012d}.json", sealed("snapshot", fields, self._signer))
+        # Of the rounds up to the snapshot before that one nobody needs a message any more. What closed them stays: a
+        # round is never closed a second time.
+        for info in islice(self._store.list(_POSTS), _MAX_LEFT):
+            of = info.name.split("/")[2]
+            if of.isdecimal() and int(of) < before:
+                self._store.delete(info.name)
+
+    def newest_snapshot(self) -> tuple[int, dict[str, Any]]:
+        """The newest one that is good, by its round; (0, {}) where there is none but the run's first."""
+        numbers = []
+        for info in islice(self._store.list(_SNAPSHOTS), _MAX_LEFT):
+            stem = info.name.rpartition("/")[2].removesuffix(".json")
+            numbers += [int(stem)] if stem.isdecimal() and len(stem) == 12 else []
+        for number in sorted(numbers, reverse=True)[:_MAX_SNAPSHOTS]:
+            try:
+                fields = self._json("snapshot", f"{_SNAPSHOTS}/{number:012d}.json")
+            except (CorruptMessage, Untrusted, NotFound):
+                continue
+            if (fields.get("run"), fields.get("round")) == (self.run, number):
+                return number, fields
+        return 0, {}
+
+    def snapshot(self, fields: Any, number: int, *, unless: str = "") -> tuple[str, Floats, Floats] | None:
+        """The root of theta, theta and momentum of the snapshot after ``number`` rounds that ``fields`` tell of; None
+        where the root is ``unless``."""
+        try:
+            roots = [fields[what]["root"] for what in ("theta", "momentum")]
+            pieces = [list(fields[what]["pieces"]) for what in ("theta", "momentum")]
+            good = fields["round"] == number
+        except (KeyError, TypeError):
+            good = False
+        if not good:
+            raise CorruptMessage(f"the snapshot of round {number} is not of this format")
+        if roots[0] == unless:
+            return None
+        theta, momentum = (self._flat(*each) for each in zip(roots, pieces, strict=True))
+        return roots[0], theta, momentum
+
+    def _put_state(self, number: int) -> dict[str, Any]:
+        """Stores theta and momentum as they are; returns what tells others of them."""
+        fields: dict[str, Any] = {"round": number}
+        for what, flat in (("theta", self._state.theta), ("momentum", self._state.momentum)):
+            pieces = []
+            for start in range(0, len(flat), _PIECE):
+                data = flat[start : start + _PIECE].tobytes()
+                pieces.append(sha256(data).hexdigest())
+                self._store.put(f"{_PIECES}/{pieces[-1]}", data)
+                self.sent_bytes += len(data)
+            fields[what] = {"root": self._state.digest(flat).root, "pieces": pieces}
+        return fields
+
+    def _flat(self, root: str, pieces: list[Any]) -> Floats:
+        flat = np.empty_like(self._state.theta)
+        starts = range(0, len(flat), _PIECE)
+        if len(pieces) != len(starts):
+            raise CorruptMessage(f"a snapshot has {len(pieces)} pieces, not {len(starts)}")
+        for start, digest in zip(starts, pieces, strict=True):
+            name, piece = f"{_PIECES}/{digest}", flat[start : start + _PIECE]
+            data = whole(self._store, name, piece.nbytes) if is_name(name) else b""
+            if sha256(data).hexdigest() != digest:
+                raise CorruptMessage(f"{name[:80]} is damaged in the store")
+            piece[:] = np.frombuffer(data, "<f4")
+        if self._state.digest(flat).root != root:
+            raise CorruptMessage("a snapshot has not the root that it says")
+        return flat
+
+    # -- objects
+
+    def _create(self, name: str, data: bytes) -> None:
+        self.sent_bytes += len(data)
+        create_or_confirm(self._store, name, data)
+
+    def _json(self, kind: str, name: str) -> dict[str, Any]:
+        return unsealed(self._bytes(name, _MAX_RUN_BYTES), kind, name, self._trusted)
+
+    def _bytes(self, name: str, most: int) -> bytes:
+        nbytes = self._store.head(name).nbytes
+        if nbytes > most:
+            raise CorruptMessage(f"{name} has {nbytes} bytes, more than {most}")
+        return whole(self._store, name, nbytes)
