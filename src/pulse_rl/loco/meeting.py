@@ -43,8 +43,8 @@ class Round(OneLine):
     sent_bytes: int
     between_bytes: int
     root: str
-    left_out: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+    left_out: str = ""
 
     @property
     def density(self) -> float:
