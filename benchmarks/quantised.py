@@ -30,7 +30,8 @@ from pulse_rl._util import zstd
 from pulse_rl.patch import build_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.state.digest import state_digest
-from pulse_rl.state.quantise import FORMATS, QuantisedState
+from pulse_rl.state.quantise import QuantisedState
+from pulse_rl.state.quantise_formats import FORMATS
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study.result import kind_of
 

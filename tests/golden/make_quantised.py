@@ -1,7 +1,9 @@
-"""Writes what compressed-tensors makes of some weights: python -m tests.golden.make_quantised
+"""Writes what the libraries of the formats make of some weights: python -m tests.golden.make_quantised
 
-It needs that package (0.20.0 made the file that is here), which no test does. FP8 in blocks of 128 x 128 is its scheme
-FP8_BLOCK, under the names of DeepSeek's checkpoints.
+It needs these, which no test does. compressed-tensors 0.20.0, ModelOpt 0.47.0 and, for GPT-OSS, the reference in torch
+of triton_kernels (python/triton_kernels of Triton, of 2025-09-16), which transformers calls, made the file that is
+here. FP8 in blocks of 128 x 128 is the scheme FP8_BLOCK of compressed-tensors, under the names of DeepSeek's
+checkpoints.
 """
 
 from __future__ import annotations
@@ -35,6 +37,29 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
     yield "huge", 1e37 * normal(8, 64)
 
 
+CONFIGS: dict[str, dict[str, Any]] = {
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
+    "gpt_oss": {"quant_method": "mxfp4"},
+}
+"""The formats that only a configuration names."""
+
+
+def modelopt(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    codes, scales, whole = NVFP4QTensor.quantize(weight.clone(), 16)
+    return {"weight": codes._quantized_data, "weight_scale": scales, "weight_scale_2": whole}
+
+
+def gpt_oss(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of two experts, both with the transposed weight."""
+    from triton_kernels.numerics_details.mxfp import downcast_to_mxfp_torch
+
+    experts = torch.stack([weight.T, weight.T])
+    codes, scales = (t.transpose(1, 2).contiguous() for t in downcast_to_mxfp_torch(experts, torch.uint8, axis=1))
+    return {"experts.up_proj_blocks": codes.unflatten(-1, (-1, 16)), "experts.up_proj_scales": scales}
+
+
 def quantised(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
@@ -63,9 +88,12 @@ def main() -> None:
     arrays: dict[str, Any] = {}
     for case, weight in weights():
         arrays[f"{case}/weight"] = weight.numpy()
+        made = {"modelopt": modelopt(weight), "gpt_oss": gpt_oss(weight)}
         for name in SCHEMES:
-            for part, tensor in quantised(weight, name).items():
-                arrays[f"{case}/{name}/{part}"] = tensor.contiguous().view(torch.uint8).numpy()
+            made[name] = quantised(weight, name)
+        for name, parts in made.items():
+            for part, tensor in parts.items():
+                arrays[f"{case}/{name}/{part}"] = tensor.reshape(-1).view(torch.uint8).numpy()
     np.savez_compressed(FILE, **arrays)
 
 

@@ -18,47 +18,64 @@ from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.state.cast import cast
 from pulse_rl.state.checkpoint import save
 from pulse_rl.state.digest import state_digest
-from pulse_rl.state.quantise import FORMATS, QuantisedState
+from pulse_rl.state.quantise import QuantisedState
+from pulse_rl.state.quantise_formats import FORMATS
 from pulse_rl.state.tensors import DTYPES
-from tests.golden.make_quantised import FILE
+from tests.golden.make_quantised import CONFIGS, FILE
 from tests.support.states import Rng
 
 GOLDEN = np.load(FILE)
 CASES = sorted({name.partition("/")[0] for name in GOLDEN})
+
+UNDEFINED = [("zeros", "modelopt"), ("tiny", "modelopt")]
+"""Where ModelOpt divides 0 by 0, of which it makes 6 times a scale that is 0 or NaN."""
 
 
 def layer(weight: np.ndarray[Any, Any]) -> dict[str, Any]:
     return {"model.layers.0.mlp.up_proj.weight": weight, "model.norm.weight": np.ones(weight.shape[1], np.float32)}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+def quantised(weight: Any, name: str, dtype: str = "F32") -> QuantisedState:
+    """A layer with that weight; of GPT-OSS two experts."""
+    array = np.stack([weight.T] * 2) if name == "gpt_oss" else weight
+    given = {"m.experts.up_proj" if name == "gpt_oss" else "m.weight": Bits(array, dtype) if dtype == "BF16" else array}
+    return QuantisedState(State.of(given), CONFIGS.get(name, name))
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *CONFIGS])
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_are_the_reference_librarys(case: str, name: str) -> None:
-    """compressed-tensors 0.20.0. Odd shapes, zeros, ties, subnormal numbers and such whose scales are."""
-    made = QuantisedState(State.of({"m.weight": GOLDEN[f"{case}/weight"]}), name)
+    """Of compressed-tensors, ModelOpt and, for GPT-OSS, triton_kernels (`make_quantised`). Odd shapes, zeros, ties,
+    subnormal numbers and such whose scales are."""
+    weight = GOLDEN[f"{case}/weight"]
+    made = quantised(weight, name)
     expected = {key.rpartition("/")[2]: GOLDEN[key] for key in GOLDEN if key.startswith(f"{case}/{name}/")}
     assert {spec.name for spec in made.specs} == {f"m.{part}" for part in expected}
+    if (case, name) in UNDEFINED:
+        packed = made.read("m.weight")
+        assert not np.stack([packed & 15, packed >> 4], 1).reshape(weight.shape)[weight == 0].any()
+        return
     for part, bits in expected.items():
         assert made.read(f"m.{part}").tobytes() == bits.tobytes()
         assert made.spec(f"m.{part}").nbytes == bits.nbytes
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *CONFIGS])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F64"])
 def test_any_part_is_that_part_of_the_whole(name: str, dtype: str, rng: Rng) -> None:
     """Of the weights in any float: FP32 of what they are."""
     wide = rng.normal(0, 0.02, (260, 320)).astype({"F64": np.float64, "F16": np.float16}.get(dtype, np.float32))
     if dtype == "BF16":
         bits = cast(wide.reshape(-1).view(np.uint32), DTYPES["F32"], DTYPES["BF16"]).reshape(wide.shape)
-        source, wide = State.of({"m.weight": Bits(bits, "BF16")}), (bits.astype(np.uint32) << 16).view(np.float32)
+        given, wide = bits, (bits.astype(np.uint32) << 16).view(np.float32)
     else:
-        source = State.of({"m.weight": wide})
-    whole = QuantisedState(State.of({"m.weight": wide.astype(np.float32)}), name)
+        given = wide
+    whole = quantised(wide.astype(np.float32), name)
     for spec in whole.specs:
         elements = whole.read(spec.name)
         for _ in range(20):
             start, stop = sorted(rng.integers(0, spec.elements + 1, 2).tolist())
-            part = QuantisedState(source, name).read(spec.name, start, stop)
+            part = quantised(given, name, dtype).read(spec.name, start, stop)
             np.testing.assert_array_equal(part, elements[start:stop])
 
 
@@ -86,16 +103,16 @@ def test_what_is_left_out(rng: Rng) -> None:
     names = ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.0.a", "model.layers.10.a"]
     state = State.of({f"{name}.weight": weight.copy() for name in names} | {"model.norm.weight": weight[0].copy()})
 
-    def quantised(how: Any) -> set[str]:
+    def codes(how: Any) -> set[str]:
         made = QuantisedState(state, how, DTYPES["BF16"])
         assert {spec.dtype.name for spec in made.specs} <= {"F8_E4M3", "U8", "F32", "BF16"}
         return {spec.name.removesuffix(".weight") for spec in made.specs if spec.dtype.name == "F8_E4M3"}
 
-    assert quantised("fp8_block") == {"model.layers.0.a", "model.layers.10.a"}
+    assert codes("fp8_block") == {"model.layers.0.a", "model.layers.10.a"}
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers.0"]}
-    assert quantised(fp8) == {"model.layers.10.a"}
+    assert codes(fp8) == {"model.layers.10.a"}
     packed = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "ignore": ["re:.*10.a"]}
-    assert quantised(packed) == {"model.layers.0.a"}
+    assert codes(packed) == {"model.layers.0.a"}
 
 
 @pytest.mark.parametrize(
@@ -105,6 +122,20 @@ def test_what_is_left_out(rng: Rng) -> None:
 def test_what_cannot_be_made_is_refused(wrong: str | Mapping[str, Any]) -> None:
     with pytest.raises(InputError):
         QuantisedState(State.of({"m.weight": np.zeros((3, 40), np.float32)}), wrong)
+
+
+def test_scales_of_inputs_come_with_the_state(rng: Rng) -> None:
+    """They are calibrated: with none an engine would compute with whatever is in its memory."""
+    weight = rng.normal(0, 0.02, (64, 64)).astype(np.float32)
+    experts = {"mlp.experts.up_proj": np.stack([weight, weight])}
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    with pytest.raises(InputError, match=r"no 'input_scale' of it"):
+        QuantisedState(State.of(layer(weight)), config)
+    scale = {"model.layers.0.mlp.up_proj.input_scale": np.float32(0.3)}
+    made = QuantisedState(State.of(layer(weight) | scale), config, DTYPES["BF16"])
+    assert {spec.name: spec.dtype.name for spec in made.specs}.items() >= dict.fromkeys(scale, "F32").items()
+    with pytest.raises(InputError, match="fused"):
+        QuantisedState(State.of(experts), config | {"quant_algo": "W4A16_NVFP4"})
 
 
 def test_a_function_quantises(rng: Rng) -> None:

@@ -18,7 +18,7 @@ from .. import __version__
 from .. import codec as codecs
 from ..errors import InputError, PulseError
 from ..state.cast import COMPUTE_DTYPES
-from ..state.quantise import FORMATS
+from ..state.quantise_formats import FORMATS
 from ..sync.folds import DEFAULT_FOLDS
 from ..sync.gc import DEFAULT_GRACE_SECONDS
 from . import files, following, inventory, plan, runs, streams, study

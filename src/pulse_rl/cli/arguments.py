@@ -9,7 +9,7 @@ from typing import Any
 
 from .._util.settings import parse_seconds
 from ..errors import InputError
-from ..state.quantise import FORMATS
+from ..state.quantise_formats import FORMATS
 from .output import Console
 
 _MAX_SECONDS = 1e9

@@ -12,7 +12,7 @@ from .._util.settings import format_bandwidth, format_bytes
 from ..events import progress_to
 from ..report import read_run, render
 from ..state.cast import COMPUTE_DTYPES, cast_specs
-from ..state.quantise import FORMATS
+from ..state.quantise_formats import FORMATS
 from ..state.tensors import TensorSpec
 from ..study import CheckpointFolder, StoredStream, study
 from ..study.result import STEP_SECONDS

@@ -39,7 +39,7 @@ from .record import CODECS, WITH_HISTORY, BlockRecord, ChangeCount, Pair, Priced
 from .recurrence import HistoryTally, first_step
 from .theory import ClassCounts, exponent_rows
 
-SCALES = ("_scale_inv", "_scale", "_global_scale", ".scales", ".scale")
+SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", ".scales", ".scale")
 """How the names of scales end in checkpoints."""
 
 LAYERS = ("embeddings", "attention", "mlp", "norms", "head", "biases", "others")

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from ..errors import InputError
 from ..state.cast import CastTensor
-from ..state.quantise import QuantisedState, Shared, config_of
+from ..state.quantise import KEPT_KEYS, QuantisedState, config_of
+from ..state.quantise_formats import Shared
 from ..state.tensors import Readable, State, TensorSpec, UIntArray, stored_tensor
 from .layout import Box, Runs
 from .request import LocalState
@@ -25,7 +26,7 @@ Blocks = npt.NDArray[np.int64]
 
 
 def quantised(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Blocks]]]:
-    """What ``local`` becomes, and by the weights' names the scales to agree on, with the blocks of which it has some
+    """What ``local`` becomes, and by their names the scales to agree on, with the blocks of which it has some
     elements but not all. Raises InputError, for boxes too that cut a group whose codes share bytes or a scale."""
     assert local.quantise is not None
     if callable(local.quantise):
@@ -55,9 +56,13 @@ def quantised(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
             else:
                 parts[each.name] = _scaled_down(box, name, each.per, each.shape)
                 data[each.name] = _Cut(made, each.name, parts[each.name])
-            if box is not None and each.shared is not None:
-                whole = np.zeros(min(1, box.elements), np.int64)
-                shared[name] = each.shared, whole if each.per is None else _crossing(box, each.per)
+            scales = each.shared
+            if scales is not None and each.per is None:
+                if scales.name not in shared or not len(shared[scales.name][1]):
+                    some = 1 if box is None else min(1, box.elements)
+                    shared[scales.name] = scales, np.zeros(some, np.int64)
+            elif scales is not None and box is not None and each.per is not None:
+                shared[scales.name] = scales, _crossing(box, each.per)
     parts |= {alias: parts[name] for alias, name in made.aliases.items() if name in parts}
     held = tuple(TensorSpec(s.name, s.dtype, parts[s.name].local_shape) if s.name in parts else s for s in made.specs)
     found = local._replace(source=State(held, data, made.aliases), boxes=parts, dtype=None, owned=False, quantise=None)
@@ -84,7 +89,7 @@ def agree(
     for message in run_on_all(said):
         at = 8 + int.from_bytes(message[:8], "little")
         entries, theirs = json.loads(message[8:at])
-        for key in ("modules_to_not_convert", "ignore"):
+        for key in KEPT_KEYS:
             if key in config and key in theirs:
                 config[key] = sorted({*config[key], *theirs[key]})
         for name, count in entries:
@@ -152,6 +157,14 @@ def _scaled_down(box: Box, name: str, per: tuple[int, int], shape: tuple[int, ..
     rows, columns = per
     if per == (1, 1):
         return box
+    if per == (0, 0):
+        matrices = Box.whole(box.shape).of[-2:]
+        if box.of[-2:] != matrices or len(box.of) != len(box.shape):
+            raise InputError(
+                f"a rank has a part of a matrix of {name!r}, which is stored transposed",
+                hint="Cut between experts only, or gather and use a Publisher.",
+            )
+        return Box((*box.of[:-2], *Box.whole(shape).of[len(box.of) - 2 :]), shape)
     if len(box.of) == len(box.shape):
         cut = rows == 1 and any(low % columns or high % columns for low, high in box.of[-1])
         of = (*box.of[:-2], _fewer(box.of[-2], rows), _fewer(box.of[-1], columns))

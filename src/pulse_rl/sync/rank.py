@@ -22,7 +22,7 @@ from .._util.serial import shield
 from ..errors import InputError, NotFound, PublisherConflict, RankLost
 from ..events import BaselineRestored, Event, FallbackUsed, Listener, PhaseTimer, Published, progress_shown, progress_to
 from ..state.companions import of_quantised
-from ..state.quantise import Shared
+from ..state.quantise_formats import Shared
 from ..state.tensors import Segment, State
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES

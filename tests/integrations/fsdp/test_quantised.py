@@ -19,6 +19,8 @@ from tests.support.trainers import Trainer, together
 pytestmark = pytest.mark.slow
 GIVEN: dict[str, Any] = {"dtype": "BF16", "files": {"config.json": b"{}"}}
 
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["head"]}
+
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     """300 rows: a border between two ranks lies in a block, and the last blocks are short."""
@@ -28,7 +30,9 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
         state["blocks.1.down.weight"][:, :200] = 0
     for number in range(seed):
         step(state, number)
-    return dict(state)
+    # Two layers of which ModelOpt has one scale, with the largest element in the second.
+    fused = {name.replace("up.w", "gate_proj.w"): 3 * tensor for name, tensor in state.items()}
+    return fused | {name.replace("up.w", "up_proj.w"): tensor for name, tensor in state.items()}
 
 
 def parts(trainer: Trainer, how: str, state: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def config(store: Store) -> Any:
         return subscriber.files()["config.json"]
 
 
-def as_one(trainer: Trainer, wanted: str) -> None:
+def as_one(trainer: Trainer, wanted: Any) -> None:
     trainer.connect("ranks")
     for how in ("rows", "columns", "ranges", "stages"):
         store, other = LocalStore(trainer.folder / how), MemoryStore()
@@ -68,8 +72,8 @@ def as_one(trainer: Trainer, wanted: str) -> None:
             assert config(store) == config(other), how
 
 
-@pytest.mark.parametrize(("size", "wanted"), [(2, "nvfp4"), (3, "fp8_block")])
-def test_ranks_quantise_as_one(size: int, wanted: str) -> None:
+@pytest.mark.parametrize(("size", "wanted"), [(2, MODELOPT), (3, "fp8_block")])
+def test_ranks_quantise_as_one(size: int, wanted: Any) -> None:
     together(as_one, size, wanted)
 
 
@@ -83,6 +87,13 @@ def refused(trainer: Trainer) -> None:
         with pytest.raises(InputError, match="quantise is"):
             publisher.publish(parts(trainer, "rows", weights(0)), quantise=("mxfp8", "fp8_block")[trainer.rank])
         assert publisher.publish(parts(trainer, "rows", weights(0)), quantise="mxfp8").version == 0
+        given: dict[str, Any] = {"quantise": {"quant_method": "mxfp4"}}
+        experts = {"experts.up_proj": torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(1))}
+        with pytest.raises(InputError, match="part of a matrix"):
+            publisher.publish(parts(trainer, "columns", experts), **given)
+        done = publisher.publish(parts(trainer, "rows", experts), **given)
+        with Publisher(MemoryStore(), stream="policy") as alone:
+            assert done.root == alone.publish(experts, **given).root
 
 
 def test_what_ranks_cannot_quantise_is_refused_on_all() -> None:
