@@ -15,7 +15,7 @@ from ..errors import PulseError
 from ..state.checkpoint import load, save, serialize
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import Bits, State, TensorSpec
-from .blocks import cut
+from .blocks import Block
 from .history import MAX_SPAN, MAX_WINDOWS, RECORD_BYTES, History, Records, Window
 
 FILE_NAME = "pulse.history"
@@ -28,10 +28,8 @@ def beside(checkpoint: Path) -> Path:
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / FILE_NAME
 
 
-def save_history(
-    path: Path, history: History, specs: tuple[TensorSpec, ...], root: str, *, durable: bool = True
-) -> None:
-    """Writes ``history``, which ends at the whole state with these ``specs`` and this ``root``, atomically; removes the
+def save_history(path: Path, history: History, blocks: tuple[Block, ...], root: str, *, durable: bool = True) -> None:
+    """Writes ``history``, by these ``blocks`` of the state with this ``root`` at which it ends, atomically; removes the
     file where nothing is remembered. Raises StoreFull and StoreError. Not ``durable``: a new file, for which nobody
     waits; one that is cut short is not loaded. Raises OSError, then."""
     if not history.windows:
@@ -40,7 +38,7 @@ def save_history(
         except OSError as error:
             raise disk_error(error, f"write {path}") from error
         return
-    history = history.of(cut(specs))
+    history = history.of(blocks)
     records = {f"{k}.{index}": found for k, s in enumerate(history.windows) for index, found in s.records.items()}
     metadata = {
         "format": _FORMAT,
@@ -57,15 +55,15 @@ def save_history(
         file.writelines(serialize(state, state.specs, metadata))
 
 
-def load_history(path: Path, digest: StateDigest) -> History | None:
-    """The history that ends at the state with this ``digest``; None where the file is another's, damaged or missing."""
+def load_history(path: Path, blocks: tuple[Block, ...], root: str) -> History | None:
+    """The history by these ``blocks`` that ends at the state with this ``root``; None where the file is another's,
+    damaged or missing."""
     try:
         if not path.is_file():
             return None
         state, metadata = load(path)
-        if (metadata.get("format"), metadata.get("root")) != (_FORMAT, digest.root):
+        if (metadata.get("format"), metadata.get("root")) != (_FORMAT, root):
             return None
-        blocks = cut(specs_of(digest))
         spans, roots = json.loads(metadata["spans"]), json.loads(metadata["roots"])
         records = {name: state.read(name).copy() for name in state.names}
         if metadata["sha256"] != _digest(records) or not _are_windows(spans, roots):

@@ -442,6 +442,11 @@ class Segment(NamedTuple):
         return self.elements == self.spec.elements
 
 
+def flat_specs(segments: Sequence[Segment]) -> tuple[TensorSpec, ...]:
+    """Those of the segments' elements alone, under the tensors' names."""
+    return tuple(TensorSpec(s.spec.name, s.spec.dtype, (s.elements,)) for s in segments)
+
+
 class SlicedState(State):
     """One segment of each of some tensors. ``specs`` are those of the whole tensors; `read` takes places in these, and
     raises IndexError outside of the segment.
@@ -456,10 +461,9 @@ class SlicedState(State):
         self._source = source
 
     @classmethod
-    def allocate(cls, segments: Sequence[Segment]) -> SlicedState:
-        """Segments in new host memory, with uninitialised values."""
-        flat = tuple(TensorSpec(s.spec.name, s.spec.dtype, (s.elements,)) for s in segments)
-        return cls(segments, State.empty(flat))
+    def allocate(cls, segments: Sequence[Segment], empty: Empty = State.empty) -> SlicedState:
+        """Segments in new host memory, or in that which ``empty`` makes, with uninitialised values."""
+        return cls(segments, empty(flat_specs(segments), None))
 
     @property
     def held_bytes(self) -> int:

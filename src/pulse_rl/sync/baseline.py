@@ -17,9 +17,9 @@ from ..patch.apply import decode_block, scatter
 from ..patch.blocks import BLOCK_ELEMENTS, Block, cut
 from ..patch.history import History, Recorder, Records, Window
 from ..patch.reader import PatchFiles
-from ..state.tensors import Segment, SlicedState, State, TensorSpec, UIntArray
+from ..state.tensors import Empty, Segment, SlicedState, State, TensorSpec, UIntArray
 from ..stream.anchor import AnchorFiles
-from ..stream.manifest import Link, Payload
+from ..stream.manifest import Link, Manifest, Payload, links_of
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .host_state import HostState, catch_up, most_remembered
@@ -27,6 +27,7 @@ from .layout import Layout, whole_layout
 from .leaves import Leaves, gather_tree, hash_shared, inner_leaves
 from .pending import Baseline
 from .planner import BROKEN_LINK, Planner
+from .state_folder import StateFolder
 
 _FINE = b"+"
 _BATCH_BYTES = 64 << 20
@@ -51,19 +52,64 @@ def restore_whole(stream: Stream, version: int, root: str, host: HostState) -> B
     return Baseline(version, root, layout, layout.segments(0), blocks, host.state, leaves, host.history.of(blocks))
 
 
+class KeptPart(NamedTuple):
+    """What a folder keeps of ``version``, by the segments that a rank publishes, and what is remembered there."""
+
+    version: int
+    state: SlicedState
+    history: History
+
+
+def part_of(layout: Layout, ranks: RankGroup) -> str:
+    """Which part of a state this rank publishes; "" where it publishes all."""
+    return f"{ranks.rank} of {ranks.size}: {layout.digest}" if ranks.size > 1 else ""
+
+
+def kept_part(ranks: RankGroup, layout: Layout, head: Manifest, folder: StateFolder) -> KeptPart | None:
+    """What this rank publishes of ``head``, or of the version before its patch, as the ``folder`` keeps it; None where
+    it keeps nothing. Raises PulseError where it is something else."""
+    kept, base = folder.kept, head.patch
+    if kept is None:
+        return None
+    if (kept.stream, kept.stream_id) != (head.stream, head.stream_id):
+        raise StateMismatch(f"it is of stream {kept.stream!r} with the ID {kept.stream_id}")
+    if (kept.version, kept.root) not in ((head.version, head.root), base and (base.base, base.base_root)):
+        raise StateMismatch(f"it is version {kept.version}, from where no patch leads to {head.version}")
+    segments = layout.segments(ranks.rank)
+    return KeptPart(kept.version, *folder.load_part(part_of(layout, ranks), segments, cut(layout.specs, segments)))
+
+
 def restore_baseline(
-    stream: Stream, ranks: RankGroup, layout: Layout, version: int, root: str, *, threads: int | None
+    stream: Stream,
+    ranks: RankGroup,
+    layout: Layout,
+    head: Manifest,
+    *,
+    kept: KeptPart | None = None,
+    empty: Empty = State.empty,
+    threads: int | None,
 ) -> Baseline | str:
-    """What this rank publishes of ``version``, read from the store, once all ranks have theirs and these have the
-    ``root``; or why that fails. A collective: raises what `RankGroup.run_on_all` does, StoreUnavailable, say."""
-    path = _said(ranks.on_rank0(lambda: _or_reason(lambda: _path_to(stream, version))))
-    if isinstance(path, str):
-        return path
+    """What this rank publishes of ``head``, read from the store, or ``kept``, once all ranks have theirs and these have
+    its root; or why that fails. A collective: raises what `RankGroup.run_on_all` does, StoreUnavailable, say."""
+    version, root = head.version, head.root
+    path = b"[]"
+    if not all(ranks.run_on_all(lambda: b"kept" if kept else b"")):
+        found = _said(ranks.on_rank0(lambda: _or_reason(lambda: _path_to(stream, version))))
+        if isinstance(found, str):
+            return found
+        path = found
     steps, made = _steps_of(path), list[Baseline]()
 
     def restore() -> bytes:
         segments = layout.segments(ranks.rank)
-        state, history = _restore_slices(stream, steps, layout.specs, segments, threads=threads)
+        state: State
+        if kept and kept.version == version:
+            state, history = kept.state, kept.history
+        else:
+            way = [_Step(own, head.remembers) for own in links_of(head) if own.base is not None] if kept else steps
+            state, history = _restore_slices(
+                stream, way, layout.specs, segments, kept=kept, empty=empty, threads=threads
+            )
         blocks = cut(layout.specs, segments)
         leaves = inner_leaves(blocks, lambda segment: state.read(*segment.place))
         made.append(Baseline(version, root, layout, segments, blocks, state, leaves, history.of(blocks)))
@@ -138,23 +184,28 @@ def _restore_slices(
     specs: tuple[TensorSpec, ...],
     segments: Sequence[Segment],
     *,
+    kept: KeptPart | None = None,
+    empty: Empty = State.empty,
     threads: int | None = None,
 ) -> tuple[SlicedState, History]:
-    """``segments`` of the version to which ``path`` leads, a path from an anchor with the payloads of each link, and
-    what is remembered there of the blocks that were read.
+    """``segments`` of the version to which ``path`` leads, a path from an anchor, or from what is ``kept``, with the
+    payloads of each link, and what is remembered there of the blocks that were read.
 
     ``specs`` are the tensors of the state. A block is decoded as a whole, so some elements beside the segments are
     read, and forgotten. Each block is checked against its SHA-256; whoever calls this compares the root. Raises
     StateMismatch where the version has other tensors, ChainGap, and what reading raises.
     """
-    if not path or path[0].link.base is not None:
-        raise ChainGap("no anchor leads to the version")
-    anchor = AnchorFiles(stream.shards(path[0].link.payloads or (), threads), threads=threads)
-    if anchor.specs != specs:
-        raise StateMismatch("the version before has other tensors")
-    patches = list(ordered_map(lambda step: PatchFiles(stream.parts(step.link), specs), path[1:], _LINKS_AT_ONCE))
+    anchor = None
+    if not kept:
+        if not path or path[0].link.base is not None:
+            raise ChainGap("no anchor leads to the version")
+        anchor = AnchorFiles(stream.shards(path[0].link.payloads or (), threads), threads=threads)
+        if anchor.specs != specs:
+            raise StateMismatch("the version before has other tensors")
+        path = path[1:]
+    patches = list(ordered_map(lambda step: PatchFiles(stream.parts(step.link), specs), path, _LINKS_AT_ONCE))
     most = most_remembered(sum(spec.nbytes for spec in specs))
-    state, histories = SlicedState.allocate(segments), list[History]()
+    state, histories = SlicedState.allocate(segments, empty), list[History]()
     for batch in _batches(specs, state.segments):
         # 1. Backwards: which blocks of each patch have to be read for these elements.
         # What a patch needs of the version before is known from its end.
@@ -164,10 +215,14 @@ def _restore_slices(
             touched.append(_touching(patch, wanted))
             wanted = _joined(wanted, [patch.header.cuts[k] for k in touched[-1]])
         pieces = _Pieces([Segment(spec, *place) for spec in specs for place in wanted.get(spec.name, ())])
-        # 2. Forwards: from the anchor, patch by patch.
-        anchor.read(pieces, pieces.segments)
+        # 2. Forwards: from the anchor, or from what is kept, patch by patch.
         history = History()
-        for step, patch, chosen in zip(path[1:], patches, reversed(touched), strict=True):
+        if anchor:
+            anchor.read(pieces, pieces.segments)
+        elif kept:
+            history = kept.history
+            pieces.take(kept.state)
+        for step, patch, chosen in zip(path, patches, reversed(touched), strict=True):
             records = _apply(patch, chosen, pieces, history, most if step.remembers else 0, threads)
             window = None if records is None else _window(step.link, patch, records)
             history = history.after(window, step.remembers, most, threads=threads)
@@ -274,6 +329,14 @@ class _Pieces(State):
         for segment in segments:
             array = np.empty(segment.elements, segment.spec.dtype.uint)
             self._of.setdefault(segment.spec.name, []).append((segment, array))
+
+    def take(self, state: State) -> None:
+        """Copies all from ``state``. Raises ChainGap where that does not hold them."""
+        try:
+            for segment, array in (piece for of in self._of.values() for piece in of):
+                array[:] = state.read(*segment.place)
+        except (IndexError, KeyError):
+            raise ChainGap("the patch has other blocks than what is kept") from None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
         for segment, array in self._of[name]:

@@ -195,7 +195,7 @@ def make_pending(
 ) -> PendingVersion:
     """Compares with ``base`` and codes, block by block, or copies where there is none; hashes all leaves that no other
     rank has a piece of. ``local`` has this rank's elements of the new state; ``owned``: nobody else writes to them, so
-    that they may become the baseline as they are; else whole tensors are copied into what ``empty`` makes.
+    that they may become the baseline as they are; else they are copied into what ``empty`` makes.
     ``store`` stores such a state while it is filled, and returns its shards.
     ``history``: what the patch may be coded by; ``recorder`` gets what is to be remembered of it. ``progress`` gets the
     bytes that were worked through since its last call.
@@ -260,10 +260,10 @@ def make_pending(
 
 
 def allocated(segments: Sequence[Segment], empty: Empty = State.empty) -> State:
-    """Segments in new host memory, with uninitialised values; whole tensors in what ``empty`` makes."""
+    """Segments in what ``empty`` makes, with uninitialised values."""
     if all(segment.is_whole for segment in segments):
         return empty(tuple(segment.spec for segment in segments), None)
-    return SlicedState.allocate(segments)
+    return SlicedState.allocate(segments, empty)
 
 
 def _sliced(segments: tuple[Segment, ...], local: State) -> State:

@@ -108,7 +108,7 @@ class Publisher(Closing, NotCopyable):
             RankGroup(Alone()),
             store,
             stream=stream,
-            folder=None if baseline is None else StateFolder(baseline, "baseline"),
+            folder=lambda: None if baseline is None else StateFolder(baseline, "baseline"),
             codec=codec,
             anchor_ratio=anchor_ratio,
             folds=folds,
@@ -125,17 +125,19 @@ class Publisher(Closing, NotCopyable):
         store: Store | str,
         *,
         stream: str,
-        folder: StateFolder | None = None,
+        folder: Callable[[], StateFolder | None],
         also: Callable[[], dict[str, Any]] = dict,
         **given: Unpack[PublisherSettings],
     ) -> None:
         """Checks the settings, together with the other ranks, and opens the stream. ``also`` checks others, which are
-        the same on all ranks. Raises what the constructor does."""
+        the same on all ranks; ``folder`` takes this rank's. Raises what the constructor does."""
         opened: list[tuple[Stream, Settings]] = []
+        folders: list[StateFolder | None] = []
 
         def open_stream() -> bytes:
             shared = also()
             opened.append(self._checked(store, stream, **given))
+            folders.append(folder())
             return b"" if ranks.size == 1 else json.dumps(shared | _shared(store, *opened[0])).encode()
 
         try:
@@ -143,6 +145,8 @@ class Publisher(Closing, NotCopyable):
             if ranks.size > 1 and (found := unlike([json.loads(message) for message in said])):
                 raise InputError(found, hint="Make the publisher with the same arguments on all ranks.")
         except BaseException:
+            for taken in filter(None, folders):
+                taken.close()
             ranks.close()
             raise
         self._stream, settings = opened[0]
@@ -152,7 +156,7 @@ class Publisher(Closing, NotCopyable):
         self._together = ranks.size > 1
         self._submissions: Submissions[PublishRequest] = Submissions(self._serial, together=self._together)
         self._calls = 0
-        self._rank = RankPublisher(self._stream, ranks, settings, listener=self._listener, folder=folder)
+        self._rank = RankPublisher(self._stream, ranks, settings, listener=self._listener, folder=folders[0])
 
     def _checked(self, store: Store | str, stream: str, **given: Unpack[PublisherSettings]) -> tuple[Stream, Settings]:
         for name in given.keys() - PublisherSettings.__annotations__.keys():

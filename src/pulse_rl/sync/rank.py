@@ -19,7 +19,7 @@ import numpy as np
 from .. import codec as codecs
 from .._util.collective import Bytes, RankGroup
 from .._util.serial import shield
-from ..errors import InputError, NotFound, PublisherConflict, RankLost
+from ..errors import DigestMismatch, InputError, NotFound, PublisherConflict, PulseError, RankLost
 from ..events import BaselineRestored, Event, FallbackUsed, Listener, PhaseTimer, Published, progress_shown, progress_to
 from ..state.companions import of_quantised
 from ..state.quantise_formats import Shared
@@ -30,7 +30,7 @@ from ..stream.digest_trees import put_digests
 from ..stream.manifest import FileRef, Manifest, Payload
 from ..stream.signing import Signer
 from ..stream.stream import Stream
-from .baseline import restore_baseline, restore_whole
+from .baseline import KeptPart, kept_part, part_of, restore_baseline, restore_whole
 from .commit import (
     Content,
     Found,
@@ -342,20 +342,25 @@ class RankPublisher:
         # What is kept in the folder is the head, or a version before it, from where some patches lead there.
         host = HostState(threads=self._threads, listener=self._shown_to, folder=self._folder)
         how, reason = "kept", ""
-        if adopt_kept(host, self._stream, self._stream.manifest, newest=found.version):
+        head = self._ranks.from_rank0(lambda: self._head.committer.head, _to_message, self._parsed)
+        assert head is not None
+        restored: Baseline | str | None = None
+        if self._ranks.size > 1:
+            restored = self._kept_together(self._layout_of(local, scan, found), head)
+        elif adopt_kept(host, self._stream, self._stream.manifest, newest=found.version):
             restored = restore_whole(self._stream, found.version, found.root, host)
-        else:
+        if restored is None:
             # A trainer that starts again often has the head's own weights: built as a full state they have its root,
             # and nothing is fetched.
             built = self._build(local, scan, found, timer, stored=False)
             how = "matched"
             if built.root == found.root:
                 restored, _ = built.draft.advance_baseline(found.version, found.root, threads=self._threads)
-                self._keep(restored, self._head.committer.head)
+                self._keep(restored, head)
             else:
                 layout = built.draft.layout
                 del built  # before another state is restored
-                how, restored = "restored", self._restored(layout, found.version, found.root, host)
+                how, restored = "restored", self._restored(layout, head, host)
         reason = restored if isinstance(restored, str) else ""
         self._baseline = None if isinstance(restored, str) else restored
         if self._baseline and self._baseline.history.windows:
@@ -364,10 +369,50 @@ class RankPublisher:
         timer.end("resume")
         return None if reason else self._build(local, scan, Found(keep=True), timer, stored=True)
 
-    def _restored(self, layout: Layout, version: int, root: str, host: HostState) -> Baseline | str:
+    def _kept_together(self, layout: Layout, head: Manifest) -> Baseline | None:
+        """The head, if some ranks have their parts in their folders: the others read theirs from the store."""
+        parts: list[KeptPart] = []
+
+        def look() -> bytes:
+            try:
+                if self._folder and (part := kept_part(self._ranks, layout, head, self._folder)):
+                    parts.append(part)
+            except PulseError as error:
+                self._not_used(error)
+            return b"kept" if parts else b""
+
+        if not any(self._ranks.run_on_all(look)):
+            return None
+        restored = self._joined(layout, head, parts[0] if parts else None)
+        if isinstance(restored, Baseline):
+            return restored
+        # One of the parts is not what its record says, and nobody can tell which.
+        if parts:
+            self._not_used(DigestMismatch(restored))
+        return None
+
+    def _not_used(self, error: PulseError) -> None:
+        """Drops what the folder keeps."""
+        assert self._folder is not None
+        self._folder.drop()
+        self._events.append(
+            FallbackUsed(self._stream.name, f"the state in {self._folder.path}", str(error), error.kind)
+        )
+
+    def _restored(self, layout: Layout, head: Manifest, host: HostState) -> Baseline | str:
         if self._ranks.size > 1:
-            return restore_baseline(self._stream, self._ranks, layout, version, root, threads=self._threads)
-        return restore_whole(self._stream, version, root, host)
+            return self._joined(layout, head, None)
+        return restore_whole(self._stream, head.version, head.root, host)
+
+    def _joined(self, layout: Layout, head: Manifest, kept: KeptPart | None) -> Baseline | str:
+        """This rank's part of the head, once all have theirs."""
+        empty = self._folder.empty if self._folder else State.empty
+        restored = restore_baseline(
+            self._stream, self._ranks, layout, head, kept=kept, empty=empty, threads=self._threads
+        )
+        if isinstance(restored, Baseline):
+            self._keep(restored, head)
+        return restored
 
     def _build(self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer, *, stored: bool) -> Built:
         """The next version: a patch from the baseline, or all of the state, where there is none, or one of other
@@ -549,7 +594,8 @@ class RankPublisher:
     def _keep(self, baseline: Baseline, manifest: Manifest | None) -> None:
         """Has the baseline found again in the folder, as the version of ``manifest``."""
         if self._folder and manifest:
-            self._folder.keep(baseline.state, manifest, baseline.history)
+            part = part_of(baseline.layout, self._ranks)
+            self._folder.keep(baseline.state, manifest, baseline.history, part)
 
     def _parsed(self, message: bytes) -> Manifest | None:
         """The manifest that rank 0 has sent; None where there is none."""

@@ -13,7 +13,7 @@ import re
 import struct
 import weakref
 from _thread import allocate_lock
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -25,15 +25,23 @@ import numpy.typing as npt
 from .._util.files import disk_error, make_folder, open_regular, require_posix
 from .._util.settings import checked_path
 from ..codec import Changes
-from ..errors import ConcurrentUse, CorruptCheckpoint, DigestMismatch, InputError, PulseError, StoreError
+from ..errors import (
+    ConcurrentUse,
+    CorruptCheckpoint,
+    DigestMismatch,
+    InputError,
+    PulseError,
+    StateMismatch,
+    StoreError,
+)
 from ..patch.apply import Journal
-from ..patch.blocks import Block
+from ..patch.blocks import Block, cut
 from ..patch.history import History
 from ..patch.history_file import load_history, save_history
 from ..state import bits
 from ..state.checkpoint import header_bytes, in_file_order, parse_header
 from ..state.digest import StateDigest, state_digest
-from ..state.tensors import State, TensorSpec
+from ..state.tensors import Segment, SlicedState, State, TensorSpec
 from ..stream.manifest import Manifest
 
 _LOCK, _RECORD, _JOURNAL = "pulse.lock", "pulse.state.json", "pulse.journal"
@@ -47,7 +55,8 @@ _DONE_AT = 24
 
 
 class Kept(NamedTuple):
-    """What the record says of the state in ``file``, and of the ``history`` beside it ("": none)."""
+    """What the record says of the state in ``file``, and of the ``history`` beside it ("": none). ``part``: of which
+    ranks' slices it is, "" of a whole state."""
 
     stream: str
     stream_id: str
@@ -57,6 +66,7 @@ class Kept(NamedTuple):
     aliases: dict[str, str]
     file: str
     history: str
+    part: str = ""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -232,14 +242,15 @@ class StateFolder:
 
     def _file_of(self, state: State) -> str | None:
         """The file in which a state is; None where it is elsewhere, or has no elements."""
-        first = next((spec for spec in state.specs if spec.elements), None)
+        first = next((segment for segment in _segments(state) if segment.elements), None)
         if first is None:
             return None
-        at = _address(state.read(first.name, 0, 1))
-        for name, file in self._files.items():
-            memory = file.memory()
-            if memory is not None and at == _address(memory) + file.places.get(first.name, -1):
-                return name
+        name, start, _ = first.place
+        at = _address(state.read(name, start, start + 1))
+        for file, used in self._files.items():
+            memory = used.memory()
+            if memory is not None and at == _address(memory) + used.places.get(name, -1):
+                return file
         return None
 
     # -- what is kept
@@ -251,10 +262,45 @@ class StateFolder:
 
     def load(self, *, threads: int | None = None) -> tuple[State, StateDigest, History]:
         """The kept state, proved by the root of its record, its tree, and what is remembered of the versions before.
-        What a process that was killed had begun to change is undone first. Raises CorruptCheckpoint, DigestMismatch and
-        StoreError."""
+        What a process that was killed had begun to change is undone first. Raises CorruptCheckpoint, DigestMismatch,
+        StateMismatch for a part, and StoreError."""
         kept = self._kept
         assert kept is not None
+        if kept.part:
+            raise StateMismatch("it is a rank's part of a state")
+        state, is_used = self._mapped_kept(kept)
+        digest = state_digest(state, threads=threads)
+        if digest.root != kept.root:
+            path = self.path / kept.file
+            raise DigestMismatch(f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…")
+        history = self._history(kept, cut(digest.specs))
+        # An update that is held has views of this very file, which the state must not change.
+        return state.copy(self.empty) if is_used else state, digest, history
+
+    def load_part(
+        self, part: str, segments: Sequence[Segment], blocks: tuple[Block, ...]
+    ) -> tuple[SlicedState, History]:
+        """The kept ``part``, which are these ``segments``, and what is remembered of its ``blocks``. What a process
+        that was killed had begun to change is undone first; nothing is proved: only all ranks together have the root.
+        Raises CorruptCheckpoint, StateMismatch and StoreError."""
+        kept = self._kept
+        assert kept is not None
+        if kept.part != part:
+            raise StateMismatch("it is another part of a state")
+        state, is_used = self._mapped_kept(kept)
+        if [(s.name, s.dtype, s.elements) for s in state.specs] != [
+            (s.spec.name, s.spec.dtype, s.elements) for s in segments
+        ]:
+            raise StateMismatch("it has other tensors than the part")
+        state = state.copy(self.empty) if is_used else state
+        return SlicedState(segments, state), self._history(kept, blocks)
+
+    def _history(self, kept: Kept, blocks: tuple[Block, ...]) -> History:
+        found = load_history(self.path / kept.history, blocks, kept.root) if kept.history else None
+        return found or History()
+
+    def _mapped_kept(self, kept: Kept) -> tuple[State, bool]:
+        """The kept state as it was before what was begun, and whether its file is in use."""
         path = self.path / kept.file
         used = self._files.get(kept.file)
         is_used = used is not None and used.memory() is not None
@@ -276,16 +322,11 @@ class StateFolder:
             raise CorruptCheckpoint(f"{path}: {error}") from None
         with suppress(OSError):
             _undo(self.path / _JOURNAL, kept, memory)
-        digest = state_digest(state, threads=threads)
-        if digest.root != kept.root:
-            raise DigestMismatch(f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…")
-        history = load_history(self.path / kept.history, digest) if kept.history else None
-        # An update that is held has views of this very file, which the state must not change.
-        return state.copy(self.empty) if is_used else state, digest, history or History()
+        return state, is_used
 
-    def keep(self, state: State, manifest: Manifest, history: History) -> None:
-        """Makes ``state``, made by `empty` or `load`, the one that is found again, as the version of ``manifest``.
-        Where that cannot be written nothing is found: the state itself does not depend on it."""
+    def keep(self, state: State, manifest: Manifest, history: History, part: str = "") -> None:
+        """Makes ``state``, made by `empty` or `load`, the one that is found again, as the version of ``manifest``, or
+        as the ``part`` of it. Where that cannot be written nothing is found: the state itself does not depend on it."""
         file = self._file_of(state)
         if file is None or self._lock is None:
             return
@@ -293,7 +334,8 @@ class StateFolder:
         try:
             if history.windows:
                 name = f"{_HISTORY}{manifest.version}-{token_hex(4)}"
-                save_history(self.path / name, history, state.specs, manifest.root, durable=False)
+                blocks = history.windows[0].blocks if part else cut(state.specs)
+                save_history(self.path / name, history, blocks, manifest.root, durable=False)
             kept = Kept(
                 manifest.stream,
                 manifest.stream_id,
@@ -303,6 +345,7 @@ class StateFolder:
                 dict(manifest.aliases),
                 file,
                 name,
+                part,
             )
             self._held.add(file)
             unfinished = self.path / f"{_RECORD}.new"
@@ -339,7 +382,9 @@ class StateFolder:
         if kept is None or self._lock is None or self._file_of(state) != kept.file:
             return None
         try:
-            journal = _JournalFile(self.path / _JOURNAL, kept, self._files[kept.file].places)
+            of = self._files[kept.file].places
+            places = {s.spec.name: of[s.spec.name] - s.start * s.spec.dtype.width for s in _segments(state)}
+            journal = _JournalFile(self.path / _JOURNAL, kept, places)
         except OSError:
             self.drop()
             return None
@@ -360,7 +405,7 @@ class StateFolder:
             if said.pop("format") != _FORMAT:
                 return None
             kept = Kept(**said)
-            names = [kept.stream, kept.stream_id, kept.root, kept.file, kept.history]
+            names = [kept.stream, kept.stream_id, kept.root, kept.file, kept.history, kept.part]
             fine = all(isinstance(text, str) for text in [*names, *kept.aliases, *kept.aliases.values()])
             fine = fine and all(type(number) is int for number in [kept.version, *kept.remembers])
             fine = fine and len(bytes.fromhex(kept.root)) == 32 and all(map(_is_ours, filter(None, kept.names)))
@@ -381,7 +426,8 @@ class StateFolder:
 
 
 class _JournalFile:
-    """The old bits of blocks that are being changed, so that they can be put back: one entry a block. An entry's place
+    """The old bits of blocks that are being changed, so that they can be put back: one entry a block. ``places`` are
+    those of the whole tensors' first elements, which may lie in front of the file. An entry's place
     is written first and that it is whole last, so that a kill leaves none that only seems to be."""
 
     def __init__(self, path: Path, kept: Kept, places: Mapping[str, int]) -> None:
@@ -435,6 +481,11 @@ def _undo(path: Path, kept: Kept, memory: npt.NDArray[np.uint8]) -> None:
                     bits.put(target, positions[first:last], values[first:last], base)
                     base, first = base + elements, last
             at += length
+
+
+def _segments(state: State) -> Sequence[Segment]:
+    """What of each tensor is held."""
+    return state.segments if isinstance(state, SlicedState) else [Segment(s, 0, s.elements) for s in state.specs]
 
 
 def _mapped(handle: int, size: int) -> npt.NDArray[np.uint8]:

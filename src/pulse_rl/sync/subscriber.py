@@ -14,6 +14,7 @@ from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
 from ..events import FallbackUsed, Listener, Synced, checked_listener, failures_to, progress_shown
+from ..patch.blocks import cut
 from ..patch.history import History
 from ..patch.history_file import beside, load_history, save_history, specs_of
 from ..state.checkpoint import StateSource, as_state, current_version, save
@@ -247,13 +248,13 @@ class Subscriber(Closing, NotCopyable):
         digest = self.digest
         facts = metadata_of(manifest.version, digest.root) | dict(metadata or {})
         if is_file:
-            save_history(beside(target), history, specs_of(digest), digest.root)
+            save_history(beside(target), history, cut(specs_of(digest)), digest.root)
             save(target, state, facts)
             return
 
         def write(into: Path) -> None:
             write_checkpoint(into, state, digest, files, facts, sharded=sharded, earlier=self._checkpoint)
-            save_history(beside(into), history, specs_of(digest), digest.root)
+            save_history(beside(into), history, cut(specs_of(digest)), digest.root)
 
         if named is None:
             replace_folder(target, f"{manifest.version:012d}", write, force=force)
@@ -453,7 +454,7 @@ class Subscriber(Closing, NotCopyable):
                 self._failover.adopt_id(self.stream.stream_id or manifest.stream_id)
                 history = History()
                 if isinstance(base, str | os.PathLike):
-                    history = load_history(beside(Path(base)), digest) or history
+                    history = load_history(beside(Path(base)), cut(specs_of(digest)), digest.root) or history
                     self._checkpoint = current_version(Path(base))
                 self._host.adopt(manifest, own, digest, history=history)
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Unpack
@@ -15,7 +16,7 @@ with extra("torch"):
     from torch.distributed.tensor import DTensor
 
 from ..._util.collective import GlooTransport, RankGroup
-from ..._util.settings import checked_number
+from ..._util.settings import checked_number, checked_path
 from ...errors import InputError
 from ...state.quantise import Quantise
 from ...state.tensors import State
@@ -23,6 +24,7 @@ from ...store import Store
 from ...sync.layout import Box
 from ...sync.publisher import Publisher, PublisherSettings
 from ...sync.request import LocalState, require_weights
+from ...sync.state_folder import StateFolder
 from ..dtensor import local_box
 from ..flat import FlatShard
 from ..jax import local_part
@@ -47,13 +49,16 @@ class ShardedPublisher(Publisher):
     With ``quantise``, by a name or a configuration, they agree on the scales of blocks that cross them; `submit` copies
     what is to be quantised.
 
-    The other settings are those of `Publisher`, ``threads`` for each rank. No call waits for another rank for longer
-    than ``timeout_seconds``.
+    ``baseline``: a folder on a disk of each machine, in which each rank has one of its own (``rank-0`` …): its slices
+    of the last version are a mapped file there instead of memory. Ranks that start again with it, as many as before,
+    go on from there, once all parts together have the version's root; a rank that has lost its own reads its slices
+    from the store. The other settings are those of `Publisher`, ``threads`` for each rank. No call waits for another
+    rank for longer than ``timeout_seconds``.
 
-    Host memory of a rank: its slices once (twice where a patch would be no smaller than they are), the changes of one
-    version, a block (at most 2^22 elements) and its code for each thread, and on rank 0 the leaves' digests, 32 bytes
-    for each MiB of the state; with ``folds`` about 6 bytes for every BF16 weight of its slices that changed within a
-    span.
+    Host memory of a rank: its slices once, unless ``baseline`` maps them (twice where a patch would be no smaller than
+    they are), the changes of one version, a block (at most 2^22 elements) and its code for each thread, and on rank 0
+    the leaves' digests, 32 bytes for each MiB of the state; with ``folds`` about 6 bytes for every BF16 weight of its
+    slices that changed within a span.
 
     Arguments of a call are the same on all ranks but for the source, and for ``files``, of which rank 0's count. An
     error of one rank is raised on all. A state of which the ranks publish other slices than of the version before is
@@ -71,11 +76,17 @@ class ShardedPublisher(Publisher):
         stream: str,
         process_group: dist.ProcessGroup | None = None,
         timeout_seconds: float = _DEFAULT_SECONDS,
+        baseline: str | os.PathLike[str] | None = None,
         **settings: Unpack[PublisherSettings],
     ) -> None:
-        def checked() -> dict[str, float]:
-            checked_number("timeout_seconds", timeout_seconds)
-            return {"timeout_seconds": timeout_seconds}
+        def checked() -> dict[str, Any]:
+            return {
+                "timeout_seconds": checked_number("timeout_seconds", timeout_seconds),
+                "baseline": "none" if baseline is None else "a folder",
+            }
+
+        def folder() -> StateFolder | None:
+            return None if baseline is None else StateFolder(checked_path(baseline) / f"rank-{ranks.rank}", "baseline")
 
         # Whatever is wrong on one rank, it comes to where the others can be told.
         try:
@@ -83,7 +94,7 @@ class ShardedPublisher(Publisher):
         except InputError:
             seconds = _DEFAULT_SECONDS
         ranks = RankGroup(GlooTransport(process_group, seconds, owner="ShardedPublisher"))
-        self._open(ranks, store, stream=stream, also=checked, **settings)
+        self._open(ranks, store, stream=stream, also=checked, folder=folder, **settings)
 
     def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
         return local_state(source, dtype)._replace(quantise=quantise)
