@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,12 @@ def run(module: str, *arguments: object) -> str:
 @pytest.mark.parametrize("tied", ["tied", "untied"])
 def test_updates_reach_the_live_model(tmp_path: Path, tied: str, tensor_parallel: int) -> None:
     assert run("updates", tmp_path, tensor_parallel, tied).endswith("done\n")
+
+
+def test_quantised_checkpoints_follow_streams_of_such(tmp_path: Path) -> None:
+    """Each tensor is that of a fresh load after ten updates. No kernel runs."""
+    found = [json.loads(line) for line in run("quantised", tmp_path).splitlines() if line.startswith('{"case"')]
+    assert [row["differ"] for row in found] == [[], []]
 
 
 def test_the_maps_of_sglangs_models_lead_where_their_loaders_do(tmp_path: Path) -> None:

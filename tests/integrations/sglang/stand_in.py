@@ -55,7 +55,7 @@ class StandIn:
     """
 
     def __init__(self, model: torch.nn.Module, base: str) -> None:
-        config = SimpleNamespace(quantization=None, model_path=base, revision=None)
+        config = SimpleNamespace(dtype=torch.bfloat16, model_path=base, revision=None)
         args = SimpleNamespace(load_format="auto")
         self.runner = SimpleNamespace(model=model, model_config=config, server_args=args)
         self.custom_weight_loaders = [LOADER]
@@ -104,6 +104,7 @@ class StandIn:
         if self.session is not None:
             return told(False, "a weight-update session is already open; call end_weight_update() first")
         self.calls.append("begin")
+        plugin.begin_weight_update(lambda updater: None, self)
         self.session = body["selector"]
         return told(True, "Success")
 
@@ -129,6 +130,7 @@ class StandIn:
         if self.session is None:
             return told(False, "no weight-update session is open; call begin_weight_update() first")
         self.calls.append("end")
+        plugin.end_weight_update(lambda updater: processed(updater.get_model()), self)
         self.session = None
         return told(True, "Success")
 
@@ -148,6 +150,12 @@ class StandIn:
     def flush(self) -> bool:
         self.stubborn -= 1
         return self.stubborn < 0 and (self.running == 0 or self.paused == "retract")
+
+
+def processed(model: torch.nn.Module) -> None:
+    """As at the end of loading."""
+    if hasattr(model, "quant_method"):
+        model.quant_method.process_weights_after_loading(model)
 
 
 def told(success: bool, message: str) -> tuple[int, Any]:

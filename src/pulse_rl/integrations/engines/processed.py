@@ -26,6 +26,8 @@ from .derived import DerivedLayer, PreQuantLayers
 
 Process = Callable[[Callable[[Any], Any]], None]
 """Processes the copies that the given function returns for live modules."""
+HOOK = "process_weights_after_loading"
+"""What engines call a quantisation method's processing of a module."""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _TILE = 1_000_003
 """Random values that repeat with this period, a prime: a permutation by a multiple of it is no layout."""
@@ -62,6 +64,44 @@ class Group:
     modules: dict[str, nn.Module]
     owners: Sequence[Any]
     process: Process
+
+
+def group_of(
+    names: dict[int, str],
+    modules: Sequence[nn.Module],
+    processing: Sequence[nn.Module],
+    at_last: Callable[[Callable[[Any], Any]], None] | None = None,
+) -> Group:
+    """The group of ``modules``, the first of which gives it its name, in which the methods of those that are
+    ``processing`` do it, and then ``at_last``. ``names``: of the model's modules, by id."""
+    owners: list[Any] = []
+
+    def own(value: Any) -> None:
+        known = any(value is held for held in (*owners, *modules))
+        processes = not isinstance(value, type) and callable(getattr(value, HOOK, None))
+        if not known and processes and hasattr(value, "__dict__"):
+            owners.append(value)
+            for inner in list(vars(value).values()):
+                own(inner)
+
+    for module in modules:
+        if any(module is held for held in processing):
+            own(module.quant_method)
+        for value in list(vars(module).values()):
+            own(value)
+
+    def process(copy_of: Callable[[Any], Any]) -> None:
+        for module in processing:
+            copied = copy_of(module)
+            if copied.quant_method is not copy_of(module.quant_method):
+                raise UnsupportedTensor(
+                    f"the engine's {names[id(module)]!r} has got another method since it was loaded"
+                )
+            getattr(copied.quant_method, HOOK)(copied)
+        if at_last is not None:
+            at_last(copy_of)
+
+    return Group(names[id(modules[0])], {names[id(module)]: module for module in modules}, owners, process)
 
 
 def remember(subjects: Sequence[Any], names: dict[int, str]) -> dict[int, Before]:

@@ -8,8 +8,8 @@ be asked for while the server generates, by any text, and answer with a text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,15 +18,18 @@ import torch
 
 from ...errors import EngineError, InputError, PulseError, UnsupportedTensor
 from ..engines.node import Node
+from ..engines.processed import HOOK, Before, Group, ProcessedLayer, group_of, pre_quant_layers, remember, tensor_names
 from ..engines.session import ProvedMap, Session, local_checkpoint
 from ..engines.transport import WEIGHTS, InitInfo, Status
 from ..engines.worker import Worker, described
 from . import ACTION, LOADER
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_UPDATES = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _DERIVED = ("w_kc", "w_vc")
 _PARTS = frozenset({WEIGHTS, "kv_cache", "cuda_graph"})
+_before: WeakKeyDictionary[torch.nn.Module, dict[int, Before]] = WeakKeyDictionary()
 _models: WeakKeyDictionary[torch.nn.Module, _Followed] = WeakKeyDictionary()
 
 
@@ -37,7 +40,46 @@ def register() -> None:
     HookRegistry.register(f"{_MANAGER}.check_weights", check_weights, HookType.AROUND)
     HookRegistry.register(f"{_MANAGER}.release_memory_occupation", release_memory, HookType.AROUND)
     HookRegistry.register(f"{_MANAGER}.resume_memory_occupation", resume_memory, HookType.AROUND)
-    HookRegistry.register(_UPDATES, update_weights_from_tensor, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.begin_weight_update", begin_weight_update, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", update_weights_from_tensor, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.load_weights_from_distributed", load_weights, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.end_weight_update", end_weight_update, HookType.AROUND)
+    HookRegistry.register(f"{_LOADER}.postprocess_weights", postprocess_weights, HookType.AROUND)
+
+
+def postprocess_weights(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Notes the state of the modules before their weights are processed for the first time."""
+    if model not in _before:
+        subjects = [part for group in _groups(model) for part in (*group.modules.values(), *group.owners)]
+        _before[model] = remember(subjects, tensor_names(model))
+    return original(model, *args, **kwargs)
+
+
+def begin_weight_update(original: Callable[[Any], None], updater: Any) -> None:
+    """SGLang undoes here what it made of the weights, and makes it again at the end. What follows a stream is written
+    as it is computed with: for it, that waits until somebody else loads something."""
+    followed = _models.get(updater.get_model())
+    if followed is None:
+        original(updater)
+    else:
+        followed.undo = lambda: original(updater)
+
+
+def end_weight_update(original: Callable[..., None], updater: Any, **kwargs: Any) -> None:
+    followed = _models.get(updater.get_model())
+    if followed is None or followed.undo is None:
+        original(updater, **kwargs)
+    else:
+        followed.undo = None
+
+
+def load_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Somebody else's update."""
+    followed = _models.get(updater.get_model())
+    if followed is not None and followed.undo is not None:
+        followed.undo()
+        followed.undo = None
+    return original(updater, *args, **kwargs)
 
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -72,7 +114,8 @@ def update_weights_from_tensor(
 ) -> tuple[bool, str]:
     """(whether the weights were updated, a message): with what `load` made of it. Leaves other updates to SGLang."""
     if LOADER not in (kwargs.get("load_format"), *args[1:]):
-        return original(updater, *args, **kwargs)
+        answer: tuple[bool, str] = load_weights(original, updater, *args, **kwargs)
+        return answer
     if LOADER not in updater.custom_weight_loaders:  # SGLang would end
         return False, f"start the server with --custom-weight-loader {LOADER}"
 
@@ -83,11 +126,13 @@ def update_weights_from_tensor(
 
 @dataclass(slots=True)
 class _Followed:
-    """``wanted``: the version that was asked for last; ``failure``: of the last update."""
+    """``wanted``: the version that was asked for last; ``failure``: of the last update; ``undo``: what SGLang does
+    at the beginning of an update, while that waits."""
 
     worker: Worker
     wanted: int | None = None
     failure: PulseError | None = None
+    undo: Callable[[], None] | None = None
 
 
 def _followed(runner: Any) -> _Followed:
@@ -142,16 +187,42 @@ def outcome(model: torch.nn.Module) -> PulseError | None:
 
 def _open_session(runner: Any, info: InitInfo, node: Node, known: ProvedMap) -> Session:
     config, model = runner.model_config, runner.model
-    if config.quantization:
-        raise UnsupportedTensor(
-            f"the engine's weights are quantised ({config.quantization})",
-            hint="Start the server without quantization: quantised weights cannot follow a stream yet.",
-        )
     _require_one_group()
     _require_own_weights(model)
     base = info.base or local_checkpoint(config.model_path, config.revision)
     loaded = runner.server_args.load_format != "dummy"
-    return Session(model, info, node, known, base, nullcontext, loaded=loaded)
+    forms = pre_quant_layers(node.together(lambda: _processed_layers(model, config.dtype)))
+    return Session(model, info, node, known, base, nullcontext, forms, loaded=loaded)
+
+
+def _processed_layers(model: torch.nn.Module, dtype: torch.dtype) -> list[ProcessedLayer]:
+    @contextmanager
+    def as_at_load() -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    known = _before.get(model, {})
+    return [ProcessedLayer(model, group, known, as_at_load) for group in _groups(model)]
+
+
+def _groups(model: torch.nn.Module) -> Iterator[Group]:
+    """The modules whose method processes their weights."""
+    names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+    for module in model.modules():
+        if _processes(method := getattr(module, "quant_method", None)):
+            yield group_of(names, [module, *(m for m in module.modules() if m is method)], [module])
+
+
+def _processes(method: object) -> bool:
+    kinds = type(method).__mro__
+    own = next((kind for kind in kinds if HOOK in vars(kind)), None)
+    # Scales of caches become numbers: a session refuses streams that have some.
+    cache = any(kind.__name__ == "BaseKVCacheMethod" for kind in kinds)
+    return own is not None and own.__name__ != "QuantizeMethodBase" and not cache
 
 
 def _require_one_group() -> None:
@@ -185,7 +256,7 @@ def _require_own_weights(model: torch.nn.Module) -> None:
                 f"the engine computes {name!r} with matrices that it derived from its weights",
                 hint="Multi-head latent attention cannot follow a stream yet.",
             )
-        if getattr(layer, "use_intel_amx_backend", False):
+        if getattr(layer, "use_intel_amx_backend", False) and not _processes(getattr(layer, "quant_method", None)):
             raise UnsupportedTensor(
                 f"the engine computes {name!r} with a packed copy of its weight",
                 hint="SGLang packs weights for AMX on CPUs; such a server cannot follow a stream.",

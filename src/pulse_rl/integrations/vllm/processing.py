@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedTensor
-from ..engines.processed import Before, Group, ProcessedLayer, like, remember, tensor_names
+from ..engines.processed import HOOK, Before, Group, ProcessedLayer, group_of, like, remember, tensor_names
 
-_HOOK = "process_weights_after_loading"
 _before: WeakKeyDictionary[nn.Module, dict[int, Before]] = WeakKeyDictionary()
 _KEPT = ("bias",)
 """Parameters that vLLM neither reloads nor derives."""
@@ -36,7 +35,7 @@ def remember_before_processing() -> None:
     """Makes vLLM's loaders note the state of modules before their weights are processed. May be called again."""
     from vllm.model_executor.model_loader import base_loader
 
-    process: Any = getattr(base_loader, _HOOK, None)
+    process: Any = getattr(base_loader, HOOK, None)
     if process is None or getattr(process, "_pulse", False):
         return
 
@@ -65,7 +64,7 @@ def processed_layers(
     model: nn.Module, act_dtype: Any, context: Callable[[], AbstractContextManager[Any]], known: Sequence[nn.Module]
 ) -> list[ProcessedLayer]:
     """The modules of ``model`` that process their weights, but for ``known`` ones. Raises UnsupportedTensor."""
-    if hasattr(model, _HOOK):
+    if hasattr(model, HOOK):
         raise UnsupportedTensor(f"{type(model).__name__} processes its weights as a whole, in a way that is not known")
     before, layers = _before.get(model, {}), []
     for group in _groups(model, act_dtype):
@@ -83,49 +82,15 @@ def _groups(model: nn.Module, act_dtype: Any) -> Iterator[Group]:
     within = {id(inner): outer for outer in model.modules() if is_deferred(outer) for inner in outer.modules()}
     for module in model.modules():
         if is_deferred(module):
-            yield _group(names, module, list(module.modules()), act_dtype, deferred=True)
+
+            def at_last(copy_of: Callable[[Any], Any], root: nn.Module = module) -> None:
+                copy_of(root).process_weights_after_loading(act_dtype)
+
+            inner = list(module.modules())
+            yield group_of(names, inner, [m for m in inner if _processes(m)], at_last)
         elif _processes(module) and id(module) not in within:
             method = module.quant_method
-            inner = [module, *(m for m in module.modules() if m is method)]
-            yield _group(names, module, inner, act_dtype, deferred=False)
-
-
-def _group(
-    names: dict[int, str], root: nn.Module, modules: list[nn.Module], act_dtype: Any, *, deferred: bool
-) -> Group:
-    owners: list[Any] = []
-    processing = [module for module in modules if _processes(module)]
-
-    def own(value: Any) -> None:
-        known = any(value is held for held in (*owners, *modules))
-        if (
-            not known
-            and not isinstance(value, type)
-            and callable(getattr(value, _HOOK, None))
-            and hasattr(value, "__dict__")
-        ):
-            owners.append(value)
-            for inner in list(vars(value).values()):
-                own(inner)
-
-    for module in modules:
-        if module in processing:
-            own(module.quant_method)
-        for value in list(vars(module).values()):
-            own(value)
-
-    def process(copy_of: Callable[[Any], Any]) -> None:
-        for module in processing:
-            copied = copy_of(module)
-            if copied.quant_method is not copy_of(module.quant_method):
-                raise UnsupportedTensor(
-                    f"the engine's {names[id(module)]!r} has got another method since it was loaded"
-                )
-            copied.quant_method.process_weights_after_loading(copied)
-        if deferred:
-            copy_of(root).process_weights_after_loading(act_dtype)
-
-    return Group(names[id(root)], {names[id(module)]: module for module in modules}, owners, process)
+            yield group_of(names, [module, *(m for m in module.modules() if m is method)], [module])
 
 
 def _processes(module: nn.Module) -> bool:
@@ -135,7 +100,7 @@ def _processes(module: nn.Module) -> bool:
     method = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase) or _scales_caches(method):
         return False
-    return getattr(type(method), _HOOK) is not getattr(QuantizeMethodBase, _HOOK)
+    return getattr(type(method), HOOK) is not getattr(QuantizeMethodBase, HOOK)
 
 
 def _scales_caches(method: object) -> bool:
