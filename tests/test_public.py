@@ -172,13 +172,13 @@ def test_it_is_small() -> None:
     assert len(pulse_rl.__all__) <= MOST_AT_THE_ROOT
 
 
-def test_no_call_takes_more_than_eleven_arguments() -> None:
+def test_no_call_takes_more_than_twelve_arguments() -> None:
     """Records that the library makes are not counted, nor a plan's inputs, each of which has its default."""
     received = {"Published", "EngineSync", "Round", "Scenario"}
     made = [(name, value) for name, value in CLASSES if value.__name__ not in received]
     for name, value in [*made, *FUNCTIONS, *METHODS]:
         if not isinstance(value, property) and (taken := signature(value)):
-            assert len(inspect.signature(value).parameters) <= 11 + ("self" in taken), name
+            assert len(inspect.signature(value).parameters) <= 12 + ("self" in taken), name
 
 
 def types_in(annotation: Any) -> Iterator[type]:

@@ -1,4 +1,5 @@
-"""What it costs that a trainer is late, or away for a while: rounds over a store, trainers as threads of one process.
+"""What it costs that a trainer is late, or away for a while, or that rounds are exchanged behind the inner steps: over
+a store, trainers as threads of one process.
 
     python -m benchmarks.loco.absent [--seeds 0 1 2] [--rounds 32] [--json FILE]
 
@@ -27,6 +28,7 @@ from pulse_rl.loco import PulseLoCo, StoreExchange
 from pulse_rl.loco.store_rounds import StoreRounds
 
 IN_TIME, LATE, AWAY = "in time", "late in every third round", "killed, away for five rounds"
+OVERLAP = "in time, with overlap"
 KILLED, BACK = 10, 15
 LAST = 5
 
@@ -47,7 +49,7 @@ def run(how: str, seed: int, rounds: int) -> float:
     def train(rank: int) -> None:
         job, last = tasks.TASKS[tasks.ARITHMETIC](seed, rank), rank == TRAINERS - 1
         optimizer = torch.optim.AdamW(job.masters.values(), lr=LR, weight_decay=0.0)
-        exchange = StoreExchange(store, trainer=f"trainer-{rank}", grace_seconds=0.0)
+        exchange = StoreExchange(store, trainer=f"trainer-{rank}", quorum=TRAINERS, grace_seconds=0.0)
         loop = PulseLoCo(
             job.masters,
             optimizer,
@@ -55,6 +57,7 @@ def run(how: str, seed: int, rounds: int) -> float:
             outer_lr=OUTER_LR,
             outer_momentum=OUTER_MOMENTUM,
             over=exchange,
+            overlap=int(how == OVERLAP),
         )
         loop.threads = 1
         step, was_killed = 0, False
@@ -81,7 +84,8 @@ def run(how: str, seed: int, rounds: int) -> float:
                     if late:
                         wait_until_closed(number)
                     out = is_out(how, number + late)
-                    loop.meeting.exchange = replace(exchange, quorum=TRAINERS - out)
+                    if how in (LATE, AWAY):
+                        loop.meeting.exchange = replace(exchange, quorum=TRAINERS - out)
                 take_step(job, optimizer, step, LR)
                 step += 1
                 if loop.inner_step == 0 and loop.round > rounds - LAST:
@@ -98,7 +102,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rewards to this file")
     arguments = parser.parse_args()
     tasks.ensure(tasks.ARITHMETIC)
-    found: dict[str, list[float]] = {IN_TIME: [], LATE: [], AWAY: []}
+    found: dict[str, list[float]] = {IN_TIME: [], LATE: [], AWAY: [], OVERLAP: []}
     for seed in arguments.seeds:
         for how, rewards in found.items():
             began = time.monotonic()

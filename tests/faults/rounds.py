@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from hashlib import sha256
@@ -22,6 +23,7 @@ import torch
 
 from pulse_rl import PulseError, PulseLoCo, Signer, state_root
 from pulse_rl._util import faults
+from pulse_rl._util.threads import Call
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, store_rounds, wire
 from pulse_rl.loco.store_format import HEAD, Close, Place, Post, sealed, write_post
@@ -62,10 +64,10 @@ class Node:
 
     def __init__(self, world: Rounds, name: str) -> None:
         self.world, self.name = world, name
-        self.saved: tuple[dict[str, Any], np.ndarray, np.ndarray] | None = None
+        self.saved: tuple[dict[str, Any], np.ndarray, np.ndarray, set[str]] | None = None
         self.start(None)
 
-    def start(self, saved: tuple[dict[str, Any], np.ndarray, np.ndarray] | None) -> None:
+    def start(self, saved: tuple[dict[str, Any], np.ndarray, np.ndarray, set[str]] | None) -> None:
         """A new process, from a checkpoint or as one that is new."""
         self.weights = torch.nn.Parameter(self.world.first.clone())
         self.optimizer = torch.optim.SGD([self.weights], lr=1.0)
@@ -84,13 +86,17 @@ class Node:
             wire=self.world.wire,
             **who,
         )
-        self.loop = PulseLoCo({"w": self.weights}, self.optimizer, sync_every=_STEPS, over=over)
+        overlap = int(self.world.overlap)
+        self.loop = PulseLoCo({"w": self.weights}, self.optimizer, sync_every=_STEPS, over=over, overlap=overlap)
         self.loop.threads = 1
-        self.learnt, self.counted = np.zeros(_SIZE), np.zeros(_SIZE)
-        self.round, self.pending = 0, ""
+        assert isinstance(self.loop.meeting, StoreRounds)
+        self.loop.meeting._behind = _AtOnce
+        self.learnt, self.counted, self.newest = np.zeros(_SIZE), np.zeros(_SIZE), np.zeros(_SIZE)
+        self.round, self.own = 0, set[str]()
         if saved is not None:
             self.loop.load_state_dict(saved[0])
             self.learnt, self.counted, self.round = saved[1].copy(), saved[2].copy(), self.loop.round
+            self.own = set(saved[3])
         self.entered = False
 
     def note_message(self, digest: str) -> None:
@@ -100,7 +106,7 @@ class Node:
         sent = torch.zeros(_SIZE)
         sent[torch.from_numpy(places.astype(np.int64))] = torch.from_numpy(values)
         self.world.sent[digest] = sent
-        self.pending = digest
+        self.own.add(digest)
 
     def call(self, rng: Random, work: str) -> None:
         """``train`` takes the steps of a round, ``meet`` goes on after an error; faults befall the calls."""
@@ -120,6 +126,8 @@ class Node:
         finally:
             self.line.calm()
         self.take_stock()
+        if self.loop.inner_step < _STEPS:
+            self.newest[:] = 0
         if self.line.dead:
             self.world.counts["killed"] += 1
             self.start(self.saved)
@@ -130,7 +138,8 @@ class Node:
             by = np.random.default_rng(rng.getrandbits(32)).standard_normal(_SIZE).astype(np.float32)
             self.weights.grad = torch.from_numpy(by) * self.world.lr
             if step == _STEPS - 1:
-                self.learnt += (began - (self.weights.detach() - self.weights.grad)).double().numpy()
+                self.newest = (began - (self.weights.detach() - self.weights.grad)).double().numpy()
+                self.learnt += self.newest
             self.optimizer.step()
 
     @property
@@ -153,10 +162,11 @@ class Node:
         world = self.world
         while self.round < self.loop.round:
             digest = world.closed(self.round).get(self.name)
-            if digest is not None and digest == self.pending:
+            if digest is not None and digest in self.own:
                 self.counted += world.sent[digest].double().numpy()
             elif digest is not None:  # a process before this one had sent it
-                self.learnt[:] = self.counted[:] = 0
+                self.counted[:] = 0
+                self.learnt = self.newest.copy() if world.overlap else np.zeros(_SIZE)
                 world.counts["unknown"] += 1
             self.round += 1
         check(
@@ -199,6 +209,7 @@ class Rounds:
         self.quorum = rng.randint(1, len(names))
         self.grace = rng.choice((0.0, 0.0, 1.0))
         self.wire: wire.WireName = rng.choice(("FP32", "int4", "int2"))
+        self.overlap = rng.random() < 0.4
         self._reference = Reference(self.first)
         self._thetas = [self.first.clone()]
         self.nodes = [Node(self, name) for name in names]
@@ -237,7 +248,8 @@ class Rounds:
     def checkpoint(self, rng: Random) -> None:
         node = rng.choice(self.nodes)
         if node.may_train:
-            node.saved = node.loop.state_dict(), node.learnt.copy(), node.counted.copy()
+            own = set(node.own) if self.overlap else set[str]()
+            node.saved = node.loop.state_dict(), node.learnt.copy(), node.counted.copy(), own
 
     def kill(self, rng: Random) -> None:
         node = rng.choice(self.nodes)
@@ -367,6 +379,21 @@ def _faults(rng: Random) -> list[Fault]:
         return []
     kinds = rng.choices(list(FAULTS), k=rng.choice((1, 1, 2, 4)))
     return [Fault(kind, rng.randrange(rng.choice((3, 8, 20))), rng.random()) for kind in kinds]
+
+
+class _AtOnce(Call[Any]):
+    """What goes on behind the inner steps, before them: one call after another, in an order that a seed repeats."""
+
+    __slots__ = ()
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__(work)
+        self.run()
+        if isinstance(self._error, CrashNow):
+            self.result()
+
+    def stop(self) -> None:
+        pass
 
 
 def _wait() -> None:

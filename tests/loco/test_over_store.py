@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 
 from pulse_rl import MemoryStore, PulseLoCo, Store
 from pulse_rl.errors import InputError, NonFinite, PulseError, StateMismatch, StoreUnavailable, TrainerLost
-from pulse_rl.loco import StoreExchange
+from pulse_rl.loco import Round, StoreExchange
+from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import WireName
 from pulse_rl.store import Data
 from tests.support.loco_reference import Job, Reference, flat, same
@@ -35,6 +37,7 @@ class Member:
         quorum: int = 3,
         grace: float = SECONDS,
         wire: WireName = "FP32",
+        overlap: int = 0,
         **settings: Any,
     ) -> None:
         self.wire = wire
@@ -44,7 +47,7 @@ class Member:
         over = StoreExchange(
             store, trainer=name, quorum=quorum, grace_seconds=grace, deadline_seconds=SECONDS, wire=wire, **settings
         )
-        self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, over=over)
+        self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, over=over, overlap=overlap)
         self.first = flat(self.loop.global_state()).clone()
 
     def round(self) -> str:
@@ -130,8 +133,107 @@ def test_all_hold_the_same_theta_after_each_round(wire: WireName) -> None:
         assert 0 < done.payload_bytes <= done.sent_bytes
 
 
+def overlapped(reference: Reference, now: torch.Tensor, ended: list[torch.Tensor], own: int) -> torch.Tensor:
+    """By the document, 7.1: the end of a round of which all messages are known, and the message of the next one."""
+    learnt = reference.start().float() - now
+    if ended:
+        reference.residual = (reference.residual - ended[own]) + learnt
+        reference.outer_step(ended)
+    else:
+        reference.residual = reference.residual + learnt
+    s, sent = reference.select(reference.start().float())
+    reference.residual = s
+    return sent
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_round_is_exchanged_behind_the_steps_of_the_next_one(told: bool) -> None:
+    """None is told before the second has begun, and the last ends where the loop is left."""
+    store = MemoryStore()
+    members = [Member(store, name, wire="int4", overlap=1) for name in "abc"]
+    rounds: dict[str, list[Round]] = {member.name: [] for member in members}
+    if told:
+        for member in members:
+            member.loop.on_round = rounds[member.name].append
+
+    def train(member: Member) -> list[torch.Tensor]:
+        ends = []
+        with member.loop:
+            for _ in range(4):
+                for _ in range(2):
+                    member.job.step(ord(member.name))
+                ends.append(member.now)
+        member.final = member.held()
+        return ends
+
+    ends = at_once(*(lambda m=m: train(m) for m in members))
+    assert closes(store) == [["a", "b", "c"]] * 4
+    references = [Reference(member.first, wire="int4") for member in members]
+    sent: list[torch.Tensor] = []
+    for step in range(4):
+        sent = [overlapped(references[i], ends[i][step], sent, i) for i in range(3)]
+    for i, (member, reference) in enumerate(zip(members, references, strict=True)):
+        reference.residual = reference.residual - sent[i]
+        reference.outer_step(sent)
+        for mine, expected in zip(member.final, (reference.theta.data, reference.residual), strict=False):
+            assert same(mine, expected)
+        assert [each.number for each in rounds[member.name]] == ([1, 2, 3, 4] if told else [])
+        assert member.loop.last_round is not None
+        assert same(member.final[2], reference.theta.data)
+
+
 def alone(store: Store, name: str = "a", **settings: Any) -> Member:
     return Member(store, name, quorum=1, grace=0.0, **settings)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_trainer_comes_back_from_a_checkpoint_with_its_message_on_the_way(arrived: bool) -> None:
+    store, ends = FaultyStore(MemoryStore()), list[torch.Tensor]()
+    first = alone(store, overlap=1)
+
+    def rounds(member: Member, count: int) -> None:
+        for _ in range(count):
+            for _ in range(2):
+                member.job.step(ord("a"))
+            ends.append(member.now)
+
+    with suppress(Killed), first.loop:
+        rounds(first, 2)
+        if not arrived:
+            store.fail_on("put", "posts")
+        rounds(first, 1)
+        saved, job = first.loop.state_dict(), first.job.state_dict()
+        assert isinstance(first.loop.meeting, StoreRounds)
+        assert first.loop.meeting._under_way is not None
+        first.loop.meeting._under_way.wait()
+        raise Killed
+    assert store.fired is not arrived
+    again = alone(store, overlap=1)
+    again.job.load_state_dict(job)
+    again.loop.load_state_dict(saved)
+    with again.loop:
+        rounds(again, 2)
+    again.final = again.held()
+    reference, sent = Reference(first.first), list[torch.Tensor]()
+
+    def count() -> None:
+        reference.residual = reference.residual - sent[0]
+        reference.outer_step(sent)
+
+    for number, now in enumerate(ends):
+        if number == 3:  # what had counted by then it takes up before its next steps
+            if arrived:
+                count()
+            sent = []
+        sent = [overlapped(reference, now, sent, 0)]
+    count()
+    assert again.loop.round == len(closes(store)) == 5 - (not arrived)
+    assert same(again.final[0], reference.theta.data)
+    assert same(again.final[1], reference.residual)
 
 
 def test_who_is_late_is_left_out_and_loses_nothing() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .._util.serial import NotCopyable, SerialThread
 from ..errors import InputError
-from .exchange import Reduction
+from .exchange import Phase, Reduction
 from .group import TrainerNote
 from .meeting import Meeting, Round
 from .outer import OuterState
@@ -92,10 +92,16 @@ class OuterLoop(NotCopyable):
                 "a round is due, but the trainers have not met",
                 hint="Enter it as a context manager; after TrainerLost, call rejoin() or rewind().",
             )
+        self._end_round(self.meeting.run)
+
+    def _end_round(self, call: Callable[[Phase, Callable[[], np.float32]], Round | None]) -> None:
         self._seconds = {}
         # Who is told of the round is shown theta.
-        done = self.meeting.run(self._phase, lambda: np.float32(0) if self.on_round else self._lookahead())
+        done = call(self._phase, lambda: np.float32(0) if self.on_round else self._lookahead())
         self.meeting.note(self._note())
+        if done is None:
+            self._restart()
+            return
         self.last_round = replace(done, seconds=dict(self._seconds))
         if self.on_round:
             with self.global_weights():
@@ -121,6 +127,8 @@ class OuterLoop(NotCopyable):
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
+            if error is None and self.meeting.joined and not self.inner_step:
+                self._end_round(self.meeting.finish)
             self._restart()
         finally:
             self.meeting.leave(error)

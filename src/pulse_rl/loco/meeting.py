@@ -76,8 +76,12 @@ class Meeting(Protocol):
         start with ``lookahead``. After an error this trainer is as it was. Raises InputError, StateMismatch, Diverged,
         CorruptMessage, NonFinite, TrainerLost and StoreError."""
 
-    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round:
-        """Runs the round that is due; its ``seconds`` are the caller's. Raises what `PulseLoCo` does."""
+    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+        """Runs the round that is due; its ``seconds`` are the caller's. With overlap it ends the one before, if there
+        is any, and begins the one that is due. Raises what `PulseLoCo` does."""
+
+    def finish(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+        """Ends the round that was begun, if there is any. Raises what `run` does."""
 
     def note(self, note: TrainerNote) -> None:
         """Where this trainer is, for the others' errors."""
@@ -167,6 +171,9 @@ class GroupRounds:
             between_bytes=group.between_bytes - between,
             root=theta.root,
         )
+
+    def finish(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+        return None
 
     def note(self, note: TrainerNote) -> None:
         if self.group is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._native import outer_step, sparse_outer_step
 from .._util.threads import ordered_map
-from ..errors import CorruptMessage, InputError
+from ..errors import CorruptMessage, InputError, NonFinite
 from ..state.cast import Rounding
 from ..state.digest import StateDigest, state_digest
 from .group import TrainerGroup
@@ -124,6 +124,8 @@ class Residual:
         self.lookahead, self.started_with = np.float32(lookahead), np.float32(0)
         # The digest of the message that was sent in a round that has not taken effect here.
         self.pending_message: str | None = None
+        # Whether inner steps go on while that message is exchanged. It is part of ``flat`` then, until it has counted.
+        self.overlapped = False
         # Adds what a gate of sums held back here in the round under way.
         self.add_held_back: Callable[[Floats], None] | None = None
 
@@ -161,6 +163,26 @@ class Residual:
     def forget_message(self) -> None:
         self.pending_message = self.add_held_back = None
 
+    def settle(self, delivery: Delivery, sent: Sequence[Entries], *, steps: bool) -> None:
+        """The end of a round that was overlapped, whose message had the entries ``sent``, by block: what has counted
+        leaves ``flat``, and the inner ``steps`` since, if there are any, enter it. Raises NonFinite, with nothing
+        changed."""
+        if steps:
+            self._state.each_block(self._require_finite_steps)
+
+        def work(block: FlatBlock) -> None:
+            flat = block.of(self.flat)
+            learnt = self._steps(block) if steps else np.zeros_like(flat)
+            if delivery == Delivery.UNKNOWN:
+                flat.fill(0)
+            elif delivery == Delivery.COUNTED:
+                places, values = sent[block.number]
+                flat[places] -= values
+            flat += learnt
+
+        self._state.each_block(work)
+        self.forget_message()
+
     def catch_up(self, delivery: Delivery) -> None:
         """After a round whose end this trainer did not see (docs/loco.md, section 5): what it has not sent stays, what
         counted, or may have counted, does not. Theta is still that of the last round it has seen."""
@@ -177,13 +199,24 @@ class Residual:
 
     def _accumulated(self, block: FlatBlock) -> Floats:
         """What this trainer has to send of the block in all: its local steps and its residual."""
+        s = self._steps(block)
+        s += block.of(self.flat)
+        return s
+
+    def _require_finite_steps(self, block: FlatBlock) -> None:
+        parameters, now = self._state.parameters, block.of(self.next)
+        parameters.read_block(block, now)
+        if not (finite := is_finite(now)).all():
+            name = parameters.name_at(block.start + int(np.argmin(finite)))
+            raise NonFinite(f"the pseudo-gradient of {name!r} is not finite")
+
+    def _steps(self, block: FlatBlock) -> Floats:
+        """The block's local steps: what they started from, less what the model holds."""
         parameters, theta, residual = self._state.parameters, block.of(self._state.theta), block.of(self.flat)
         s = np.empty_like(theta)
         start = parameters.as_written(block, theta - self.started_with * residual if self.started_with else theta)
         parameters.read_block(block, s)
-        np.subtract(start, s, out=s)
-        s += residual
-        return s
+        return np.subtract(start, s, out=s)
 
 
 def averaged(group: TrainerGroup, state: OuterState, residual: Residual) -> Floats:

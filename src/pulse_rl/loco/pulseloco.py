@@ -46,8 +46,9 @@ class PulseLoCo(OuterLoop):
     ``group``: the trainers, a process group (default: all of torch.distributed; without it, this trainer alone), or an
     `Exchange` that holds one, with the settings of how messages travel. ``over``: instead of a group, a store or its
     address in which the trainers meet, or a `StoreExchange` that holds one: who is late in a round is left out of it,
-    and loses nothing; no trainer must reach another. ``on_round`` gets a `Round` after each round;
-    only then do all trainers hold the model's state, and only then should it be published.
+    and loses nothing; no trainer must reach another. ``overlap``: over a store, 1 exchanges a round behind the inner
+    steps of the next one: it ends with them, or when the loop is left (docs/loco.md, 7.1). ``on_round`` gets a `Round`
+    after each round; only then do all trainers hold the model's state, and only then should it be published.
 
     Memory on the host: 17 bytes per parameter. Raises InputError for settings out of range and for parameters that
     cannot be trained, and UnsupportedTensor, with the name, for those that cannot be kept equal; from inside ``step()``
@@ -68,6 +69,7 @@ class PulseLoCo(OuterLoop):
         gate_dtype: torch.dtype = torch.bfloat16,
         group: dist.ProcessGroup | Exchange | None = None,
         over: Store | str | StoreExchange | None = None,
+        overlap: int = 0,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         if group is not None and over is not None:
@@ -79,6 +81,9 @@ class PulseLoCo(OuterLoop):
         if lookahead == "auto":
             lookahead = min(outer_lr / (1 - outer_momentum), MAX_SCALE)
         residual = Residual(state, checked_number("lookahead", lookahead, maximum=MAX_SCALE))
+        if overlap not in (0, 1) or (overlap and not stored):
+            raise InputError(f"overlap is {overlap!r}", hint="Use 0, or, where trainers meet over a store, 1.")
+        residual.overlapped = bool(overlap)
         reduction = GatedReduction(state, residual, Gate(gate_dtype, scale), exchange)
         meet = partial(StoreRounds, stored, reduction) if stored else partial(GroupRounds, exchange, reduction)
         super().__init__(model, state, reduction, meet, sync_every=sync_every, on_round=on_round)

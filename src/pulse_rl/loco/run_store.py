@@ -67,6 +67,13 @@ class RunStore:
             if match and (self._trusted is None or match[1] in self._trusted.keys):
                 yield Post(match[1], match[2], info.nbytes)
 
+    def has_post(self, number: int, trainer: str, digest: str) -> bool:
+        try:
+            self._store.head(self._post_name(number, Post(trainer, digest, 0)))
+        except NotFound:
+            return False
+        return True
+
     def put_post(self, number: int, post: Post, data: bytes) -> None:
         self._store.put(self._post_name(number, post), data)
         self.sent_bytes += len(data)

@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 
 import numpy as np
@@ -20,14 +21,16 @@ import torch
 import torch.distributed as dist
 
 from .._util.faults import hit
-from .._util.serial import SerialThread
+from .._util.serial import Operation, SerialThread
 from .._util.settings import checked_count, checked_number
+from .._util.threads import checkpoint
 from ..errors import (
     CorruptMessage,
     Diverged,
     InputError,
     NonFinite,
     NotFound,
+    PulseError,
     StateMismatch,
     StoreError,
     TrainerLost,
@@ -148,10 +151,12 @@ class StoreRounds:
         self._damaged: Counter[Post] = Counter()
         # Why this trainer's messages were not in the last rounds.
         self._left_out: deque[str] = deque(maxlen=4)
-        self._since_snapshot = 0
-        # The message of the round under way.
+        self._since_snapshot = self._told_bytes = 0
+        # The message of the round under way, and, with overlap, the thread that exchanges it and its work.
         self._own: PostedMessage | None = None
         self._data = b""
+        self._behind = SerialThread("PulseLoCo exchange").post
+        self._under_way: Operation[Close] | None = None
 
     # -- joining
 
@@ -190,7 +195,12 @@ class StoreRounds:
                 f"this trainer is after round {trainer.round}, the run in the store has not come so far",
                 hint="Give the store of its run, or a new one without rounds below loco/.",
             )
+        residual = self._reduction.residual
+        pending = residual.pending_message if residual.overlapped and not self._data else None
+        if pending is not None and not self._store.has_post(trainer.round, trainer.name, pending):
+            residual.forget_message()  # it was saved with its message on the way, which is still in the residual
         self._catch_up(lookahead)
+        self._told_bytes = self._store.sent_bytes
         self.joined = True
 
     def note(self, note: TrainerNote) -> None:
@@ -200,7 +210,8 @@ class StoreRounds:
         raise InputError("over a store there is no averaged state", hint="Keep global_state() instead.")
 
     def forget_steps(self) -> None:
-        self._reduction.residual.forget_message()  # one that was put for the round is of steps that are no more
+        if not self._reduction.residual.overlapped:
+            self._reduction.residual.forget_message()  # one that was put for the round is of steps that are no more
 
     def move(self, group: dist.ProcessGroup | None) -> None:
         if group is not None:
@@ -208,33 +219,56 @@ class StoreRounds:
 
     def leave(self, error: BaseException | None = None) -> None:
         self.joined = False
+        operation, self._under_way = self._under_way, None
+        if operation is not None:
+            operation.stop()
         self._read.clear()
 
     # -- a round
 
-    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round:
+    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
         """Ends the round that is due: this trainer's message is put, and counts in this round or stays to be sent in
         the next one."""
-        sent = self._store.sent_bytes
         self._trainer.parameters.require()
+        return self._told(partial(self._run, phase, lookahead))
+
+    def finish(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+        residual = self._reduction.residual
+        if not residual.overlapped or residual.pending_message is None:
+            return None
+
+        def work() -> Round | None:
+            with phase("exchange"):
+                return self._end_exchange(lookahead())
+
+        return self._told(work)
+
+    def _told(self, work: Callable[[], Round | None]) -> Round | None:
+        """The round that ``work`` has ended, with what this trainer has sent meanwhile, and why it was left out."""
         try:
-            done = self._run(phase, lookahead)
-            left_out = "; ".join(self._left_out)
-            self._left_out.clear()
-            return replace(done, sent_bytes=self._store.sent_bytes - sent, left_out=left_out)
+            done = work()
         except (NonFinite, InputError, StateMismatch):  # before anything was sent
             raise
         except BaseException:
             self.leave()
             raise
+        if done is None:
+            return None
+        left_out = "; ".join(self._left_out)
+        self._left_out.clear()
+        sent, self._told_bytes = self._store.sent_bytes - self._told_bytes, self._store.sent_bytes
+        return replace(done, sent_bytes=sent, left_out=left_out)
 
-    def _run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round:
+    def _run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
         residual = self._reduction.residual
         with phase("buffers"):
             self._trainer.buffers.require_unchanged()
         with phase("exchange"):
-            done = self._catch_up(lookahead())
-        if done is not None and not self._trainer.inner_step:
+            done = self._end_exchange(lookahead())
+        if residual.overlapped:
+            if done is None:
+                self._serial.run(partial(self._take_steps, lookahead()), whole=True)
+        elif done is not None and not self._trainer.inner_step:
             return done  # the message of a call that failed has counted
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
@@ -252,14 +286,47 @@ class StoreRounds:
                     )
                 self._own, self._data = judged, data
             residual.pending_message = sha256(self._data).hexdigest()  # first: it may count although this trainer fails
-        post = Post(self._trainer.name, residual.pending_message, len(self._data))
+        if residual.overlapped:
+            self._trainer.inner_step = 0
+            self._under_way = self._behind(self._exchange)
+            return done
         with phase("exchange"):
+            close = self._exchange()
+        with phase("update"):
+            return self._apply(close, lookahead())
+
+    def _exchange(self) -> Close:
+        """Puts this trainer's message, and waits for the end of the round."""
+        digest = self._reduction.residual.pending_message
+        if self._data and digest is not None:
+            post = Post(self._trainer.name, digest, len(self._data))
             self._store.put_post(self._trainer.round, post, self._data)
             if self._own is not None:
                 self._read[post] = self._own
-            close = self._wait()
-        with phase("update"):
-            return self._apply(close, lookahead())
+        return self._wait()
+
+    def _end_exchange(self, lookahead: np.float32) -> Round | None:
+        """Ends what goes on behind the inner steps, and takes up the rounds that were closed."""
+        residual, (operation, self._under_way) = self._reduction.residual, (self._under_way, None)
+        if residual.overlapped and residual.pending_message is not None:
+            try:
+                if operation is None:
+                    self._exchange()
+                else:
+                    operation.wait()
+                    operation.result()
+            except TrainerLost:
+                raise
+            except PulseError:  # what has failed behind the steps is tried once more
+                if operation is None:
+                    raise
+                self._exchange()
+        return self._catch_up(lookahead)
+
+    def _take_steps(self, lookahead: np.float32) -> None:
+        """Before a round with overlap is begun: the inner steps are part of the residual."""
+        self._reduction.residual.settle(Delivery.NOT_COUNTED, (), steps=True)
+        self._trainer.write_start(lookahead)
 
     def _catch_up(self, lookahead: np.float32) -> Round | None:
         """Takes up the rounds that were closed since this trainer's last one; the last of them. A message that is due
@@ -271,7 +338,7 @@ class StoreRounds:
                 done = self._apply(close, lookahead)
             except NotFound:  # its messages are gone: a later snapshot has what they led to
                 delivery = self._load_newest(lookahead)
-            if delivery == Delivery.NOT_COUNTED:
+            if delivery == Delivery.NOT_COUNTED or self._reduction.residual.overlapped:
                 self._trainer.inner_step = due
         return done
 
@@ -299,7 +366,10 @@ class StoreRounds:
             hit("round.waits")
             # A tenth of the time that it has waited: each look costs two requests.
             shortest, longest = _POLL_SECONDS
-            time.sleep(min(max((now - began) / 10, shortest), longest))
+            wake = now + min(max((now - began) / 10, shortest), longest)
+            while (left := wake - time.monotonic()) > 0:
+                checkpoint()
+                time.sleep(min(left, 0.2))
 
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
@@ -307,6 +377,7 @@ class StoreRounds:
         if close.theta != self._root:
             raise Diverged(f"round {close.round + 1} was closed by a trainer with another theta than this one")
         entries: list[list[Entries]] = [[] for _ in self._blocks]
+        own: list[Entries] = []
         for post in close.posts:
             found = self._message(post)
             if isinstance(found, str):
@@ -316,6 +387,8 @@ class StoreRounds:
                 )
             for block, of_block in zip(entries, found.by_block, strict=True):
                 block.append(of_block)
+            if post.trainer == self._trainer.name:
+                own = found.by_block
         delivery = self._delivery(close)
         if delivery == Delivery.NOT_COUNTED and self._trainer.inner_step:
             self._left_out.append(
@@ -324,8 +397,11 @@ class StoreRounds:
 
         def take_effect() -> int:
             # What the message had is in the others' theta now; what stays is in the next residual.
-            if delivery != Delivery.COUNTED:
+            if residual.overlapped:
+                residual.settle(delivery, own, steps=bool(self._trainer.inner_step))
+            elif delivery != Delivery.COUNTED:
                 self._keep_local_steps(delivery)
+            if residual.overlapped or delivery != Delivery.COUNTED:
                 np.copyto(residual.next, residual.flat)
             summed = state.sparse_step(
                 entries, len(close.posts), residual, lookahead, reduction.gate.rounding, reduction.classes
@@ -481,8 +557,13 @@ class StoreRounds:
         delivery = first if all(each == Delivery.NOT_COUNTED for each in later) else Delivery.UNKNOWN
 
         def settle() -> None:
-            if delivery == Delivery.COUNTED:
-                self._reduction.residual.take_next()
+            residual = self._reduction.residual
+            if residual.overlapped:
+                own = self._own.by_block if self._own else []
+                known = delivery if own or delivery != Delivery.COUNTED else Delivery.UNKNOWN
+                residual.settle(known, own, steps=bool(self._trainer.inner_step))
+            elif delivery == Delivery.COUNTED:
+                residual.take_next()
             else:
                 self._keep_local_steps(delivery)
 

@@ -270,6 +270,7 @@ class Trainer:
             **({"trainer": self.name} if self.name else {}),
             **{key: self.parameters.copies(flat) for key, flat in self._arrays().items()},
             **({"started_with": float(residual.started_with)} if residual and residual.started_with else {}),
+            **({"message": residual.pending_message} if residual and residual.overlapped else {}),
         }
 
     def loaded(self, saved: Mapping[str, Any]) -> Callable[[np.float32], None]:
@@ -282,6 +283,9 @@ class Trainer:
         ahead = saved.get("started_with", 0.0)
         if not isinstance(ahead, float) or not 0 <= ahead <= MAX_SCALE:
             raise StateMismatch(f"the saved state's steps started with lookahead {ahead!r}")
+        message = saved.get("message")
+        if message is not None and not isinstance(message, str):
+            raise StateMismatch(f"the saved state's message is {message!r}, no digest")
         buffers = self.buffers.loaded(saved["buffers"]) if "buffers" in saved else None
         counters, messages = (saved["round"], saved["inner_step"]), saved["messages"]
         if not (isinstance(messages, list) and all(isinstance(m, str) for m in messages)) or not all(
@@ -299,6 +303,7 @@ class Trainer:
                 self.name = saved["trainer"]
             if self.residual is not None:
                 self.residual.forget_message()
+                self.residual.pending_message = message if self.residual.overlapped else None
                 self.residual.started_with = np.float32(ahead)
             self.buffers.load(buffers)
             if self.inner_step == 0:  # in mid-round the model is left to its own checkpoint
