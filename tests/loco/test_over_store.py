@@ -190,6 +190,13 @@ class Killed(Exception):
     pass
 
 
+def sent_behind(member: Member) -> None:
+    """Returns when what goes on behind the member's steps has ended."""
+    assert isinstance(member.loop.meeting, StoreRounds)
+    assert member.loop.meeting._under_way is not None
+    member.loop.meeting._under_way.wait()
+
+
 @pytest.mark.parametrize("arrived", [True, False])
 def test_a_trainer_comes_back_from_a_checkpoint_with_its_message_on_the_way(arrived: bool) -> None:
     store, ends = FaultyStore(MemoryStore()), list[torch.Tensor]()
@@ -203,13 +210,12 @@ def test_a_trainer_comes_back_from_a_checkpoint_with_its_message_on_the_way(arri
 
     with suppress(Killed), first.loop:
         rounds(first, 2)
+        sent_behind(first)
         if not arrived:
             store.fail_on("put", "posts")
         rounds(first, 1)
         saved, job = first.loop.state_dict(), first.job.state_dict()
-        assert isinstance(first.loop.meeting, StoreRounds)
-        assert first.loop.meeting._under_way is not None
-        first.loop.meeting._under_way.wait()
+        sent_behind(first)
         raise Killed
     assert store.fired is not arrived
     again = alone(store, overlap=1)
