@@ -1,6 +1,7 @@
 """The same training twice: TRL's GRPO with vLLM, weights by TRL's own sync and by Pulse; equal to the bit, or not.
 
     python -m benchmarks.same_training [--steps 200] [--seeds 0 1 2] [--out NAME] [--kill engine@5 trainer@10 store@15]
+        [--steps-per-generation 4]
 
 Runs on a CPU in the environment of ``make test-vllm``. ``trl``: ``use_vllm=True, vllm_mode="colocate"``; TRL's
 ``VLLMGeneration.sync_weights`` loads every parameter into an engine in the trainer's process. (Its other mode,
@@ -13,6 +14,10 @@ the step's completions, and ``logprobs``, one of their log-probabilities as vLLM
 of the weights in BF16 as vLLM names and fuses them, and ``engine``, the same of vLLM's own checksums of what it
 computes with; ``root``, the root of the version in the stream. Where two lines of a step and seed differ in anything
 but seconds, bytes and ``root``, or an engine's weights from the trainer's, the command says so and fails.
+
+``--steps-per-generation``: TRL's setting of that name. Weights are synced, and completions made, once in so many steps:
+the last of them learns from what is one step less old, a stated staleness. A line's digests are then of its generation,
+and only the lines of generations have a reward.
 
 ``--kill``: in the middle of the step, after the rollouts, by SIGKILL. The engine starts again from its first
 checkpoint, the trainer from its own of the step before. The store is then a server of the S3 protocol (moto, by
@@ -57,6 +62,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--steps-per-generation", type=int, default=1)
     parser.add_argument("--kill", nargs="+", default=[], metavar="WHAT@STEP", help="of the runs with Pulse")
     parser.add_argument("--moto", default=".venv/bin/python", help="a Python that has it, for store@STEP")
     parser.add_argument("--out", default="same_training", help="JSON lines, in OUT.trl.jsonl and OUT.pulse.jsonl")
@@ -130,6 +136,7 @@ def run(arguments: argparse.Namespace, transport: str, seed: int) -> list[dict[s
                 store = f"s3://bucket/run?endpoint={proxy.endpoint}&region=us-east-1"
         command = [sys.executable, "-m", "benchmarks.same_training", "--steps", str(arguments.steps)]
         command += ["--learning-rate", str(arguments.learning_rate)]
+        command += ["--steps-per-generation", str(arguments.steps_per_generation)]
         command += ["--kill", *arguments.kill] if engine and arguments.kill else []
         command += ["--child", transport, str(seed), url, store, str(folder)]
         with (folder / "trainer.log").open("ab") as output:
@@ -257,6 +264,7 @@ def train(arguments: argparse.Namespace, transport: str, seed: int, url: str, st
     settings: dict[str, Any] = {"output_dir": str(folder / "out"), "max_steps": arguments.steps, "seed": seed}
     settings |= {"learning_rate": arguments.learning_rate, "lr_scheduler_type": "constant", "beta": 0.04}
     settings |= {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
+    settings |= {"steps_per_generation": arguments.steps_per_generation}
     settings |= {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False}
     settings |= {"save_strategy": "steps" if kills else "no", "save_steps": 1, "save_total_limit": 2}
     watch = Watch(transport, seed, url, folder, kills)
@@ -368,7 +376,9 @@ class Watch:
                 if "loss" not in (logs or {}):
                     return
                 now = time.perf_counter()
-                figures = {name: logs[name] for name in ("reward", "loss", "entropy", "kl", "grad_norm")}
+                figures = {
+                    name: logs[name] for name in ("reward", "loss", "entropy", "kl", "grad_norm") if name in logs
+                }
                 seconds = {"sync_s": round(self._sync, 3), "step_s": round(now - self._began, 3)}
                 with (self._folder / "lines").open("a") as file:
                     file.write(json.dumps(self._line | {"step": state.global_step} | figures | seconds) + "\n")
