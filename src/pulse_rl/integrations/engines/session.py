@@ -224,10 +224,11 @@ class Session:
             self.live.digest, self.live.stream_id = base, self._stream_id()
 
     def _pad(self) -> None:
-        """Where all that was in the parameters is lost, fills those again of which the loader fills a part with a
-        constant, for the stream to be written over it."""
+        """Where all that was in the parameters is lost, or they never had what a loader leaves, fills those again of
+        which the loader fills a part with a constant, for the stream to be written over it."""
         loader_map = self._map.loader_map
-        if not self._map.lost or loader_map is None:
+        dummy = not self._loaded and not self._map.proved
+        if not (self._map.lost or dummy) or loader_map is None:
             return
         for name, parameter in self._model.named_parameters():
             constants = loader_map.padding.get(name, frozenset())
