@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -43,7 +43,7 @@ class Round(OneLine):
     sent_bytes: int
     between_bytes: int
     root: str
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float]
     left_out: str = ""
 
     @property
@@ -170,6 +170,7 @@ class GroupRounds:
             sent_bytes=group.sent_bytes - sent,
             between_bytes=group.between_bytes - between,
             root=theta.root,
+            seconds={},  # the caller's
         )
 
     def finish(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:

@@ -434,6 +434,7 @@ class StoreRounds:
             sent_bytes=0,  # `run` knows, and why it was left out
             between_bytes=0,
             root=self._root,
+            seconds={},  # the caller's
         )
         self._own, self._data = None, b""
         return done
