@@ -33,11 +33,11 @@ def write_key(file: Path, key: Any, how: serialization.KeySerializationEncryptio
     return file
 
 
-def publish(folder: Path, rng: Rng, signer: Signer | None = None) -> None:
-    with Publisher(str(folder), stream="policy", signer=signer) as publisher:
+def publish(folder: Path, rng: Rng, signer: Signer | None = None, *, attest: bool = False) -> None:
+    with Publisher(str(folder), stream="policy", signer=signer, attest=attest) as publisher:
         for step in range(3):
             tensors = {"w": Bits(weights(rng, 5000).array, "BF16"), "b": weights(rng, 10)}
-            publisher.publish(tensors, metadata={"step": step, "loss": 0.5}, files=FILES)
+            publisher.publish(tensors, metadata={"step": step, "loss": 0.5}, files=FILES, anchor=attest and step == 2)
 
 
 @pytest.fixture
@@ -48,11 +48,13 @@ def place(tmp_path: Path, rng: Rng) -> Path:
     return tmp_path
 
 
-def attest(pulse: Pulse, place: Path, *options: object, version: int = 1) -> tuple[Path, Path]:
-    """A version's statement, and its folder without links."""
+def attest(
+    pulse: Pulse, place: Path, *options: object, version: int = 1, key: str | None = "key.pem"
+) -> tuple[Path, Path]:
+    """A version's statement, made with a ``key`` or the one that is stored, and its folder without links."""
     of = (place / "store", "--stream", "policy", "--version", version)
     signature, folder = place / f"{version}.sig", place / f"out-{version}"
-    pulse("attest", *of, "--key", place / "key.pem", "-o", signature, *options)
+    pulse("attest", *of, *(["--key", place / key] if key else []), "-o", signature, *options)
     pulse("checkout", *of, "--out", folder, *options)
     return signature, (folder / ".pulse/current").resolve()
 
@@ -112,6 +114,37 @@ def test_the_publishers_key_is_named_where_its_signature_is_one(pulse: Pulse, pl
     pulse.refused(*command, kind="untrusted", match="invalid signature")
 
 
+@pytest.fixture
+def signed(pulse: Pulse, place: Path, rng: Rng) -> Path:
+    """The stream in ``store`` is one whose publisher signs and attests: the first and the last of three versions have
+    anchors. Its key is ``trainer.key``, ``key.pub`` that of its attestations."""
+    shutil.rmtree(place / "store")
+    public_key = pulse("keygen", place / "trainer.key")
+    publish(place / "store", rng, Signer.load(place / "trainer.key"), attest=True)
+    again = ("keygen", place / "trainer.key", "--attestations", place / "key.pub")
+    assert pulse(*again, "--force") == pulse(*again) == public_key
+    return place
+
+
+def test_what_the_publisher_stored_is_handed_out_without_a_key(pulse: Pulse, signed: Path) -> None:
+    of = ("attest", signed / "store", "--stream", "policy")
+    for options in ([], ["--version", 0]):
+        stored = statement_in(pulse.json(*of, *options), (signed / "key.pub").read_bytes())
+        made = pulse.json(*of, *options, "--key", signed / "trainer.key")
+        assert stored == statement_in(made, (signed / "key.pub").read_bytes())
+        assert stored["predicate"]["pulse"]["publisherKey"]
+    assert "version 2 of policy, 4 files" in pulse(*of, "-o", signed / "2.sig")
+    pulse.refused(*of, "--version", 1, kind="input", match="version 1 of 'policy' has no attestation")
+    pulse.refused(*of, "--sharded", kind="input", match="one file of weights")
+    pulse.refused(*of, "--trust", Signer.generate().public_key, kind="untrusted", match="untrusted key")
+    pulse("checkout", *of[1:], "--version", 0, "--out", signed / "0")
+    command = ("publish", signed / "0", *of[1:], "--attest", "--anchor")
+    pulse.refused(*command, kind="input", match="attest needs a signer")
+    pulse(*command, "--sign-key", signed / "trainer.key")
+    assert "version 3 of policy" in pulse(*of, "-o", signed / "3.sig")
+    assert "all links are valid" in pulse("verify", *of[1:])
+
+
 def test_other_keys_are_refused(pulse: Pulse, place: Path) -> None:
     command = ("attest", place / "store", "--stream", "policy", "-o", place / "x.sig", "--key", place / "other.pem")
     pulse.refused(*command, kind="input", match="No such file")
@@ -120,9 +153,9 @@ def test_other_keys_are_refused(pulse: Pulse, place: Path) -> None:
         pulse.refused(*command, kind="input", match="is not a key of P-256")
     secret = serialization.BestAvailableEncryption(b"secret")
     write_key(place / "other.pem", ec.generate_private_key(ec.SECP256R1()), secret)
-    pulse.refused(*command, kind="input", match="not a private key in PEM")
-    (place / "other.pem").write_text(Signer.generate().public_key)
-    pulse.refused(*command, kind="input", match="not a private key in PEM")
+    pulse.refused(*command, kind="input", match="is not a private key: ")
+    (place / "other.pem").write_text("what is no key")
+    pulse.refused(*command, kind="input", match="is not a private key: ")
     assert not (place / "x.sig").exists()
 
 
@@ -140,9 +173,17 @@ def test_only_an_attestation_is_replaced(pulse: Pulse, place: Path) -> None:
     VERIFIER is None,
     reason="no model_signing here: pip install model-signing==1.1.1 pyOpenSSL, or name it in PULSE_MODEL_SIGNING",
 )
-def test_model_signing_takes_it_and_nothing_else(pulse: Pulse, place: Path) -> None:
-    signature, folder = attest(pulse, place)
-    other, _ = attest(pulse, place, version=2)
+@pytest.mark.parametrize("stored", [False, True])
+def test_model_signing_takes_it_and_nothing_else(
+    pulse: Pulse, place: Path, request: pytest.FixtureRequest, stored: bool
+) -> None:
+    if stored:
+        request.getfixturevalue("signed")
+        signature, folder = attest(pulse, place, version=2, key=None)
+        other, _ = attest(pulse, place, version=0, key=None)
+    else:
+        signature, folder = attest(pulse, place, version=2)
+        other, _ = attest(pulse, place)
     write_key(place / "stranger.pem", ec.generate_private_key(ec.SECP256R1()))
 
     def changed(name: str) -> Path:
@@ -162,7 +203,7 @@ def test_model_signing_takes_it_and_nothing_else(pulse: Pulse, place: Path) -> N
     taken = "Verification succeeded"
     cases = [
         ([folder], signature, "key.pub", taken),
-        ([place / "out-1/.pulse/current", "--allow_symlinks"], signature, "key.pub", taken),
+        ([place / "out-2/.pulse/current", "--allow_symlinks"], signature, "key.pub", taken),
         ([place / "flipped"], signature, "key.pub", "Hash mismatch for 'model.safetensors'"),
         ([swapped], signature, "key.pub", "Hash mismatch for 'chat-notes.txt'"),
         ([place / "more"], signature, "key.pub", "Extra files found"),
@@ -180,6 +221,6 @@ def test_model_signing_takes_it_and_nothing_else(pulse: Pulse, place: Path) -> N
         for what, by, key, _ in cases
     ]
     for process, (_, _, _, said) in zip(running, cases, strict=True):
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=120)[0].replace("\\", "")  # quoted, if a digest's bytes have a quote
         assert said in output
         assert process.returncode == (0 if said == taken else 1)

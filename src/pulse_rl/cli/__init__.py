@@ -35,7 +35,7 @@ _EXAMPLES = {
     "anchor": "pulse anchor s3://bucket/run --stream policy",
     "follow": "pulse follow s3://bucket/run --stream policy --out policy",
     "checkout": "pulse checkout s3://bucket/run --stream policy --version 40 --out policy-40",
-    "attest": "pulse attest s3://bucket/run --stream policy --version 40 --key attest.pem -o policy-40.sig",
+    "attest": "pulse attest s3://bucket/run --stream policy --version 40 --key trainer.key -o policy-40.sig",
     "evaluate": "pulse evaluate s3://bucket/run --stream policy --every 50 -- python evaluate.py --model {}",
     "bisect": "pulse bisect s3://bucket/run --stream policy --good 100 --bad 400 -- ./is-good.sh {}",
     "replay": "pulse replay rollouts.jsonl --store s3://bucket/run --engine http://localhost:8000",
@@ -184,6 +184,9 @@ def make_parser() -> argparse.ArgumentParser:
     version.add_argument(
         "--anchor", action="store_true", help="store the whole state, too, for newcomers to start from"
     )
+    version.add_argument(
+        "--attest", action="store_true", help="sign the files of each version with an anchor, for `attest` to hand out"
+    )
     beside = version.add_mutually_exclusive_group()
     beside.add_argument(
         "--file",
@@ -291,11 +294,14 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "attest",
         parents=[common, stream, trust, layout, writing],
-        help="sign the files of a version's checkout, as model_signing verifies them",
+        help="the signed statement about the files of a version's checkout, as model_signing verifies it",
     )
     command.add_argument("--version", type=number, metavar="N", help="the version's number (default: the newest)")
     command.add_argument(
-        "--key", required=True, metavar="FILE", help="an elliptic curve private key (P-256, P-384, P-521) in PEM"
+        "--key",
+        metavar="FILE",
+        help="sign with this private key: one that keygen has made, or one of P-256, P-384 or P-521 in PEM (default: "
+        "hand out what the publisher has stored with the version's anchor)",
     )
     command.add_argument("-o", "--output", type=path, metavar="FILE", help="the file to write (default: print it)")
     command.set_defaults(run=streams.attest)
@@ -387,8 +393,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=streams.serve)
 
-    command = commands.add_parser("keygen", parents=[common], help="make a private key and print its public key")
+    command = commands.add_parser(
+        "keygen", parents=[common, writing], help="make a private key and print its public key"
+    )
     command.add_argument("file", metavar="FILE", help="file to write the private key to; must not exist")
+    command.add_argument(
+        "--attestations",
+        type=path,
+        metavar="PEM",
+        help="also write the public key that its attestations are verified with; FILE may then be a key that is there",
+    )
     command.set_defaults(run=streams.keygen)
 
     command = commands.add_parser("store-check", parents=[common], help="check that a store is safe to publish to")

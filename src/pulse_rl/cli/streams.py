@@ -15,12 +15,13 @@ from typing import Any
 from .._util.settings import format_bytes
 from ..errors import InputError, PulseError
 from ..events import Published
-from ..maintenance.attestation import BUNDLE, AttestationKey, statement_of
+from ..maintenance.attestation import make_statement, stored_attestation
 from ..maintenance.compaction import anchor_stream, fold_stream
 from ..maintenance.verify import verify_stream
 from ..state.checkpoint import current_version, load
 from ..state.companions import checked_files, files_of, of_dtype
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
+from ..stream.attestation import BUNDLE, AttestationKey, stated
 from ..stream.signing import Signer
 from ..sync.checkout import Checkout, checkout
 from ..sync.gc import gc_stream
@@ -98,6 +99,7 @@ def open_publisher(args: argparse.Namespace, console: Console, folds: Sequence[i
         folds=folds,
         keep=args.keep,
         signer=_signer(args),
+        attest=args.attest,
         trusted_keys=args.trust or (),
         threads=args.threads,
         on_event=console,
@@ -125,23 +127,23 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
 
 
 def attest(args: argparse.Namespace, console: Console) -> int:
-    key = AttestationKey(args.key)
+    key = AttestationKey.load(args.key) if args.key else None
+    if args.sharded and not key:
+        raise InputError("what is stored is about one file of weights", hint="Give --key FILE to make another.")
     if args.output:
         check_output(Path(args.output), BUNDLE.encode(), force=args.force)
-    statement = statement_of(
-        open_lasting(args.store),
-        args.stream,
-        args.version,
-        sharded=args.sharded,
-        trusted_keys=args.trust,
-        stream_id=args.stream_id,
-        threads=args.threads,
-        on_event=console,
-    )
-    bundle, predicate = key.bundle(statement), statement["predicate"]
+    of = open_lasting(args.store), args.stream, args.version
+    trust = {"trusted_keys": args.trust, "stream_id": args.stream_id}
+    if key:
+        statement = make_statement(*of, sharded=args.sharded, threads=args.threads, on_event=console, **trust)
+        bundle = key.bundle(statement)
+    else:
+        data = stored_attestation(*of, **trust)
+        statement, bundle = stated(data), json.loads(data)
     if not args.output:
         console.result(bundle, [json.dumps(bundle)])
         return 0
+    predicate = statement["predicate"]
     write_output(Path(args.output), [f"{json.dumps(bundle)}\n".encode()], BUNDLE.encode(), force=args.force)
     facts = predicate["pulse"] | {"files": len(predicate["resources"]), "output": args.output}
     line = f"{args.output}: version {facts['version']} of {args.stream}, {facts['files']} files, root {facts['root']}"
@@ -227,9 +229,17 @@ def gc(args: argparse.Namespace, console: Console) -> int:
 
 
 def keygen(args: argparse.Namespace, console: Console) -> int:
-    signer = Signer.generate()
-    signer.save(args.file)
-    console.result({"public_key": signer.public_key, "file": args.file}, [signer.public_key])
+    if args.attestations and Path(args.file).exists():
+        signer = Signer.load(args.file)
+    else:
+        signer = Signer.generate()
+        signer.save(args.file)
+    facts = {"public_key": signer.public_key, "file": args.file}
+    if args.attestations:
+        public = AttestationKey.of(signer).public_key
+        write_output(Path(args.attestations), [public.encode()], b"-----BEGIN PUBLIC KEY", force=args.force)
+        facts["attestations"] = args.attestations
+    console.result(facts, [signer.public_key])
     return 0
 
 

@@ -1,90 +1,24 @@
-"""A version as an in-toto statement in a DSSE envelope, which the OpenSSF's ``model_signing verify key`` reads
-(docs/attestations.md).
-
-The statement is about files, as an auditor has them: those that `Subscriber.save` writes, to the byte. The weights are
-hashed as they would be written, and nothing is.
-"""
+"""The attestation of a version that is in a store: made now, with a key, or the one that its publisher has stored
+(docs/attestations.md)."""
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Collection, Iterable
-from hashlib import sha256
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
-from .._util.files import open_regular
-from ..errors import InputError
+from ..errors import EmptyStream, InputError
 from ..events import Listener
-from ..state.checkpoint import PRIVATE
-from ..state.folder import checkpoint_files, metadata_of
-from ..store import Store
+from ..state.checkpoint import INDEX_NAME
+from ..store import Store, open_store
+from ..stream.attestation import statement_of
 from ..stream.manifest import Manifest
-from ..stream.signing import TrustedKeys
+from ..stream.names import FILE
+from ..stream.signing import TrustedKeys, trusted_by
+from ..stream.stream import Stream
 from ..sync.subscriber import Subscriber
 
-BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
-_STATEMENT = "https://in-toto.io/Statement/v1"
-_PREDICATE = "https://model_signing/signature/v1.0"
-_PAYLOAD = "application/vnd.in-toto+json"
-_NOT_SIGNED = (PRIVATE, "pulse.history")
-"""In a folder that pulse writes: the files of its versions, which it shows by links, and what is remembered of versions
-before this one."""
-_KEY_FILE_BYTES = 1 << 16
-_CURVES = ("secp256r1", "secp384r1", "secp521r1")
 
-
-class AttestationKey:
-    """An elliptic curve key that signs statements, from a PEM file ``path`` without a password. The verifiers of
-    ``model_signing`` take no Ed25519 keys, so it is another one than the stream's. Raises InputError."""
-
-    def __init__(self, path: str | Path) -> None:
-        try:
-            from cryptography.hazmat.primitives import hashes, serialization
-            from cryptography.hazmat.primitives.asymmetric import ec
-        except ImportError as error:
-            raise InputError(
-                "attestations need the package cryptography", hint="Install it: pip install 'pulse-rl[sign]'."
-            ) from error
-        hint = "Make one: openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out attest.pem"
-        try:
-            with open_regular(Path(path)) as file:
-                key = serialization.load_pem_private_key(file.read(_KEY_FILE_BYTES), None)
-        except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
-            reason = error.strerror if isinstance(error, OSError) else str(error).split(". ")[0]
-            raise InputError(f"{path} is not a private key in PEM: {reason}", hint=hint) from None
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
-            raise InputError(f"{path} is not a key of P-256, P-384 or P-521", hint=hint)
-        digest = {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}[key.curve.key_size]
-        public = key.public_key().public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-        self.public_key = public.decode()
-        """The public key in PEM."""
-        self._key, self._algorithm = key, ec.ECDSA(digest)
-
-    def bundle(self, statement: dict[str, Any]) -> dict[str, Any]:
-        """``statement`` as a Sigstore bundle: its DSSE envelope, and which key has signed."""
-        payload = json.dumps(statement, separators=(",", ":"), ensure_ascii=False).encode()
-        signed = b" ".join([b"DSSEv1", b"%d" % len(_PAYLOAD), _PAYLOAD.encode(), b"%d" % len(payload), payload])
-        return {
-            "mediaType": BUNDLE,
-            "verificationMaterial": {
-                "publicKey": {"hint": sha256(self.public_key.encode()).hexdigest()},
-                "tlogEntries": [],
-            },
-            "dsseEnvelope": {
-                "payload": base64.b64encode(payload).decode(),
-                "payloadType": _PAYLOAD,
-                "signatures": [
-                    {"sig": base64.b64encode(self._key.sign(signed, self._algorithm)).decode(), "keyid": ""}
-                ],
-            },
-        }
-
-
-def statement_of(
+def make_statement(
     store: Store | str,
     stream: str,
     version: int | None = None,
@@ -95,9 +29,9 @@ def statement_of(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> dict[str, Any]:
-    """The in-toto statement of ``version`` of the stream ``stream`` (None: the newest), which is fetched and verified:
-    the digests of the files that a checkout of it has, and what the stream says of it. ``sharded`` as for
-    `Subscriber.save`. Raises InputError, Untrusted for a signature that is none, and what `Subscriber.sync` raises."""
+    """The in-toto statement of ``version`` of the stream ``stream`` (None: the newest), which is fetched and verified.
+    ``sharded`` as for `Subscriber.save`. Raises InputError, Untrusted for a signature that is none, and what
+    `Subscriber.sync` raises."""
     with Subscriber(
         store,
         stream=stream,
@@ -107,61 +41,44 @@ def statement_of(
         on_event=on_event,
     ) as subscriber:
         subscriber.sync(version)
-        manifest = subscriber.manifest
-        if manifest.signature:
-            TrustedKeys([manifest.signature.key]).check(manifest)  # the key is named below, whoever trusts it
-        written = checkpoint_files(
-            subscriber.state,
-            subscriber.digest,
-            subscriber.files(),
-            metadata_of(manifest.version, manifest.root),
-            sharded=sharded,
+        key = _signing_key(subscriber.manifest)
+        files = subscriber.files() if any(file.name == INDEX_NAME for file in subscriber.manifest.files) else None
+        return statement_of(
+            subscriber.manifest, subscriber.state, subscriber.digest, key=key, files=files, sharded=sharded
         )
-        digests = {name: _digest(chunks) for name, chunks, _ in written}
-    # In the order of the paths' parts: the verifier sorts so, and hashes in the order that it finds here.
-    names = sorted(digests, key=lambda name: name.split("/"))
-    return {
-        "_type": _STATEMENT,
-        "subject": [
-            {
-                "name": f"{stream}-{manifest.version}",
-                "digest": {
-                    "sha256": sha256(b"".join(bytes.fromhex(digests[name]) for name in names)).hexdigest(),
-                    "pulseRoot": manifest.root,
-                },
-            }
-        ],
-        "predicateType": _PREDICATE,
-        "predicate": {
-            "serialization": {
-                "method": "files",
-                "hash_type": "sha256",
-                "allow_symlinks": False,
-                "ignore_paths": list(_NOT_SIGNED),
-            },
-            "resources": [{"name": name, "algorithm": "sha256", "digest": digests[name]} for name in names],
-            "pulse": _facts(manifest),
-        },
-    }
 
 
-def _facts(manifest: Manifest) -> dict[str, Any]:
-    """What the stream says of a version."""
-    patch, signature = manifest.patch, manifest.signature
-    return {
-        "stream": manifest.stream,
-        "streamId": manifest.stream_id,
-        "version": manifest.version,
-        "root": manifest.root,
-        "base": {"version": patch.base, "root": patch.base_root} if patch else None,
-        "metadata": manifest.metadata,
-        "manifest": manifest.digest,
-        "publisherKey": signature.key if signature else None,
-    }
+def stored_attestation(
+    store: Store | str,
+    stream: str,
+    version: int | None = None,
+    *,
+    trusted_keys: Collection[str] | None = None,
+    stream_id: str | None = None,
+) -> bytes:
+    """The bundle that the publisher has stored with the anchor of ``version`` (None: the newest). No weights are read.
+    Raises InputError where there is none, EmptyStream, Untrusted, and what reading raises."""
+    where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
+    with where.limited():
+        if version is None:
+            found = where.newest()
+            if found.manifest is None:
+                raise found.error or EmptyStream(f"stream {stream!r} has no versions")
+            manifest = found.manifest
+        else:
+            manifest = where.manifest(version)
+        _signing_key(manifest)
+        if manifest.anchor is None or manifest.anchor.attestation is None:
+            raise InputError(
+                f"version {manifest.version} of {stream!r} has no attestation",
+                hint="Anchors that are published with attest=True have one (`pulse log`). Make one with --key FILE.",
+            )
+        return where.fetch(manifest.anchor.attestation, FILE)
 
 
-def _digest(chunks: Iterable[bytes | memoryview]) -> str:
-    found = sha256()
-    for chunk in chunks:
-        found.update(chunk)
-    return found.hexdigest()
+def _signing_key(manifest: Manifest) -> str | None:
+    """The key that has signed a manifest, whoever trusts it, None without one. Raises Untrusted."""
+    if manifest.signature is None:
+        return None
+    TrustedKeys([manifest.signature.key]).check(manifest)
+    return manifest.signature.key

@@ -176,7 +176,7 @@ class Stream:
         patch = manifest.patch.parts if manifest.patch else ()
         shards = manifest.anchor.shards if manifest.anchor else ()
         named = [*((payload, PATCH) for payload in patch), *((payload, SHARD) for payload in shards)]
-        named += [(file.payload, FILE) for file in manifest.files if files]
+        named += [(file.payload, FILE) for file in manifest.small_files if files]
         return all(self._has(self.names.payload(payload.sha256, kind)) for payload, kind in named)
 
     def forget_manifests(self) -> None:

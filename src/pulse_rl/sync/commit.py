@@ -27,6 +27,7 @@ from ..stream.names import FILE, PATCH, SHARD, next_unused, plausible
 from ..stream.signing import Signer
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
+from .attested import WholeState, store_attestation
 from .history_policy import Note
 from .pending import PendingVersion
 
@@ -398,10 +399,13 @@ class StreamHead:
     """The stream's head, as its publisher moves it on; ``pending`` is a version whose commit is not confirmed, with the
     time (Unix seconds) at which its payloads were stored. ``together``: other ranks store payloads, too."""
 
-    def __init__(self, stream: Stream, signer: Signer | None, anchor_ratio: float, *, together: bool) -> None:
+    def __init__(
+        self, stream: Stream, signer: Signer | None, anchor_ratio: float, *, attest: bool, together: bool
+    ) -> None:
         self.committer = Committer(stream)
         self._stream = stream
         self._signer = signer
+        self._attest = attest
         self._anchor_ratio = anchor_ratio
         self._pending: tuple[Manifest, float] | None = None
         self._since_anchor = 0
@@ -464,9 +468,15 @@ class StreamHead:
         kept = self._files.held(named)
         return kept, tuple(ref for ref in named if ref not in kept)
 
-    def commit(self, content: Content, uploaded: Uploaded, metadata: Metadata) -> Manifest | None:
-        """The manifest of the next version, if it was committed; None if its number is taken."""
+    def commit(
+        self, content: Content, uploaded: Uploaded, metadata: Metadata, whole: WholeState | None = None
+    ) -> Manifest | None:
+        """The manifest of the next version, if it was committed; None if its number is taken. ``whole``: its state,
+        wherever an attestation may be made of it."""
         manifest = self.committer.manifest(content, uploaded, metadata)
+        # As all payloads before the manifest, which names it: whoever is stopped in between leaves no anchor without.
+        if self._attest and manifest.anchor and self._signer and whole:
+            manifest = manifest.with_attestation(store_attestation(self._stream, self._signer, manifest, whole))
         if self._signer:
             manifest = self._signer.sign(manifest)
         # Before it is created for good: what no reader could parse must not be committed.

@@ -186,10 +186,10 @@ def _bases(manifest: Manifest, stored: _Stored) -> set[int]:
 
 
 def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
-    """What a kept manifest names and can still be used: its files, and not a patch whose base is gone."""
+    """What a kept manifest names and can still be used: all but a patch whose base is gone."""
     anchor = list(manifest.anchor.shards) if manifest.anchor else []
     patch = list(manifest.patch.parts) if manifest.patch and manifest.patch.base >= oldest else []
-    return anchor + patch + [file.payload for file in manifest.files]
+    return anchor + patch + [file.payload for file in manifest.small_files]
 
 
 def gc_stream(

@@ -16,7 +16,7 @@ from .._util.faults import hit
 from .._util.threads import ordered_map
 from ..codec import Changes
 from ..patch.apply import Journal, advance_state
-from ..patch.blocks import Block, cut
+from ..patch.blocks import Block, cut, runs_of
 from ..patch.build import code_blocks, entry_of, smallest
 from ..patch.header import PatchHeader, slices_of
 from ..patch.history import History, HistoryName, Recorder, Records
@@ -24,7 +24,7 @@ from ..patch.tree import hashed_together
 from ..state import bits
 from ..state.digest import StateDigest
 from ..state.memory import DeviceTensor
-from ..state.tensors import Empty, Segment, SlicedState, State, UIntArray
+from ..state.tensors import Empty, Segment, SlicedState, State, TensorSpec, UIntArray
 from ..stream.manifest import Payload
 from .columns import ColumnExchange
 from .layout import Fragment, Layout
@@ -116,6 +116,12 @@ class PendingVersion:
         bits.put(changed, *found)
         return changed
 
+    def whole(self) -> State:
+        """The version's state where this rank has all of it, made as it is read."""
+        if not self.changes:
+            return self.state
+        return State(self.layout.specs, {spec.name: _Drafted(self, spec) for spec in self.layout.specs})
+
     def is_changed(self, fragment: Fragment) -> bool:
         """Whether an element of it is another than in the base; without one, yes."""
         return self.base is None or self._changes_in(fragment.segment) is not None
@@ -165,6 +171,19 @@ class PendingVersion:
                 places.setdefault(segment.spec.name, []).append((index, segment, base))
                 base += segment.elements
         return places
+
+
+class _Drafted(NamedTuple):
+    """A whole tensor of a pending version, as a state has it."""
+
+    draft: PendingVersion
+    spec: TensorSpec
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        runs = runs_of(Segment(self.spec, 0, self.spec.elements))
+        places = [(max(run.start, start), min(run.stop, stop)) for run in runs]
+        found = [self.draft.elements(Segment(self.spec, *place)) for place in places if place[0] < place[1]]
+        return np.concatenate(found) if found else np.empty(0, self.spec.dtype.uint)
 
 
 class Built(NamedTuple):

@@ -46,6 +46,7 @@ def _shared(store: Store | str, stream: Stream, settings: Settings) -> dict[str,
         "anchor_ratio": settings.anchor_ratio,
         "folds": list(settings.folds),
         "signer": settings.signer.public_key if settings.signer else None,
+        "attest": settings.attest,
         "trusted_keys": list(settings.keys),
     }
 
@@ -58,6 +59,7 @@ class PublisherSettings(TypedDict, total=False):
     folds: Collection[int]
     keep: int | None
     signer: Signer | None
+    attest: bool
     trusted_keys: Collection[str]
     threads: int | None
     on_event: Listener | None
@@ -73,10 +75,11 @@ class Publisher(Closing, NotCopyable):
     changed within a span (``pulse fold`` makes them on any machine). ``keep``: the newest versions that stay; what they
     do not need is deleted in the background, as `gc_stream` does, whenever an anchor has become old enough (None: all
     stay). ``signer`` signs every manifest, claim and fold; then only what is signed by its key or by one of
-    ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``baseline``: a folder of this publisher's own,
-    in which the last version is a mapped file instead of memory; a publisher that starts again with it goes on from
-    there, once that is verified. ``threads``: the maximum number of threads (None: one per core). ``on_event`` gets the
-    events of `pulse_rl.events`.
+    ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``attest``: each anchor has an attestation of
+    its files, signed by a key that is derived from the ``signer``'s; ``pulse attest`` hands it out. ``baseline``: a
+    folder of this publisher's own, in which the last version is a mapped file instead of memory; a publisher that
+    starts again with it goes on from there, once that is verified. ``threads``: the maximum number (None: one per
+    core). ``on_event`` gets the events of `pulse_rl.events`.
 
     A patch that is no smaller than an anchor is not stored: the version is an anchor alone, and `Published.reason` says
     so.
@@ -99,6 +102,7 @@ class Publisher(Closing, NotCopyable):
         folds: Collection[int] = (),
         keep: int | None = None,
         signer: Signer | None = None,
+        attest: bool = False,
         trusted_keys: Collection[str] = (),
         baseline: str | os.PathLike[str] | None = None,
         threads: int | None = None,
@@ -114,6 +118,7 @@ class Publisher(Closing, NotCopyable):
             folds=folds,
             keep=keep,
             signer=signer,
+            attest=attest,
             trusted_keys=trusted_keys,
             threads=threads,
             on_event=on_event,
@@ -175,6 +180,11 @@ class Publisher(Closing, NotCopyable):
             raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
         trusted = checked_collection("trusted_keys", given.get("trusted_keys", ()), "[key]")
         keys = [*([signer.public_key] if signer else ()), *trusted]
+        attest = given.get("attest", False)
+        if not isinstance(attest, bool):
+            raise InputError(f"attest must be True or False, not {attest!r}", hint="The key is the signer's.")
+        if attest and signer is None:
+            raise InputError("attest needs a signer", hint="Give signer=Signer.load(file); pulse keygen makes a file.")
         opened = Stream(
             open_store(store),
             stream,
@@ -182,7 +192,8 @@ class Publisher(Closing, NotCopyable):
             signer=signer,
             on_refused=weak_callback(self._refused),
         )
-        return opened, Settings(codec, anchor_ratio, spans, keep, tuple(sorted({*keys})), signer, threads)
+        settings = Settings(codec, anchor_ratio, spans, keep, tuple(sorted({*keys})), signer, attest, threads)
+        return opened, settings
 
     def publish(
         self,

@@ -30,6 +30,7 @@ from ..stream.digest_trees import put_digests
 from ..stream.manifest import FileRef, Manifest, Payload
 from ..stream.signing import Signer
 from ..stream.stream import Stream
+from .attested import WholeState
 from .baseline import KeptPart, kept_part, part_of, restore_baseline, restore_whole
 from .commit import (
     Content,
@@ -80,6 +81,7 @@ class Settings(NamedTuple):
     keep: int | None
     keys: tuple[str, ...]
     signer: Signer | None
+    attest: bool
     threads: int | None
 
 
@@ -113,7 +115,9 @@ class RankPublisher:
         self._threads = settings.threads
         self._listener = self._shown_to = listener
         self._folder = folder
-        self._head = StreamHead(stream, settings.signer, settings.anchor_ratio, together=ranks.size > 1)
+        self._head = StreamHead(
+            stream, settings.signer, settings.anchor_ratio, attest=settings.attest, together=ranks.size > 1
+        )
         self._baseline: Baseline | None = None
         self._pending: PendingVersion | None = None
         self._held_digests: list[bytes] | None = None
@@ -559,7 +563,8 @@ class RankPublisher:
         def commit() -> Manifest | None:
             content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, draft.history.spans, files[0])
             made = uploaded(stored, (base.version, base.root) if base else None)
-            return self._head.commit(content, made, request.metadata)
+            whole = WholeState(built.tree, draft.whole() if self._ranks.size == 1 else None) if built.tree else None
+            return self._head.commit(content, made, request.metadata, whole)
 
         self._pending = draft
         manifest = self._advance(self._ranks.from_rank0(commit, _to_message, self._parsed))

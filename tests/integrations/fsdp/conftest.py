@@ -10,12 +10,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pulse_rl import LocalStore, MemoryStore
+from pulse_rl import LocalStore, MemoryStore, Signer
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from tests.support.sharded import gathered, policy, step
 from tests.support.trainers import Trainer, together
 
 VERSIONS = 9
+SIGNER = Signer(bytes(32))
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,7 +35,8 @@ class ShardedStream:
 
 
 def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
-    """Two anchors: of version 0, and of version 5, beside its patch; and a fold over the first eight versions."""
+    """Two anchors with attestations: of version 0, and of version 5, beside its patch; and a fold over the first eight
+    versions."""
     trainer.connect("stream")
     mesh = init_device_mesh("cpu", (trainer.size,))
     model = policy(rows=1501, width=70)
@@ -42,7 +44,7 @@ def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
     fully_shard(model, mesh=mesh)
     store = LocalStore(trainer.folder / "store")
     states = []
-    with ShardedPublisher(store, stream="policy", folds=(8,), threads=1) as publisher:
+    with ShardedPublisher(store, stream="policy", folds=(8,), signer=SIGNER, attest=True, threads=1) as publisher:
         for seed in range(VERSIONS):
             state = model.state_dict()
             step(state, seed)

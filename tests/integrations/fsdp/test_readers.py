@@ -34,7 +34,7 @@ def test_parts_and_shards_are_the_ranks(sharded_stream: ShardedStream) -> None:
         assert (manifest.patch is None) == (version == 0)
         assert manifest.patch is None or len(manifest.patch.parts) == 3
         assert (manifest.anchor is not None) == (version in (0, 5))
-        assert manifest.anchor is None or len(manifest.anchor.shards) == 3
+        assert manifest.anchor is None or (len(manifest.anchor.shards) == 3 and manifest.anchor.attestation)
 
 
 def test_files_are_rank_0s(sharded_stream: ShardedStream) -> None:
