@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -311,7 +312,22 @@ def history(masters: Log, pure: Log) -> None:
     lines("history", "Bytes a changed weight, whole patch files", coded, "step of the run")
 
 
+def restarts(log: Log, lr: str) -> None:
+    """A training that dies, for docs/restart.md: the mean of the seeds by the steps of work."""
+    for what in ("reward", "loss"):
+        series: dict[str, list[tuple[float, float]]] = {}
+        for way in dict.fromkeys(row["way"] for row in log.rows):
+            rows = [row for row in log.rows if row["way"] == way]
+            steps = sorted({row["work"] for row in rows})
+            label = way.replace("exact weights", "exact").replace("a checkpoint", "checkpoint")
+            series[label] = [(step, mean(row[what] for row in rows if row["work"] == step)) for step in steps]
+        title = f"{what.capitalize()} of a training that dies 20 times, learning rate {lr}"
+        lines(f"restarts-{lr}-{what}", title, series, "steps of work")
+
+
 def main() -> None:
+    for lr in ("1e-5", "1e-3"):
+        restarts(Log.read(f"restarts-{lr}"), lr)
     logs = {name: Log.read(name) for name in ("peers", "network-cubic", "planned", "history-1e-6", "history-1e-6-bf16")}
     history(logs["history-1e-6"], logs["history-1e-6-bf16"])
     found = {
