@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from pulse_rl import state_root
 from pulse_rl.integrations.trl import pulse_rollout
+from pulse_rl.rollouts import Rollout
 from tests.engines.server import START_SECONDS, checksums, free_port, server
 from tests.trainers.support import Witness, cast, followed
 
@@ -72,7 +73,7 @@ def test_each_step_s_rollouts_come_from_its_own_weights(url: str, checkpoint: st
 
 def test_trl_s_defaults_are_sparse_and_the_last_weights_are_live(url: str, checkpoint: str, tmp_path: Path) -> None:
     store, witness = str(tmp_path / "store"), Witness()
-    rollout = pulse_rollout(url, store, "policy")
+    rollout = pulse_rollout(url, store, "policy", records=tmp_path / "rollouts.jsonl")
     trainer = grpo(checkpoint, tmp_path, rollout, callbacks=[witness])
     assert str(trainer.model.dtype) == "torch.float32"
     trainer.train()
@@ -89,6 +90,14 @@ def test_trl_s_defaults_are_sparse_and_the_last_weights_are_live(url: str, check
     assert 0 < logged["pulse/density"] < 0.05
     assert logged["pulse/pause_seconds"] > 0
     assert checksums(url) == written_anew(url, store)
+    found = list(Rollout.read(tmp_path / "rollouts.jsonl"))
+    assert {each.metadata["step"] for each in found} == set(range(STEPS))
+    for each in found:
+        (weights,) = each.weights
+        assert (weights.version, weights.root) == (each.metadata["step"], witness.roots[weights.version])
+        assert len(each.token_ids) == len(each.logprobs) > 0
+        assert (each.engine, each.sampling["max_tokens"]) == ("vllm", 8)
+    assert len({each.seed for each in found}) == len(found)
 
 
 class Merged(Witness):
