@@ -293,6 +293,24 @@ def test_who_is_new_or_far_behind_takes_up_the_run() -> None:
         assert same(flat(member.loop.global_state()), newest[0])
 
 
+def test_steps_that_may_have_counted_are_not_followed_by_an_empty_message() -> None:
+    """While a takes its steps, a process of its name runs so far ahead that the messages of a's round are gone."""
+    store = MemoryStore()
+    slow, fast = alone(store), alone(store)
+    with slow.loop:
+        slow.job.step(ord("a"))
+        with fast.loop:
+            while len(list(store.list("loco/snapshots"))) < 3:
+                fast.round()
+        done = len(closes(store))
+        slow.job.step(ord("a"))
+        assert len(closes(store)) == slow.loop.round == done
+        assert slow.loop.inner_step == 0
+        assert slow.loop.last_round is None
+        slow.round()
+        assert len(closes(store)) == slow.loop.round == done + 1
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_trainer_that_is_killed_and_comes_back_is_counted_once(counted: bool) -> None:
     """It dies as it puts its message, which the others count, or never saw. What has counted is not sent again."""

@@ -268,8 +268,8 @@ class StoreRounds:
         if residual.overlapped:
             if done is None:
                 self._serial.run(partial(self._take_steps, lookahead()), whole=True)
-        elif done is not None and not self._trainer.inner_step:
-            return done  # the message of a call that failed has counted
+        elif not self._trainer.inner_step:
+            return done  # its steps have counted, in the message of a call that failed, or may have
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
             with phase("gate"):
