@@ -220,7 +220,7 @@ class RankTrainer:
                     stream_id=stream_id,
                 ),
                 RankGroup(_Group(wire, rank, clients)),
-                Settings("auto", anchor_ratio, folds, None, (), signer, 1),
+                Settings("auto", anchor_ratio, folds, None, (), signer, False, 1),
                 listener=None,
             )
             for rank, client in enumerate(clients.each)
