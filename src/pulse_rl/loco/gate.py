@@ -101,6 +101,16 @@ class Gate:
         s[positions] = self.remainder(selected, sent)
         return positions, sent
 
+    def entries_of(self, state: OuterState, flat: Floats, wire: Wire) -> list[Entries]:
+        """What a message for the round that is due has, by block, where ``flat`` is all there was to send."""
+
+        def of(block: FlatBlock) -> Entries:
+            s = block.of(flat)
+            positions = scaled_open_entries(block.of(state.theta), s, self.scale, self.rounding)
+            return positions, wire.round(s[positions])
+
+        return state.each_block(of)
+
     def select(
         self, state: OuterState, block: FlatBlock, residual: Floats, s: Floats, lookahead: np.float32
     ) -> Positions | None:

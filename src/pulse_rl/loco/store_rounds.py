@@ -197,8 +197,11 @@ class StoreRounds:
             )
         residual = self._reduction.residual
         pending = residual.pending_message if residual.overlapped and not self._data else None
-        if pending is not None and not self._store.has_post(trainer.round, trainer.name, pending):
-            residual.forget_message()  # it was saved with its message on the way, which is still in the residual
+        if pending is not None:
+            # It was saved with its message on the way. One that never arrived is still in the residual.
+            arrived = self._store.has_post(trainer.round, trainer.name, pending)
+            if not arrived and self._store.closed(trainer.round) is None:
+                residual.forget_message()
         self._catch_up(lookahead)
         self._told_bytes = self._store.sent_bytes
         self.joined = True
@@ -560,9 +563,9 @@ class StoreRounds:
         def settle() -> None:
             residual = self._reduction.residual
             if residual.overlapped:
-                own = self._own.by_block if self._own else []
-                known = delivery if own or delivery != Delivery.COUNTED else Delivery.UNKNOWN
-                residual.settle(known, own, steps=bool(self._trainer.inner_step))
+                # The message is gone, what it had is not: it follows from theta and the residual.
+                own = self._reduction.gate.entries_of(self._state, residual.flat, self._reduction.wire)
+                residual.settle(delivery, own, steps=bool(self._trainer.inner_step))
             elif delivery == Delivery.COUNTED:
                 residual.take_next()
             else:
