@@ -51,12 +51,13 @@ def place(tmp_path: Path, rng: Rng) -> Path:
 def attest(
     pulse: Pulse, place: Path, *options: object, version: int = 1, key: str | None = "key.pem"
 ) -> tuple[Path, Path]:
-    """A version's statement, made with a ``key`` or the one that is stored, and its folder without links."""
+    """A version's statement, made with a ``key`` or the publisher's, and its folder without links."""
     of = (place / "store", "--stream", "policy", "--version", version)
     signature, folder = place / f"{version}.sig", place / f"out-{version}"
-    pulse("attest", *of, *(["--key", place / key] if key else []), "-o", signature, *options)
     pulse("checkout", *of, "--out", folder, *options)
-    return signature, (folder / ".pulse/current").resolve()
+    if key:
+        pulse("attest", *of, "--key", place / key, "-o", signature, *options)
+    return signature if key else folder / "pulse.sig", (folder / ".pulse/current").resolve()
 
 
 def statement_in(bundle: Any, public_key: bytes) -> Any:
@@ -134,15 +135,30 @@ def test_what_the_publisher_stored_is_handed_out_without_a_key(pulse: Pulse, sig
         assert stored == statement_in(made, (signed / "key.pub").read_bytes())
         assert stored["predicate"]["pulse"]["publisherKey"]
     assert "version 2 of policy, 4 files" in pulse(*of, "-o", signed / "2.sig")
-    pulse.refused(*of, "--version", 1, kind="input", match="version 1 of 'policy' has no attestation")
+    pulse.refused(*of, "--version", 1, kind="input", match="'policy' has not attested version 1")
     pulse.refused(*of, "--sharded", kind="input", match="one file of weights")
     pulse.refused(*of, "--trust", Signer.generate().public_key, kind="untrusted", match="untrusted key")
-    pulse("checkout", *of[1:], "--version", 0, "--out", signed / "0")
-    command = ("publish", signed / "0", *of[1:], "--attest", "--anchor")
-    pulse.refused(*command, kind="input", match="attest needs a signer")
-    pulse(*command, "--sign-key", signed / "trainer.key")
-    assert "version 3 of policy" in pulse(*of, "-o", signed / "3.sig")
+    for command in (("publish", attest(pulse, signed)[1], *of[1:], "--anchor"), ("anchor", *of[1:])):
+        pulse.refused(*command, "--attest", kind="input", match="attest needs a signer")
+        pulse(*command, "--attest", "--sign-key", signed / "trainer.key")
+    assert [each["attested"] for each in pulse.json("log", *of[1:])["versions"]] == [True, False, True, True, True]
+    assert "B, attested" in pulse("log", *of[1:])
     assert "all links are valid" in pulse("verify", *of[1:])
+
+
+def test_a_checkout_has_what_the_publisher_stored(pulse: Pulse, signed: Path) -> None:
+    of = (signed / "store", "--stream", "policy", "--version")
+    folder, other = signed / "out", signed / "other"
+    for version, attested in ((2, True), (1, False), (0, True)):
+        assert pulse.json("checkout", *of, version, "--out", folder)["attested"] == attested
+        assert ("model_signing verify key " in pulse.err) == (folder / "pulse.sig").exists() == attested
+    assert json.loads((folder / "pulse.sig").read_bytes()) == pulse.json("attest", *of, 0)
+    assert not pulse.json("checkout", *of, 0, "--out", other, "--sharded")["attested"]
+    said = folder.joinpath("pulse.sig").read_bytes()
+    next(file for file in (signed / "store").rglob("*.file") if file.read_bytes() == said).unlink()
+    assert not pulse.json("checkout", *of, 0, "--out", folder)["attested"]
+    assert "the attestation of version 0 cannot be used" in pulse.err
+    assert not (folder / "pulse.sig").exists()
 
 
 def test_other_keys_are_refused(pulse: Pulse, place: Path) -> None:

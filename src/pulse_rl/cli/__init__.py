@@ -134,6 +134,12 @@ def make_parser() -> argparse.ArgumentParser:
     trust.add_argument("--stream-id", metavar="ID", help="accept only versions of the stream with this ID")
     signing = argparse.ArgumentParser(add_help=False)
     signing.add_argument("--sign-key", metavar="FILE", help="sign with this private key (see keygen)")
+    attesting = argparse.ArgumentParser(add_help=False)
+    attesting.add_argument(
+        "--attest",
+        action="store_true",
+        help="sign the files of each version with an anchor, for `checkout` and `attest` to hand out",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     a_checkpoint = "a .safetensors file, a folder, or a version of a stream, STORE#STREAM@VERSION"
 
@@ -184,9 +190,6 @@ def make_parser() -> argparse.ArgumentParser:
     version.add_argument(
         "--anchor", action="store_true", help="store the whole state, too, for newcomers to start from"
     )
-    version.add_argument(
-        "--attest", action="store_true", help="sign the files of each version with an anchor, for `attest` to hand out"
-    )
     beside = version.add_mutually_exclusive_group()
     beside.add_argument(
         "--file",
@@ -207,7 +210,7 @@ def make_parser() -> argparse.ArgumentParser:
     version.add_argument("--folds", type=count, nargs="+", metavar="N", help="then make folds (see fold)")
     command = commands.add_parser(
         "publish",
-        parents=[common, coding, checkpoint, stream, version, signing, trust],
+        parents=[common, coding, checkpoint, stream, version, signing, attesting, trust],
         help="publish a checkpoint as the next version",
     )
     command.set_defaults(run=streams.publish)
@@ -216,7 +219,7 @@ def make_parser() -> argparse.ArgumentParser:
     watched.add_argument("folder", metavar="FOLDER", help="where the trainer writes a folder for each step")
     command = commands.add_parser(
         "watch",
-        parents=[common, coding, watched, stream, version, signing, trust],
+        parents=[common, coding, watched, stream, version, signing, attesting, trust],
         help="publish the checkpoints that a trainer writes into a folder, each once, in the order of their steps",
     )
     command.add_argument(
@@ -233,7 +236,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "anchor",
-        parents=[common, stream, signing, trust],
+        parents=[common, stream, signing, attesting, trust],
         help="publish the newest version once more, whole, for newcomers to start from",
     )
     command.set_defaults(run=streams.anchor)

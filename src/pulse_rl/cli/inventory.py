@@ -79,7 +79,7 @@ def log(args: argparse.Namespace, console: Console) -> int:
             _age(each["age_seconds"]),
             "full" if each["density"] is None else format_percent(each["density"]),
             format_bytes(each["patch_bytes"]) if each["patch_bytes"] else "",
-            format_bytes(each["anchor_bytes"]) if each["anchor_bytes"] else "",
+            format_bytes(each["anchor_bytes"]) + ", attested" * each["attested"] if each["anchor_bytes"] else "",
             _metadata(each["metadata"]),
         )
         if not each["problem"]
@@ -162,7 +162,7 @@ def _facts_of(stream: Stream) -> dict[str, Any]:
 
 def _version_facts(stream: Stream, version: int) -> dict[str, Any]:
     facts: dict[str, Any] = dict.fromkeys(
-        ("age_seconds", "root", "density", "patch_bytes", "anchor_bytes", "dense_bytes", "epoch"), None
+        ("age_seconds", "root", "density", "patch_bytes", "anchor_bytes", "attested", "dense_bytes", "epoch"), None
     )
     try:
         manifest = stream.manifest(version)
@@ -180,6 +180,7 @@ def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
         "density": patch.changed / max(manifest.elements, 1) if patch else None,
         "patch_bytes": sum(part.bytes for part in patch.parts) if patch else 0,
         "anchor_bytes": sum(shard.bytes for shard in anchor.shards) if anchor else 0,
+        "attested": anchor is not None and anchor.attestation is not None,
         "dense_bytes": manifest.dense_bytes,
         "epoch": manifest.epoch,
         "metadata": manifest.metadata,

@@ -19,8 +19,9 @@ from .._util.settings import format_bytes, format_number
 from ..errors import EmptyStream, InputError
 from ..events import Event, Metadata, Synced
 from ..metrics import JsonLines, fan_out, read_events
-from ..state.checkpoint import FILE_NAME
+from ..state.checkpoint import CURRENT, FILE_NAME, PRIVATE
 from ..state.folder import check_folder
+from ..stream.attestation import SIGNATURE
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
@@ -120,10 +121,14 @@ def checkout(args: argparse.Namespace, console: Console) -> int:
             "root": found.root,
             "metadata": found.metadata,
             "payload_bytes": sum(fetched),
+            "attested": out.is_dir() and (out / SIGNATURE).is_symlink(),
             "seconds": round(time.perf_counter() - started, 6),
         }
     line = f"version {facts['version']}: {format_bytes(sum(fetched))} fetched, root {facts['root']} verified"
     console.result(facts, [line])
+    if facts["attested"]:
+        files, how = out / PRIVATE / CURRENT, "--allow_symlinks --public_key PEM"
+        console.note(f"its publisher's word: model_signing verify key {files} --signature {out / SIGNATURE} {how}")
     return 0
 
 

@@ -117,6 +117,7 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
         open_lasting(args.store),
         args.stream,
         signer=_signer(args),
+        attest=args.attest,
         trusted_keys=args.trust or (),
         stream_id=args.stream_id,
         threads=args.threads,

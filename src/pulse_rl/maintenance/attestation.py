@@ -70,8 +70,8 @@ def stored_attestation(
         _signing_key(manifest)
         if manifest.anchor is None or manifest.anchor.attestation is None:
             raise InputError(
-                f"version {manifest.version} of {stream!r} has no attestation",
-                hint="Anchors that are published with attest=True have one (`pulse log`). Make one with --key FILE.",
+                f"the publisher of {stream!r} has not attested version {manifest.version}",
+                hint="It does so for anchors only, with its key (`pulse log`). Sign with a key of yours: --key FILE.",
             )
         return where.fetch(manifest.anchor.attestation, FILE)
 

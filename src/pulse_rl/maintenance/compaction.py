@@ -129,6 +129,7 @@ def anchor_stream(
     stream: str,
     *,
     signer: Signer | None = None,
+    attest: bool = False,
     trusted_keys: Collection[str] | None = None,
     stream_id: str | None = None,
     threads: int | None = None,
@@ -138,27 +139,30 @@ def anchor_stream(
     cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it.
 
     ``signer`` signs it; then only versions that its key or one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits
-    each) has signed are taken. ``stream_id``: the stream's, where it is known. ``threads``: the maximum number (None:
-    one per core); ``on_event`` gets the events of restoring and publishing. This takes the stream over: a trainer that
-    still publishes to it is refused at its next commit; one that is about to start need not call it, since
-    ``publish(anchor=True)`` does the same. Raises EmptyStream, and what `Subscriber.sync` and `Publisher.publish`
-    raise.
+    each) has signed are taken. ``attest`` as for `Publisher`. ``stream_id``: the stream's, where it is known.
+    ``threads``: the maximum number (None: one per core); ``on_event`` gets the events of restoring and publishing. This
+    takes the stream over: a trainer that still publishes to it is refused at its next commit; one that is about to
+    start need not call it, since ``publish(anchor=True)`` does the same. Raises EmptyStream, and what `Subscriber.sync`
+    and `Publisher.publish` raise.
     """
     opened = open_store(store)
     keys = [*([signer.public_key] if signer else ()), *(trusted_keys or ())]
-    reader = Subscriber(
-        opened, stream=stream, trusted_keys=keys or None, stream_id=stream_id, threads=threads, on_event=on_event
-    )
-    newest = reader.sync()
-    if newest is None:
-        raise EmptyStream(f"stream {stream!r} has no versions")
-    with Publisher(
-        opened,
-        stream=stream,
-        signer=signer,
-        trusted_keys=trusted_keys or (),
-        threads=threads,
-        on_event=on_event,
-    ) as publisher:
+    with (
+        Publisher(
+            opened,
+            stream=stream,
+            signer=signer,
+            attest=attest,
+            trusted_keys=trusted_keys or (),
+            threads=threads,
+            on_event=on_event,
+        ) as publisher,
+        Subscriber(
+            opened, stream=stream, trusted_keys=keys or None, stream_id=stream_id, threads=threads, on_event=on_event
+        ) as reader,
+    ):
+        newest = reader.sync()
+        if newest is None:
+            raise EmptyStream(f"stream {stream!r} has no versions")
         publisher.stream_id = reader.stream_id
         return publisher.publish(reader.state, metadata=newest.metadata, anchor=True)

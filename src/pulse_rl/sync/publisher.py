@@ -76,7 +76,7 @@ class Publisher(Closing, NotCopyable):
     do not need is deleted in the background, as `gc_stream` does, whenever an anchor has become old enough (None: all
     stay). ``signer`` signs every manifest, claim and fold; then only what is signed by its key or by one of
     ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``attest``: each anchor has an attestation of
-    its files, signed by a key that is derived from the ``signer``'s; ``pulse attest`` hands it out. ``baseline``: a
+    its files, signed by a key that is derived from the ``signer``'s; a `checkout` has it. ``baseline``: a
     folder of this publisher's own, in which the last version is a mapped file instead of memory; a publisher that
     starts again with it goes on from there, once that is verified. ``threads``: the maximum number (None: one per
     core). ``on_event`` gets the events of `pulse_rl.events`.
@@ -184,7 +184,7 @@ class Publisher(Closing, NotCopyable):
         if not isinstance(attest, bool):
             raise InputError(f"attest must be True or False, not {attest!r}", hint="The key is the signer's.")
         if attest and signer is None:
-            raise InputError("attest needs a signer", hint="Give signer=Signer.load(file); pulse keygen makes a file.")
+            raise InputError("attest needs a signer", hint="Give a signer, --sign-key FILE; pulse keygen makes one.")
         opened = Stream(
             open_store(store),
             stream,

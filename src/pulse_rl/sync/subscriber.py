@@ -243,7 +243,7 @@ class Subscriber(Closing, NotCopyable):
             raise InputError("keep is for the folders of a layout", hint="Otherwise the newest version is kept.")
         is_file = target.suffix == ".safetensors" and named is None
         state, manifest, history, files = self._serial.run(
-            lambda: (self._state(), self._manifest(), self._host.history, {} if is_file else self._read_files())
+            lambda: (self._state(), self._manifest(), self._host.history, {} if is_file else self._saved_files(sharded))
         )
         digest = self.digest
         facts = metadata_of(manifest.version, digest.root) | dict(metadata or {})
@@ -388,6 +388,10 @@ class Subscriber(Closing, NotCopyable):
             ref.sha256: self._files.get(ref.sha256) or self._failover.fetch(ref.payload, FILE) for ref in refs
         }
         return {ref.name: self._files[ref.sha256] for ref in refs}
+
+    def _saved_files(self, sharded: bool) -> dict[str, bytes]:
+        """What `save` writes beside the weights, which are one file or ``sharded``."""
+        return self._read_files()
 
     def _forget(self) -> None:
         self._files = {}

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pulse_rl import LocalStore, Publisher
+from pulse_rl import LocalStore, Publisher, Signer, checkout, verify_stream
 from pulse_rl._util.faults import POINTS, armed
 from pulse_rl.errors import InputError, PulseError, RankLost
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed
@@ -28,7 +28,7 @@ from tests.support.trainers import Group, Trainer, together
 
 pytestmark = pytest.mark.slow
 RANKS = 3
-
+SIGNER = Signer(bytes(32))
 
 Seen = tuple[list[str], list[str], list[str]]
 
@@ -123,6 +123,33 @@ def test_what_is_not_right_is_read_from_the_store(tmp_path: Path, damage: str) -
     )
     assert [how for how, _, _ in seen] == [["restored" if damage == "a bit" else "kept"]] * RANKS
     assert [how for how, _, _ in together(start, RANKS, tmp_path, range(5, 6))] == [["kept"]] * RANKS
+
+
+def attested(trainer: Trainer, folder: Path) -> None:
+    """A version with an anchor beside its patch, and after a new start others."""
+    trainer.connect("attested")
+    model = policy(rows=1501, width=70, blocks=1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    store = LocalStore(folder / "store")
+    settings: dict[str, Any] = {"stream": "policy", "threads": 1, "baseline": folder / "p", "signer": SIGNER}
+    for first in (0, 2):
+        with ShardedPublisher(store, attest=True, **settings) as publisher:
+            for seed in range(first, first + 2):
+                step(model.state_dict(), seed)
+                published = publisher.publish(model.state_dict(), anchor=seed > 0)
+                assert bool(published.patch_bytes) == (seed > 0)
+    with pytest.raises(InputError, match="attest is"):
+        ShardedPublisher(store, attest=trainer.rank == 0, **settings)
+
+
+def test_what_ranks_with_mapped_slices_attest_is_right(tmp_path: Path) -> None:
+    together(attested, RANKS, tmp_path)
+    store = LocalStore(tmp_path / "store")
+    assert not [report.problems for report in verify_stream(store, "policy", threads=1) if report.problems]
+    for version in range(4):
+        with checkout(store, "policy", version=version, threads=1) as found:
+            assert found.manifest.anchor
+            assert found.manifest.anchor.attestation
 
 
 def refused(trainer: Trainer, folder: Path) -> None:
