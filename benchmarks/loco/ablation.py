@@ -77,6 +77,8 @@ def pulse(**settings: Any) -> Variant:
     return Variant(settings=settings)
 
 
+SWEEP = {"wire": "int2", "sweep": 4}
+
 GROUPS: dict[str, Group] = {
     "lookahead": Group([Variant(DiLoCo), *(pulse(lookahead=c) for c in (0.0, 1.33, 3.0, 7.0, 14.0))]),
     "gate": Group([pulse(gate_scale=k) for k in (0.25, 0.5, 2.0)]),
@@ -104,7 +106,14 @@ GROUPS: dict[str, Group] = {
             for share, lr in ((0.03, 1.0), (0.1, 1.0), (0.1, 3.0))
         ]
     ),
-    "heldout": Group([v for lr in PRETRAINED_RATES for v in both(task=tasks.PRETRAINED_SPLIT, lr=lr)], rounds=8),
+    "heldout": Group(
+        [
+            Variant(method, task=tasks.PRETRAINED_SPLIT, lr=lr, settings=settings)
+            for lr in PRETRAINED_RATES
+            for method, settings in ((DiLoCo, {}), (PulseLoCo, {}), (PulseLoCo, {"wire": "int2"}), (PulseLoCo, SWEEP))
+        ],
+        rounds=16,
+    ),
     "scaling": Group(
         [
             Variant(task=tasks.PRETRAINED, lr=lr, trainers=trainers, settings={"gate_sums": gated})
@@ -167,7 +176,7 @@ def measure(variant: Variant, seed: int, rounds: int, evaluate: bool) -> Outcome
 
     def make_loop(rank: int, masters: Masters, optimizer: torch.optim.Optimizer) -> OuterLoop:
         settings = {"sync_every": variant.sync_every, **outer, **variant.settings}
-        of_exchange = {name: settings.pop(name) for name in ("gate_sums", "wire") if name in settings}
+        of_exchange = {name: settings.pop(name) for name in ("gate_sums", "wire", "sweep") if name in settings}
         if variant.sites > 1:
             of_exchange["site"] = f"site {rank // members}"
         loop = variant.method(masters, optimizer, group=Exchange(**of_exchange), **settings)

@@ -84,6 +84,7 @@ class Node:
             grace_seconds=self.world.grace,
             deadline_seconds=1e9,
             wire=self.world.wire,
+            sweep=self.world.sweep,
             **who,
         )
         overlap = int(self.world.overlap)
@@ -209,6 +210,7 @@ class Rounds:
         self.quorum = rng.randint(1, len(names))
         self.grace = rng.choice((0.0, 0.0, 1.0))
         self.wire: wire.WireName = rng.choice(("FP32", "int4", "int2"))
+        self.sweep = None if self.wire == "FP32" else rng.choice((None, 1, 2, 3))
         self.overlap = rng.random() < 0.4
         self._reference = Reference(self.first)
         self._thetas = [self.first.clone()]

@@ -15,7 +15,7 @@ from torch import nn
 
 from pulse_rl import MemoryStore, PulseLoCo, Store
 from pulse_rl.errors import InputError, NonFinite, PulseError, StateMismatch, StoreUnavailable, TrainerLost
-from pulse_rl.loco import Round, StoreExchange
+from pulse_rl.loco import Exchange, Round, StoreExchange
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import WireName
 from pulse_rl.store import Data
@@ -37,15 +37,23 @@ class Member:
         quorum: int = 3,
         grace: float = SECONDS,
         wire: WireName = "FP32",
+        sweep: int | None = None,
         overlap: int = 0,
         **settings: Any,
     ) -> None:
-        self.wire = wire
+        self.wire, self.sweep = wire, sweep
         self.name, self.job = name, Job(lr=1e-3)
         self.now, self.log = torch.empty(0), list[tuple[int, int, torch.Tensor]]()
         self.job.optimizer.register_step_post_hook(lambda *_: setattr(self, "now", self.job.weights()))
         over = StoreExchange(
-            store, trainer=name, quorum=quorum, grace_seconds=grace, deadline_seconds=SECONDS, wire=wire, **settings
+            store,
+            trainer=name,
+            quorum=quorum,
+            grace_seconds=grace,
+            deadline_seconds=SECONDS,
+            wire=wire,
+            sweep=sweep,
+            **settings,
         )
         self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, over=over, overlap=overlap)
         self.first = flat(self.loop.global_state()).clone()
@@ -72,7 +80,7 @@ def closes(store: Store) -> list[list[str]]:
 
 def simulate(members: list[Member], rounds: list[list[str]]) -> dict[str, Reference]:
     """By the document: who is in is summed by name; who is not keeps all that it has."""
-    references = {member.name: Reference(member.first, wire=member.wire) for member in members}
+    references = {m.name: Reference(m.first, wire=m.wire, sweep=m.sweep) for m in members}
     logs = {member.name: list(member.log) for member in members}
     for number, names in enumerate(rounds):
         sent = {}
@@ -110,10 +118,10 @@ def at_once(*programs: Callable[[], Any]) -> list[Any]:
         return [each.result(SECONDS) for each in [pool.submit(program) for program in programs]]
 
 
-@pytest.mark.parametrize("wire", ["FP32", "int4"])
-def test_all_hold_the_same_theta_after_each_round(wire: WireName) -> None:
+@pytest.mark.parametrize(("wire", "sweep"), [("FP32", None), ("int4", None), ("int2", 2)])
+def test_all_hold_the_same_theta_after_each_round(wire: WireName, sweep: int | None) -> None:
     store = MemoryStore()
-    members = [Member(store, name, wire=wire) for name in "abc"]
+    members = [Member(store, name, wire=wire, sweep=sweep) for name in "abc"]
 
     def train(member: Member) -> list[str]:
         with member.loop:
@@ -426,6 +434,13 @@ def refusals() -> dict[str, tuple[Callable[[Store], Any], type[PulseError], str]
         "buffers": (buffers, StateMismatch, "not averaged"),
         "both": (lambda s: PulseLoCo(*_parts(), sync_every=1, group=object(), over=s), InputError, "not both"),  # type: ignore[arg-type]
         "name": (lambda s: StoreExchange(s, trainer="a/b"), InputError, "trainer"),
+        "a wide sweep": (lambda s: StoreExchange(s, sweep=4), InputError, "wire 'FP32'"),
+        "no sweep": (lambda s: StoreExchange(s, sweep=0, wire="int4"), InputError, "sweep"),
+        "a sweep that overshoots": (
+            lambda s: PulseLoCo(*_parts(), sync_every=1, lookahead=0, group=Exchange(sweep=4, wire="int2")),
+            InputError,
+            "lookahead",
+        ),
         "quorum": (lambda s: StoreExchange(s, quorum=0), InputError, "quorum"),
         "group": (lambda s: run(s, Job().model).rejoin(object()), InputError, "not in a group"),
         "averaged": (lambda s: run(s, Job().model).averaged_state(), InputError, "over a store"),

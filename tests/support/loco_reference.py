@@ -63,6 +63,7 @@ class Reference:
         lookahead: float | None = None,
         gate_scale: float = 1.0,
         gate_sums: bool = False,
+        sweep: int | None = None,
         rank: int = 0,
         sites: Sequence[str] = (),
     ) -> None:
@@ -73,6 +74,7 @@ class Reference:
         ahead = lr / (1 - momentum) if lookahead is None else lookahead
         self.lookahead, self.gate_scale = torch.tensor(ahead), torch.tensor(gate_scale)
         self.gate_sums, self.rank, self.sites = gate_sums, rank, sites
+        self.sweep, self.number = sweep, 0
         self.summed = torch.zeros_like(theta)
         self.blocks: list[int] = []  # their elements; empty: one block
         self.outer = torch.optim.SGD([self.theta], lr=lr, momentum=momentum, nesterov=True)
@@ -82,7 +84,8 @@ class Reference:
         """(s, what is sent: zero where the gate is closed) for local weights ``now``; updates the residual."""
         s = (self.start().float() - now) + self.residual
         before, after = self.theta.to(self.gate_dtype), (self.theta - self.gate_scale * s).to(self.gate_dtype)
-        sent = torch.where(bits(before) != bits(after), rounded(s, self.wire), torch.zeros(()))
+        open_ = (bits(before) != bits(after)) | self.swept()
+        sent = torch.where(open_, rounded(s, self.wire), torch.zeros(()))
         self.residual = s - sent
         return s, sent
 
@@ -105,6 +108,7 @@ class Reference:
         self.summed = total
         self.theta.grad = total / len(sent)
         self.outer.step()
+        self.number += 1
 
     def between_sites(self, sent: list[Flat], owners: torch.Tensor) -> Flat:
         """The sums of the sites' sums. With ``gate_sums`` those that go to an owner elsewhere are gated first, as if
@@ -126,7 +130,14 @@ class Reference:
         """The sums whose mean passes the gate, as the wire has them; 0 elsewhere."""
         moved = self.theta - self.gate_scale * (sums / trainers)
         before, after = self.theta.to(self.gate_dtype), moved.to(self.gate_dtype)
-        return torch.where(bits(before) != bits(after), rounded(sums, self.wire), torch.zeros(()))
+        open_ = (bits(before) != bits(after)) | self.swept()
+        return torch.where(open_, rounded(sums, self.wire), torch.zeros(()))
+
+    def swept(self) -> torch.Tensor:
+        """Where the gates are open because it is the turn of a block."""
+        blocks = self.blocks or [len(self.summed)]
+        turns = [bool(self.sweep) and (number + self.number) % self.sweep == 0 for number in range(len(blocks))]
+        return torch.repeat_interleave(torch.tensor(turns), torch.tensor(blocks))
 
     def keep(self, rest: Flat, mine: torch.Tensor) -> None:
         self.residual = torch.where(mine & (rest != 0), self.residual + rest, self.residual)
@@ -191,7 +202,7 @@ class Job:
         return flat(dict(self.model.named_parameters()))
 
 
-_OF_EXCHANGE = ("group", "site", "wire", "gate_sums", "timeout_seconds")
+_OF_EXCHANGE = ("group", "site", "wire", "gate_sums", "sweep", "timeout_seconds")
 
 
 def pulse_loco(model: Any, optimizers: Any, **settings: Any) -> PulseLoCo:

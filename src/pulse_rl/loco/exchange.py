@@ -15,6 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from .._native import sum_entries
+from .._util.settings import checked_count
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite
 from .gate import Gate, ReduceGate
@@ -29,6 +30,7 @@ SCATTER_FROM = 4
 """Trainers from which on each sums a share: (1 - 1/R) of a message and of all sums leave a process then, not R - 1
 messages, which is more as soon as trainers send some of the same entries."""
 GATE_SUMS_FROM = 8
+_SWEPT_MANTISSA = 2
 Phase = Callable[[str], AbstractContextManager[None]]
 
 Sums = list[Entries] | bytes
@@ -49,7 +51,10 @@ class Exchange:
     mantissa, for about nine, four and two bits a value once they are coded. What rounding loses stays in the residual.
     ``gate_sums``: whoever sums a share of the parameters sends back only those sums whose mean passes the gate, on
     the ``wire``, and carries the rest in its own residual: what leaves a process does not grow with the trainers.
-    "auto", the default, is from 8 trainers on, or among several sites, if there is a lookahead; False is the paper's.
+    "auto", the default, is from 8 trainers on, with a sweep from 4 on, or among several sites, if there is a lookahead;
+    False is the paper's.
+    ``sweep``: every so many rounds the gates let all of a block of parameters pass, each block in its turn, so that
+    theta has learnt what the trainers have. For "int4" and "int2", and with a lookahead (docs/loco.md, 1.3).
 
     Raises InputError.
     """
@@ -58,10 +63,11 @@ class Exchange:
     site: str | None = None
     wire: WireName = "FP32"
     gate_sums: bool | Literal["auto"] = "auto"
+    sweep: int | None = None
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        Wire(self.wire)
+        require_sweep(self.sweep, Wire(self.wire))
         if not isinstance(self.gate_sums, bool) and self.gate_sums != "auto":
             raise InputError(f"gate_sums is {self.gate_sums!r}", hint='Use True, False or "auto".')
         if self.site is not None and not (isinstance(self.site, str) and self.site):
@@ -70,6 +76,18 @@ class Exchange:
             )
         if self.timeout_seconds <= 0:
             raise InputError(f"timeout_seconds is {self.timeout_seconds}", hint="Give a number of seconds above 0.")
+
+
+def require_sweep(sweep: int | None, wire: Wire) -> None:
+    """Raises InputError for a ``sweep`` that is no number of rounds, or that the wire is too wide for."""
+    if sweep is None:
+        return
+    checked_count("sweep", sweep)
+    if wire.mantissa > _SWEPT_MANTISSA:
+        raise InputError(
+            f"a sweep sends every value of a block, which is for few bits, not for wire {wire.name!r}",
+            hint='Set wire="int4" or wire="int2".',
+        )
 
 
 def exchange_of(group: dist.ProcessGroup | Exchange | None) -> Exchange:
@@ -127,11 +145,13 @@ class Sites:
         return [owner for owner in range(self.trainers) if self.site_reducer(site, owner) == rank]
 
 
-def gates_sums(setting: bool | Literal["auto"], sites: Sites, *, lookahead: bool) -> bool:
+def gates_sums(exchange: Exchange, sites: Sites, *, lookahead: bool) -> bool:
     """Whether sums pass a gate, by ``Exchange.gate_sums``."""
-    if setting == "auto":
-        return lookahead and (sites.several or sites.trainers >= GATE_SUMS_FROM)
-    return setting and sites.trainers > 1
+    if exchange.gate_sums == "auto":
+        # All sums of a block in FP32 would be most of what a sweep costs.
+        trainers = SCATTER_FROM if exchange.sweep else GATE_SUMS_FROM
+        return lookahead and (sites.several or sites.trainers >= trainers)
+    return exchange.gate_sums and sites.trainers > 1
 
 
 def cut_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
@@ -455,7 +475,7 @@ class GatedReduction:
         # 1. The gate: the entries to send; the others, with what rounding loses, fill the next residual.
         residual.forget_message()
         with phase("gate"):
-            own = self.gate.local_message(state, residual, self.wire)
+            own = self.gate.local_message(state, residual, self.wire, number)
 
         def announce(digest: str) -> None:  # before the message is sent: it may count although this trainer fails
             residual.pending_message = None if own.bad else digest
@@ -467,8 +487,8 @@ class GatedReduction:
         arrived: Transferred | None = None
         sites, reduce_gate = self.sites(group), None
         try:
-            if gates_sums(self.exchange.gate_sums, sites, lookahead=bool(residual.lookahead)):
-                reduce_gate = ReduceGate(state.theta, rounding, self.gate.scale, self.wire)
+            if gates_sums(self.exchange, sites, lookahead=bool(residual.lookahead)):
+                reduce_gate = ReduceGate(state.theta, self.gate, self.wire, number)
                 residual.add_held_back = reduce_gate.add_residual
             if reduce_gate or sites.several or group.size >= SCATTER_FROM:
                 arrived = transfer.scatter(own, sites, reduce_gate)

@@ -56,6 +56,15 @@ def open_entries(
     return _gate(theta, now, residual, lookahead, bf16_start, s, rounding, base)
 
 
+def sweeps(sweep: int | None, block: FlatBlock, number: int) -> bool:
+    """Whether the gates are open for all of a block in the round after ``number`` (docs/loco.md, section 1.3)."""
+    return sweep is not None and (block.number + number) % sweep == 0
+
+
+def _nonzero(values: Floats) -> Positions:
+    return np.flatnonzero(values).astype(np.uint32)
+
+
 def scaled_open_entries(theta: Floats, s: Floats, scale: np.float32, rounding: Rounding) -> Positions:
     """The positions where ``cast(theta) != cast(theta - scale * s)``, of finite ``s``."""
     scaled = np.clip(scale * s, -_OPENS, _OPENS)
@@ -67,30 +76,35 @@ def scaled_open_entries(theta: Floats, s: Floats, scale: np.float32, rounding: R
 class Gate:
     """Selects what a trainer sends of ``s``, its local steps and its residual (PULSE, Algorithm 2).
 
-    Open where ``cast(theta) != cast(theta - scale * s)`` in ``dtype``. An ablation replaces one of the three methods.
+    Open where ``cast(theta) != cast(theta - scale * s)`` in ``dtype``, and with a ``sweep`` for all of a block in one
+    round of so many. An ablation replaces one of the three methods.
     """
 
-    def __init__(self, dtype: torch.dtype, scale: float) -> None:
+    def __init__(self, dtype: torch.dtype, scale: float, sweep: int | None = None) -> None:
         self.dtype, self.rounding, self.scale = dtype, rounding_of(dtype), np.float32(scale)
+        self.sweep = sweep
 
     def settings(self) -> dict[str, object]:
         """What all trainers must have in common."""
-        return {"gate": type(self).__name__, "gate_dtype": str(self.dtype), "gate_scale": float(self.scale)}
+        gate = {"gate": type(self).__name__, "gate_dtype": str(self.dtype), "gate_scale": float(self.scale)}
+        return {**gate, "sweep": self.sweep}
 
-    def local_message(self, state: OuterState, residual: Residual, wire: Wire) -> LocalMessage:
-        """What this trainer has to send; fills the next residual."""
+    def local_message(self, state: OuterState, residual: Residual, wire: Wire, number: int) -> LocalMessage:
+        """What this trainer has to send in the round after ``number``; fills the next residual."""
         try:
-            return LocalMessage(state.each_block(lambda block: self._gate_block(state, residual, wire, block)))
+            return LocalMessage(state.each_block(lambda block: self._gate_block(state, residual, wire, number, block)))
         except NonFinite as error:
             return LocalMessage([], str(error))
 
-    def _gate_block(self, state: OuterState, residual: Residual, wire: Wire, block: FlatBlock) -> Entries:
+    def _gate_block(self, state: OuterState, residual: Residual, wire: Wire, number: int, block: FlatBlock) -> Entries:
         """The block's entries. Raises NonFinite with the parameter's name alone."""
         # 1. s and the open entries, in one pass over memory.
         theta, s = block.of(state.theta), block.of(residual.next)
         positions = self.select(state, block, block.of(residual.flat), s, residual.started_with)
         if positions is None:
             raise NonFinite(state.parameters.name_at(block.start + int(np.argmin(is_finite(s)))))
+        if sweeps(self.sweep, block, number):
+            positions = _nonzero(wire.round(s))
         # 2. What they are on the wire. A value may become infinite there, which no theta survives.
         selected = s[positions]
         sent = wire.round(self.values(theta[positions], selected))
@@ -101,12 +115,15 @@ class Gate:
         s[positions] = self.remainder(selected, sent)
         return positions, sent
 
-    def entries_of(self, state: OuterState, flat: Floats, wire: Wire) -> list[Entries]:
-        """What a message for the round that is due has, by block, where ``flat`` is all there was to send."""
+    def entries_of(self, state: OuterState, flat: Floats, wire: Wire, number: int) -> list[Entries]:
+        """What a message for the round after ``number`` has, by block, where ``flat`` is all there was to send."""
 
         def of(block: FlatBlock) -> Entries:
             s = block.of(flat)
-            positions = scaled_open_entries(block.of(state.theta), s, self.scale, self.rounding)
+            if sweeps(self.sweep, block, number):
+                positions = _nonzero(wire.round(s))
+            else:
+                positions = scaled_open_entries(block.of(state.theta), s, self.scale, self.rounding)
             return positions, wire.round(s[positions])
 
         return state.each_block(of)
@@ -144,13 +161,14 @@ class Gate:
 
 
 class ReduceGate:
-    """Lets through, of the sums of one round that one trainer makes, those whose mean would change the next forward
-    pass. The rest is the ``residual``, by unit, which goes into that trainer's own."""
+    """Lets through, of the sums that one trainer makes in the round after ``number``, those whose mean would change the
+    next forward pass, and all of what is swept. The rest is the ``residual``, by unit, which goes into that trainer's
+    own."""
 
-    def __init__(self, theta: Floats, rounding: Rounding, scale: np.float32, wire: Wire) -> None:
+    def __init__(self, theta: Floats, gate: Gate, wire: Wire, number: int) -> None:
         self.wire = wire
         self.residual: list[tuple[Unit, Entries]] = []
-        self._theta, self._rounding, self._scale = theta, rounding, scale
+        self._theta, self._gate, self._number = theta, gate, number
 
     def filter(self, unit: Unit, sums: Entries, trainers: int) -> Entries:
         """The unit's entries to send, of sums over so many ``trainers``, rounded to the wire dtype. Sums that are not
@@ -158,9 +176,12 @@ class ReduceGate:
         places, values = sums
         if not len(places) or not is_finite(values).all():
             return sums
-        # The mean is what theta moves by, as it is for the gate of a trainer's own entries.
-        mean = values / np.float32(trainers)
-        kept = scaled_open_entries(unit.of(self._theta)[places], mean, self._scale, self._rounding)
+        if sweeps(self._gate.sweep, unit.block, self._number):
+            kept = _nonzero(self.wire.round(values))
+        else:
+            # The mean is what theta moves by, as it is for the gate of a trainer's own entries.
+            mean, theta = values / np.float32(trainers), unit.of(self._theta)[places]
+            kept = scaled_open_entries(theta, mean, self._gate.scale, self._gate.rounding)
         sent, rest = self.wire.round(values[kept]), values.copy()
         rest[kept] -= sent
         left = np.flatnonzero(rest)

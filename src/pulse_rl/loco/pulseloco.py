@@ -75,7 +75,7 @@ class PulseLoCo(OuterLoop):
         if group is not None and over is not None:
             raise InputError("trainers meet in a group or over a store", hint="Give group or over, not both.")
         stored = None if over is None else store_exchange_of(over)
-        exchange = Exchange(wire=stored.wire, gate_sums=False) if stored else exchange_of(group)
+        exchange = Exchange(wire=stored.wire, gate_sums=False, sweep=stored.sweep) if stored else exchange_of(group)
         scale = checked_number("gate_scale", gate_scale, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         if lookahead == "auto":
@@ -83,8 +83,10 @@ class PulseLoCo(OuterLoop):
         residual = Residual(state, checked_number("lookahead", lookahead, maximum=MAX_SCALE))
         if overlap not in (0, 1) or (overlap and not stored):
             raise InputError(f"overlap is {overlap!r}", hint="Use 0, or, where trainers meet over a store, 1.")
+        if exchange.sweep and not lookahead:
+            raise InputError("a sweep without a lookahead overshoots", hint='Leave lookahead at "auto", or sweep out.')
         residual.overlapped = bool(overlap)
-        reduction = GatedReduction(state, residual, Gate(gate_dtype, scale), exchange)
+        reduction = GatedReduction(state, residual, Gate(gate_dtype, scale, exchange.sweep), exchange)
         meet = partial(StoreRounds, stored, reduction) if stored else partial(GroupRounds, exchange, reduction)
         super().__init__(model, state, reduction, meet, sync_every=sync_every, on_round=on_round)
         self.reduction: GatedReduction = reduction

@@ -39,7 +39,7 @@ from ..errors import (
 from ..store import Store, open_store
 from ..store.wrappers import BoundedStore
 from ..stream.signing import Signer, TrustedKeys, trusted_by
-from .exchange import GatedReduction, Phase
+from .exchange import GatedReduction, Phase, require_sweep
 from .group import TrainerNote
 from .meeting import Round
 from .outer import Delivery
@@ -76,8 +76,8 @@ class StoreExchange:
     back from a checkpoint knows what became of the messages that it had sent. None: a name at random.
     ``quorum``: the fewest trainers that make a round. ``grace_seconds``: how long those that were in the round before
     are waited for once a quorum is there; who is later is left out of this round, and loses nothing.
-    ``deadline_seconds``: without a quorum for that long, a round raises TrainerLost. ``wire``: how values travel, as
-    with `Exchange`.
+    ``deadline_seconds``: without a quorum for that long, a round raises TrainerLost. ``wire`` and ``sweep``: how values
+    travel, and when all of a block does, as with `Exchange`.
 
     ``signer``: this trainer's key, with which it signs all that it writes; its name is the public key then.
     ``trusted_keys``: the public keys of all members, its own among them; what others write is refused. ``max_norm`` and
@@ -93,6 +93,7 @@ class StoreExchange:
     grace_seconds: float = 60.0
     deadline_seconds: float = 3600.0
     wire: WireName = "FP32"
+    sweep: int | None = None
     signer: Signer | None = None
     trusted_keys: Collection[str] | None = None
     max_norm: float | None = None
@@ -100,7 +101,7 @@ class StoreExchange:
     accept: Callable[[PostedMessage, int], bool | str] | None = None
 
     def __post_init__(self) -> None:
-        Wire(self.wire)
+        require_sweep(self.sweep, Wire(self.wire))
         checked_count("quorum", self.quorum)
         checked_number("grace_seconds", self.grace_seconds)
         checked_number("deadline_seconds", self.deadline_seconds)
@@ -276,7 +277,8 @@ class StoreRounds:
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
             with phase("gate"):
-                own = self._reduction.gate.local_message(self._state, residual, self._reduction.wire)
+                number, wire = self._trainer.round, self._reduction.wire
+                own = self._reduction.gate.local_message(self._state, residual, wire, number)
                 if own.bad is not None:
                     raise NonFinite(f"the pseudo-gradient of {own.bad!r} is not finite")
                 message = self._coder().encode(self._units, own.entries)
@@ -564,7 +566,7 @@ class StoreRounds:
             residual = self._reduction.residual
             if residual.overlapped:
                 # The message is gone, what it had is not: it follows from theta and the residual.
-                own = self._reduction.gate.entries_of(self._state, residual.flat, self._reduction.wire)
+                own = self._reduction.gate.entries_of(self._state, residual.flat, self._reduction.wire, began)
                 residual.settle(delivery, own, steps=bool(self._trainer.inner_step))
             elif delivery == Delivery.COUNTED:
                 residual.take_next()
