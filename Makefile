@@ -97,8 +97,10 @@ bench-vllm: $(ENGINES)/.ready
 quick: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow" --few -n 3 --dist worksteal $(ARGS)
 
-# The real trainers (Hugging Face, TRL, PEFT, JAX), with an environment of their own. Skipped where their wheels cannot be had.
+# The real trainers (Hugging Face, TRL, PEFT, JAX, Megatron), with an environment of their own. Skipped where their wheels
+# cannot be had. Megatron without its dependencies, which are for GPUs.
 TRAINERS := .venv-trainers
+MEGATRON := megatron-core==0.16.1 megatron-bridge==0.3.1
 .PHONY: test-trainers
 test-trainers: $(TRAINERS)/.ready
 	@if $(MAKE) --no-print-directory $(TRAINERS)/.packages; then \
@@ -107,6 +109,8 @@ test-trainers: $(TRAINERS)/.ready
 
 $(TRAINERS)/.packages: $(TRAINERS)/.ready tests/trainers/requirements.txt
 	$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -r tests/trainers/requirements.txt
+	$(TRAINERS)/bin/python -m pip install --quiet --no-deps $(MEGATRON) \
+	  || echo "tests/trainers/test_megatron.py: skipped, $(MEGATRON) could not be installed"
 	touch $@
 
 $(TRAINERS)/.ready: pyproject.toml constraints.txt $(NATIVE)

@@ -34,6 +34,7 @@ MODULES = (
     "pulse_rl.integrations.axolotl",
     "pulse_rl.integrations.fsdp",
     "pulse_rl.integrations.jax",
+    "pulse_rl.integrations.megatron",
     "pulse_rl.integrations.nemo_rl",
     "pulse_rl.integrations.restart",
     "pulse_rl.integrations.torch",
@@ -54,12 +55,13 @@ MODULES = (
 )
 """Whatever their ``__all__`` names is public, or without one the classes that they define, and nothing else is."""
 
-MOST_NAMES, MOST_AT_THE_ROOT = 122, 45
+MOST_NAMES, MOST_AT_THE_ROOT = 123, 45
 
 HANDED_OUT = {
     "pulse_rl.integrations.engines.handle.EngineSync",
     "pulse_rl.integrations.engines.replay.Replay",
     "pulse_rl.integrations.engines.handle.Generation",
+    "pulse_rl.integrations.positions.RankSlice",
     "pulse_rl.integrations.trl.rollout.PulseRollout",
     "pulse_rl.state.tensors.DType",
     "pulse_rl.study.run.StateSequence",

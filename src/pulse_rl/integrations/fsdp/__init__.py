@@ -28,6 +28,7 @@ from ...sync.state_folder import StateFolder
 from ..dtensor import local_box
 from ..flat import FlatShard
 from ..jax import local_part
+from ..positions import RankSlice
 from ..weights import policy_weights
 
 __all__ = ["ShardedPublisher"]
@@ -111,7 +112,7 @@ def local_state(source: Mapping[str, Any] | nn.Module, dtype: str | None) -> Loc
     shards: dict[str, Any] = {}
     boxes: dict[str, Box] = {}
     for name, value in source.items():
-        if isinstance(value, FlatShard):
+        if isinstance(value, FlatShard | RankSlice):
             shards[name], boxes[name] = value.local, value.box
         elif _is_of_jax(value):
             shards[name], boxes[name] = local_part(name, value)

@@ -1,0 +1,79 @@
+"""Megatron-Core and Megatron-Bridge on a host without CUDA: stand-ins for what they import or ask of a device alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import megatron.core.models.gpt.gpt_layer_specs
+import megatron.core.models.gpt.gpt_model  # noqa: F401 - before the stand-in: it looks for Transformer Engine
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from torch.overrides import TorchFunctionMode
+
+
+class Absent(type):
+    """A class that is there to be named, with all attributes that are asked for."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(name, (), {})
+
+
+class TransformerEngine(MetaPathFinder, Loader):
+    """An empty Transformer Engine, which Megatron-Bridge imports for its adapters."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        ours = fullname.partition(".")[0] == "transformer_engine"
+        return ModuleSpec(fullname, self, is_package=True) if ours else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module: Any = ModuleType(spec.name)
+        module.__getattr__ = lambda name: getattr(Absent, name) if name.startswith("__") else Absent(name, (), {})
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class OnHost(TorchFunctionMode):
+    """Within it a tensor that is to be on a CUDA device is in host memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs.get("device") is not None:
+            kwargs["device"] = self.host(kwargs["device"])
+        if func is torch.Tensor.to:
+            args = (args[0], *map(self.host, args[1:]))
+        return func(*args, **kwargs)
+
+    def host(self, value: Any) -> Any:
+        index = isinstance(value, int) and not isinstance(value, bool)
+        named = isinstance(value, str | torch.device) and str(value).startswith("cuda")
+        return torch.device("cpu") if index or named else value
+
+
+def scattered(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo sends memory as it lies, and the bridge gives it columns of a matrix."""
+
+    def run(output: torch.Tensor, parts: list[torch.Tensor] | None = None, **others: Any) -> Any:
+        return scatter(output, parts and [part.contiguous() for part in parts], **others)
+
+    return run
+
+
+CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()  # of dropout, which is off
+sys.meta_path.append(TransformerEngine())
+torch.cuda.current_device = lambda: 0  # type: ignore[method-assign]
+torch.cuda.set_device = lambda device: None  # type: ignore[method-assign]
+torch.cuda.synchronize = lambda device=None: None  # type: ignore[method-assign]
+dist.scatter = scattered(dist.scatter)
