@@ -13,8 +13,7 @@ from pulse_rl.errors import StateMismatch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import slices_of
 from pulse_rl.state.digest import LEAF_BYTES
-from pulse_rl.state.tensors import DTYPES, Segment, TensorSpec
-from pulse_rl.sync.columns import _put
+from pulse_rl.state.tensors import DTYPES, TensorSpec
 from pulse_rl.sync.layout import (
     Box,
     Held,
@@ -52,7 +51,7 @@ def test_a_box_is_where_its_elements_are(box: Box) -> None:
     expected = places(box)
     assert box.elements == len(expected)
     if box.elements:
-        np.testing.assert_array_equal(box.places(0, box.elements), expected)
+        np.testing.assert_array_equal(box.take(np.arange, 0, box.elements), expected)
     for flat in range(int(np.prod(box.shape)) + 1):
         assert box.below(flat) == np.count_nonzero(expected < flat)
     flat_range = box.flat()
@@ -77,16 +76,16 @@ def test_what_arrives_is_put_in_its_place(box: Box, data: st.DataObject) -> None
         return
     start = data.draw(st.integers(0, size - 1))
     stop = data.draw(st.integers(start + 1, size))
-    target = Segment(TensorSpec("a", DTYPES["U16"], box.shape), start, stop)
     low, high = box.below(start), box.below(stop)
     if low == high:
         return
     values = np.arange(size, dtype=np.uint16) + 1
     whole = np.zeros(stop - start, np.uint16)
-    _put(whole, target, box, (low, high), values[places(box)][low:high])
+    box.put(values[places(box)][low:high], low, whole, start)
     inside = np.zeros(size, np.uint16)
     inside[places(box)] = values[places(box)]
     np.testing.assert_array_equal(whole, inside[start:stop])
+    np.testing.assert_array_equal(box.take(lambda a, b: values[a:b], low, high), values[places(box)][low:high])
 
 
 def rows(spec: TensorSpec, *ends: int) -> list[Box]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .._util import extra
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..state.tensors import State, TensorSpec, UIntArray, dtype_named, stored_tensor
-from ..sync.layout import Box
+from ..sync.layout import Box, Spread
 from ..sync.update import TensorUpdate, Update
 
 __all__ = ["apply", "weights"]
@@ -64,7 +64,8 @@ def weights(tree: Any, names: Mapping[str, Any] | Callable[[str], Any] | None = 
             continue
         else:
             first[id(array)] = leaf.name
-            spread[leaf.name] = _Spread(_shards(array))
+            shards = _shards(array)
+            spread[leaf.name] = Spread(leaf.spec.dtype, [(box, _Rearranged(shard).read) for box, shard in shards])
         specs.append(leaf.spec)
     host = State.of(plain)
     data = {spec.name: stored_tensor(host, spec.name) for spec in host.specs} | spread
@@ -237,40 +238,10 @@ def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     return Box(tuple(((start, stop),) if stop > start else () for start, stop in ranges), tuple(shape))
 
 
-def _bits(array: Any) -> UIntArray:
-    """The host's memory of an array, flat."""
-    host = np.asarray(array)
-    flat: UIntArray = np.ascontiguousarray(host).reshape(-1).view(f"<u{host.dtype.itemsize}")
-    return flat
-
-
-class _Spread:
-    """An array in shards, read from these."""
-
-    def __init__(self, shards: list[tuple[Box, Any]]) -> None:
-        self._shards = shards
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        result: UIntArray | None = None
-        for box, shard in self._shards:
-            first, last = box.below(start), box.below(stop)
-            if first == last and result is not None:
-                continue
-            flat, run = _bits(shard), box.flat()
-            if result is None:
-                result = np.empty(stop - start, flat.dtype)
-            places = (
-                box.places(first, last) - start if run is None else slice(run[0] + first - start, run[0] + last - start)
-            )
-            result[places] = flat[first:last]
-        assert result is not None
-        return result
-
-
 class _Rearranged:
     """An array whose elements lie in another order in the checkpoint. A sharded one is assembled in host memory."""
 
-    def __init__(self, array: Any, view: View) -> None:
+    def __init__(self, array: Any, view: View = lambda array: array) -> None:
         self._array, self._view = array, view
 
     def read(self, start: int, stop: int) -> UIntArray:

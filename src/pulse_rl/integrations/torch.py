@@ -219,7 +219,7 @@ def _share(update: TensorUpdate, box: Box) -> TensorUpdate:
     spec = replace(update.spec, shape=box.local_shape)
     changes = changes_of(update)
     if changes is None:
-        return TensorUpdate(spec, None, box.cut(update.values))
+        return TensorUpdate(spec, None, box.take(lambda start, stop: update.values[start:stop], 0, box.elements))
     indices, values = [np.zeros(0, np.int64)], [np.zeros(0, f"u{spec.dtype.width}")]
     for part in changes.cut(_SHARED_AT_ONCE):
         inside, numbers = box.within(part.indices)

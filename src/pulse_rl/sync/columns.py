@@ -94,7 +94,7 @@ class ColumnExchange:
             return
         whole = np.empty(mine.elements, mine.spec.dtype.uint)
         for rank, data in received.items():
-            _put(whole, mine, chunk.boxes[rank], places[rank], data.view(whole.dtype))
+            chunk.boxes[rank].put(data.view(whole.dtype), places[rank][0], whole, mine.start)
         self._arrived[chunk.name, mine.start] = whole
 
     def _read(self, name: str, low: int, high: int, width: int) -> UIntArray:
@@ -119,34 +119,3 @@ def _chunks(layout: Layout) -> Iterator[_Chunk]:
 def _inside(box: Box, target: Segment) -> tuple[int, int]:
     """The elements of the box that lie in the segment, by their numbers in the box."""
     return box.below(target.start), box.below(target.stop)
-
-
-def _put(whole: UIntArray, target: Segment, box: Box, inside: tuple[int, int], data: UIntArray) -> None:
-    """Puts elements of a box to their places in the segment: whole rows of the box at once, then what is left."""
-    row = box.local_shape[-1]
-    columns = target.spec.shape[-1]
-    low, high = inside
-    first, last = min(-(-low // row) * row, high), max(high // row * row, min(-(-low // row) * row, high))
-    # The ragged ends element by element: each is less than a row of the box.
-    for start, stop in ((low, first), (last, high)):
-        if start < stop:
-            whole[box.places(start, stop) - target.start] = data[start - low : stop - low]
-    if first >= last:
-        return
-    rows = data[first - low : last - low].reshape(-1, row)
-    at = 0
-    for left, right in box.of[-1]:
-        # The places of each row's first element in this range of columns.
-        starts = box.places_of_rows(first // row, last // row) + left - target.start
-        piece = rows[:, at : at + right - left]
-        # Rows at equal distances, as almost all are, are one strided copy.
-        if len(starts) > 1 and np.all(np.diff(starts) == columns):
-            begin = int(starts[0])
-            view = np.lib.stride_tricks.as_strided(
-                whole[begin:], (len(starts), right - left), (columns * whole.itemsize, whole.itemsize)
-            )
-            view[:] = piece
-        else:
-            for start, line in zip(starts.tolist(), piece, strict=True):
-                whole[start : start + right - left] = line
-        at += right - left

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 from ..errors import StateMismatch
 from ..state.digest import LEAF_BYTES
-from ..state.tensors import Segment, State, TensorSpec, dtype_of
+from ..state.tensors import DType, Segment, State, TensorSpec, UIntArray, dtype_of
 
 Runs = tuple[tuple[int, int], ...]
 """Indices of one dimension: ascending ranges [start, stop)."""
@@ -80,17 +82,45 @@ class Box:
                 break
         return count
 
-    def places(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """The places in the flattened tensor of the box's elements [``first``, ``last``)."""
-        indices = np.unravel_index(np.arange(first, last), self.local_shape) if self.of else ()
-        places = np.zeros(last - first, np.int64)
-        for runs, size, index in zip(self.of, self.sizes, indices, strict=True):
-            places *= size
-            if len(runs) == 1:
-                places += index + runs[0][0]
-            else:
-                places += np.concatenate([np.arange(*run) for run in runs])[index]
-        return places
+    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+        """The box's elements [``first``, ``last``) as few rectangles."""
+        if first >= last:
+            return
+        if (run := self.flat()) is not None:
+            yield Piece(first, run[0] + first, 1, last - first, last - first, last - first)
+            return
+        here, columns = self.local_shape[-1], self.sizes[-1]
+        outer = Box(self.of[:-1], self.sizes[:-1])
+        # A part of a row, whole rows, and a part of a row.
+        whole = min(-(-first // here) * here, last), max(last // here * here, first)
+        for low, high in pairwise(sorted({first, *whole, last})):
+            left, right, at = low % here, (high - 1) % here + 1, 0
+            for start, stop in self.of[-1]:
+                begin, end = max(left, at), min(right, at + stop - start)
+                if begin < end:
+                    skip = start + begin - at
+                    for rows in outer.pieces(low // here, -(-high // here)):
+                        for k in range(rows.rows):
+                            number, place = rows.number + k * rows.step, rows.place + k * rows.pitch
+                            size = end - begin
+                            yield Piece(number * here + begin, place * columns + skip, rows.length, size, here, columns)
+                at += stop - start
+
+    def put(self, part: UIntArray, first: int, flat: UIntArray, place: int) -> None:
+        """Writes ``part``, the box's elements from number ``first``, into ``flat``, the flattened tensor's elements
+        from ``place``."""
+        for piece in self.pieces(first, first + len(part)):
+            piece.of(flat, piece.place - place, piece.pitch)[:] = piece.of(part, piece.number - first, piece.step)
+
+    def take(self, read: Callable[[int, int], npt.NDArray[Any]], first: int, last: int) -> npt.NDArray[Any]:
+        """The box's elements [``first``, ``last``). ``read`` returns the flattened tensor's [start, stop)."""
+        if (run := self.flat()) is not None:
+            return read(run[0] + first, run[0] + last)
+        found = np.empty(last - first, read(0, 0).dtype)
+        for piece in self.pieces(first, last):
+            seen = read(piece.place, piece.place + (piece.rows - 1) * piece.pitch + piece.length)
+            piece.of(found, piece.number - first, piece.step)[:] = piece.of(seen, 0, piece.pitch)
+        return found
 
     def within(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         """Which of these ``places`` in the flattened tensor are in the box, and the numbers there of those that are."""
@@ -111,29 +141,45 @@ class Box:
             inside &= of_this
         return inside, numbers[inside]
 
-    def cut(self, flat: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The box's elements of the flattened tensor ``flat``, in the box's order."""
-        found = flat.reshape(self.sizes)
-        for dim, (runs, size, local) in enumerate(zip(self.of, self.sizes, self.local_shape, strict=True)):
-            if local != size:
-                before = (slice(None),) * dim
-                parts = [found[(*before, slice(*run))] for run in runs]
-                found = np.concatenate(parts, axis=dim) if parts else found[(*before, slice(0))]
-        return found.reshape(-1)
-
-    def places_of_rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """The places at which the rows begin in the flattened tensor of which the box's rows [``first``, ``last``) have
-        elements. A row is the last dimension."""
-        outer = Box(self.of[:-1], self.shape[:-1])
-        places: npt.NDArray[np.int64] = outer.places(first, last) * self.shape[-1]
-        return places
-
     def meets(self, other: Box) -> bool:
         """Whether the two have an element in common."""
         return all(
             any(a < d and c < b for a, b in mine for c, d in theirs)
             for mine, theirs in zip(self.of, other.of, strict=True)
         )
+
+
+class Piece(NamedTuple):
+    """``rows`` of ``length`` elements of a box: the first one's ``number`` in the box and ``place`` in the flattened
+    tensor. The next row is ``step`` elements on in the box, and ``pitch`` in the tensor."""
+
+    number: int
+    place: int
+    rows: int
+    length: int
+    step: int
+    pitch: int
+
+    def of(self, flat: npt.NDArray[Any], at: int, step: int) -> npt.NDArray[Any]:
+        """The rows as a view of ``flat``, from ``at`` and ``step`` elements apart."""
+        width = flat.itemsize
+        return as_strided(flat[at:], (self.rows, self.length), (step * width, width))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A tensor of ``dtype`` as its ``parts``, each a box and what its elements are read of; all others are 0."""
+
+    dtype: DType
+    parts: Sequence[tuple[Box, Callable[[int, int], UIntArray]]]
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        found = np.zeros(stop - start, self.dtype.uint)
+        for box, read in self.parts:
+            low, high = box.below(start), box.below(stop)
+            if low < high:
+                box.put(read(low, high), low, found, start)
+        return found
 
 
 class Held(NamedTuple):
@@ -292,7 +338,7 @@ def _in_rows(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
             raise StateMismatch(f"rank {rank} and a lower one have the same elements of {spec.name!r}", hint=_HINT)
     if sum(box.elements for box in boxes.values()) != spec.elements:
         raise StateMismatch(f"tensor {spec.name!r} has elements that are on no rank", hint=_HINT)
-    ordered = sorted(items, key=lambda item: int(item[1].places(0, 1)[0]))
+    ordered = sorted(items, key=lambda item: next(item[1].pieces(0, 1)).place)
     rows = spec.elements // spec.shape[-1]
     ends = [rows * (k + 1) // len(ordered) * spec.shape[-1] for k in range(len(ordered))]
     segments = {

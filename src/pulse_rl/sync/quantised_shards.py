@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from ..state.cast import CastTensor
 from ..state.quantise import KEPT_KEYS, QuantisedState, config_of
 from ..state.quantise_formats import Shared
 from ..state.tensors import Readable, State, TensorSpec, UIntArray, stored_tensor
-from .layout import Box, Runs
+from .layout import Box, Runs, Spread
 from .request import LocalState
 
 Blocks = npt.NDArray[np.int64]
@@ -37,7 +38,10 @@ def quantised(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
     source, boxes = local.source, local.boxes
     specs = tuple(TensorSpec(s.name, s.dtype, boxes[s.name].shape) if s.name in boxes else s for s in source.specs)
     seen = {
-        s.name: _Seen(source, s, boxes[s.name]) if s.name in boxes else stored_tensor(source, s.name) for s in specs
+        s.name: Spread(s.dtype, [(boxes[s.name], partial(source.read, s.name))])
+        if s.name in boxes
+        else stored_tensor(source, s.name)
+        for s in specs
     }
     made = QuantisedState(State(specs, seen, source.aliases), local.quantise, local.dtype)
     shared: dict[str, tuple[Shared, Blocks]] = {}
@@ -102,35 +106,6 @@ def agree(
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """The whole tensor ``spec``, of which ``source`` has the elements in ``box``; all others are 0."""
-
-    source: State
-    spec: TensorSpec
-    box: Box
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        name, dtype = self.spec.name, self.spec.dtype.uint
-        if (flat := self.box.flat()) is not None:
-            found = np.zeros(stop - start, dtype)
-            low, high = max(start, flat[0]), min(stop, flat[1])
-            if low < high:
-                found[low - start : high - start] = self.source.read(name, low - flat[0], high - flat[0])
-            return found
-        columns, here = self.spec.shape[-1], self.box.local_shape[-1]
-        first, last = start // columns, -(-stop // columns)
-        rows = np.zeros((last - first, columns), dtype)
-        begin, end = self.box.below(first * columns) // here, self.box.below(last * columns) // here
-        if begin < end:
-            values = self.source.read(name, begin * here, end * here).reshape(-1, here)
-            places, at = self.box.places_of_rows(begin, end) // columns - first, 0
-            for low, high in self.box.of[-1]:
-                rows[places, low:high] = values[:, at : at + high - low]
-                at += high - low
-        return rows.reshape(-1)[start - first * columns :][: stop - start]
-
-
-@dataclass(frozen=True, slots=True)
 class _Cut:
     """The elements in ``box`` of the tensor ``name`` of ``whole``."""
 
@@ -139,16 +114,7 @@ class _Cut:
     box: Box
 
     def read(self, start: int, stop: int) -> UIntArray:
-        if (flat := self.box.flat()) is not None:
-            return self.whole.read(self.name, flat[0] + start, flat[0] + stop)
-        columns, here = self.box.shape[-1], self.box.local_shape[-1]
-        first, last = start // here, -(-stop // here)
-        places = self.box.places_of_rows(first, last)
-        found = []
-        for run in np.split(places, np.flatnonzero(np.diff(places) != columns) + 1):
-            rows = self.whole.read(self.name, int(run[0]), int(run[-1]) + columns).reshape(-1, columns)
-            found.append(np.concatenate([rows[:, low:high] for low, high in self.box.of[-1]], axis=1))
-        return np.concatenate(found).reshape(-1)[start - first * here :][: stop - start]
+        return self.box.take(partial(self.whole.read, self.name), start, stop)
 
 
 def _scaled_down(box: Box, name: str, per: tuple[int, int], shape: tuple[int, ...]) -> Box:
@@ -202,7 +168,8 @@ def _crossing(box: Box, per: tuple[int, int]) -> Blocks:
     *leading, rows, columns = box.shape
     bands, across = -(-rows // per[0]), -(-columns // per[1])
     if len(box.of) == len(box.shape):
-        matrices = _touched(Box(box.of[:-2], tuple(leading)))
+        outer = Box(box.of[:-2], tuple(leading))
+        matrices: Blocks = outer.take(np.arange, 0, outer.elements)
         (high, cut_high), (wide, cut_wide) = (
             _blocks(runs, size, step) for runs, size, step in zip(box.of[-2:], (rows, columns), per, strict=True)
         )
@@ -213,10 +180,6 @@ def _crossing(box: Box, per: tuple[int, int]) -> Blocks:
     ends = [] if not box.elements else [box.of[0][0][0], box.of[0][0][1] - 1]
     cut = {place // (rows * columns) * bands + place // columns % rows // per[0] for place in ends}
     return np.concatenate([np.arange(band * across, (band + 1) * across) for band in sorted(cut)] or [np.zeros(0, int)])
-
-
-def _touched(leading: Box) -> Blocks:
-    return leading.places(0, leading.elements) if leading.of else np.zeros(1, np.int64)
 
 
 def _blocks(runs: Runs, size: int, step: int) -> tuple[Blocks, npt.NDArray[np.bool_]]:
