@@ -63,6 +63,19 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
+    ("name", "wanted", "most"), [("fp8_block", 18.8e3, 22.7e6), ("nvfp4", 3.2e3, 12.8e6)]
+)  # fmt: skip
+def test_a_format_in_place_of_a_study(
+    name: str, wanted: float, most: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside the patches of docs/quantised.md, lr 3e-6."""
+    recorded = ["--params", "22.7M", "--density", "0.00798", "--step-seconds", "1", "--bandwidth", "1Gbit"]
+    found = planned(capsys, *recorded, "--quantised", name)["sync_bytes"]
+    assert found["auto"] == pytest.approx(wanted, rel=0.12)
+    assert found["full"] == pytest.approx(most, rel=0.01)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--params", "7B", "--step-seconds", "1", "--bandwidth", "1Gbit"], "is unknown"),
@@ -70,7 +83,8 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
         ([*SEVEN, "--bandwidth", "fast"], "'fast' is not a bandwidth"),
         ([*SEVEN, "--density", "much"], "'much' is not a share"),
         ([*SEVEN, "--workers", "0"], "'0' is not a positive number"),
-        ([*SEVEN, "--quantised"], "no study of quantised states"),
+        ([*SEVEN, "--quantised"], "of a study, or of a format"),
+        ([*SEVEN, "--quantised", "fp7"], "unknown format 'fp7'"),
         (["--study", "/nowhere.json", "--step-seconds", "1", "--bandwidth", "1Gbit"], "cannot read"),
     ],
 )

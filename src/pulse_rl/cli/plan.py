@@ -19,7 +19,7 @@ from .._util.settings import (
 from ..errors import InputError
 from ..plan import Fleet, Scenario, from_study, make_fleet_plan, make_plan
 from ..plan.fleet import WAYS, FleetPlan, catch_up_bytes
-from ..plan.model import METHODS, Plan
+from ..plan.model import METHODS, QUANTISED, Plan, quantised_inputs
 from .output import Console, read_study
 
 _LABELS = {
@@ -38,7 +38,12 @@ def add_parser(commands: Any) -> None:
     command.add_argument("--density", metavar="D", help="share of the weights that a step changes: 0.0086 or 0.86%%")
     command.add_argument("--study", metavar="FILE", help="take --params and --density from the JSON of `pulse study`")
     command.add_argument(
-        "--quantised", action="store_true", help="plan for the quantised states of a --study that has them (--quantise)"
+        "--quantised",
+        nargs="?",
+        const="",
+        metavar="FORMAT",
+        help="plan for quantised states: those of a --study that has them (--quantise); or of --params weights in "
+        f"FORMAT, {', '.join(QUANTISED)}, where a step changes --density of the same weights in BF16",
     )
     command.add_argument("--step-seconds", required=True, metavar="T", help="compute per step: 50 or 50s")
     command.add_argument(
@@ -77,13 +82,21 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     study = read_study(Path(args.study)) if args.study else None
-    if args.quantised:
+    if args.quantised is not None and bool(args.study) == bool(args.quantised):
+        raise InputError(
+            "quantised states are those of a study, or of a format",
+            hint=f"Give --study FILE --quantised; or without a study --quantised, and one of {', '.join(QUANTISED)}.",
+        )
+    if args.study and args.quantised is not None:
         study = study.get("quantised") if isinstance(study, dict) else None
         if study is None:
             raise InputError("there is no study of quantised states", hint="Give --study, of pulse study --quantise.")
     measured = from_study(study) if args.study else None
     if measured is None and (args.params is None or args.density is None):
         raise InputError("the number of changed parameters is unknown", hint="Give --params and --density, or --study.")
+    if measured is None and args.quantised is not None:
+        measured = quantised_inputs(parse_count(args.params), parse_share(args.density), args.quantised)
+        args.density = None
     workers, target = parse_count(args.workers), parse_share(args.target)
     upload_trip = args.upload_round_trip_seconds
     plan = make_plan(

@@ -78,7 +78,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._util.settings import checked_number
 from ..errors import InputError
@@ -375,3 +375,33 @@ def from_study(study: Any) -> MeasuredInputs:
         )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise InputError(f"not a study: {error!r}", hint="Give the output of `pulse study --json`.") from None
+
+
+class _Quantised(NamedTuple):
+    """A format beside BF16: bytes a weight, codes that change for each BF16 weight that does, and bytes a weight that a
+    step's scales take."""
+
+    param_bytes: float
+    codes: float
+    scales: float
+
+
+QUANTISED = {
+    "fp8_block": _Quantised(1 + 4 / 128**2, 0.079, 0.9 / 128**2),
+    "mxfp8": _Quantised(1 + 1 / 32, 0.085, 0),
+    "mxfp4": _Quantised(1 / 2 + 1 / 32, 0.004, 0),
+    "nvfp4": _Quantised(1 / 2 + 1 / 16, 0.0056, 1e-5),
+}
+"""As one run with FP32 masters had it, between its two learning rates (docs/quantised.md)."""
+
+
+def quantised_inputs(params: int, density: float, name: str) -> MeasuredInputs:
+    """What ``params`` weights take in the format ``name`` where a step changes ``density`` of them in BF16. History
+    saves nothing. Raises InputError."""
+    if name not in QUANTISED:
+        raise InputError(f"unknown format {name!r}", hint=f"Choose one of: {', '.join(QUANTISED)}.")
+    of = QUANTISED[name]
+    codes = density * of.codes
+    nbytes = sync_bytes("auto", params, codes, of.param_bytes) + of.scales * params
+    each = nbytes / max(params * codes, 1)
+    return MeasuredInputs(params, codes, of.param_bytes, {"auto": each, "history": each})
