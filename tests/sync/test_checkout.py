@@ -15,23 +15,27 @@ import torch
 from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, checkout, state_root
 from pulse_rl.errors import EmptyStream, InputError, Untrusted
 from pulse_rl.events import Event, FallbackUsed, Synced
+from pulse_rl.stream.manifest import Link
+from pulse_rl.stream.stream import Stream as StoredStream
+from pulse_rl.sync.planner import cheapest_path
 from tests.support.commands import Pulse
 from tests.support.publishers import tuned
 from tests.support.states import TinyTrainer
 from tests.support.stores import FaultyStore
 
-VERSIONS, ANCHORS, WALK = 513, 256, 300
+VERSIONS, ANCHORS, PATCH_BYTES = 1000, 256, 126
 Stream = tuple[Path, list[str]]
 
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Stream:
     """A stream with folds and anchors such that any version is one anchor and eight links; and its roots."""
-    store, weights, roots = tmp_path_factory.mktemp("long"), np.zeros(2000, np.uint16), []
-    with Publisher(store, stream="s", folds=(2, 4, 8, 16, 32, 64, 128), threads=1) as publisher:
+    store, weights, roots = tmp_path_factory.mktemp("long"), np.zeros(4000, np.uint16), []
+    folds = (2, 4, 8, 16, 32, 64, 128, 256)
+    with Publisher(store, stream="s", folds=folds, anchor_ratio=1e9, threads=1) as publisher:
         for step in range(VERSIONS):
             weights = weights.copy()
-            weights[7 * step % 2000] += 1
+            weights[7 * step % 4000] += 1
             done = publisher.publish({"w": weights}, metadata={"step": 10 * step}, anchor=step % ANCHORS == 0)
             roots.append(done.root)
     return store, roots
@@ -48,7 +52,7 @@ def dense(versions: int, *, history: bool, anchor_every: int = 100) -> tuple[Mem
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [0, 1, 127, 255, 256, 511])
+@pytest.mark.parametrize("version", [0, 1, 255, 256, 511, 767, 999])
 def test_any_version_is_one_anchor_and_eight_links(long: Stream, version: int) -> None:
     store, roots = long
     seen: list[Event] = []
@@ -60,37 +64,55 @@ def test_any_version_is_one_anchor_and_eight_links(long: Stream, version: int) -
 
 
 @pytest.mark.slow
+def test_none_of_1000_versions_is_farther(long: Stream) -> None:
+    stream = StoredStream(LocalStore(long[0]), "s")
+    patches = [Link(version - 1, version, PATCH_BYTES) for version in range(1, VERSIONS)]
+    links = [*stream.links(), *patches]
+    paths = [cheapest_path([x for x in links if x.version <= v], None, v) for v in range(VERSIONS)]
+    assert max(map(len, paths)) == 1 + 8
+
+
+@pytest.mark.slow
 def test_a_walk_reads_each_object_once_and_back_reads_nothing(long: Stream) -> None:
     store, roots = FaultyStore(LocalStore(long[0])), long[1]
     with checkout(store, "s", version=0, threads=1) as found:
-        assert [found.to(version).root for version in range(WALK)] == roots[:WALK]
+        assert [found.to(version).root for version in range(VERSIONS)] == roots
         reads = Counter(name for call, name in store.calls if call == "get" and not name.endswith(".safetensors"))
         assert set(reads.values()) == {1}
-        assert len(reads) == 2 * WALK - 1  # a manifest each, and a patch each but the first
+        assert len(reads) == 2 * VERSIONS - 1  # a manifest each, and a patch each but the first
         store.calls.clear()
-        assert [found.to(version).root for version in reversed(range(WALK))] == roots[WALK - 1 :: -1]
-        assert [found.to(version).root for version in range(0, WALK, 40)] == roots[:WALK:40]
+        assert [found.to(version).root for version in reversed(range(VERSIONS))] == roots[::-1]
+        assert [found.to(version).root for version in range(0, VERSIONS, 40)] == roots[::40]
         assert store.calls == []
         assert state_root(found.state) == found.root
 
 
 @pytest.mark.slow
-def test_a_bisection_of_512_versions_asks_nine_times_though_it_was_killed(
-    long: Stream, tmp_path: Path, pulse: Pulse, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("killed", [None, "$$", "$PPID"])  # the program, or what runs it
+def test_a_bisection_of_512_versions_asks_nine_times_whatever_is_killed(
+    long: Stream, tmp_path: Path, pulse: Pulse, monkeypatch: pytest.MonkeyPatch, killed: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = "echo $PULSE_VERSION >> asked; cp -L {}/model.safetensors $PULSE_VERSION.safetensors; "
-    killing = (
-        "[ $(wc -l < asked) != 5 ] || [ -e killed ] || { touch killed; kill -9 $PPID; }; [ $PULSE_VERSION -lt 237 ]"
-    )
-    command = ["bisect", long[0], "--stream", "s", "--good", 0, "--bad", 512, "--", "sh", "-c", asked + killing]
-    done = subprocess.run([str(Path(sys.executable).with_name("pulse")), *map(str, command)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where what is killed leaves its folder
+    asking = "echo $PULSE_VERSION >> asked; cp -L {}/model.safetensors $PULSE_VERSION.safetensors; "
+    killing = f"[ $(wc -l < asked) != 5 ] || [ -e killed ] || {{ touch killed; kill -9 {killed}; }}; "
+    program = ("sh", "-c", f"{asking}{killing if killed else ''}[ $PULSE_VERSION -lt 237 ]")
+    command = ["bisect", long[0], "--stream", "s", "--good", 0, "--bad", 512, "--", *program]
+    if killed:
+        done = subprocess.run([Path(sys.executable).with_name("pulse"), *map(str, command)], check=False)
+        assert done.returncode == (1 if killed == "$$" else -signal.SIGKILL)
+    reads = Counter[str]()
+    get = LocalStore.get
+    monkeypatch.setattr(LocalStore, "get", lambda self, name, *part: reads.update([name]) or get(self, name, *part))
     out = pulse(*command)
     assert out.splitlines()[-1] == "version 237 is the first bad one (step=2370), asked 9 times"
     versions = [int(line) for line in (tmp_path / "asked").read_text().split()]
-    assert versions == [256, 128, 192, 224, 240, 240, 232, 236, 238, 237]  # what it was killed at is asked again
+    again = [240] if killed else []  # what it was killed at
+    assert versions == [256, 128, 192, 224, 240, *again, 232, 236, 238, 237]
     assert all(state_root(f"{version}.safetensors") == long[1][version] for version in versions)
+    # One folder is made from another: the bad half may begin below the anchor of version 256, nothing else does.
+    assert sum(name.endswith(".safetensors") for name in reads) == (1 if killed else 2)
+    assert {count for name, count in reads.items() if name.endswith(".patch")} == {1}
 
 
 @pytest.mark.slow
