@@ -9,6 +9,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import megatron.core.models.gpt.gpt_layer_specs
 import megatron.core.models.gpt.gpt_model  # noqa: F401 - before the stand-in: it looks for Transformer Engine
@@ -76,4 +77,6 @@ sys.meta_path.append(TransformerEngine())
 torch.cuda.current_device = lambda: 0  # type: ignore[method-assign]
 torch.cuda.set_device = lambda device: None  # type: ignore[method-assign]
 torch.cuda.synchronize = lambda device=None: None  # type: ignore[method-assign]
+torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = MagicMock
+torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment,misc]
 dist.scatter = scattered(dist.scatter)

@@ -14,6 +14,7 @@ from tests.trainers.megatron_host import OnHost  # before what needs its stand-i
 # isort: split
 from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -34,7 +35,7 @@ FUSIONS = (
 
 
 def built(checkpoint: Path, *, dtype: torch.dtype, tensor: int = 1, pipeline: int = 1) -> tuple[Any, Any]:
-    """The bridge and the model, with the checkpoint's weights."""
+    """The bridge and the model in Megatron's DDP, with the checkpoint's weights in the buffers of its optimizer."""
     bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
     provider = bridge.to_megatron_provider(load_weights=True)
     provider.tensor_model_parallel_size, provider.pipeline_model_parallel_size = tensor, pipeline
@@ -47,13 +48,18 @@ def built(checkpoint: Path, *, dtype: torch.dtype, tensor: int = 1, pipeline: in
     provider.finalize()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
     return bridge, provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, bf16=provider.bf16
+        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True),
+        use_cpu_initialization=True,
+        bf16=provider.bf16,
     )
 
 
-def step(model: Any, seed: int) -> None:
-    """One forward and backward pass by Megatron's own schedule."""
-    rows = torch.stack([row["input_ids"] for row in sentences(2 * (seed + 1))[-2:]])
+def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """A step by Megatron's own schedule and gradients, of which each data parallel rank has other examples."""
+    replica = parallel_state.get_data_parallel_rank()
+    rows = torch.stack([row["input_ids"] for row in sentences(4 * (seed + 1))[-4 + 2 * replica :][:2]])
+    for chunk in model:
+        chunk.zero_grad_buffer()
 
     def forward(_: Any, chunk: Any) -> Any:
         places = torch.arange(rows.shape[1]).expand_as(rows)
@@ -70,6 +76,11 @@ def step(model: Any, seed: int) -> None:
         micro_batch_size=rows.shape[0],
         forward_only=False,
     )
+    finalize_model_grads(model)
+    for chunk in model:
+        for parameter in chunk.parameters():
+            parameter.grad = parameter.main_grad.to(parameter.dtype)
+    optimizer.step()
 
 
 def trained(store: LocalStore, *, dtype: torch.dtype, tied: bool, **parallel: int) -> None:
@@ -92,9 +103,7 @@ def trained(store: LocalStore, *, dtype: torch.dtype, tied: bool, **parallel: in
             for seed in seeds:
                 if seed:
                     with OnHost():
-                        step(model, seed)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                        step(model, optimizer, seed)
                 done = ranks.publish(weights.slices(), metadata={"step": seed}, dtype="BF16")
                 assert (done.changed is None) == (seed == 0)
                 roots.append(done.root)
@@ -122,10 +131,15 @@ def pipeline_parallel(store: LocalStore) -> None:
     trained(store, dtype=torch.bfloat16, tied=True, pipeline=2)
 
 
+def data_parallel(store: LocalStore) -> None:
+    """All ranks have all weights: the first publishes them."""
+    trained(store, dtype=torch.bfloat16, tied=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for case in (tensor_parallel, pipeline_parallel):
+    for case in (tensor_parallel, pipeline_parallel, data_parallel):
         case(LocalStore(Path(sys.argv[1]) / case.__name__))
     print(f"rank {dist.get_rank()} is content", flush=True)
     dist.destroy_process_group()
