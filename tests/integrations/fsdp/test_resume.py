@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pulse_rl import LocalStore, Publisher, Signer, Store, verify_stream
+from pulse_rl import LocalStore, Publisher, Signer, Store, checkout, verify_stream
 from pulse_rl._util.threads import running
-from pulse_rl.errors import PublisherConflict, RankLost, StoreUnavailable, StreamError
+from pulse_rl.errors import InputError, PublisherConflict, RankLost, StoreUnavailable, StreamError
 from pulse_rl.events import BaselineRestored, Event
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.patch import build as build_module
@@ -33,11 +33,12 @@ pytestmark = pytest.mark.slow
 
 
 def sharded(trainer: Trainer, size: int, steps: int) -> nn.Module:
-    """The policy after so many ``steps``, over ``size`` ranks."""
+    """The policy after so many ``steps``, over ``size`` ranks (0: whole)."""
     model = policy(rows=1501, width=70, blocks=1)
     for seed in range(steps):
         step(model.state_dict(), seed)
-    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    if size:
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
     return model
 
 
@@ -102,6 +103,29 @@ def the_same_weights(trainer: Trainer) -> None:
 
 def test_ranks_with_the_weights_of_the_head_take_it_as_it_is() -> None:
     together(the_same_weights, 2)
+
+
+def a_branch(trainer: Trainer) -> None:
+    store = LocalStore(trainer.folder / "store")
+    trainer.connect("a branch")
+    if trainer.rank == 0:
+        with Publisher(store, stream="parent") as parent:
+            parent.publish(sharded(trainer, 0, 1).state_dict())
+        with checkout(store, "parent") as found, Publisher(store, stream="policy") as publisher:
+            publisher.begin_from(found)
+    trainer.barrier("begun", tuple(range(trainer.size)))
+    model = sharded(trainer, trainer.size, 2)
+    with checkout(store, "parent") as found, publishing(store) as (ranks, _):
+        with pytest.raises(InputError, match="go on from it") as raised:
+            ranks.begin_from(found)
+        assert raised.value.hint
+        published = ranks.publish(model.state_dict())
+    assert (published.version, published.anchor_bytes) == (1, 0)
+    require_equal(followed(store), gathered(model.state_dict()), published)
+
+
+def test_ranks_go_on_from_a_version_of_another_stream() -> None:
+    together(a_branch, 2)
 
 
 class Deadly(LocalStore):

@@ -18,9 +18,11 @@ with extra("torch"):
 from ..._util.collective import GlooTransport, RankGroup
 from ..._util.settings import checked_number, checked_path
 from ...errors import InputError
+from ...events import Metadata, Published
 from ...state.quantise import Quantise
 from ...state.tensors import State
 from ...store import Store
+from ...sync.checkout import Checkout
 from ...sync.layout import Box
 from ...sync.publisher import Publisher, PublisherSettings
 from ...sync.request import LocalState, require_weights
@@ -45,7 +47,8 @@ class ShardedPublisher(Publisher):
     several; a dictionary of jax.Arrays; or a module, whose parameters FSDP1 or DeepSpeed ZeRO-3 may have cut. Each rank
     compares, codes, hashes and uploads its own slices, and keeps a copy of these alone; then rank 0 commits the
     version, and all return what it cost. Of several ranks with the same slice the lowest publishes it. Readers follow
-    the stream as any other, and a `Publisher` or another number of ranks can continue it.
+    the stream as any other, and a `Publisher` or another number of ranks can continue it. A stream that begins with a
+    version of another is begun by a `Publisher`: here `begin_from` raises InputError.
 
     With ``quantise``, by a name or a configuration, they agree on the scales of blocks that cross them; `submit` copies
     what is to be quantised.
@@ -96,6 +99,13 @@ class ShardedPublisher(Publisher):
             seconds = _DEFAULT_SECONDS
         ranks = RankGroup(GlooTransport(process_group, seconds, owner="ShardedPublisher"))
         self._open(ranks, store, stream=stream, also=checked, folder=folder, **settings)
+
+    def begin_from(self, found: Checkout, *, metadata: Metadata | None = None) -> Published:
+        # Each rank would hold all of the version, and the next one have other slices: an anchor in place of a patch.
+        hint = (
+            "Publisher(...).begin_from(found) in one process, or pulse publish STORE#S@N STORE --stream BRANCH, first."
+        )
+        raise InputError("ranks do not begin a stream with a version of another, they go on from it", hint=hint)
 
     def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
         return local_state(source, dtype)._replace(quantise=quantise)
