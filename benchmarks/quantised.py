@@ -30,7 +30,7 @@ from pulse_rl._util import zstd
 from pulse_rl.patch import build_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.state.digest import state_digest
-from pulse_rl.state.quantise import QuantisedState
+from pulse_rl.state.quantise import Quantise, QuantisedState
 from pulse_rl.state.quantise_formats import FORMATS
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study.result import kind_of
@@ -129,13 +129,15 @@ def print_streams(streams: Sequence[Stream], args: argparse.Namespace) -> None:
 
 def speed() -> None:
     """A gigabyte of FP32 weights, read as a publisher does."""
-    weights = (0.02 * torch.randn(64, 1024, 1024)).repeat(4, 1, 1)
-    state = State.of({f"m{k}.weight": w for k, w in enumerate(weights)})
-    for name in FORMATS:
+    experts = (0.02 * torch.randn(64, 1024, 1024)).repeat(4, 1, 1).view(64, 4, 1024, 1024)
+    state = State.of({f"m.experts.{k}": of for k, of in enumerate(experts)})
+    formats: dict[str, Quantise] = {name: name for name in FORMATS}
+    formats["GPT-OSS"] = {"quant_method": "mxfp4"}
+    for name, how in formats.items():
         for threads in (1, os.cpu_count() or 1):
 
-            def run(name: str = name, threads: int = threads) -> float:
-                made, started = QuantisedState(state, name), time.perf_counter()
+            def run(how: Quantise = how, threads: int = threads) -> float:
+                made, started = QuantisedState(state, how), time.perf_counter()
                 with ThreadPoolExecutor(threads) as pool:
                     for _ in pool.map(lambda spec: made.read(spec.name).size, made.specs):
                         pass

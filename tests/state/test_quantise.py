@@ -213,9 +213,13 @@ def test_the_kernels_refuse_what_does_not_fit() -> None:
         lambda: to_e4m3(elements, 4, 0, (64, 1, 8), scales, codes),
         lambda: to_e4m3(elements, 4, 64, (32, 1, 32), scales[:3], codes),
         lambda: to_e4m3(elements, 4, 0, (64, 1, 16), scales, codes[:63]),
-        lambda: to_e2m1(elements, 4, 8, scales, codes[:32]),
-        lambda: to_e2m1(elements, 4, 16, scales[:3], codes[:32]),
-        lambda: to_e2m1(elements, 4, 16, scales, codes[:31]),
+        lambda: to_e2m1(elements, 4, (8, 1, 8), scales, codes[:32]),
+        lambda: to_e2m1(elements, 4, (64, 1, 16), scales, codes[:32]),
+        lambda: to_e2m1(elements, 4, (16, 1, 16), scales[:3], codes[:32]),
+        lambda: to_e2m1(elements, 4, (16, 1, 16), scales, codes[:31]),
+        lambda: to_e2m1(elements, 4, (2, 31, 1), scales, codes[:32]),
+        lambda: to_e2m1(elements, 4, (2, 30, 1), scales, codes[:32]),
+        lambda: to_e2m1(elements, 4, (8, 8, 1), scales, codes[:32]),
     ]
     for call in wrong:
         with pytest.raises(ValueError, match=r".+"):

@@ -173,17 +173,22 @@ NB_MODULE(_kernels, m) {
 
     m.def(
         "to_e2m1",
-        [](Bytes elements, int width, uint64_t group, Floats scales, MutableBytes out) {
-            checked_blocks({1, 1, group}, elements, width);
-            const size_t count = elements.size() / size_t(width);
-            if ((group != 16 && group != 32) || count % group) throw nb::value_error("group is out of range");
+        [](Bytes elements, int width, const BlocksTuple& of, Floats scales, MutableBytes out) {
+            const pulse::Blocks blocks = checked_blocks(of, elements, width);
+            const bool along = blocks.block_columns == 16 || blocks.block_columns == 32;
+            if (along ? blocks.block_rows != 1 || blocks.columns != blocks.block_columns
+                      : blocks.block_rows % 2 || blocks.block_columns != 1) {
+                throw nb::value_error("the blocks are neither groups of a row nor of a column");
+            }
+            const size_t count = elements.size() / size_t(width), band = blocks.columns * blocks.block_rows;
+            if (count % band) throw nb::value_error("a block is cut");
             if (2 * out.size() != count) throw nb::value_error("elements and out differ in length");
-            if (scales.size() < count / group) throw nb::value_error("there are too few scales");
+            if (scales.size() < count / band * blocks.across()) throw nb::value_error("there are too few scales");
             nb::gil_scoped_release release;
-            pulse::to_e2m1(elements.data(), width, count, size_t(group), scales.data(), out.data());
+            pulse::to_e2m1(elements.data(), width, count / blocks.columns, blocks, scales.data(), out.data());
         },
-        array("elements"), "width"_a, "group"_a, array("scales"), array("out"),
-        "Elements divided by the scales of their groups, as E2M1, two a byte.");
+        array("elements"), "width"_a, "blocks"_a, array("scales"), array("out"),
+        "Elements divided by the scales of their blocks, as E2M1, two a byte.");
 
     bind_codecs(m);
     bind_sha256(m);

@@ -24,6 +24,15 @@ PULSE_INLINE void row_maxima(const U* elements, size_t rows, float* out) {
     for (size_t row = 0; row < rows; row++) out[row] = float_of(most_of(elements + row * kLength, kLength));
 }
 
+// A row of blocks that are one element wide.
+template <class U>
+PULSE_INLINE void column_maxima(const U* __restrict elements, size_t columns, bool first, float* __restrict out) {
+    for (size_t i = 0; i < columns; i++) {
+        const uint32_t most = bits_at(elements, i) & kMagnitude;
+        out[i] = float_of(first ? most : std::max(most, bits_of(out[i])));
+    }
+}
+
 template <class U>
 PULSE_INLINE void maxima(const U* elements, size_t rows, const Blocks& blocks, float* out) {
     if (blocks.block_rows == 1 && blocks.block_columns == blocks.columns) {
@@ -31,6 +40,12 @@ PULSE_INLINE void maxima(const U* elements, size_t rows, const Blocks& blocks, f
         if (blocks.columns == 32) return row_maxima<32>(elements, rows, out);
     }
     const size_t across = blocks.across();
+    if (blocks.block_columns == 1) {
+        for (size_t row = 0; row < rows; row++, elements += across) {
+            column_maxima(elements, across, row % blocks.block_rows == 0, out + row / blocks.block_rows * across);
+        }
+        return;
+    }
     for (size_t row = 0; row < rows; row++, elements += blocks.columns) {
         float* const of = out + row / blocks.block_rows * across;
         const bool first = row % blocks.block_rows == 0;
@@ -87,15 +102,28 @@ PULSE_CLONES void e4m3_of_bf16(const uint16_t* elements, size_t start, size_t co
     e4m3(elements, start, count, blocks, scales, out);
 }
 
+template <bool kSignedZeros>
+PULSE_INLINE uint32_t e2m1_code(uint32_t bits, float scale) {
+    const float x = float_of(bits) / scale, m = float_of(bits_of(x) & kMagnitude);
+    // Halfway to the even code above counts as that one.
+    const uint32_t code = uint32_t(m > 0.25f) + uint32_t(m >= 0.75f) + uint32_t(m > 1.25f) + uint32_t(m >= 1.75f) +
+                          uint32_t(m > 2.5f) + uint32_t(m >= 3.5f) + uint32_t(m > 5.0f);
+    return code | (kSignedZeros ? bits >> 31 : uint32_t(x < 0)) << 3;
+}
+
 // Elements with one scale.
 template <class U>
 PULSE_INLINE void e2m1_codes(const U* __restrict elements, size_t count, float scale, uint8_t* __restrict codes) {
-    for (size_t i = 0; i < count; i++) {
-        const float x = float_of(bits_at(elements, i)) / scale, m = float_of(bits_of(x) & kMagnitude);
-        // Halfway to the even code above counts as that one.
-        const uint32_t code = uint32_t(m > 0.25f) + uint32_t(m >= 0.75f) + uint32_t(m > 1.25f) + uint32_t(m >= 1.75f) +
-                              uint32_t(m > 2.5f) + uint32_t(m >= 3.5f) + uint32_t(m > 5.0f);
-        codes[i] = uint8_t(code | uint32_t(x < 0) << 3);
+    for (size_t i = 0; i < count; i++) codes[i] = uint8_t(e2m1_code<false>(bits_at(elements, i), scale));
+}
+
+// Two rows of which each column has its scale.
+template <class U>
+PULSE_INLINE void e2m1_pair(const U* __restrict elements, size_t columns, const float* __restrict scales,
+                            uint8_t* __restrict out) {
+    for (size_t i = 0; i < columns; i++) {
+        const uint32_t low = e2m1_code<true>(bits_at(elements, i), scales[i]);
+        out[i] = uint8_t(low | e2m1_code<true>(bits_at(elements, columns + i), scales[i]) << 4);
     }
 }
 
@@ -109,16 +137,21 @@ PULSE_INLINE void e2m1_groups(const U* elements, size_t count, const float* scal
 }
 
 template <class U>
-PULSE_INLINE void e2m1(const U* elements, size_t count, size_t group, const float* scales, uint8_t* out) {
-    if (group == 16) return e2m1_groups<16>(elements, count, scales, out);
-    e2m1_groups<32>(elements, count, scales, out);
+PULSE_INLINE void e2m1(const U* elements, size_t rows, const Blocks& blocks, const float* scales, uint8_t* out) {
+    const size_t columns = blocks.columns;
+    if (blocks.block_columns == 16) return e2m1_groups<16>(elements, rows * columns, scales, out);
+    if (blocks.block_columns == 32) return e2m1_groups<32>(elements, rows * columns, scales, out);
+    for (size_t row = 0; row < rows; row += 2, elements += 2 * columns, out += columns) {
+        e2m1_pair(elements, columns, scales + row / blocks.block_rows * columns, out);
+    }
 }
-PULSE_CLONES void e2m1_of_f32(const uint32_t* elements, size_t count, size_t group, const float* scales, uint8_t* out) {
-    e2m1(elements, count, group, scales, out);
+PULSE_CLONES void e2m1_of_f32(const uint32_t* elements, size_t rows, const Blocks& blocks, const float* scales,
+                              uint8_t* out) {
+    e2m1(elements, rows, blocks, scales, out);
 }
-PULSE_CLONES void e2m1_of_bf16(const uint16_t* elements, size_t count, size_t group, const float* scales,
+PULSE_CLONES void e2m1_of_bf16(const uint16_t* elements, size_t rows, const Blocks& blocks, const float* scales,
                                uint8_t* out) {
-    e2m1(elements, count, group, scales, out);
+    e2m1(elements, rows, blocks, scales, out);
 }
 
 const uint32_t* as_f32(const void* elements) { return static_cast<const uint32_t*>(elements); }
@@ -137,9 +170,9 @@ void to_e4m3(const void* elements, int width, size_t start, size_t count, const 
     e4m3_of_bf16(as_bf16(elements), start, count, blocks, scales, out);
 }
 
-void to_e2m1(const void* elements, int width, size_t count, size_t group, const float* scales, uint8_t* out) {
-    if (width == 4) return e2m1_of_f32(as_f32(elements), count, group, scales, out);
-    e2m1_of_bf16(as_bf16(elements), count, group, scales, out);
+void to_e2m1(const void* elements, int width, size_t rows, const Blocks& blocks, const float* scales, uint8_t* out) {
+    if (width == 4) return e2m1_of_f32(as_f32(elements), rows, blocks, scales, out);
+    e2m1_of_bf16(as_bf16(elements), rows, blocks, scales, out);
 }
 
 }  // namespace pulse

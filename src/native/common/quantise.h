@@ -21,8 +21,9 @@ void block_maxima(const void* elements, int width, size_t rows, const Blocks& bl
 void to_e4m3(const void* elements, int width, size_t start, size_t count, const Blocks& blocks, const float* scales,
              uint8_t* out);
 
-// The same to E2M1, two codes a byte, the first in the lower half, of whole groups of 16 or 32 elements. A sign goes with what
-// is below zero.
-void to_e2m1(const void* elements, int width, size_t count, size_t group, const float* scales, uint8_t* out);
+// The same of whole blocks to E2M1, two codes a byte, the first in the lower half. A block is a row of 16 or 32 elements, and
+// a sign goes with what is below zero; or it is one column of an even number of rows: then the codes in a byte are those of two
+// rows, and what is negative keeps its sign, zeros too.
+void to_e2m1(const void* elements, int width, size_t rows, const Blocks& blocks, const float* scales, uint8_t* out);
 
 }  // namespace pulse

@@ -75,7 +75,7 @@ def to_e4m3(
 def to_e2m1(
     elements: npt.NDArray[np.uint8],
     width: int,
-    group: int,
+    blocks: tuple[int, int, int],
     scales: npt.NDArray[np.float32],
     out: npt.NDArray[np.uint8],
 ) -> None: ...

@@ -47,25 +47,6 @@ class Source(NamedTuple):
         return bits.view(np.uint8), bits.itemsize
 
 
-class _Transposed(Source):
-    """The same with each matrix transposed, so that groups go along what were columns. ``spec`` is the transposed."""
-
-    def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.uint8], int]:
-        _, columns, rows = self.shape
-        size, found = rows * columns, []
-        for matrix in range(start // size, -(-stop // size)):
-            low, high = max(start - matrix * size, 0), min(stop - matrix * size, size)
-            first, last = low // rows, -(-high // rows)
-            elements, width = Source.read(self, matrix * size, (matrix + 1) * size)
-            matrix_here = elements.view(f"<u{width}").reshape(rows, columns)[:, first:last]
-            turned = np.empty((last - first, rows), matrix_here.dtype)
-            for at in range(0, rows, PowersOfTwo.size):  # what stays in a cache
-                turned[:, at : at + PowersOfTwo.size] = matrix_here[at : at + PowersOfTwo.size].T
-            found.append(turned.reshape(-1)[low - first * rows : high - first * rows])
-        bits = np.concatenate(found)
-        return bits.view(np.uint8), bits.itemsize
-
-
 class _Tiles:
     """The scales of blocks of 128 x 128, by bands of 128 rows as they are asked for."""
 
@@ -143,8 +124,6 @@ class _Group(Protocol):
     """A format whose blocks are ``size`` elements of a row."""
 
     size: int
-    signed_zeros: bool
-    """Whether what is 0, or rounded to it, keeps its sign. Else only what is rounded does."""
 
     def stored(self, most: Floats) -> npt.NDArray[np.uint8]:
         """What a checkpoint has of the scales of groups with these maxima."""
@@ -157,7 +136,7 @@ class PowersOfTwo:
     """The scales of MX formats: E8M0, of the maximum rounded to a power of two (1.75 and more upwards), over the power
     of two in the largest code."""
 
-    size, signed_zeros = 32, False
+    size = 32
 
     def __init__(self, offset: int) -> None:
         self._offset = offset
@@ -179,8 +158,6 @@ class PowersOfTwo:
 class _PowersOfTwoAbove(PowersOfTwo):
     """The least power of two by which the maximum is at most the largest code."""
 
-    signed_zeros = True
-
     def stored(self, most: Floats) -> npt.NDArray[np.uint8]:
         bits = (most / _E2M1_MOST).view(np.uint32)
         stored: npt.NDArray[np.uint8] = np.minimum((bits + 0x7FFFFF) >> 23, _MX_NAN).astype(np.uint8)
@@ -190,7 +167,7 @@ class _PowersOfTwoAbove(PowersOfTwo):
 class OfTensor:
     """NVFP4: E4M3 scales, times what brings the largest one to 448 of all tensors that share it: the ``sources``."""
 
-    size, signed_zeros = 16, False
+    size = 16
 
     def __init__(self, name: str) -> None:
         self.name, self.sources = name, list[Source]()
@@ -280,14 +257,45 @@ class _GroupCodes:
         scales = self.group.divisors(self.group.stored(most))
         out = np.empty((last - first) * size // per_byte, np.uint8)
         if self.packed:
-            to_e2m1(elements, width, size, scales, out)
+            to_e2m1(elements, width, (size, 1, size), scales, out)
         else:
             to_e4m3(elements, width, 0, (max(len(out), 1), 1, size), scales, out)
-        if self.group.signed_zeros:
-            pairs = (elements.view(f"<i{width}") < 0).view(np.uint16)
-            out |= (pairs << 3 | pairs >> 1).astype(np.uint8)
         begin = start - first * size // per_byte
         return out[begin : begin + stop - start]
+
+
+@dataclass(frozen=True, slots=True)
+class _ColumnGroups:
+    """Codes of four bits, or scales, of groups along the columns of each matrix. A row of what is made is a column."""
+
+    source: Source
+    group: _Group
+    codes: bool
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        (_, rows, columns), size = self.source.shape, self.group.size
+        each = size // 2 if self.codes else 1
+        length = rows // size * each
+        first, last = start // length, -(-stop // length)
+        out = np.empty((last - first, rows // size, each), np.uint8)
+        for matrix in range(first // columns, -(-last // columns)):
+            low, high = max(first - matrix * columns, 0), min(last - matrix * columns, columns)
+            into = out[matrix * columns + low - first :][: high - low]
+            for at in range(rows // size):
+                place = (matrix * rows + at * size) * columns
+                elements, width = self.source.read(place, place + size * columns)
+                part = elements.view(f"<u{width}").reshape(size, columns)[:, low:high]
+                into[:, at] = self._made(np.ascontiguousarray(part)).T
+        return out.reshape(-1)[start - first * length :][: stop - start]
+
+    def _made(self, part: UIntArray) -> UIntArray:
+        elements, blocks = part.reshape(-1).view(np.uint8), (part.shape[1], len(part), 1)
+        stored = self.group.stored(block_maxima(elements, part.itemsize, blocks))
+        if not self.codes:
+            return stored[None]
+        out = np.empty((len(part) // 2, part.shape[1]), np.uint8)
+        to_e2m1(elements, part.itemsize, blocks, self.group.divisors(stored), out.reshape(-1))
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,11 +344,7 @@ def _fp8_block(source: Source) -> list[Made]:
 def _grouped(source: Source, group: _Group, name: str, *, packed: bool, scales: str) -> list[Made]:
     """Codes called ``name``, and their scales."""
     *leading, columns = source.spec.shape
-    if columns % group.size:
-        raise InputError(
-            f"tensor {source.spec.name!r} has rows of {columns} elements, which groups of {group.size} do not fill",
-            hint="Name its module among those that are not quantised.",
-        )
+    _require_filled("rows", columns, source, group)
     codes, of_scales = _GroupCodes(source, group, packed), _GroupScales(source, group)
     return [
         Made(name, "U8", (*leading, columns // 2), codes, (1, 2))
@@ -348,6 +352,14 @@ def _grouped(source: Source, group: _Group, name: str, *, packed: bool, scales: 
         else Made(name, "F8_E4M3", source.spec.shape, codes),
         Made(f"{source.spec.name}_scale", scales, (*leading, columns // group.size), of_scales, (1, group.size)),
     ]
+
+
+def _require_filled(what: str, elements: int, source: Source, group: _Group) -> None:
+    if elements % group.size:
+        raise InputError(
+            f"tensor {source.spec.name!r} has {what} of {elements} elements, which groups of {group.size} do not fill",
+            hint="Name its module among those that are not quantised.",
+        )
 
 
 def _mxfp8(source: Source) -> list[Made]:
@@ -390,12 +402,12 @@ def gpt_oss_mxfp4(source: Source) -> list[Made] | None:
     if len(source.spec.shape) != 3:
         return None
     name, (experts, rows, columns) = source.spec.name, source.spec.shape
-    turned = _Transposed(source.state, TensorSpec(name, source.spec.dtype, (experts, columns, rows)))
-    codes, scales = _grouped(turned, _PowersOfTwoAbove(2), name, packed=True, scales="U8")
-    shape = (experts, columns, rows // PowersOfTwo.size, PowersOfTwo.size // 2)
+    group = _PowersOfTwoAbove(2)
+    _require_filled("columns", rows, source, group)
+    shape = (experts, columns, rows // group.size)
     return [
-        codes._replace(name=f"{name}_blocks", shape=shape, per=(0, 0)),
-        scales._replace(name=f"{name}_scales", per=(0, 0)),
+        Made(f"{name}_blocks", "U8", (*shape, group.size // 2), _ColumnGroups(source, group, codes=True), (0, 0)),
+        Made(f"{name}_scales", "U8", shape, _ColumnGroups(source, group, codes=False), (0, 0)),
     ]
 
 
