@@ -112,7 +112,7 @@ def test_a_replay_goes_to_each_version_and_compares_every_bit(engine: Generating
     for made in (sampled, moved):  # 4 is live: the first is an older one
         found = engine.handle.replay(made)
         assert (found.same, found.token_ids, found.logprobs) == (True, made.token_ids, made.logprobs)
-    other = replace(moved, logprobs=(*moved.logprobs[:3], -0.5))
+    other = replace(moved, logprobs=(*moved.logprobs[:3], -2.0))
     found = engine.handle.replay(other)
     assert (found.same, found.differing) == (False, (3,))
     engine.off = 1e-9
