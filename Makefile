@@ -97,8 +97,8 @@ bench-vllm: $(ENGINES)/.ready
 quick: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow" --few -n 3 --dist worksteal $(ARGS)
 
-# The real trainers (Hugging Face, TRL, PEFT, JAX, Megatron), with an environment of their own. Skipped where their wheels
-# cannot be had. Megatron without its dependencies, which are for GPUs.
+# The real trainers (Hugging Face, TRL, PEFT, DeepSpeed, JAX, Megatron), with an environment of their own. Skipped where their
+# wheels cannot be had. Megatron without its dependencies, which are for GPUs.
 TRAINERS := .venv-trainers
 MEGATRON := megatron-core==0.16.1 megatron-bridge==0.3.1
 .PHONY: test-trainers

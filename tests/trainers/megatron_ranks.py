@@ -104,7 +104,8 @@ def trained(store: LocalStore, *, dtype: torch.dtype, tied: bool, **parallel: in
                 if seed:
                     with OnHost():
                         step(model, optimizer, seed)
-                done = ranks.publish(weights.slices(), metadata={"step": seed}, dtype="BF16")
+                submit = ranks.submit(weights.slices(), metadata={"step": seed}, dtype="BF16")
+                done = submit.result()
                 assert (done.changed is None) == (seed == 0)
                 roots.append(done.root)
                 whole = weights.gathered("BF16", keep=first)

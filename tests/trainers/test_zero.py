@@ -11,7 +11,7 @@ import pytest
 
 
 def test_two_ranks_under_deepspeed(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="pip install deepspeed==0.19.8 into .venv-trainers runs it")
+    pytest.importorskip("deepspeed", reason="make test-trainers installs it")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.trainers.zero"]
     result = subprocess.run(
         [sys.executable, *command, str(tmp_path)],

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._util.collective import GlooTransport, RankGroup
 from ..errors import PulseError, StateMismatch, UnsupportedTensor
-from .positions import Learnt, PositionCodes, RankSlice
+from .positions import GATHER, Learnt, PositionCodes, RankSlice
 from .weights import host_copy, torch_dtype
 
 __all__ = ["MegatronWeights"]
@@ -163,17 +163,14 @@ def _parameters(model: Sequence[Any], tasks: Iterable[Any]) -> list[_Parameter]:
         if weight is None or id(weight) in found:
             continue
         if id(weight) not in names:
-            raise UnsupportedTensor(f"{task.param_name!r} is no parameter of the model, but computed", hint=_GATHER)
+            raise UnsupportedTensor(f"{task.param_name!r} is no parameter of the model, but computed", hint=GATHER)
         chunk, name = names[id(weight)]
         if ".to_wrap." in name:
-            raise UnsupportedTensor(f"the model's {name!r} has an adapter, which the bridge merges", hint=_GATHER)
+            raise UnsupportedTensor(f"the model's {name!r} has an adapter, which the bridge merges", hint=GATHER)
         if type(weight.data) is not torch.Tensor:
-            raise UnsupportedTensor(f"the model's {name!r} is a {type(weight.data).__name__}", hint=_GATHER)
+            raise UnsupportedTensor(f"the model's {name!r} is a {type(weight.data).__name__}", hint=GATHER)
         found[id(weight)] = _Parameter(chunk, name, tuple(weight.shape), weight.dtype, id(weight))
     return list(found.values())
-
-
-_GATHER = "Publish what is gathered: gathered() in place of slices()."
 
 
 class _Coded(Sequence[Any]):

@@ -22,7 +22,7 @@ import torch
 from ..errors import UnsupportedTensor
 from ..sync.layout import Box, Runs
 
-__all__ = ["Learnt", "PositionCodes", "RankSlice"]
+__all__ = ["GATHER", "Learnt", "PositionCodes", "RankSlice"]
 
 _BITS = 52
 _MASK = (1 << _BITS) - 1
@@ -30,6 +30,7 @@ _ROUNDS = (0x2C1B3C6D9E377, 0x97F4A7C15F39D)  # odd
 _INVERSES = tuple(pow(factor, -1, 1 << _BITS) for factor in _ROUNDS)
 _CHUNK = 1 << 22  # elements of a tensor that are decoded at a time
 _MAX_PIECES = 4096
+GATHER = "Publish what is gathered: gathered() in place of slices()."
 
 Places = npt.NDArray[np.int64]
 
@@ -60,7 +61,7 @@ class PositionCodes:
         """(which elements of an exported tensor are this rank's, their numbers there). Raises UnsupportedTensor unless
         all elements are codes."""
         if coded.dtype != torch.float64:
-            raise UnsupportedTensor(f"the export casts {name!r} to {coded.dtype}", hint=_GATHER)
+            raise UnsupportedTensor(f"the export casts {name!r} to {coded.dtype}", hint=GATHER)
         found = torch.empty(coded.numel(), dtype=torch.bool)
         numbers = []
         for start in range(0, coded.numel(), _CHUNK):
@@ -72,7 +73,7 @@ class PositionCodes:
                 number = number * factor & _MASK
             if not bool((exact & (number > 0) & (number <= self._total)).all()):
                 raise UnsupportedTensor(
-                    f"the export computes {name!r} from the ranks' weights instead of moving them", hint=_GATHER
+                    f"the export computes {name!r} from the ranks' weights instead of moving them", hint=GATHER
                 )
             number -= self._first + 1
             mine = (number >= 0) & (number < self._count)
@@ -177,11 +178,8 @@ class Learnt:
         )
 
 
-_GATHER = "Publish what is gathered: gathered() in place of slices()."
-
-
 def _scattered(name: str) -> UnsupportedTensor:
-    return UnsupportedTensor(f"this rank's elements of {name!r} are no grid of slices of its parameters", hint=_GATHER)
+    return UnsupportedTensor(f"this rank's elements of {name!r} are no grid of slices of its parameters", hint=GATHER)
 
 
 def _runs_of(used: torch.Tensor) -> Runs:
