@@ -18,7 +18,7 @@ from pulse_rl.report.document import planned
 from tests.support import chromium
 from tests.support.chromium import Chromium
 from tests.support.plans import METHODS
-from tests.support.reports import HOSTILE, PARAMETERS, START, published, study, synced, write, write_run
+from tests.support.reports import HOSTILE, PARAMETERS, START, published, quantised_too, study, synced, write, write_run
 
 EXECUTABLE = chromium.find()
 pytestmark = [
@@ -66,7 +66,7 @@ def pages(folder: Path) -> dict[str, Path]:
     hostile = study(name=HOSTILE) | {"source": HOSTILE * 5}
     hostile["layers"][0]["layer"] = HOSTILE
     made = {
-        "whole": render(run=read_run(write_run(folder / "whole", 60)), study=study()),
+        "whole": render(run=read_run(write_run(folder / "whole", 60)), study=quantised_too(study())),
         "planner": render(),
         "short": render(run=read_run(write_run(folder / "short", 3))),
         "long": render(run=read_run(write_run(folder / "long", 3000, workers=3))),
@@ -170,11 +170,14 @@ def test_every_figure_is_there(browser: Chromium, pages: dict[str, Path]) -> Non
     titles = browser.evaluate("[...document.querySelectorAll('figure h3')].map(title => title.textContent)")
     assert titles == [
         "Reward", "Density", "Bytes", "Phases", "Workers over time",
-        "Sparsity by k", "Cost of a change", "Recurrence by age", "Density by layer type",
+        "Sparsity by k", "Cost of a change", "Recurrence by age", "Quantised, beside BF16", "Density by layer type",
         "Density by size of the weight", "Density over time", "Tensors of the highest density",
         "Utilisation by bandwidth", "Where the time of a sync goes",
     ]  # fmt: skip
     assert browser.evaluate("document.querySelectorAll('figure').length") == len(titles)
+    figure = f"document.querySelectorAll('figure')[{titles.index('Quantised, beside BF16')}]"
+    cells = browser.evaluate(f"[...{figure}.querySelector('tbody tr').children].map(cell => cell.textContent)")
+    assert cells == ["1", "1.2%", "0.1%", "75%", "37.8 MB", "2"]
     warnings = browser.evaluate(
         "[...document.querySelectorAll('.warning.wide')].map(node => node.firstChild.textContent)"
     )

@@ -27,6 +27,7 @@ from tests.support.reports import (
     START,
     Page,
     published,
+    quantised_too,
     study,
     synced,
     write,
@@ -378,6 +379,14 @@ def test_a_study_of_little_is_drawn() -> None:
     page = Page(render(study=made))
     assert [text for _, text in page.all("dt")] == ["Sparsity"]
     assert "states 4 apart" in page.all("small")[0][1]
+
+
+def test_a_quantised_study_stands_beside() -> None:
+    made = quantised_too(study((1, 4)))
+    found = Page(render(study=made)).data["study"]["quantised"]
+    assert found["kinds"] == made["quantised"]["kinds"]
+    assert [row["bytes"] for row in found["rows"]] == [row["bytes"] / 2 for row in made["rows"]]
+    assert Page(render(study=study())).data["study"]["quantised"] is None
 
 
 @pytest.mark.parametrize("damage", [lambda s: s.pop("history"), lambda s: s["history"].update(changed=0)])

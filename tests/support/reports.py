@@ -80,6 +80,14 @@ STUDY: dict[str, Any] = {
 """The least that a plan needs of a study; k = 1 is not the first row."""
 
 
+def quantised_too(study: dict[str, Any]) -> dict[str, Any]:
+    """The same with FP8 states of half the patches."""
+    ks = [row["k"] for row in study["rows"]]
+    kinds = [{"kind": kind, "k": k, "sparsity": s} for kind, s in (("F8_E4M3", 0.999), ("scales", 0.25)) for k in ks]
+    rows = [row | {"bytes": row["bytes"] / 2} for row in study["rows"]]
+    return study | {"quantised": study | {"kinds": kinds, "rows": rows}}
+
+
 def study(ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32), *, name: str = "layers.0.mlp.weight") -> dict[str, Any]:
     """A study with one tensor of each of two layer types, in the shape that ``pulse study --json`` prints."""
     sparsity = {k: 0.99 - 0.002 * k**0.5 for k in ks}

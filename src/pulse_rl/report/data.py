@@ -31,6 +31,7 @@ _MAX_ROWS = 64
 _MAX_EXPONENTS = 600
 _MAX_DIMENSIONS = 8
 _MAX_AGES = 16
+_MAX_KINDS = 8
 _ROW = ("k", "pairs", "sparsity", "sparsity_min", "sparsity_max")
 _ROW_OPTIONAL = ("untouched", "bytes", "bytes_per_changed", "bytes_per_changed_zstd", "entropy_bound", "times_bound")
 _HISTORY_OPTIONAL = (
@@ -386,6 +387,7 @@ def _data(study: Mapping[str, Any]) -> dict[str, Any]:
             for e in study["exponents"][:_MAX_EXPONENTS]
         ],
         "history": _history(study.get("history")),
+        "quantised": None if study.get("quantised") is None else _quantised(study["quantised"]),
         "summary": summary,
         "scenario": {
             "params": measured.params,
@@ -403,6 +405,15 @@ def _history(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     ages = [_picked(age, ("from", "share"), ("to",)) for age in given["ages"][:_MAX_AGES]]
     return {"ages": ages, **_picked(given, ("steps",), _HISTORY_OPTIONAL)}
+
+
+def _quantised(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Patches of the same states quantised, and what changes of each kind of their tensors."""
+    kinds = given["kinds"][: _MAX_ROWS * _MAX_KINDS]
+    return {
+        "rows": [_picked(row, ("k",), ("bytes",)) for row in given["rows"][:_MAX_ROWS]],
+        "kinds": [{"kind": str(each["kind"]), **_picked(each, ("k", "sparsity"), ())} for each in kinds],
+    }
 
 
 def _picked(given: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...]) -> dict[str, float | None]:

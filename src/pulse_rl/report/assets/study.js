@@ -8,6 +8,7 @@ function drawStudy(study) {
   drawByK(grid, study);
   drawCost(grid, study);
   if (study.history) drawHistory(grid, study.history);
+  if (study.quantised) drawQuantised(grid, study);
   if (study.layers.length) drawLayers(grid, study);
   if (study.exponents.length) drawExponents(grid, study);
   if (study.over_time.xs.length > 1) drawOverTime(grid, study);
@@ -68,6 +69,22 @@ function drawHistory(grid, history) {
   const summary = `Recurrence: ${names.map((name, i) => `${name} ${percent(values[i])}`).join(", ")}.`;
   const dots = [{ name: plural(history.steps, "step"), colour: "blue", values }];
   figure(grid, { title: "Recurrence by age", note, table }, dotRows({ names, dots, axis: { label: "share of changes", format: percent, from0: true }, summary }));
+}
+
+function drawQuantised(grid, { rows, dtype, quantised }) {
+  const kinds = [...new Set(column(quantised.kinds, "kind"))];
+  const changed = (kind, k) => quantised.kinds.find((each) => each.kind === kind && each.k === k);
+  const cells = quantised.rows.map(({ k, bytes: patch }) => {
+    const before = rows.find((row) => row.k === k);
+    const shares = kinds.map((kind) => (changed(kind, k) ? percent(1 - changed(kind, k).sparsity) : "–"));
+    const known = patch && before && before.bytes;
+    return [`${k}`, before ? percent(1 - before.sparsity) : "–", ...shares, known ? bytes(patch) : "–", known ? rounded(before.bytes / patch) : "–"];
+  });
+  const title = `Quantised, beside ${dtype}`;
+  const columns = ["k", `${dtype}: density`, ...kinds.map((kind) => `quantised: ${kind}`), "patch, quantised", "times smaller"];
+  const box = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table: ${title}` }, htmlTable({ columns, rows: cells }));
+  const note = "What changes of each kind of tensor when the same states are quantised, and a patch of it.";
+  grid.append(element("figure", { class: "wide" }, element("h3", {}, title), element("p", { class: "note" }, note), box));
 }
 
 function drawLayers(grid, { layers }) {
