@@ -212,7 +212,7 @@ class Rounds:
         self.wire: wire.WireName = rng.choice(("FP32", "int4", "int2"))
         self.sweep = None if self.wire == "FP32" else rng.choice((None, 1, 2, 3))
         self.overlap = rng.random() < 0.4
-        self._reference = Reference(self.first)
+        self._reference = Reference(self.first, sweep=self.sweep)
         self._thetas = [self.first.clone()]
         self.nodes = [Node(self, name) for name in names]
 

@@ -106,7 +106,9 @@ class Reference:
             self.keep(total - passed, owners == self.rank)
             total = passed
         self.summed = total
-        self.theta.grad = total / len(sent)
+        mean, swept = total / len(sent), self.swept()
+        self.theta -= torch.where(swept, self.lookahead * mean, torch.zeros(()))
+        self.theta.grad = torch.where(swept, torch.zeros(()), mean)
         self.outer.step()
         self.number += 1
 

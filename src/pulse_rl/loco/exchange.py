@@ -498,14 +498,22 @@ class GatedReduction:
         except (NonFinite, CorruptMessage, Diverged):  # on all trainers alike: the message has counted with none
             residual.forget_message()
             raise
-        return self._pending(group.size, sum(len(positions) for positions, _ in own.entries), arrived)
+        return self._pending(group.size, number, sum(len(positions) for positions, _ in own.entries), arrived)
 
-    def _pending(self, trainers: int, entries: int, arrived: Transferred) -> PendingRound:
+    def _pending(self, trainers: int, number: int, entries: int, arrived: Transferred) -> PendingRound:
         residual, rounding = self.residual, self.gate.rounding
 
         def apply(lookahead: np.float32) -> int:
             residual.complete_next()
-            summed = self._state.sparse_step(arrived.entries, trainers, residual, lookahead, rounding, self.classes)
+            summed = self._state.sparse_step(
+                arrived.entries,
+                trainers,
+                residual,
+                lookahead,
+                rounding,
+                self.classes,
+                partial(self.gate.sweeps, number=number),
+            )
             residual.started_with = lookahead
             residual.take_next()
             return summed

@@ -56,11 +56,6 @@ def open_entries(
     return _gate(theta, now, residual, lookahead, bf16_start, s, rounding, base)
 
 
-def sweeps(sweep: int | None, block: FlatBlock, number: int) -> bool:
-    """Whether the gates are open for all of a block in the round after ``number`` (docs/loco.md, section 1.3)."""
-    return sweep is not None and (block.number + number) % sweep == 0
-
-
 def _nonzero(values: Floats) -> Positions:
     return np.flatnonzero(values).astype(np.uint32)
 
@@ -89,6 +84,10 @@ class Gate:
         gate = {"gate": type(self).__name__, "gate_dtype": str(self.dtype), "gate_scale": float(self.scale)}
         return {**gate, "sweep": self.sweep}
 
+    def sweeps(self, block: FlatBlock, number: int) -> bool:
+        """Whether all of a block passes in the round after ``number`` (docs/loco.md, section 1.3)."""
+        return self.sweep is not None and (block.number + number) % self.sweep == 0
+
     def local_message(self, state: OuterState, residual: Residual, wire: Wire, number: int) -> LocalMessage:
         """What this trainer has to send in the round after ``number``; fills the next residual."""
         try:
@@ -103,7 +102,7 @@ class Gate:
         positions = self.select(state, block, block.of(residual.flat), s, residual.started_with)
         if positions is None:
             raise NonFinite(state.parameters.name_at(block.start + int(np.argmin(is_finite(s)))))
-        if sweeps(self.sweep, block, number):
+        if self.sweeps(block, number):
             positions = _nonzero(wire.round(s))
         # 2. What they are on the wire. A value may become infinite there, which no theta survives.
         selected = s[positions]
@@ -120,7 +119,7 @@ class Gate:
 
         def of(block: FlatBlock) -> Entries:
             s = block.of(flat)
-            if sweeps(self.sweep, block, number):
+            if self.sweeps(block, number):
                 positions = _nonzero(wire.round(s))
             else:
                 positions = scaled_open_entries(block.of(state.theta), s, self.scale, self.rounding)
@@ -176,7 +175,7 @@ class ReduceGate:
         places, values = sums
         if not len(places) or not is_finite(values).all():
             return sums
-        if sweeps(self._gate.sweep, unit.block, self._number):
+        if self._gate.sweeps(unit.block, self._number):
             kept = _nonzero(self.wire.round(values))
         else:
             # The mean is what theta moves by, as it is for the gate of a trainer's own entries.

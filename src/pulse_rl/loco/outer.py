@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._native import outer_step, sparse_outer_step
+from .._native import outer_step, sparse_outer_step, sum_entries
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, InputError, NonFinite
 from ..state.cast import Rounding
@@ -64,14 +64,20 @@ class OuterState:
         lookahead: np.float32,
         rounding: Rounding,
         classes: Classes,
+        swept: Callable[[FlatBlock], bool],
     ) -> int:
         """One step along the sum of ``entries``, by block and then in the order of the addition, / ``trainers``. In the
         same pass over memory the model gets ``theta - lookahead * residual.next``, and parameters their ``classes`` of
-        the next round. The number of parameters whose sum is not 0."""
+        the next round. A block that is ``swept`` first moves by the whole of what its sums move theta by in the end.
+        The number of parameters whose sum is not 0."""
 
         # One pass over memory for all that follows from the sums; a pass is what a round costs a large model.
         def step(block: FlatBlock) -> int:
-            summed = np.zeros(1, np.int64)
+            summed, found = np.zeros(1, np.int64), entries[block.number]
+            if swept(block):
+                places, sums = sum_entries(found, block.stop - block.start)
+                block.of(self.theta)[places] -= residual.lookahead * (sums / np.float32(trainers))
+                summed[0], found = len(places), ()
             theta, momentum, held_back = map(block.of, (self.theta, self.momentum, residual.next))
             known, octaves = classes.renewed(block, momentum)
             for part, segment in parts(block):
@@ -84,7 +90,7 @@ class OuterState:
                         float(lookahead),
                         start,
                         part.start,
-                        entries[block.number],
+                        found,
                         trainers,
                         self.lr,
                         self.mu,

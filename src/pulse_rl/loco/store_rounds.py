@@ -409,7 +409,13 @@ class StoreRounds:
             if residual.overlapped or delivery != Delivery.COUNTED:
                 np.copyto(residual.next, residual.flat)
             summed = state.sparse_step(
-                entries, len(close.posts), residual, lookahead, reduction.gate.rounding, reduction.classes
+                entries,
+                len(close.posts),
+                residual,
+                lookahead,
+                reduction.gate.rounding,
+                reduction.classes,
+                partial(reduction.gate.sweeps, number=close.round),
             )
             residual.started_with = lookahead
             residual.take_next()
