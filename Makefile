@@ -110,7 +110,7 @@ test-trainers: $(TRAINERS)/.ready
 $(TRAINERS)/.packages: $(TRAINERS)/.ready tests/trainers/requirements.txt
 	$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -r tests/trainers/requirements.txt
 	$(TRAINERS)/bin/python -m pip install --quiet --no-deps $(MEGATRON) \
-	  || echo "tests/trainers/test_megatron.py: skipped, $(MEGATRON) could not be installed"
+	  || echo "tests/trainers/megatron_ranks.py: skipped, $(MEGATRON) could not be installed"
 	touch $@
 
 $(TRAINERS)/.ready: pyproject.toml constraints.txt $(NATIVE)

@@ -78,6 +78,7 @@ def pulse(**settings: Any) -> Variant:
 
 
 SWEEP = {"wire": "int2", "sweep": 4}
+SWEEP_OVER_STORE = {"wire": "int4", "sweep": 4, "gate_sums": False}
 
 GROUPS: dict[str, Group] = {
     "lookahead": Group([Variant(DiLoCo), *(pulse(lookahead=c) for c in (0.0, 1.33, 3.0, 7.0, 14.0))]),
@@ -110,7 +111,10 @@ GROUPS: dict[str, Group] = {
         [
             Variant(method, task=tasks.PRETRAINED_SPLIT, lr=lr, settings=settings)
             for lr in PRETRAINED_RATES
-            for method, settings in ((DiLoCo, {}), (PulseLoCo, {}), (PulseLoCo, {"wire": "int2"}), (PulseLoCo, SWEEP))
+            for method, settings in (
+                *((DiLoCo, {}), (PulseLoCo, {}), (PulseLoCo, {"wire": "int2"})),
+                *((PulseLoCo, SWEEP), (PulseLoCo, SWEEP_OVER_STORE)),
+            )
         ],
         rounds=16,
     ),

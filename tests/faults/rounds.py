@@ -156,7 +156,7 @@ class Node:
         meeting = self.loop.meeting
         assert isinstance(meeting, StoreRounds)
         entries = [(np.zeros(1, np.uint32), np.full(1, np.nan, np.float32))]
-        return meeting._coder().encode(meeting._units, entries)
+        return meeting._reduction.coder(meeting._trainer.round).encode(meeting._units, entries)
 
     def take_stock(self) -> None:
         """Its theta is that of its round; its residual is what it has learnt and what has not counted."""

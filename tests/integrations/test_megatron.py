@@ -1,6 +1,6 @@
 """`MegatronWeights` over a stand-in for Megatron-Bridge: tasks and an export as it has them, of one rank.
 
-The real one, on two ranks, is in tests/trainers/test_megatron.py."""
+The real one, on two ranks, is in tests/trainers/test_ranks.py."""
 
 from __future__ import annotations
 

@@ -46,7 +46,11 @@ class Member:
         """A post with a NaN."""
         meeting = self.meeting
         entries = [(np.zeros(1, np.uint32), np.full(1, np.nan, np.float32)) for _ in meeting._units]
-        return write_post(meeting._place("stranger"), meeting._coder().encode(meeting._units, entries), None)
+        return write_post(
+            meeting._place("stranger"),
+            meeting._reduction.coder(meeting._trainer.round).encode(meeting._units, entries),
+            None,
+        )
 
     def round(self, seed: int = 0) -> str:
         self.job.step(seed)

@@ -1,4 +1,4 @@
-"""What each of two ranks on gloo does with a model of Megatron-Core, started by torchrun (`test_megatron`)."""
+"""What each of two ranks on gloo does with a model of Megatron-Core, started by torchrun (`test_ranks`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of two ranks on gloo does under DeepSpeed, started by torchrun with a folder (`test_zero`)."""
+"""What each of two ranks on gloo does under DeepSpeed, started by torchrun with a folder (`test_ranks`)."""
 
 from __future__ import annotations
 

@@ -470,20 +470,41 @@ class GatedReduction:
     def sites(self, group: TrainerGroup) -> Sites:
         return Sites.of(group.sites)
 
+    def message(self, number: int) -> LocalMessage:
+        """What this trainer has to send in the round after ``number``; fills the next residual."""
+        return self.gate.local_message(self._state, self.residual, self.wire, number)
+
+    def coder(self, number: int) -> Coder:
+        """Codes the messages of the round after ``number``."""
+        state, rounding = self._state, self.gate.rounding
+        return Coder(number, state.theta, state.momentum, rounding, self.wire, self.classes, state.threads)
+
+    def step(self, number: int, entries: Sequence[Sequence[Entries]], trainers: int, lookahead: np.float32) -> int:
+        """The outer step of the round after ``number``, along the sum of ``entries`` / ``trainers``; the residual takes
+        effect, and the model gets the next start, by ``lookahead``. The number of parameters whose sum is not 0."""
+        residual = self.residual
+        residual.complete_next()
+        swept = partial(self.gate.sweeps, number=number)
+        summed = self._state.sparse_step(
+            entries, trainers, residual, lookahead, self.gate.rounding, self.classes, swept
+        )
+        residual.started_with = lookahead
+        residual.take_next()
+        return summed
+
     def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
-        state, residual, rounding = self._state, self.residual, self.gate.rounding
+        state, residual = self._state, self.residual
         # 1. The gate: the entries to send; the others, with what rounding loses, fill the next residual.
         residual.forget_message()
         with phase("gate"):
-            own = self.gate.local_message(state, residual, self.wire, number)
+            own = self.message(number)
 
         def announce(digest: str) -> None:  # before the message is sent: it may count although this trainer fails
             residual.pending_message = None if own.bad else digest
 
         # 2. To the owners of shares where that is cheaper, or sites differ; else to all.
-        coder = Coder(number, state.theta, state.momentum, rounding, self.wire, self.classes, state.threads)
         require_same = partial(group.require_same_tensors, number, state.digests)
-        transfer = Transfer(group, coder, state.parameters.blocks, phase, require_same, announce)
+        transfer = Transfer(group, self.coder(number), state.parameters.blocks, phase, require_same, announce)
         arrived: Transferred | None = None
         sites, reduce_gate = self.sites(group), None
         try:
@@ -498,24 +519,6 @@ class GatedReduction:
         except (NonFinite, CorruptMessage, Diverged):  # on all trainers alike: the message has counted with none
             residual.forget_message()
             raise
-        return self._pending(group.size, number, sum(len(positions) for positions, _ in own.entries), arrived)
-
-    def _pending(self, trainers: int, number: int, entries: int, arrived: Transferred) -> PendingRound:
-        residual, rounding = self.residual, self.gate.rounding
-
-        def apply(lookahead: np.float32) -> int:
-            residual.complete_next()
-            summed = self._state.sparse_step(
-                arrived.entries,
-                trainers,
-                residual,
-                lookahead,
-                rounding,
-                self.classes,
-                partial(self.gate.sweeps, number=number),
-            )
-            residual.started_with = lookahead
-            residual.take_next()
-            return summed
-
+        entries = sum(len(positions) for positions, _ in own.entries)
+        apply = partial(self.step, number, arrived.entries, group.size)
         return PendingRound(entries, arrived.payload_bytes, apply, arrived.messages, arrived.scattered)

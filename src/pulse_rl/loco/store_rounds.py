@@ -59,7 +59,7 @@ from .store_format import (
     write_post,
 )
 from .trainer import Trainer, specs_digest
-from .wire import Coder, Entries, Unit, Wire, WireName
+from .wire import Entries, Unit, Wire, WireName
 
 _MAX_POSTS = 64
 """Of one trainer in a round: its own, and what others put in its name."""
@@ -277,11 +277,10 @@ class StoreRounds:
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
             with phase("gate"):
-                number, wire = self._trainer.round, self._reduction.wire
-                own = self._reduction.gate.local_message(self._state, residual, wire, number)
+                own = self._reduction.message(self._trainer.round)
                 if own.bad is not None:
                     raise NonFinite(f"the pseudo-gradient of {own.bad!r} is not finite")
-                message = self._coder().encode(self._units, own.entries)
+                message = self._reduction.coder(self._trainer.round).encode(self._units, own.entries)
                 data = write_post(self._place(self._trainer.name), message, self.exchange.signer)
                 judged = self._judged(self._trainer.name, len(data), own.entries)
                 if isinstance(judged, str):
@@ -378,7 +377,7 @@ class StoreRounds:
 
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
-        state, residual, reduction = self._state, self._reduction.residual, self._reduction
+        state, residual = self._state, self._reduction.residual
         if close.theta != self._root:
             raise Diverged(f"round {close.round + 1} was closed by a trainer with another theta than this one")
         entries: list[list[Entries]] = [[] for _ in self._blocks]
@@ -408,17 +407,7 @@ class StoreRounds:
                 self._keep_local_steps(delivery)
             if residual.overlapped or delivery != Delivery.COUNTED:
                 np.copyto(residual.next, residual.flat)
-            summed = state.sparse_step(
-                entries,
-                len(close.posts),
-                residual,
-                lookahead,
-                reduction.gate.rounding,
-                reduction.classes,
-                partial(reduction.gate.sweeps, number=close.round),
-            )
-            residual.started_with = lookahead
-            residual.take_next()
+            summed = self._reduction.step(close.round, entries, len(close.posts), lookahead)
             self._trainer.complete_round([post.sha256 for post in close.posts])
             return summed
 
@@ -464,18 +453,6 @@ class StoreRounds:
             self._reduction.residual.catch_up(delivery)
 
     # -- what is in the store
-
-    def _coder(self) -> Coder:
-        state, reduction = self._state, self._reduction
-        return Coder(
-            self._trainer.round,
-            state.theta,
-            state.momentum,
-            reduction.gate.rounding,
-            reduction.wire,
-            reduction.classes,
-            state.threads,
-        )
 
     def _place(self, trainer: str) -> Place:
         return Place(self._store.run, self._trainer.round, trainer, self._root)
@@ -523,7 +500,7 @@ class StoreRounds:
         return self._read[post]
 
     def _fetched_message(self, post: Post) -> PostedMessage | str:
-        coder, most = self._coder(), self.exchange.max_entries
+        coder, most = self._reduction.coder(self._trainer.round), self.exchange.max_entries
         # An entry takes at most 10 bytes.
         fewer = 0 if most is None else max(0, self._trainer.parameters.count - most)
         if post.nbytes > HEAD + coder.max_bytes(self._units) - 10 * fewer:
