@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
@@ -75,7 +75,8 @@ class Published(OneLine):
     "upload" and "commit" (the manifest; then the baseline moves). ``reason`` says why no patch leads here from the
     version before: what differs between their names, dtypes, shapes or ties, or that a patch would be no smaller than
     the state. ``blocked_seconds`` is how long the caller was held up: ``seconds`` by ``publish``, by ``submit`` the
-    copy of the state and the wait for room.
+    copy of the state and the wait for room. ``beside``: what a call returns has, by stream, the versions that were
+    committed of the same state along with this one (``Publisher(beside=…)``).
     """
 
     stream: str
@@ -92,6 +93,7 @@ class Published(OneLine):
     reason: str = field(default="", repr=False)
     stream_id: str = field(default="", repr=False)
     blocked_seconds: float = field(default=0.0, repr=False)
+    beside: Mapping[str, Published] = field(default_factory=dict, repr=False)
 
     @property
     def density(self) -> float:
@@ -270,6 +272,19 @@ def checked_listener(listener: Any) -> Listener | None:
     if listener is not None and not callable(listener):
         raise InputError(f"on_event must be a function of one event, not {listener!r}")
     return cast(Listener | None, listener)
+
+
+def one_at_a_time(listener: Listener | None) -> Listener | None:
+    """The listener, which threads call one after another."""
+    if listener is None:
+        return None
+    lock = threading.RLock()
+
+    def listen(event: Event) -> None:
+        with lock:
+            listener(event)
+
+    return listen
 
 
 def hint_to(listener: Listener | None, hint: Hint) -> None:

@@ -80,6 +80,13 @@ class QuantisedState(State):
         self.kept = kept + [alias.removesuffix(".weight") for alias, name in state.aliases.items() if name in whole]
 
 
+def check_quantise(quantise: Any) -> None:
+    """Raises InputError for what is no `Quantise`, and for what cannot be made."""
+    if not (callable(quantise) or isinstance(quantise, str | Mapping)):
+        raise InputError(f"quantise must be a format's name, a quantization_config or a function, not {quantise!r}")
+    _chosen(quantise)
+
+
 def config_of(quantise: Quantise, kept: Collection[str]) -> dict[str, Any] | None:
     """What the config.json of a quantised model says under ``quantization_config``, as the libraries that define the
     formats write it; None of what a function makes. ``kept`` are the modules that are left out."""

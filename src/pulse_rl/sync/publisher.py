@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
@@ -15,10 +15,10 @@ from typing import Any, TypedDict, Unpack
 from .. import codec as codecs
 from .._util.collective import Alone, RankGroup
 from .._util.serial import Closing, NotCopyable, SerialThread
-from .._util.settings import checked_collection, checked_count, checked_number
+from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import ConcurrentUse, InputError, PulseError
-from ..events import FallbackUsed, Listener, Metadata, Published, checked_listener, failures_to
+from ..events import FallbackUsed, Listener, Metadata, Published, checked_listener, failures_to, one_at_a_time
 from ..state.checkpoint import StateSource
 from ..state.companions import Files
 from ..state.quantise import Quantise
@@ -26,6 +26,7 @@ from ..store import Store, open_store
 from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream, checked_stream_id
+from .beside import Beside, BesideStream, Done, checked_beside, publish_beside, refuse_of_one_stream
 from .checkout import Checkout
 from .folds import checked_folds
 from .polling import jittered
@@ -78,8 +79,10 @@ class Publisher(Closing, NotCopyable):
     ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``attest``: each anchor has an attestation of
     its files, signed by a key that is derived from the ``signer``'s; a `checkout` has it. ``baseline``: a
     folder of this publisher's own, in which the last version is a mapped file instead of memory; a publisher that
-    starts again with it goes on from there, once that is verified. ``threads``: the maximum number (None: one per
-    core). ``on_event`` gets the events of `pulse_rl.events`.
+    starts again with it goes on from there, once that is verified. ``beside``: other streams of the store, by name,
+    that get each state, too, quantised as ``publish(quantise=…)`` takes it (None: not), with the same settings and
+    metadata, from one pass over the weights. ``threads``: the maximum number (None: one per core), for each stream.
+    ``on_event`` gets the events of `pulse_rl.events`.
 
     A patch that is no smaller than an anchor is not stored: the version is an anchor alone, and `Published.reason` says
     so.
@@ -105,24 +108,41 @@ class Publisher(Closing, NotCopyable):
         attest: bool = False,
         trusted_keys: Collection[str] = (),
         baseline: str | os.PathLike[str] | None = None,
+        beside: Beside | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
-        self._open(
-            RankGroup(Alone()),
-            store,
-            stream=stream,
-            folder=lambda: None if baseline is None else StateFolder(baseline, "baseline"),
-            codec=codec,
-            anchor_ratio=anchor_ratio,
-            folds=folds,
-            keep=keep,
-            signer=signer,
-            attest=attest,
-            trusted_keys=trusted_keys,
-            threads=threads,
-            on_event=on_event,
-        )
+        settings: PublisherSettings = {
+            "codec": codec,
+            "anchor_ratio": anchor_ratio,
+            "folds": folds,
+            "keep": keep,
+            "signer": signer,
+            "attest": attest,
+            "trusted_keys": trusted_keys,
+            "threads": threads,
+            "on_event": on_event,
+        }
+        if beside:
+            checked_beside(stream, beside)
+            store = open_store(store)
+            settings["on_event"] = one_at_a_time(checked_listener(on_event))
+
+        def folder_of(name: str) -> str | os.PathLike[str] | None:
+            return checked_path(baseline) / name if beside and baseline is not None else baseline
+
+        def folder() -> StateFolder | None:
+            path = folder_of(stream)
+            return None if path is None else StateFolder(path, "baseline")
+
+        self._open(RankGroup(Alone()), store, stream=stream, folder=folder, **settings)
+        try:
+            for name, quantise in (beside or {}).items():
+                other = Publisher(store, stream=name, baseline=folder_of(name), **settings)
+                self._beside.append((other, quantise))
+        except BaseException:
+            self.close()
+            raise
 
     def _open(
         self,
@@ -161,6 +181,7 @@ class Publisher(Closing, NotCopyable):
         self._together = ranks.size > 1
         self._submissions: Submissions[PublishRequest] = Submissions(self._serial, together=self._together)
         self._calls = 0
+        self._beside: list[tuple[Publisher, Quantise | None]] = []
         self._rank = RankPublisher(self._stream, ranks, settings, listener=self._listener, folder=folders[0])
 
     def _checked(self, store: Store | str, stream: str, **given: Unpack[PublisherSettings]) -> tuple[Stream, Settings]:
@@ -232,15 +253,24 @@ class Publisher(Closing, NotCopyable):
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
         dtypes or shapes than the last is published with an anchor; so is the next one where the head is lost from the
         store, or was signed with another key. Also raises UnsupportedTensor, InputError and PublisherConflict.
+
+        Where there are streams ``beside`` this one, what is wrong with the arguments is raised before anything is
+        published. Where the store fails for one stream, the others get their versions all the same, which a note of the
+        error names; the same call again gives the one its version, and the others one more, in which nothing changes.
+        They take no ``after``, and no ``on_device="baseline"``.
         """
         # An error of a submitted version is raised here first: what follows it would hide it.
         self._raise_unasked()
-        with self._call() as number, failures_to(self._listener, self._stream.name, "publish"):
-            # In the caller's thread: whose devices must have written the state, and whose arguments are wrong.
-            read = partial(self._read, source, dtype, quantise)
-            request = self._request(read, metadata, dtype, anchor, files, on_device, PublishRequest.awaited, after)
-            # All else on the publisher's own thread, which no interrupt reaches.
-            return self._serial.run(lambda: self._rank.publish(request, number=number, progress=progress))[0]
+        if self._beside:
+            refuse_of_one_stream(after, on_device)
+        with self._call() as number:
+            with failures_to(self._listener, self._stream.name, "publish"):
+                # In the caller's thread: whose devices must have written the state, and whose arguments are wrong.
+                read = partial(self._read, source, dtype, quantise)
+                request = self._request(read, metadata, dtype, anchor, files, on_device, PublishRequest.awaited, after)
+                # All else on the publisher's own thread, which no interrupt reaches.
+                done = self._serial.run(lambda: self._publish(request, number=number, progress=progress))
+            return done.result()
 
     def submit(
         self,
@@ -259,7 +289,8 @@ class Publisher(Closing, NotCopyable):
         ``source``, ``metadata``, ``dtype``, ``anchor``, ``files``, ``on_device`` and ``quantise`` are as for `publish`;
         the state may change as soon as this returns. One version is in flight and one may wait; for another one this
         waits for room, or, to ``replace``, cancels the one that waits and takes over its memory. Needs the memory of a
-        state for each, of codes where it is quantised. An error that nobody has asked the `Submission` for is raised by
+        state for each, of codes where it is quantised, of the caller's tensors where there are streams ``beside`` this
+        one. An error that nobody has asked the `Submission` for is raised by
         the next call, which then does nothing else; `close` waits for all. ``Published.blocked_seconds`` tells how long
         this took.
 
@@ -269,6 +300,8 @@ class Publisher(Closing, NotCopyable):
         neither. Where no memory can be page-locked, this returns after the copy.
         """
         self._raise_unasked()
+        if self._beside:
+            refuse_of_one_stream(None, on_device)
         began = time.perf_counter()
         blocked = 0.0
 
@@ -290,10 +323,8 @@ class Publisher(Closing, NotCopyable):
                 raise CancelledError
             request = taken or PublishRequest.refusing(CancelledError())
             with failures_to(self._listener, self._stream.name, "publish"):
-                published, kept = self._rank.publish(
-                    request, number=number, submission=submission, blocked_seconds=blocked
-                )
-            return published, None if kept else taken
+                done = self._publish(request, number=number, submission=submission, blocked_seconds=blocked)
+            return done.result(), None if done.kept else taken
 
         with self._call() as number:
             return self._submissions.submit(take, partial(publish, number), replace)
@@ -333,7 +364,7 @@ class Publisher(Closing, NotCopyable):
 
     def wait(self) -> None:
         """Waits until what was submitted is published, the background folds are stored, and old versions deleted."""
-        self._serial.run(self._rank.keep_up)
+        self._serial.run(self._keep_up)
         self._submissions.raise_unasked()
 
     def wait_for(
@@ -377,7 +408,7 @@ class Publisher(Closing, NotCopyable):
         stays; a version that is not settled is left to the next Publisher. May be called twice; publishing afterwards
         starts as a new Publisher would.
         """
-        self._serial.run(self._rank.forget)
+        self._serial.run(self._forget)
         self._submissions.forget()
         self._submissions.raise_unasked()
 
@@ -395,7 +426,30 @@ class Publisher(Closing, NotCopyable):
 
     def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
         """What this rank has of a state that a call was given."""
+        if self._beside:
+            return LocalState.of(source, dtype)._replace(quantise=quantise, several=True)
         return LocalState.of(source, dtype, quantise)
+
+    @property
+    def _ranks(self) -> list[RankPublisher]:
+        """This one's, and those of the streams beside it."""
+        return [self._rank, *(other._rank for other, _ in self._beside)]
+
+    def _publish(self, request: PublishRequest, **given: Any) -> Done:
+        """Publishes to all streams. Raises what this one's raises; an error of another one is in the result."""
+        if not self._beside:
+            return Done(*self._rank.publish(request, **given))
+        others = [BesideStream(other._stream.name, other._rank, quantise) for other, quantise in self._beside]
+        return publish_beside(self._rank, others, request, listener=self._listener, threads=self._threads, **given)
+
+    def _keep_up(self) -> None:
+        for rank in self._ranks:
+            rank.keep_up()
+
+    def _forget(self) -> None:
+        with ExitStack() as all_of_them:
+            for rank in self._ranks:
+                all_of_them.callback(rank.forget)
 
     def _request(
         self,
@@ -455,6 +509,6 @@ class Publisher(Closing, NotCopyable):
             self._calls -= 1
             raise
         finally:
-            if self._rank.has_upkeep:
+            if any(rank.has_upkeep for rank in self._ranks):
                 with suppress(PulseError):
-                    self._serial.post(self._rank.keep_up)
+                    self._serial.post(self._keep_up)

@@ -42,8 +42,8 @@ T = TypeVar("T")
 class LocalState(NamedTuple):
     """This rank's elements of a state: ``source``, to be cast to ``dtype`` if there is one. ``boxes``: which elements
     of a tensor they are, where they are not all. ``owned``: nobody else writes to them. ``quantise``: what is to be
-    made of them first, once the ranks have agreed on scales (`quantised`). ``config``: what the config.json of a
-    quantised state says of it."""
+    made of them first, once the ranks have agreed on scales (`quantised`), or for each stream of ``several``.
+    ``config``: what the config.json of a quantised state says of it."""
 
     source: State
     dtype: DType | None = None
@@ -51,6 +51,7 @@ class LocalState(NamedTuple):
     owned: bool = False
     quantise: Quantise | None = None
     config: Mapping[str, Any] | None = None
+    several: bool = False
 
     @classmethod
     def of(cls, source: StateSource, dtype: str | None, quantise: Quantise | None = None) -> Self:
@@ -68,6 +69,11 @@ class LocalState(NamedTuple):
     def state(self) -> State:
         """What the version is to hold of them."""
         return self.source if self.dtype is None else CastState(self.source, self.dtype)
+
+    @property
+    def early_dtype(self) -> DType | None:
+        """To what a copy of them is cast: not if it is still to be quantised, which is done from the masters."""
+        return None if self.quantise is not None or self.several else self.dtype
 
     @property
     def held(self) -> list[Held]:
@@ -180,14 +186,16 @@ class PublishRequest:
             return request
         # Copies that devices have made for this call stay there; all else is copied to the host.
         resident, source = split(request.local.source, own_tensors(request.local.source))
-        dtype = None if request.local.quantise else request.local.dtype  # what is quantised is so from the masters
+        dtype = request.local.early_dtype
         # The host casts while it copies. A device's tensors are cast behind: the caller would wait for the bus.
         if dtype and not cuda_tensors(source):
             source, dtype = CastState(source, dtype), None
         into = spare.copied if spare else None
         copied = snapshot(source, into, threads=threads, staged=self.on_device is not None)
-        kept = request.local.dtype if request.local.quantise else dtype
-        local = request.local._replace(source=copied.state, dtype=kept, owned=dtype is None)
+        as_it_is = request.local.early_dtype is None
+        local = request.local._replace(
+            source=copied.state, dtype=request.local.dtype if as_it_is else dtype, owned=dtype is None
+        )
         written = recorded(cuda_tensors(resident).values())
         copy = HostCopy(copied, resident if len(resident) else None, written)
         return replace(request, local=local, copy=copy)
@@ -210,7 +218,7 @@ class PublishRequest:
         is memory."""
         if self.local is None or self.on_device != BASELINE:
             return self
-        source = copied_within_devices(self.local.source, None if self.local.quantise else self.local.dtype)
+        source = copied_within_devices(self.local.source, self.local.early_dtype)
         if source is None:
             return replace(self, out_of_memory=True)
         return replace(self, local=self.local._replace(source=source))

@@ -1,0 +1,125 @@
+"""Several streams of one state: each is published as it would be alone, from one pass over the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from .._util.threads import ordered_map
+from ..errors import InputError
+from ..events import Listener, Published, failures_to
+from ..state.quantise import Quantise, check_quantise
+from ..state.read_once import ReadOnce
+from ..stream.names import StreamNames
+from .rank import RankPublisher
+from .request import LocalState, PublishRequest, Submission, begin
+
+Beside = Mapping[str, Quantise | None]
+"""Streams by name, and how each is quantised; None: not."""
+
+
+class BesideStream(NamedTuple):
+    """A stream that is published along with another one."""
+
+    name: str
+    rank: RankPublisher
+    quantise: Quantise | None
+
+
+class Done(NamedTuple):
+    """What a version cost; whether the request's memory was ``kept`` as its baseline; why a stream beside it has
+    ``failed``."""
+
+    published: Published
+    kept: bool
+    failed: Exception | None = None
+
+    def result(self) -> Published:
+        """What the version cost. Raises the error of a stream beside it."""
+        if self.failed:
+            raise self.failed
+        return self.published
+
+
+def checked_beside(stream: str, beside: Any) -> Beside:
+    """``beside`` itself; raises InputError unless it maps names of streams, others than ``stream``, to what
+    ``quantise`` may be."""
+    if not isinstance(beside, Mapping) or stream in beside:
+        raise InputError(
+            f"beside must map the names of other streams to formats, not {beside!r}",
+            hint='Write it like beside={"policy-fp8": "fp8_block"}.',
+        )
+    for name, quantise in beside.items():
+        StreamNames(name)
+        if quantise is not None:
+            check_quantise(quantise)
+    return beside
+
+
+def refuse_of_one_stream(after: int | None, on_device: str | None) -> None:
+    """Raises InputError for arguments of `Publisher.publish` that have no meaning for several streams."""
+    if after is not None:
+        raise InputError(
+            "after= is of one stream, and the streams beside it have numbers of their own",
+            hint="Use a Publisher without beside=, for begin_from, too.",
+        )
+    if on_device == "baseline":
+        raise InputError(
+            "on_device='baseline' compares one stream on the device, and those beside it need all weights on the host",
+            hint="Leave it out, or use on_device='copy'.",
+        )
+
+
+def publish_beside(
+    own: RankPublisher,
+    others: Sequence[BesideStream],
+    request: PublishRequest,
+    *,
+    listener: Listener | None,
+    threads: int | None,
+    submission: Submission | None = None,
+    progress: bool = False,
+    **given: Any,
+) -> Done:
+    """Publishes the state of ``request`` to its own stream and to the others, whether or not one of them fails. Raises
+    the own stream's error; one of the others is in the result.
+
+    What is wrong with the state, or with how a stream is quantised, is raised before anything is published.
+    """
+    if submission is not None:
+        if not begin(submission):
+            raise CancelledError
+        submission.set_running_or_notify_cancel()
+    local = request.arrived()
+    once = ReadOnce(local.source, 1 + len(others), threads)
+    dtype = local.dtype.name if local.dtype else None
+    parts = [
+        replace(request, local=LocalState.of(once.of(k), dtype, quantise), copy=None)
+        for k, quantise in enumerate((local.quantise, *(other.quantise for other in others)))
+    ]
+
+    def publish(k: int) -> Published | Exception:
+        try:
+            if k == 0:
+                return own.publish(parts[k], progress=progress, **given)[0]
+            other = others[k - 1]
+            with failures_to(listener, other.name, "publish"):
+                return other.rank.publish(parts[k], **given)[0]
+        except Exception as error:  # of whatever kind: it is raised once the other streams have ended
+            return error
+        finally:
+            once.leave(k)
+
+    made = list(ordered_map(publish, range(len(parts)), len(parts)))
+    there = {each.stream: each for each in made if isinstance(each, Published)}
+    failed = [error for error in made if isinstance(error, Exception)]
+    for error in failed:
+        if there:
+            versions = ", ".join(f"version {each.version} of {name!r}" for name, each in there.items())
+            error.add_note(f"Committed of the same state: {versions}.")
+    if not isinstance(made[0], Published):
+        raise made[0]
+    del there[made[0].stream]
+    return Done(replace(made[0], beside=there), False, failed[0] if failed else None)
