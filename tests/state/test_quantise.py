@@ -70,13 +70,13 @@ def test_any_part_is_that_part_of_the_whole(name: str, dtype: str, rng: Rng) -> 
         given, wide = bits, (bits.astype(np.uint32) << 16).view(np.float32)
     else:
         given = wide
-    whole = quantised(wide.astype(np.float32), name)
+    whole, mixed = (quantised(array, name, kind) for array, kind in ((wide.astype(np.float32), "F32"), (given, dtype)))
     for spec in whole.specs:
         elements = whole.read(spec.name)
         for _ in range(20):
             start, stop = sorted(rng.integers(0, spec.elements + 1, 2).tolist())
-            part = quantised(given, name, dtype).read(spec.name, start, stop)
-            np.testing.assert_array_equal(part, elements[start:stop])
+            for one in (mixed, quantised(given, name, dtype)):
+                np.testing.assert_array_equal(one.read(spec.name, start, stop), elements[start:stop])
 
 
 @pytest.mark.parametrize(("name", "scales", "nan"), [("fp8_block", "scale_inv", 0x7FC00000), ("mxfp4", "scale", 255)])

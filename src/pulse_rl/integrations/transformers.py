@@ -10,6 +10,7 @@ import secrets
 import shutil
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
@@ -99,7 +100,8 @@ class PulseCallback(TrainerCallback):
     torch.compile's parts of names are taken off, shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a
     time, and published by the first, PEFT adapters are merged into copies. Floats are cast to the compute dtype
     ``dtype`` as `Publisher.publish` does; None publishes them as they are. With ``quantise``, as `Publisher.publish`
-    takes it, a version has codes and scales in the place of weights. A version carries what ``save_pretrained`` of the
+    takes it, a version has codes and scales in the place of weights. Streams ``beside`` this one, as `Publisher` takes
+    them, get each state, too, from one gathering. A version carries what ``save_pretrained`` of the
     model and of the trainer's tokenizer or processor writes beside the weights (`checkpoint_files`), as it was when the
     training began, so that what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With
     ``adapter`` a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is one that PEFT and
@@ -112,7 +114,7 @@ class PulseCallback(TrainerCallback):
     whatever else it reports to, gets the newest ``pulse/version``, and of the versions since the last log
     ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and ``pulse/blocked_seconds``, each the mean; and
     ``pulse/replaced`` and ``pulse/failed``, counts, if not 0. Where a trainer has several of these callbacks, the names
-    are ``pulse/STREAM/version`` and so on.
+    are ``pulse/STREAM/version`` and so on; so they are of streams ``beside`` this one.
 
     With ``optimizer_every`` the Trainer saves a checkpoint at the first and at each so many steps, optimizer and all,
     whatever its own ``save_strategy``, and `restart` makes of the newest one a checkpoint with the weights of the
@@ -136,6 +138,7 @@ class PulseCallback(TrainerCallback):
         replace: bool = True,
         adapter: bool = False,
         quantise: Quantise | None = None,
+        beside: Mapping[str, Quantise | None] | None = None,
         **publisher: Unpack[PublisherSettings],
     ) -> None:
         self._dtype = None if dtype is None else compute_dtype_named(dtype).name
@@ -144,8 +147,9 @@ class PulseCallback(TrainerCallback):
         self._replace = replace
         self._adapter = adapter
         self._quantise = quantise
+        self._masters = bool(quantise is not None or beside)
         publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
-        self._publisher = Publisher(store, stream=stream, **publisher)
+        self._publisher = Publisher(store, stream=stream, beside=beside, **publisher)
         signer, trusted = publisher.get("signer"), publisher.get("trusted_keys") or ()
         self._keys = None if signer is None and not trusted else {*trusted, *([signer.public_key] if signer else ())}
         self._store, self._stream = store, stream
@@ -335,7 +339,7 @@ class PulseCallback(TrainerCallback):
         """What is published. A collective where `is_sharded`."""
         if not self._adapter:
             # What is quantised is so from the trainer's own numbers.
-            return policy_weights(model, None if self._quantise else self._dtype, keep=keep)
+            return policy_weights(model, None if self._masters else self._dtype, keep=keep)
         weights, config = adapter_weights(model, self._dtype, keep=keep)
         self._files = {"adapter_config.json": config.encode()}
         return weights
@@ -412,19 +416,30 @@ class PulseCallback(TrainerCallback):
 
     def _figures(self) -> dict[str, float]:
         """What the trainer's log gets since its last call."""
-        figures: dict[str, float] = {}
-        if self._published:
-            figures["version"] = self._published.version
-        patches = [p.density for p in self._since_log if p.changed is not None]
-        # Of the same versions as the density: the first one is an anchor, and no measure of what follows.
-        fetched = [p.patch_bytes for p in self._since_log if p.changed is not None]
-        fetched = fetched or [p.anchor_bytes for p in self._since_log]
-        for name, values in (("density", patches), ("bytes", fetched), ("blocked_seconds", self._blocked)):
-            if values:
-                figures[name] = sum(values) / len(values)
+        newest, since = self._published, self._since_log
+        figures = _costs(newest, since)
+        if self._blocked:
+            figures["blocked_seconds"] = sum(self._blocked) / len(self._blocked)
         figures |= {name: count for name, count in self._counts.items() if count}
+        figures = {self._prefix + name: value for name, value in figures.items()}
+        for stream, published in newest.beside.items() if newest else ():
+            costs = _costs(published, [each.beside[stream] for each in since])
+            figures |= {f"{_OURS}{stream}/{name}": value for name, value in costs.items()}
         self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
-        return {self._prefix + name: value for name, value in figures.items()}
+        return figures
+
+
+def _costs(newest: Published | None, since: Sequence[Published]) -> dict[str, float]:
+    """The figures of a stream: its newest version, and the means of those since the last log."""
+    figures: dict[str, float] = {} if newest is None else {"version": newest.version}
+    # Of the same versions as the density: the first one is an anchor, and no measure of what follows.
+    patches = [each for each in since if each.changed is not None]
+    if patches:
+        figures["density"] = sum(each.density for each in patches) / len(patches)
+    fetched = [each.patch_bytes for each in patches] or [each.anchor_bytes for each in since]
+    if fetched:
+        figures["bytes"] = sum(fetched) / len(fetched)
+    return figures
 
 
 def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps: int) -> None:

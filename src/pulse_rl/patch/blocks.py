@@ -17,7 +17,7 @@ from ..codec import Changes, Layout, Run
 from ..state import bits
 from ..state.digest import LEAF_BYTES
 from ..state.memory import Allocate, joined, pageable
-from ..state.tensors import DType, Segment, State, TensorSpec, UIntArray, views_of
+from ..state.tensors import DType, Segment, State, TensorSpec, UIntArray, is_view, views_of
 
 BLOCK_ELEMENTS = 1 << 22
 _NEAR = 64
@@ -68,7 +68,9 @@ class Block(NamedTuple):
         if known is None or known[0] is not self:
             if len(views) > _MOST_VIEWS:
                 views.clear()
-            view = joined([state.read(*s.place) for s in self.segments]) if len(self.segments) > 1 else None
+            # What is made when it is read lies nowhere, and would be made for nothing.
+            several = len(self.segments) > 1 and all(is_view(state, s.spec.name) for s in self.segments)
+            view = joined([state.read(*s.place) for s in self.segments]) if several else None
             known = views[id(self)] = self, view
         return known[1]
 

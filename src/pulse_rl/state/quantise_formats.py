@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple, Protocol
 
@@ -232,13 +232,25 @@ class _ModelOpt(OfTensor):
         return _E4M3_VALUES[stored] * self.whole
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _GroupScales:
+    """The scales of groups. What was ``made`` for codes, by the first group, waits until it is read."""
+
     source: Source
     group: _Group
+    made: dict[int, UIntArray] = field(default_factory=dict)
 
     def read(self, start: int, stop: int) -> UIntArray:
-        return self.group.stored(_group_maxima(self.source, self.group.size, start, stop))
+        parts, at = list[UIntArray](), start
+        for first, piece in sorted(self.made.copy().items()):
+            if first <= at < first + len(piece) and at < stop:
+                parts.append(piece[at - first : stop - first])
+                at += len(parts[-1])
+                if start <= first and first + len(piece) <= stop:
+                    self.made.pop(first, None)
+        if at < stop or not parts:
+            return self.group.stored(_group_maxima(self.source, self.group.size, start, stop))
+        return np.concatenate(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +260,15 @@ class _GroupCodes:
     source: Source
     group: _Group
     packed: bool
+    scales: _GroupScales
 
     def read(self, start: int, stop: int) -> UIntArray:
         size, per_byte = self.group.size, 1 + self.packed
         first, last = start * per_byte // size, -(-stop * per_byte // size)
         elements, width = self.source.read(first * size, last * size)
         most = block_maxima(elements, width, (size, 1, size))
-        scales = self.group.divisors(self.group.stored(most))
+        self.scales.made[first] = stored = self.group.stored(most)
+        scales = self.group.divisors(stored)
         out = np.empty((last - first) * size // per_byte, np.uint8)
         if self.packed:
             to_e2m1(elements, width, (size, 1, size), scales, out)
@@ -345,7 +359,8 @@ def _grouped(source: Source, group: _Group, name: str, *, packed: bool, scales: 
     """Codes called ``name``, and their scales."""
     *leading, columns = source.spec.shape
     _require_filled("rows", columns, source, group)
-    codes, of_scales = _GroupCodes(source, group, packed), _GroupScales(source, group)
+    of_scales = _GroupScales(source, group)
+    codes = _GroupCodes(source, group, packed, of_scales)
     return [
         Made(name, "U8", (*leading, columns // 2), codes, (1, 2))
         if packed

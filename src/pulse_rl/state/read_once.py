@@ -18,10 +18,10 @@ _EACH = 32 << 20  # bytes: a thread works on a block, and on what lies between t
 class ReadOnce:
     """``state`` for so many ``readers``, each in threads of its own. A tensor that is on a device, or is made when it
     is read, is copied to the host whole, when one of them first asks for it, and is held until all have read it to its
-    end: in twice the bytes of the largest such tensor, and 32 MiB for each thread.
+    end, or longer: in twice the bytes of the largest such tensor, and 32 MiB for each thread.
 
     Readers take tensors in about the order of their names. Where there is no room, the one that is ahead waits for the
-    others, until they `leave`, or for a minute: then nobody waits any more, and what is no longer held is copied again.
+    others, until they `leave`, or for a minute: then nobody waits any more. What is no longer held is copied again.
     """
 
     def __init__(self, state: State, readers: int, threads: int | None = None) -> None:
@@ -86,7 +86,7 @@ class ReadOnce:
         for old in list(self._held):
             if self._bytes + nbytes <= self._most:
                 break
-            if not self._together or all(old in self._ended[k] for k in self._at):
+            if not self._together or all(old in self._ended[k] and self._order[old] < at for k, at in self._at.items()):
                 self._bytes -= self._held.pop(old).nbytes
         # Who is behind all others waits for nobody, or all would wait.
         ahead = any(at < self._order[name] for other, at in self._at.items() if other != reader)

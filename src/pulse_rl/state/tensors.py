@@ -277,6 +277,9 @@ class State:
         data = self._data[name]
         return data[start:stop] if isinstance(data, np.ndarray) else data.read(start, stop)
 
+    def _is_view(self, name: str) -> bool:
+        return isinstance(self._data.get(self.aliases.get(name, name)), np.ndarray)
+
     def copy(self, empty: Empty | None = None) -> State:
         """The same state in new host memory, or in that which ``empty`` makes."""
         fresh = (empty or State.empty)(self.specs, self.aliases)
@@ -342,6 +345,11 @@ def stored_tensor(state: State, name: str) -> UIntArray | Readable:
     """The flat elements of the tensor ``name``, as the state holds them. Raises KeyError."""
     tensor: UIntArray | Readable = state._data[name]
     return tensor
+
+
+def is_view(state: State, name: str) -> bool:
+    """Whether `State.read` of this tensor is sure to be a view of host memory, which costs nothing."""
+    return state._is_view(name)
 
 
 def views_of(state: State) -> dict[int, tuple[object, UIntArray | None]]:
@@ -477,3 +485,6 @@ class SlicedState(State):
         if not segment.start <= start <= stop <= segment.stop:
             raise IndexError(f"elements {start} to {stop} of tensor {name!r} are not held")
         return self._source.read(name, start - segment.start, stop - segment.start)
+
+    def _is_view(self, name: str) -> bool:
+        return self._source._is_view(name)

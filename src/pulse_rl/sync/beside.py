@@ -16,9 +16,6 @@ from ..stream.names import StreamNames
 from .rank import RankPublisher
 from .request import LocalState, PublishRequest, Submission, begin
 
-Beside = Mapping[str, Quantise | None]
-"""Streams by name, and how each is quantised; None: not."""
-
 
 class BesideStream(NamedTuple):
     """A stream that is published along with another one."""
@@ -43,9 +40,9 @@ class Done(NamedTuple):
         return self.published
 
 
-def checked_beside(stream: str, beside: Any) -> Beside:
-    """``beside`` itself; raises InputError unless it maps names of streams, others than ``stream``, to what
-    ``quantise`` may be."""
+def check_beside(stream: str, beside: Any) -> None:
+    """Raises InputError unless ``beside`` maps names of streams, others than ``stream``, to what ``quantise`` may be,
+    None included."""
     if not isinstance(beside, Mapping) or stream in beside:
         raise InputError(
             f"beside must map the names of other streams to formats, not {beside!r}",
@@ -55,7 +52,6 @@ def checked_beside(stream: str, beside: Any) -> Beside:
         StreamNames(name)
         if quantise is not None:
             check_quantise(quantise)
-    return beside
 
 
 def refuse_of_one_stream(after: int | None, on_device: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -26,7 +26,7 @@ from ..store import Store, open_store
 from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream, checked_stream_id
-from .beside import Beside, BesideStream, Done, checked_beside, publish_beside, refuse_of_one_stream
+from .beside import BesideStream, Done, check_beside, publish_beside, refuse_of_one_stream
 from .checkout import Checkout
 from .folds import checked_folds
 from .polling import jittered
@@ -108,7 +108,7 @@ class Publisher(Closing, NotCopyable):
         attest: bool = False,
         trusted_keys: Collection[str] = (),
         baseline: str | os.PathLike[str] | None = None,
-        beside: Beside | None = None,
+        beside: Mapping[str, Quantise | None] | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
@@ -124,7 +124,7 @@ class Publisher(Closing, NotCopyable):
             "on_event": on_event,
         }
         if beside:
-            checked_beside(stream, beside)
+            check_beside(stream, beside)
             store = open_store(store)
             settings["on_event"] = one_at_a_time(checked_listener(on_event))
 
