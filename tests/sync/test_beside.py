@@ -39,6 +39,10 @@ def step(state: dict[str, torch.Tensor], rng: Rng) -> None:
         tensor += torch.from_numpy(rng.normal(0, 3e-4, tuple(tensor.shape)).astype(np.float32))
 
 
+def halved(name: str, weight: np.ndarray[Any, Any]) -> dict[str, Any] | None:
+    return {f"{name}_int": (weight * 100).astype(np.int8)} if weight.ndim == 2 else None
+
+
 def newest(store: Any, stream: str) -> tuple[str, dict[str, Any], dict[str, bytes]]:
     with Subscriber(store, stream=stream) as worker:
         worker.sync()
@@ -83,10 +87,6 @@ def test_versions_are_those_of_two_publishers(submitted: bool, rng: Rng) -> None
 def test_any_of_the_streams_may_be_the_quantised_one(rng: Rng) -> None:
     """A function and a config quantise as names do; BF16 is beside FP8 as well as FP8 beside BF16."""
     state, stores = masters(rng), (MemoryStore(), MemoryStore())
-
-    def halved(name: str, weight: np.ndarray[Any, Any]) -> dict[str, Any] | None:
-        return {f"{name}_int": (weight * 100).astype(np.int8)} if weight.ndim == 2 else None
-
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     with Publisher(stores[0], stream="a", beside={"b": halved, "c": config, "d": None}) as publisher:
         done = publisher.publish(state, quantise="mxfp4", dtype="BF16")
@@ -230,8 +230,16 @@ def test_folders_and_folds_and_what_is_kept_are_those_of_each_stream(tmp_path: P
     """A publisher that starts again with the folder fetches no state; background work is done for all streams."""
     store, state, events = MemoryStore(), masters(rng), list[Event]()
     settings: dict[str, Any] = {"beside": {"policy-fp8": "fp8_block"}, "baseline": tmp_path / "kept", "folds": [2]}
+
+    def listen(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, Published) and event.stream == "policy":
+            head = publisher.head()
+            assert head is not None
+            assert head.version == event.version
+
     for _ in range(2):
-        with Publisher(store, stream="policy", on_event=events.append, **settings) as publisher:
+        with Publisher(store, stream="policy", on_event=listen, **settings) as publisher:
             for _ in range(3):
                 publisher.publish(state, dtype="BF16")
                 step(state, rng)
@@ -301,6 +309,17 @@ def test_each_tensor_of_a_device_is_read_once(how: str, rows: int, rng: Rng, mon
             assert not threads or Counted.most < 2.1 * largest
         with Publisher(MemoryStore(), stream="b") as alone:
             assert alone.publish(given, quantise=how, dtype="BF16").root == done.beside["b"].root
+
+
+def test_a_function_may_look_at_all_weights_first(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory for two of them, while no other stream goes on."""
+    monkeypatch.setattr("pulse_rl.state.read_once._EACH", 0)
+    monkeypatch.setattr("pulse_rl.state.read_once._PATIENCE_SECONDS", 1e9)
+    state = masters(rng)
+    with Publisher(MemoryStore(), stream="a", beside={"b": halved}) as publisher:
+        done = publisher.publish(on_device(state)[0])
+    with Publisher(MemoryStore(), stream="b") as alone:
+        assert alone.publish(state, quantise=halved).root == done.beside["b"].root
 
 
 def test_a_stream_whose_store_hangs_does_not_hold_up_the_other(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, Store, Subscriber, Update, state_root
+from pulse_rl import MemoryStore, Publisher, Store, Subscriber, Update, state_root, verify_stream
 from pulse_rl.errors import ConcurrentUse, InputError
 from tests.support.interrupts import STEP, Boom, Steps
 from tests.support.states import Live, Rng, bits, mutated, policy
@@ -30,12 +30,18 @@ def follow(subscriber: Subscriber, live: Live) -> Update | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("call", "stride"), [("publish", 7 if STEP == "opcode" else 1), ("sync", 5 if STEP == "opcode" else 1)]
+    ("call", "stride"),
+    [
+        ("publish", 7 if STEP == "opcode" else 1),
+        ("publish beside", 37 if STEP == "opcode" else 3),
+        ("sync", 5 if STEP == "opcode" else 1),
+    ],
 )
 def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int, rng: Rng) -> None:
     """Raised where no signal could be, too."""
     state, store, live = policy(rng, 2000), MemoryStore(), Live()
-    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
+    beside: Any = {"policy-fp8": "fp8_block"} if call == "publish beside" else None
+    publisher, subscriber = Publisher(store, stream="policy", beside=beside), Subscriber(store, stream="policy")
     publisher.publish(state)
     follow(subscriber, live)
     reached = 0
@@ -44,7 +50,7 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
         if call == "sync":
             publisher.publish(state)
         act: Callable[[], object] = (
-            (lambda: publisher.publish(state)) if call == "publish" else (lambda: follow(subscriber, live))  # noqa: B023
+            (lambda: follow(subscriber, live)) if call == "sync" else (lambda: publisher.publish(state))  # noqa: B023
         )
         try:
             Steps(number).run(act)
@@ -57,6 +63,11 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
         if reached < number:
             break
     assert reached > (100 if STEP == "opcode" else 15)
+    for stream in beside or ():
+        assert not [report for report in verify_stream(store, stream) if report.problems]
+        with Subscriber(store, stream=stream) as worker, Publisher(MemoryStore(), stream=stream) as alone:
+            worker.sync()
+            assert worker.root == alone.publish(state, quantise=beside[stream]).root
 
 
 def test_iterating_to_the_end_acknowledges(rng: Rng) -> None:

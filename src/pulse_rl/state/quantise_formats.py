@@ -446,7 +446,8 @@ def _e4m3_codes(wanted: Floats) -> npt.NDArray[np.uint8]:
 
 
 def _scaled(most: Floats, largest: np.float32, epsilon: np.float32) -> Floats:
-    scales = most / largest
+    with np.errstate(invalid="ignore"):  # of a signalling NaN
+        scales = most / largest
     scales[scales == 0] = epsilon
     return scales
 

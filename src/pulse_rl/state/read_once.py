@@ -21,7 +21,8 @@ class ReadOnce:
     end, or longer: in twice the bytes of the largest such tensor, and 32 MiB for each thread.
 
     Readers take tensors in about the order of their names. Where there is no room, the one that is ahead waits for the
-    others, until they `leave`, or for a minute: then nobody waits any more. What is no longer held is copied again.
+    others, until they `leave`, or for a minute: then nobody waits any more. What is no longer held is copied again. Before
+    `begin` they look at tensors in any order, and nobody waits.
     """
 
     def __init__(self, state: State, readers: int, threads: int | None = None) -> None:
@@ -35,7 +36,7 @@ class ReadOnce:
         self._bytes = 0
         self._at = dict.fromkeys(range(readers), -1)  # how far each has come, of those that have not left
         self._ended: list[set[str]] = [set() for _ in range(readers)]
-        self._together = True
+        self._together = False
         self._change = Condition()
 
     def of(self, reader: int) -> State:
@@ -43,6 +44,13 @@ class ReadOnce:
         data = {spec.name: stored_tensor(self._state, spec.name) for spec in self._state.specs}
         data |= {name: _Tensor(self, reader, name) for name in self._order}
         return State(self._state.specs, data, self._state.aliases)
+
+    def begin(self) -> None:
+        """From now on all go through the state, side by side."""
+        with self._change:
+            self._at = dict.fromkeys(self._at, -1)
+            self._ended = [set() for _ in self._ended]
+            self._together = True
 
     def leave(self, reader: int) -> None:
         """The ``reader`` reads no more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -108,7 +108,15 @@ def publish_beside(
         finally:
             once.leave(k)
 
-    made = list(ordered_map(publish, range(len(parts)), len(parts)))
+    made: list[Published | Exception] = []
+    once.begin()
+
+    def in_other_threads() -> Iterator[int]:
+        yield from range(1, len(parts))
+        # Here, while they work: a listener may ask the publisher whose event it gets.
+        made.append(publish(0))
+
+    made += list(ordered_map(publish, in_other_threads(), len(parts)))
     there = {each.stream: each for each in made if isinstance(each, Published)}
     failed = [error for error in made if isinstance(error, Exception)]
     for error in failed:

@@ -81,8 +81,8 @@ class Publisher(Closing, NotCopyable):
     folder of this publisher's own, in which the last version is a mapped file instead of memory; a publisher that
     starts again with it goes on from there, once that is verified. ``beside``: other streams of the store, by name,
     that get each state, too, quantised as ``publish(quantise=…)`` takes it (None: not), with the same settings and
-    metadata, from one pass over the weights. ``threads``: the maximum number (None: one per core), for each stream.
-    ``on_event`` gets the events of `pulse_rl.events`.
+    metadata, from one pass over the weights; each has its own folder within ``baseline``. ``threads``: the maximum
+    number (None: one per core), for each stream. ``on_event`` gets the events of `pulse_rl.events`.
 
     A patch that is no smaller than an anchor is not stored: the version is an anchor alone, and `Published.reason` says
     so.
