@@ -21,8 +21,8 @@ class ReadOnce:
     end, or longer: in twice the bytes of the largest such tensor, and 32 MiB for each thread.
 
     Readers take tensors in about the order of their names. Where there is no room, the one that is ahead waits for the
-    others, until they `leave`, or for a minute: then nobody waits any more. What is no longer held is copied again. Before
-    `begin` they look at tensors in any order, and nobody waits.
+    others, until they `leave`, or for a minute: then nobody waits any more. What is no longer held is copied again.
+    Before `begin` they look at tensors in any order, and nobody waits.
     """
 
     def __init__(self, state: State, readers: int, threads: int | None = None) -> None:
