@@ -158,9 +158,11 @@ class Turns:
     """A BF16 stream and one quantised by ``how``, of one publisher (``True``) and of two (``False``)."""
 
     def __init__(self, how: str) -> None:
-        one = Publisher(MemoryStore(), stream="policy", beside={"policy-q": how})
-        two = [(Publisher(MemoryStore(), stream="policy"), None), (Publisher(MemoryStore(), stream="policy-q"), how)]
-        self.publishers: dict[bool, Any] = {True: [(one, None)], False: two}
+        one, two, three = (Publisher(MemoryStore(), stream=name) for name in ("policy", "policy", "policy-q"))
+        self.calls: dict[bool, Any] = {
+            True: [(one, {"beside": {"policy-q": how}})],
+            False: [(two, {}), (three, {"quantise": how})],
+        }
 
     def take(self, call: str, state: Any, first: bool) -> dict[bool, Any]:
         """What a step costs each, who take it one after another, and how long it holds up the caller."""
@@ -168,10 +170,10 @@ class Turns:
         for which in (first, not first):
             held = 0.0
 
-            def run(of: Any = self.publishers[which]) -> list[Any]:
+            def run(of: Any = self.calls[which]) -> list[Any]:
                 nonlocal held
                 began = time.perf_counter()
-                made = [getattr(each, call)(state, dtype="BF16", quantise=how) for each, how in of]
+                made = [getattr(each, call)(state, dtype="BF16", **given) for each, given in of]
                 held = time.perf_counter() - began
                 return [each.result() if call == "submit" else each for each in made]
 

@@ -76,7 +76,7 @@ class Published(OneLine):
     version before: what differs between their names, dtypes, shapes or ties, or that a patch would be no smaller than
     the state. ``blocked_seconds`` is how long the caller was held up: ``seconds`` by ``publish``, by ``submit`` the
     copy of the state and the wait for room. ``beside``: what a call returns has, by stream, the versions that were
-    committed of the same state along with this one (``Publisher(beside=…)``).
+    committed of the same state along with this one (``publish(beside=…)``).
     """
 
     stream: str

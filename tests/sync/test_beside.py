@@ -22,6 +22,7 @@ from tests.support.states import Rng
 from tests.support.stores import FaultyStore
 
 FORMATS = ["fp8_block", "mxfp8", "mxfp4", "nvfp4"]
+FP8 = {"policy-fp8": "fp8_block"}
 CONFIG = {"config.json": b"{}"}
 
 
@@ -55,7 +56,8 @@ def test_versions_are_those_of_two_publishers(submitted: bool, rng: Rng) -> None
     """Root for root and byte for byte, in each format, and with the same metadata."""
     store, alone, state = MemoryStore(), MemoryStore(), masters(rng)
     given: dict[str, Any] = {"dtype": "BF16", "files": CONFIG}
-    with Publisher(store, stream="policy", beside={name: name for name in FORMATS}) as publisher:
+    beside = {name: name for name in FORMATS}
+    with Publisher(store, stream="policy") as publisher:
         others = {name: Publisher(alone, stream=name) for name in ["policy", *FORMATS]}
         for number in range(3):
             metadata = {"step": 10 * number}
@@ -64,7 +66,7 @@ def test_versions_are_those_of_two_publishers(submitted: bool, rng: Rng) -> None
                 for name, other in others.items()
             }
             if submitted:
-                submission = publisher.submit(state, metadata=metadata, **given)
+                submission = publisher.submit(state, metadata=metadata, beside=beside, **given)
                 kept = {name: tensor.clone() for name, tensor in state.items()}
                 for tensor in state.values():
                     tensor.zero_()
@@ -72,7 +74,7 @@ def test_versions_are_those_of_two_publishers(submitted: bool, rng: Rng) -> None
                 for name, tensor in state.items():
                     tensor.copy_(kept[name])
             else:
-                done = publisher.publish(state, metadata=metadata, **given)
+                done = publisher.publish(state, metadata=metadata, beside=beside, **given)
             assert (done.stream, [*done.beside]) == ("policy", FORMATS)
             for name, each in {"policy": done, **done.beside}.items():
                 assert (each.root, each.version, each.changed) == (own[name].root, number, own[name].changed)
@@ -88,8 +90,9 @@ def test_any_of_the_streams_may_be_the_quantised_one(rng: Rng) -> None:
     """A function and a config quantise as names do; BF16 is beside FP8 as well as FP8 beside BF16."""
     state, stores = masters(rng), (MemoryStore(), MemoryStore())
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    with Publisher(stores[0], stream="a", beside={"b": halved, "c": config, "d": None}) as publisher:
-        done = publisher.publish(state, quantise="mxfp4", dtype="BF16")
+    with Publisher(stores[0], stream="a") as publisher:
+        others = {"b": halved, "c": config, "d": None}
+        done = publisher.publish(state, quantise="mxfp4", dtype="BF16", beside=others)
     for name, how in {"a": "mxfp4", "b": halved, "c": config, "d": None}.items():
         with Publisher(stores[1], stream=name) as other:
             root = other.publish(state, quantise=how, dtype="BF16").root
@@ -101,15 +104,15 @@ def test_any_of_the_streams_may_be_the_quantised_one(rng: Rng) -> None:
 def test_one_stream_fails_at_each_call_and_the_same_call_again_mends_it(reply_lost: bool, which: str, rng: Rng) -> None:
     """The other one has its version; nobody ever gets another weight; a step pairs versions of equal bits."""
     first, last = masters(rng), masters(rng)
-    with Publisher(MemoryStore(), stream="policy", beside={"policy-fp8": "fp8_block"}) as publisher:
-        done = publisher.publish(last, dtype="BF16")
+    with Publisher(MemoryStore(), stream="policy") as publisher:
+        done = publisher.publish(last, dtype="BF16", beside=FP8)
         expected = {"policy": done.root, "policy-fp8": done.beside["policy-fp8"].root}
     other = ({*expected} - {which}).pop()
     for at in itertools.count():
         store = OneStreamFails(MemoryStore(), which)
         events: list[Event] = []
-        with Publisher(store, stream="policy", beside={"policy-fp8": "fp8_block"}, on_event=events.append) as publisher:
-            publisher.publish(first, dtype="BF16", metadata={"step": 1})
+        with Publisher(store, stream="policy", on_event=events.append) as publisher:
+            publisher.publish(first, dtype="BF16", metadata={"step": 1}, beside=FP8)
             store.fail(at, after=reply_lost)
             error = failure(publisher, last)
             failed = store.fired
@@ -118,7 +121,7 @@ def test_one_stream_fails_at_each_call_and_the_same_call_again_mends_it(reply_lo
                 assert f"version 1 of '{other}'" in "".join(error.__notes__)
                 assert [(e.stream, e.kind) for e in events if isinstance(e, CallFailed)] == [(which, error.kind)]
                 assert newest(store, other)[:2] == (expected[other], {"step": 2})
-            done = publisher.publish(last, dtype="BF16", metadata={"step": 2})
+            done = publisher.publish(last, dtype="BF16", metadata={"step": 2}, beside=FP8)
             assert (done if other == "policy" else done.beside[other]).changed == 0
         for name, root in expected.items():
             assert newest(store, name)[:2] == (root, {"step": 2})
@@ -131,7 +134,7 @@ def test_one_stream_fails_at_each_call_and_the_same_call_again_mends_it(reply_lo
 
 def failure(publisher: Publisher, state: Any) -> StoreUnavailable | None:
     try:
-        publisher.publish(state, dtype="BF16", metadata={"step": 2})
+        publisher.publish(state, dtype="BF16", metadata={"step": 2}, beside=FP8)
     except StoreUnavailable as error:
         return error
     return None
@@ -151,15 +154,15 @@ class OneStreamFails(FaultyStore):
 def test_both_fail_and_nothing_is_lost(rng: Rng) -> None:
     state = masters(rng)
     store = Away()
-    with Publisher(store, stream="policy", beside={"policy-fp8": "fp8_block"}) as publisher:
-        publisher.publish(state)
+    with Publisher(store, stream="policy") as publisher:
+        publisher.publish(state, beside=FP8)
         step(state, rng)
         store.away = True
         with pytest.raises(StoreUnavailable) as caught:
-            publisher.publish(state)
+            publisher.publish(state, beside=FP8)
         assert "policy/" in str(caught.value)
         store.away = False
-        done = publisher.publish(state)
+        done = publisher.publish(state, beside=FP8)
     assert (done.version, done.beside["policy-fp8"].version) == (1, 1)
 
 
@@ -172,37 +175,34 @@ class Away(MemoryStore):
         super().put(name, data)
 
 
-def test_what_cannot_be_quantised_leaves_no_version_in_any_stream(rng: Rng) -> None:
-    store = MemoryStore()
+def test_what_cannot_be_published_leaves_no_version_in_any_stream(rng: Rng) -> None:
+    store, state = MemoryStore(), masters(rng)
     odd = {"a.weight": np.zeros((3, 40), np.float32)}
-    for submitted in (False, True):
-        with Publisher(store, stream="policy", beside={"policy-fp4": "mxfp4"}) as publisher:
-            with pytest.raises(InputError, match="groups of 32"):
-                publisher.submit(odd).result() if submitted else publisher.publish(odd)
-            with pytest.raises(InputError, match="after="):
-                publisher.publish(masters(rng), after=-1)
-            with pytest.raises(InputError, match="on_device"):
-                publisher.submit(masters(rng), on_device="baseline")
-    assert not [*store.list("policy"), *store.list("policy-fp4")]
-
-
-@pytest.mark.parametrize(
-    "beside", ["policy-fp8", {"policy": None}, {"policy-fp8": "fp9"}, {"policy-fp8": 8}, {"a/b": None}], ids=str
-)
-def test_what_is_beside_is_checked_at_once(beside: Any) -> None:
-    with pytest.raises(InputError):
-        Publisher(MemoryStore(), stream="policy", beside=beside)
+    with Publisher(store, stream="policy") as publisher:
+        with pytest.raises(InputError, match="groups of 32"):
+            publisher.publish(odd, beside={"policy-fp4": "mxfp4"})
+        with pytest.raises(InputError, match="groups of 32"):
+            publisher.submit(odd, beside={"policy-fp4": "mxfp4"}).result()
+        with pytest.raises(InputError, match="after="):
+            publisher.publish(state, beside=FP8, after=-1)
+        with pytest.raises(InputError, match="on_device"):
+            publisher.submit(state, beside=FP8, on_device="baseline")
+        wrong: list[Any] = ["policy-fp8", {"policy": None}, {"b": "fp9"}, {"b": 8}, {"a/b": None}]
+        for beside in wrong:
+            with pytest.raises(InputError):
+                publisher.publish(state, beside=beside)
+    assert not [found for stream in ("policy", "policy-fp4", "policy-fp8", "b") for found in store.list(stream)]
 
 
 def test_a_version_that_is_replaced_is_in_no_stream(rng: Rng) -> None:
     state, store = masters(rng), Gated()
-    with Publisher(store, stream="policy", beside={"policy-fp8": "fp8_block"}) as publisher:
-        publisher.publish(state)
+    with Publisher(store, stream="policy") as publisher:
+        publisher.publish(state, beside=FP8)
         store.gate.clear()
         submissions = []
         for _ in range(3):
             step(state, rng)
-            submissions.append(publisher.submit(state, replace=True))
+            submissions.append(publisher.submit(state, replace=True, beside=FP8))
             store.waiting.wait(20)
         store.gate.set()
         with pytest.raises(CancelledError):
@@ -229,7 +229,7 @@ class Gated(MemoryStore):
 def test_folders_and_folds_and_what_is_kept_are_those_of_each_stream(tmp_path: Path, rng: Rng) -> None:
     """A publisher that starts again with the folder fetches no state; background work is done for all streams."""
     store, state, events = MemoryStore(), masters(rng), list[Event]()
-    settings: dict[str, Any] = {"beside": {"policy-fp8": "fp8_block"}, "baseline": tmp_path / "kept", "folds": [2]}
+    settings: dict[str, Any] = {"baseline": tmp_path / "kept", "folds": [2]}
 
     def listen(event: Event) -> None:
         events.append(event)
@@ -241,7 +241,7 @@ def test_folders_and_folds_and_what_is_kept_are_those_of_each_stream(tmp_path: P
     for _ in range(2):
         with Publisher(store, stream="policy", on_event=listen, **settings) as publisher:
             for _ in range(3):
-                publisher.publish(state, dtype="BF16")
+                publisher.publish(state, dtype="BF16", beside=FP8)
                 step(state, rng)
             publisher.wait()
     assert Counter(event.stream for event in events if isinstance(event, Published)) == {"policy": 6, "policy-fp8": 6}
@@ -300,11 +300,11 @@ def test_each_tensor_of_a_device_is_read_once(how: str, rows: int, rng: Rng, mon
     threads = 1 if rows > 1024 else None
     if threads:
         monkeypatch.setattr("pulse_rl.state.read_once._EACH", 0)
-    with Publisher(MemoryStore(), stream="a", beside={"b": how}, threads=threads) as publisher:
+    with Publisher(MemoryStore(), stream="a", threads=threads) as publisher:
         for _ in range(3):
             step(state, rng)
             Counted.copied = Counted.most = 0
-            done = publisher.publish(given, dtype="BF16")
+            done = publisher.publish(given, dtype="BF16", beside={"b": how})
             assert Counted.copied == nbytes
             assert not threads or Counted.most < 2.1 * largest
         with Publisher(MemoryStore(), stream="b") as alone:
@@ -316,8 +316,8 @@ def test_a_function_may_look_at_all_weights_first(rng: Rng, monkeypatch: pytest.
     monkeypatch.setattr("pulse_rl.state.read_once._EACH", 0)
     monkeypatch.setattr("pulse_rl.state.read_once._PATIENCE_SECONDS", 1e9)
     state = masters(rng)
-    with Publisher(MemoryStore(), stream="a", beside={"b": halved}) as publisher:
-        done = publisher.publish(on_device(state)[0])
+    with Publisher(MemoryStore(), stream="a") as publisher:
+        done = publisher.publish(on_device(state)[0], beside={"b": halved})
     with Publisher(MemoryStore(), stream="b") as alone:
         assert alone.publish(state, quantise=halved).root == done.beside["b"].root
 
@@ -337,16 +337,16 @@ def test_a_stream_whose_store_hangs_does_not_hold_up_the_other(rng: Rng, monkeyp
         if isinstance(event, Published) and event.stream == "a":
             committed.set()
 
-    with Publisher(Held(), stream="a", beside={"b": "fp8_block"}, on_event=listen) as publisher:
-        assert publisher.publish(on_device(masters(rng))[0]).beside["b"].version == 0
+    with Publisher(Held(), stream="a", on_event=listen) as publisher:
+        assert publisher.publish(on_device(masters(rng))[0], beside={"b": "fp8_block"}).beside["b"].version == 0
 
 
 def test_a_device_that_is_lost_leaves_no_version(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "lost", True)
     store = MemoryStore()
-    with Publisher(store, stream="a", beside={"b": "mxfp4"}) as publisher:
+    with Publisher(store, stream="a") as publisher:
         with pytest.raises(RuntimeError, match="device lost"):
-            publisher.publish(on_device(masters(rng))[0])
+            publisher.publish(on_device(masters(rng))[0], beside={"b": "mxfp4"})
         assert publisher.head() is None
     with pytest.raises(PulseError):
         checkout(store, "b")

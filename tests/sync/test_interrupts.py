@@ -41,7 +41,7 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
     """Raised where no signal could be, too."""
     state, store, live = policy(rng, 2000), MemoryStore(), Live()
     beside: Any = {"policy-fp8": "fp8_block"} if call == "publish beside" else None
-    publisher, subscriber = Publisher(store, stream="policy", beside=beside), Subscriber(store, stream="policy")
+    publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
     publisher.publish(state)
     follow(subscriber, live)
     reached = 0
@@ -50,13 +50,13 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
         if call == "sync":
             publisher.publish(state)
         act: Callable[[], object] = (
-            (lambda: follow(subscriber, live)) if call == "sync" else (lambda: publisher.publish(state))  # noqa: B023
+            (lambda: follow(subscriber, live)) if call == "sync" else (lambda: publisher.publish(state, beside=beside))  # noqa: B023
         )
         try:
             Steps(number).run(act)
         except Boom:
             reached = number
-        publisher.publish(state)
+        publisher.publish(state, beside=beside)
         while follow(subscriber, live) is not None:
             pass
         assert live.root == subscriber.root == state_root(subscriber.state) == state_root(state), number

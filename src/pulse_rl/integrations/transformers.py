@@ -35,6 +35,7 @@ from ..state.companions import files_of, of_dtype
 from ..state.quantise import Quantise
 from ..state.tensors import State
 from ..store import Store
+from ..sync.beside import check_beside
 from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import Submission
 from ..sync.subscriber import Subscriber
@@ -100,8 +101,8 @@ class PulseCallback(TrainerCallback):
     torch.compile's parts of names are taken off, shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a
     time, and published by the first, PEFT adapters are merged into copies. Floats are cast to the compute dtype
     ``dtype`` as `Publisher.publish` does; None publishes them as they are. With ``quantise``, as `Publisher.publish`
-    takes it, a version has codes and scales in the place of weights. Streams ``beside`` this one, as `Publisher` takes
-    them, get each state, too, from one gathering. A version carries what ``save_pretrained`` of the
+    takes it, a version has codes and scales in the place of weights; streams ``beside`` this one get each state, too,
+    from one gathering. A version carries what ``save_pretrained`` of the
     model and of the trainer's tokenizer or processor writes beside the weights (`checkpoint_files`), as it was when the
     training began, so that what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With
     ``adapter`` a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is one that PEFT and
@@ -147,9 +148,11 @@ class PulseCallback(TrainerCallback):
         self._replace = replace
         self._adapter = adapter
         self._quantise = quantise
-        self._masters = bool(quantise is not None or beside)
+        self._others = beside
+        if beside:
+            check_beside(stream, beside)
         publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
-        self._publisher = Publisher(store, stream=stream, beside=beside, **publisher)
+        self._publisher = Publisher(store, stream=stream, **publisher)
         signer, trusted = publisher.get("signer"), publisher.get("trusted_keys") or ()
         self._keys = None if signer is None and not trusted else {*trusted, *([signer.public_key] if signer else ())}
         self._store, self._stream = store, stream
@@ -256,7 +259,12 @@ class PulseCallback(TrainerCallback):
         if first:
             metadata = _metadata(state)
             done = self._publisher.publish(
-                weights, metadata=metadata, dtype=self._dtype, files=self._files, quantise=self._quantise
+                weights,
+                metadata=metadata,
+                dtype=self._dtype,
+                files=self._files,
+                quantise=self._quantise,
+                beside=self._others,
             )
             self._committed(state.global_step, done)
 
@@ -339,7 +347,7 @@ class PulseCallback(TrainerCallback):
         """What is published. A collective where `is_sharded`."""
         if not self._adapter:
             # What is quantised is so from the trainer's own numbers.
-            return policy_weights(model, None if self._masters else self._dtype, keep=keep)
+            return policy_weights(model, None if self._quantise or self._others else self._dtype, keep=keep)
         weights, config = adapter_weights(model, self._dtype, keep=keep)
         self._files = {"adapter_config.json": config.encode()}
         return weights
@@ -365,6 +373,7 @@ class PulseCallback(TrainerCallback):
             files=self._files,
             replace=replace,
             quantise=self._quantise,
+            beside=self._others,
         )
         step = state.global_step
 

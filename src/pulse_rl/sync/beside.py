@@ -14,7 +14,7 @@ from ..state.quantise import Quantise, check_quantise
 from ..state.read_once import ReadOnce
 from ..stream.names import StreamNames
 from .rank import RankPublisher
-from .request import LocalState, PublishRequest, Submission, begin
+from .request import BASELINE, LocalState, PublishRequest, Submission, begin
 
 
 class BesideStream(NamedTuple):
@@ -40,9 +40,9 @@ class Done(NamedTuple):
         return self.published
 
 
-def check_beside(stream: str, beside: Any) -> None:
+def check_beside(stream: str, beside: Any, after: int | None = None, on_device: str | None = None) -> None:
     """Raises InputError unless ``beside`` maps names of streams, others than ``stream``, to what ``quantise`` may be,
-    None included."""
+    None included; and for arguments of `Publisher.publish` that have no meaning for several streams."""
     if not isinstance(beside, Mapping) or stream in beside:
         raise InputError(
             f"beside must map the names of other streams to formats, not {beside!r}",
@@ -52,16 +52,12 @@ def check_beside(stream: str, beside: Any) -> None:
         StreamNames(name)
         if quantise is not None:
             check_quantise(quantise)
-
-
-def refuse_of_one_stream(after: int | None, on_device: str | None) -> None:
-    """Raises InputError for arguments of `Publisher.publish` that have no meaning for several streams."""
     if after is not None:
         raise InputError(
             "after= is of one stream, and the streams beside it have numbers of their own",
-            hint="Use a Publisher without beside=, for begin_from, too.",
+            hint="Publish to one stream at a time where a number matters.",
         )
-    if on_device == "baseline":
+    if on_device == BASELINE:
         raise InputError(
             "on_device='baseline' compares one stream on the device, and those beside it need all weights on the host",
             hint="Leave it out, or use on_device='copy'.",

@@ -26,7 +26,7 @@ from ..store import Store, open_store
 from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream, checked_stream_id
-from .beside import BesideStream, Done, check_beside, publish_beside, refuse_of_one_stream
+from .beside import BesideStream, Done, check_beside, publish_beside
 from .checkout import Checkout
 from .folds import checked_folds
 from .polling import jittered
@@ -79,10 +79,8 @@ class Publisher(Closing, NotCopyable):
     ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) is believed. ``attest``: each anchor has an attestation of
     its files, signed by a key that is derived from the ``signer``'s; a `checkout` has it. ``baseline``: a
     folder of this publisher's own, in which the last version is a mapped file instead of memory; a publisher that
-    starts again with it goes on from there, once that is verified. ``beside``: other streams of the store, by name,
-    that get each state, too, quantised as ``publish(quantise=…)`` takes it (None: not), with the same settings and
-    metadata, from one pass over the weights; each has its own folder within ``baseline``. ``threads``: the maximum
-    number (None: one per core), for each stream. ``on_event`` gets the events of `pulse_rl.events`.
+    starts again with it goes on from there, once that is verified. ``threads``: the maximum number (None: one per
+    core). ``on_event`` gets the events of `pulse_rl.events`.
 
     A patch that is no smaller than an anchor is not stored: the version is an anchor alone, and `Published.reason` says
     so.
@@ -108,7 +106,6 @@ class Publisher(Closing, NotCopyable):
         attest: bool = False,
         trusted_keys: Collection[str] = (),
         baseline: str | os.PathLike[str] | None = None,
-        beside: Mapping[str, Quantise | None] | None = None,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
@@ -121,28 +118,16 @@ class Publisher(Closing, NotCopyable):
             "attest": attest,
             "trusted_keys": trusted_keys,
             "threads": threads,
-            "on_event": on_event,
+            "on_event": one_at_a_time(checked_listener(on_event)),
         }
-        if beside:
-            check_beside(stream, beside)
-            store = open_store(store)
-            settings["on_event"] = one_at_a_time(checked_listener(on_event))
-
-        def folder_of(name: str) -> str | os.PathLike[str] | None:
-            return checked_path(baseline) / name if beside and baseline is not None else baseline
-
-        def folder() -> StateFolder | None:
-            path = folder_of(stream)
-            return None if path is None else StateFolder(path, "baseline")
-
-        self._open(RankGroup(Alone()), store, stream=stream, folder=folder, **settings)
-        try:
-            for name, quantise in (beside or {}).items():
-                other = Publisher(store, stream=name, baseline=folder_of(name), **settings)
-                self._beside.append((other, quantise))
-        except BaseException:
-            self.close()
-            raise
+        self._given = open_store(store), baseline, settings
+        self._open(
+            RankGroup(Alone()),
+            self._given[0],
+            stream=stream,
+            folder=lambda: None if baseline is None else StateFolder(baseline, "baseline"),
+            **settings,
+        )
 
     def _open(
         self,
@@ -181,7 +166,7 @@ class Publisher(Closing, NotCopyable):
         self._together = ranks.size > 1
         self._submissions: Submissions[PublishRequest] = Submissions(self._serial, together=self._together)
         self._calls = 0
-        self._beside: list[tuple[Publisher, Quantise | None]] = []
+        self._others: dict[str, Publisher] = {}  # the streams beside this one
         self._rank = RankPublisher(self._stream, ranks, settings, listener=self._listener, folder=folders[0])
 
     def _checked(self, store: Store | str, stream: str, **given: Unpack[PublisherSettings]) -> tuple[Stream, Settings]:
@@ -228,6 +213,7 @@ class Publisher(Closing, NotCopyable):
         after: int | None = None,
         progress: bool = False,
         quantise: Quantise | None = None,
+        beside: Mapping[str, Quantise | None] | None = None,
     ) -> Published:
         """Commits a state as the next version and returns what it cost.
 
@@ -247,26 +233,26 @@ class Publisher(Closing, NotCopyable):
         in a terminal or a notebook, with the time left. ``quantise``: weights become codes and scales, as a checkpoint
         of a quantised model has them: "fp8_block", "mxfp8", "mxfp4", "nvfp4", the model's ``quantization_config``, or a
         function of a name and its FP32 array that returns the tensors in its place, None for itself. ``dtype`` is then
-        for all others, and a config.json among ``files`` that has no ``quantization_config`` gets one.
+        for all others, and a config.json among ``files`` that has no ``quantization_config`` gets one. ``beside``:
+        other streams of the store, by name, that get the state, too, each quantised as this says (None: not), from one
+        pass over the weights, with the same metadata, files and settings, and a folder of its own in ``baseline``.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises StoreUnavailable or StoreFull,
         nothing is lost, and whether the version was committed is settled by the next call. A state with other names,
         dtypes or shapes than the last is published with an anchor; so is the next one where the head is lost from the
         store, or was signed with another key. Also raises UnsupportedTensor, InputError and PublisherConflict.
 
-        Where there are streams ``beside`` this one, what is wrong with the arguments is raised before anything is
-        published. Where the store fails for one stream, the others get their versions all the same, which a note of the
-        error names; the same call again gives the one its version, and the others one more, in which nothing changes.
-        They take no ``after``, and no ``on_device="baseline"``.
+        With streams ``beside`` this one, what is wrong with the arguments is raised before anything is published. Where
+        the store fails for one stream, the others get their versions all the same, which a note of the error names; the
+        same call again gives the one its version, and the others one more, in which nothing changes. They go with no
+        ``after``, and no ``on_device="baseline"``.
         """
         # An error of a submitted version is raised here first: what follows it would hide it.
         self._raise_unasked()
-        if self._beside:
-            refuse_of_one_stream(after, on_device)
         with self._call() as number:
             with failures_to(self._listener, self._stream.name, "publish"):
                 # In the caller's thread: whose devices must have written the state, and whose arguments are wrong.
-                read = partial(self._read, source, dtype, quantise)
+                read = partial(self._local, source, dtype, quantise, beside, after, on_device)
                 request = self._request(read, metadata, dtype, anchor, files, on_device, PublishRequest.awaited, after)
                 # All else on the publisher's own thread, which no interrupt reaches.
                 done = self._serial.run(lambda: self._publish(request, number=number, progress=progress))
@@ -283,14 +269,15 @@ class Publisher(Closing, NotCopyable):
         on_device: str | None = None,
         replace: bool = False,
         quantise: Quantise | None = None,
+        beside: Mapping[str, Quantise | None] | None = None,
     ) -> Submission:
         """Takes a copy of a state and returns; the version is committed behind the caller's work, as `publish` does it.
 
-        ``source``, ``metadata``, ``dtype``, ``anchor``, ``files``, ``on_device`` and ``quantise`` are as for `publish`;
-        the state may change as soon as this returns. One version is in flight and one may wait; for another one this
-        waits for room, or, to ``replace``, cancels the one that waits and takes over its memory. Needs the memory of a
-        state for each, of codes where it is quantised, of the caller's tensors where there are streams ``beside`` this
-        one. An error that nobody has asked the `Submission` for is raised by
+        ``source``, ``metadata``, ``dtype``, ``anchor``, ``files``, ``on_device``, ``quantise`` and ``beside`` are as
+        for `publish`; the state may change as soon as this returns. One version is in flight and one may wait; for
+        another one this waits for room, or, to ``replace``, cancels the one that waits and takes over its memory. Needs
+        the memory of a state for each, of codes where it is quantised, of the caller's tensors with streams ``beside``
+        this one. An error that nobody has asked the `Submission` for is raised by
         the next call, which then does nothing else; `close` waits for all. ``Published.blocked_seconds`` tells how long
         this took.
 
@@ -300,15 +287,13 @@ class Publisher(Closing, NotCopyable):
         neither. Where no memory can be page-locked, this returns after the copy.
         """
         self._raise_unasked()
-        if self._beside:
-            refuse_of_one_stream(None, on_device)
         began = time.perf_counter()
         blocked = 0.0
 
         def take(spare: PublishRequest | None) -> PublishRequest:
             nonlocal blocked
             into = spare.copy if spare else None
-            read = partial(self._read, source, dtype, quantise)
+            read = partial(self._local, source, dtype, quantise, beside, None, on_device)
             taken = self._request(
                 read, metadata, dtype, anchor, files, on_device, lambda request: request.taken(into, self._threads)
             )
@@ -426,20 +411,43 @@ class Publisher(Closing, NotCopyable):
 
     def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
         """What this rank has of a state that a call was given."""
-        if self._beside:
-            return LocalState.of(source, dtype)._replace(quantise=quantise, several=True)
         return LocalState.of(source, dtype, quantise)
+
+    def _local(
+        self,
+        source: Any,
+        dtype: str | None,
+        quantise: Quantise | None,
+        beside: Mapping[str, Quantise | None] | None,
+        after: int | None,
+        on_device: str | None,
+    ) -> LocalState:
+        """The same, for all streams of a call."""
+        if not beside:
+            return self._read(source, dtype, quantise)
+        check_beside(self._stream.name, beside, after, on_device)
+        for name in beside.keys() - self._others.keys():
+            self._others[name] = self._open_other(name)
+        return LocalState.of(source, dtype)._replace(quantise=quantise, beside=beside)
+
+    def _open_other(self, name: str) -> Publisher:
+        """The publisher of a stream beside this one."""
+        store, baseline, settings = self._given
+        return Publisher(
+            store, stream=name, baseline=None if baseline is None else checked_path(baseline) / name, **settings
+        )
 
     @property
     def _ranks(self) -> list[RankPublisher]:
         """This one's, and those of the streams beside it."""
-        return [self._rank, *(other._rank for other, _ in self._beside)]
+        return [self._rank, *(other._rank for other in list(self._others.values()))]
 
     def _publish(self, request: PublishRequest, **given: Any) -> Done:
         """Publishes to all streams. Raises what this one's raises; an error of another one is in the result."""
-        if not self._beside:
+        beside = request.local.beside if request.local else None
+        if not beside:
             return Done(*self._rank.publish(request, **given))
-        others = [BesideStream(other._stream.name, other._rank, quantise) for other, quantise in self._beside]
+        others = [BesideStream(name, self._others[name]._rank, quantise) for name, quantise in beside.items()]
         return publish_beside(self._rank, others, request, listener=self._listener, threads=self._threads, **given)
 
     def _keep_up(self) -> None:

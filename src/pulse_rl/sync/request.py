@@ -42,7 +42,7 @@ T = TypeVar("T")
 class LocalState(NamedTuple):
     """This rank's elements of a state: ``source``, to be cast to ``dtype`` if there is one. ``boxes``: which elements
     of a tensor they are, where they are not all. ``owned``: nobody else writes to them. ``quantise``: what is to be
-    made of them first, once the ranks have agreed on scales (`quantised`), or for each stream of ``several``.
+    made of them first, once the ranks have agreed on scales (`quantised`). ``beside``: of other streams the same.
     ``config``: what the config.json of a quantised state says of it."""
 
     source: State
@@ -51,7 +51,7 @@ class LocalState(NamedTuple):
     owned: bool = False
     quantise: Quantise | None = None
     config: Mapping[str, Any] | None = None
-    several: bool = False
+    beside: Mapping[str, Quantise | None] | None = None
 
     @classmethod
     def of(cls, source: StateSource, dtype: str | None, quantise: Quantise | None = None) -> Self:
@@ -73,7 +73,7 @@ class LocalState(NamedTuple):
     @property
     def early_dtype(self) -> DType | None:
         """To what a copy of them is cast: not if it is still to be quantised, which is done from the masters."""
-        return None if self.quantise is not None or self.several else self.dtype
+        return None if self.quantise is not None or self.beside else self.dtype
 
     @property
     def held(self) -> list[Held]:

@@ -51,7 +51,7 @@ class ShardedPublisher(Publisher):
     version of another is begun by a `Publisher`: here `begin_from` raises InputError.
 
     With ``quantise``, by a name or a configuration, they agree on the scales of blocks that cross them; `submit` copies
-    what is to be quantised.
+    what is to be quantised. There are no streams ``beside``: make one of these for each.
 
     ``baseline``: a folder on a disk of each machine, in which each rank has one of its own (``rank-0`` …): its slices
     of the last version are a mapped file there instead of memory. Ranks that start again with it, as many as before,
@@ -109,6 +109,9 @@ class ShardedPublisher(Publisher):
 
     def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
         return local_state(source, dtype)._replace(quantise=quantise)
+
+    def _open_other(self, name: str) -> Publisher:
+        raise InputError("ranks publish to one stream", hint=f"Make another ShardedPublisher, of {name!r}.")
 
 
 def local_state(source: Mapping[str, Any] | nn.Module, dtype: str | None) -> LocalState:
