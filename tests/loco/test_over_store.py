@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import WireName
 from pulse_rl.store import Data
 from tests.support.loco_reference import Job, Reference, flat, same
+from tests.support.posts import digest_of
 from tests.support.stores import FaultyStore
 
 SECONDS = 120.0
@@ -38,10 +38,11 @@ class Member:
         grace: float = SECONDS,
         wire: WireName = "FP32",
         sweep: int | None = None,
+        gate_sums: bool | Literal["auto"] = "auto",
         overlap: int = 0,
         **settings: Any,
     ) -> None:
-        self.wire, self.sweep = wire, sweep
+        self.wire, self.sweep, self.gate_sums = wire, sweep, gate_sums
         self.name, self.job = name, Job(lr=1e-3)
         self.now, self.log = torch.empty(0), list[tuple[int, int, torch.Tensor]]()
         self.job.optimizer.register_step_post_hook(lambda *_: setattr(self, "now", self.job.weights()))
@@ -53,6 +54,7 @@ class Member:
             deadline_seconds=SECONDS,
             wire=wire,
             sweep=sweep,
+            gate_sums=gate_sums,
             **settings,
         )
         self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, over=over, overlap=overlap)
@@ -78,8 +80,15 @@ def closes(store: Store) -> list[list[str]]:
     return [[trainer for trainer, _, _ in each["posts"]] for each in found]
 
 
-def simulate(members: list[Member], rounds: list[list[str]]) -> dict[str, Reference]:
-    """By the document: who is in is summed by name; who is not keeps all that it has."""
+def sums_of(store: Store, number: int) -> list[dict[str, Any]]:
+    """What is said of the sums of a round, by share."""
+    return [json.loads(store.get(info.name).partition(b"\n")[0]) for info in store.list(f"loco/sums/{number:012d}")]
+
+
+def simulate(members: list[Member], store: Store) -> dict[str, Reference]:
+    """By the document: who is in is summed by name; who is not keeps all that it has, as does a part that is left
+    out; and who has made sums keeps what they lack."""
+    rounds = closes(store)
     references = {m.name: Reference(m.first, wire=m.wire, sweep=m.sweep) for m in members}
     logs = {member.name: list(member.log) for member in members}
     for number, names in enumerate(rounds):
@@ -97,14 +106,22 @@ def simulate(members: list[Member], rounds: list[list[str]]) -> dict[str, Refere
                 reference.residual = s
             if number == ended - 1:
                 log.pop(0)
-        for reference in references.values():
+        sums = sums_of(store, number)
+        for share, each in enumerate(sums):
+            for name, _ in each["left_out"]:
+                of = references[name].owners(len(sums)) == share
+                references[name].residual[of] += sent[name][of]
+                sent[name] = torch.where(of, 0.0, sent[name])
+        for name, reference in references.items():
+            reference.gate_sums, reference.shares = bool(sums), len(sums)
+            reference.owns = [share for share, each in enumerate(sums) if each["trainer"] == name] or [-1]
             reference.outer_step([sent[name] for name in names])
     return references
 
 
 def check(members: list[Member], store: Store) -> None:
     """All hold what the simulation has, bit for bit."""
-    references = simulate(members, closes(store))
+    references = simulate(members, store)
     for member in members:
         reference = references[member.name]
         for mine, expected in zip(
@@ -396,7 +413,7 @@ def test_what_others_write_is_passed_over() -> None:
         old = store.get(kept.name)
         big = b"PLSP" + bytes(20 * member.loop.parameters.count + 20_000)
         for data in (old, old[:50], b"", big):
-            store.put(f"loco/posts/000000000001/x{len(data)}.{sha256(data).hexdigest()}", data)
+            store.put(f"loco/posts/000000000001/x{len(data)}.{digest_of(data)}", data)
         store.put("loco/posts/000000000001/README", b"junk")
         store.put("loco/closed/README", b"junk")
         member.round()
@@ -502,9 +519,7 @@ def test_what_leaves_a_trainer_does_not_grow_with_their_number() -> None:
             pieces = sum(call == "put" and "pieces" in of for call, of in line.calls)
             looks = sum(call == "list" and "posts/" in of for call, of in line.calls)
             deleted = sum(call == "delete" for call, _ in line.calls)
-            others = [
-                of for call, of in line.calls if "snapshots" not in of and "pieces" not in of and of != "loco/posts"
-            ]
+            others = [of for call, of in line.calls if "snapshots" not in of and "pieces" not in of and "/" in of[5:]]
             assert len(others) <= rounds * (trainers + 8) + 2 * looks + deleted
             return line.sent, pieces
 

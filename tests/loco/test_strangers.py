@@ -6,19 +6,17 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
 
-import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
 from pulse_rl.errors import CorruptMessage, InputError, TrainerLost, Untrusted
 from pulse_rl.loco import StoreExchange
-from pulse_rl.loco.store_format import write_post
 from pulse_rl.loco.store_rounds import StoreRounds
 from tests.support.loco_reference import Job, flat, same
+from tests.support.posts import digest_of, not_finite, post_of, posts_of
 
 MEMBERS = [Signer.generate() for _ in range(2)]
 KEYS = [signer.public_key for signer in MEMBERS]
@@ -44,13 +42,8 @@ class Member:
 
     def not_finite(self) -> bytes:
         """A post with a NaN."""
-        meeting = self.meeting
-        entries = [(np.zeros(1, np.uint32), np.full(1, np.nan, np.float32)) for _ in meeting._units]
-        return write_post(
-            meeting._place("stranger"),
-            meeting._reduction.coder(meeting._trainer.round).encode(meeting._units, entries),
-            None,
-        )
+        place = posts_of(self.meeting).place._replace(trainer="stranger")
+        return post_of(place, not_finite(self.meeting))
 
     def round(self, seed: int = 0) -> str:
         self.job.step(seed)
@@ -69,7 +62,7 @@ def close_of(store: Store, number: int) -> tuple[list[str], dict[str, str]]:
 
 
 def put(store: Store, number: int, trainer: str, data: bytes) -> str:
-    digest = sha256(data).hexdigest()
+    digest = digest_of(data)
     store.put(f"loco/posts/{number:012d}/{trainer}.{digest}", data)
     return digest
 

@@ -77,6 +77,8 @@ class Reference:
         self.sweep, self.number = sweep, 0
         self.summed = torch.zeros_like(theta)
         self.blocks: list[int] = []  # their elements; empty: one block
+        # Where shares are not one for each trainer: how many there are, and which this one sums.
+        self.shares, self.owns = 0, list[int]()
         self.outer = torch.optim.SGD([self.theta], lr=lr, momentum=momentum, nesterov=True)
 
     @torch.no_grad()
@@ -99,11 +101,11 @@ class Reference:
         """The outer step along the mean of what all sent, summed in rank order, or first within each of the ``sites``,
         which are names by rank. With ``gate_sums`` sums whose mean the gate holds back, and what the wire takes
         from the others, go to the residual of the owner."""
-        owners = self.owners(len(sent))
+        owners = self.owners(self.shares or len(sent))
         total = self.between_sites(sent, owners) if self.sites else added(sent)
         if self.gate_sums:
             passed = self.passed(total, len(sent))
-            self.keep(total - passed, owners == self.rank)
+            self.keep(total - passed, torch.isin(owners, torch.tensor(self.owns or [self.rank])))
             total = passed
         self.summed = total
         mean, swept = total / len(sent), self.swept()

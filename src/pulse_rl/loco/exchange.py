@@ -470,6 +470,9 @@ class GatedReduction:
     def sites(self, group: TrainerGroup) -> Sites:
         return Sites.of(group.sites)
 
+    def gates_sums(self, sites: Sites) -> bool:
+        return gates_sums(self.exchange, sites, lookahead=bool(self.residual.lookahead))
+
     def message(self, number: int) -> LocalMessage:
         """What this trainer has to send in the round after ``number``; fills the next residual."""
         return self.gate.local_message(self._state, self.residual, self.wire, number)
@@ -508,7 +511,7 @@ class GatedReduction:
         arrived: Transferred | None = None
         sites, reduce_gate = self.sites(group), None
         try:
-            if gates_sums(self.exchange, sites, lookahead=bool(residual.lookahead)):
+            if self.gates_sums(sites):
                 reduce_gate = ReduceGate(state.theta, self.gate, self.wire, number)
                 residual.add_held_back = reduce_gate.add_residual
             if reduce_gate or sites.several or group.size >= SCATTER_FROM:

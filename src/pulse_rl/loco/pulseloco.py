@@ -75,7 +75,7 @@ class PulseLoCo(OuterLoop):
         if group is not None and over is not None:
             raise InputError("trainers meet in a group or over a store", hint="Give group or over, not both.")
         stored = None if over is None else store_exchange_of(over)
-        exchange = Exchange(wire=stored.wire, gate_sums=False, sweep=stored.sweep) if stored else exchange_of(group)
+        exchange = stored.travel() if stored else exchange_of(group)
         scale = checked_number("gate_scale", gate_scale, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         if lookahead == "auto":

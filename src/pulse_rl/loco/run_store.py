@@ -3,6 +3,7 @@ snapshots, read with their digests and signatures."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from itertools import islice
@@ -10,22 +11,39 @@ from typing import Any
 
 import numpy as np
 
+from .._util.faults import hit
+from .._util.threads import checkpoint
 from ..errors import CorruptMessage, NotFound, Untrusted
 from ..store import Store
 from ..store.base import create_or_confirm, is_name, whole
 from ..stream.signing import Signer, TrustedKeys
 from .outer import OuterState
 from .parameters import Floats
-from .store_format import MAX_CLOSE_BYTES, POST, Close, Post, sealed, unsealed
+from .store_format import MAX_CLOSE_BYTES, POST, Close, Place, Post, ShareSums, sealed, unsealed
 
 _RUN = "loco/run.json"
-_POSTS, _CLOSED, _SNAPSHOTS, _PIECES = "loco/posts", "loco/closed", "loco/snapshots", "loco/pieces"
+_POSTS, _CLOSED, _SUMS = "loco/posts", "loco/closed", "loco/sums"
+_SNAPSHOTS, _PIECES = "loco/snapshots", "loco/pieces"
 _MAX_RUN_BYTES = 1 << 20
 _MAX_LEFT = 100_000
 _MAX_SNAPSHOTS = 100
 """So many of the newest are looked at for one that is good."""
 _PIECE = 16 << 20
 """Elements of theta or momentum in one object of a snapshot."""
+
+
+_POLL_SECONDS = (0.05, 5.0)
+
+
+def pause(began: float, now: float) -> None:
+    """Before another look at what was not there ``now``: a tenth of the time since ``began``, as a look costs
+    requests."""
+    hit("round.waits")
+    shortest, longest = _POLL_SECONDS
+    wake = now + min(max((now - began) / 10, shortest), longest)
+    while (left := wake - time.monotonic()) > 0:
+        checkpoint()
+        time.sleep(min(left, 0.2))
 
 
 class RunStore:
@@ -56,6 +74,11 @@ class RunStore:
         except NotFound:
             return None
 
+    def members_before(self, number: int) -> frozenset[str]:
+        """Who was in the round before the one after ``number`` others."""
+        close = self.closed(number - 1) if number else None
+        return frozenset(post.trainer for post in close.posts) if close else frozenset()
+
     def close(self, close: Close) -> None:
         """Closes a round, unless it is closed."""
         self._create(f"{_CLOSED}/{close.round:012d}.json", close.to_bytes(self._signer))
@@ -78,16 +101,36 @@ class RunStore:
         self._store.put(self._post_name(number, post), data)
         self.sent_bytes += len(data)
 
-    def post(self, number: int, post: Post) -> bytes:
-        """Raises CorruptMessage where it has arrived damaged."""
-        data = whole(self._store, self._post_name(number, post), post.nbytes)
-        if sha256(data).hexdigest() != post.sha256:
-            raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
-        return data
+    def post(self, number: int, post: Post, start: int, stop: int) -> bytes:
+        """Bytes [``start``, ``stop``) of it."""
+        return self._store.get(self._post_name(number, post), start, stop)
 
     @staticmethod
     def _post_name(number: int, post: Post) -> str:
         return f"{_POSTS}/{number:012d}/{post.trainer}.{post.sha256}"
+
+    # -- sums
+
+    def sums(self, number: int) -> dict[int, int]:
+        """The shares of a round whose sums there are, and how long these are."""
+        found = {}
+        for info in islice(self._store.list(f"{_SUMS}/{number:012d}"), _MAX_LEFT):
+            stem = info.name.rpartition("/")[2]
+            if stem.isdecimal() and len(stem) == 4:
+                found[int(stem)] = info.nbytes
+        return found
+
+    def share_sums(self, place: Place, share: int, nbytes: int) -> ShareSums:
+        name = self._sums_name(place.round, share)
+        return ShareSums.parse(whole(self._store, name, nbytes), name, place, share, self._trusted)
+
+    def put_sums(self, sums: ShareSums) -> None:
+        """Stores the sums of a share, unless it has some."""
+        self._create(self._sums_name(sums.round, sums.share), sums.to_bytes(self._signer))
+
+    @staticmethod
+    def _sums_name(number: int, share: int) -> str:
+        return f"{_SUMS}/{number:012d}/{share:04d}"
 
     # -- snapshots
 
@@ -98,12 +141,13 @@ class RunStore:
             return
         fields = {"run": self.run, **self._put_state(number)}
         self._create(f"{_SNAPSHOTS}/{number:012d}.json", sealed("snapshot", fields, self._signer))
-        # Of the rounds up to the snapshot before that one nobody needs a message any more. What closed them stays: a
-        # round is never closed a second time.
-        for info in islice(self._store.list(_POSTS), _MAX_LEFT):
-            of = info.name.split("/")[2]
-            if of.isdecimal() and int(of) < before:
-                self._store.delete(info.name)
+        # Of the rounds up to the snapshot before that one nobody needs a message any more, nor sums. What closed them
+        # stays: a round is never closed a second time.
+        for folder in (_POSTS, _SUMS):
+            for info in islice(self._store.list(folder), _MAX_LEFT):
+                of = info.name.split("/")[2]
+                if of.isdecimal() and int(of) < before:
+                    self._store.delete(info.name)
 
     def newest_snapshot(self) -> tuple[int, dict[str, Any]]:
         """The newest one that is good, by its round; (0, {}) where there is none but the run's first."""

@@ -1,10 +1,12 @@
-"""The objects of a run in a store (docs/loco.md, section 7): posts, and JSON with a seal; signed where members have
-keys, so that who can write to the store, and has none, changes nothing."""
+"""The objects of a run in a store (docs/loco.md, section 7): posts, sums, and JSON with a seal; signed where members
+have keys, so that who can write to the store, and has none, changes nothing."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -25,8 +27,10 @@ MAX_REFUSED = 256
 TRAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 POST = re.compile(rf"({TRAINER.pattern})\.([0-9a-f]{{64}})")
 _MAGIC = b"PLSP"
-_ROOT_AT, _SIGNATURE_AT, HEAD = len(_MAGIC), len(_MAGIC) + 32, len(_MAGIC) + 96
+_ROOT_AT, _SIGNATURE_AT, _PARTS_AT = len(_MAGIC), len(_MAGIC) + 32, len(_MAGIC) + 96
+_PART = struct.Struct("<QQd32s")
 _UNSIGNED = bytes(64)
+MAX_SUMS_HEAD = 1 << 20
 _REASON = 200
 """Characters of a reason that a close has room for."""
 
@@ -39,34 +43,77 @@ class Place(NamedTuple):
     trainer: str
     root: str
 
-    def signed(self, message: bytes) -> bytes:
+    def signed(self, parts: bytes) -> bytes:
         """What a signature is of."""
-        words = f"{self.run} {self.round} {self.trainer} {self.root} {sha256(message).hexdigest()}"
+        words = f"{self.run} {self.round} {self.trainer} {self.root} {sha256(parts).hexdigest()}"
         return f"pulse.loco.post.1 {words}".encode()
 
 
-def write_post(place: Place, message: bytes, signer: Signer | None) -> bytes:
-    signature = bytes.fromhex(signer.signature(place.signed(message)).value) if signer else _UNSIGNED
-    return _MAGIC + bytes.fromhex(place.root) + signature + message
+class Part(NamedTuple):
+    """What a post has for one share: a message of so many ``nbytes`` and ``entries``, the sum of whose ``squares`` is
+    this, and its ``digest``."""
+
+    nbytes: int
+    entries: int
+    squares: float
+    digest: bytes
+
+    @classmethod
+    def of(cls, message: bytes, entries: Sequence[Entries]) -> Self:
+        count = sum(len(places) for places, _ in entries)
+        return cls(len(message), count, squares_of(entries), sha256(message).digest())
 
 
-def read_post(data: bytes, place: Place, trusted: TrustedKeys | None) -> bytes:
-    """The message in a post. Raises CorruptMessage where it belongs elsewhere, and Untrusted unless the trainer, which
-    is named by its key, is one of the ``trusted`` and has signed it."""
-    if len(data) < HEAD or data[:_ROOT_AT] != _MAGIC:
+def squares_of(entries: Sequence[Entries]) -> float:
+    """The sum of the squares of all values, the same number on every machine: in FP64, where a square is exact, added
+    up in order."""
+    total = 0.0
+    for _, values in entries:
+        if len(values):
+            squares = np.square(values, dtype=np.float64)
+            squares[0] += total
+            total = float(np.add.accumulate(squares)[-1])
+    return total
+
+
+def norm_of(parts: Sequence[Part]) -> float:
+    """The L2 norm of a post."""
+    return math.sqrt(sum(part.squares for part in parts))
+
+
+def head_bytes(shares: int) -> int:
+    """How long the head of a post with so many shares is."""
+    return _PARTS_AT + _PART.size * shares
+
+
+def write_head(place: Place, parts: Sequence[Part], signer: Signer | None) -> bytes:
+    table = b"".join(_PART.pack(*part) for part in parts)
+    signature = bytes.fromhex(signer.signature(place.signed(table)).value) if signer else _UNSIGNED
+    return _MAGIC + bytes.fromhex(place.root) + signature + table
+
+
+def read_head(data: bytes, nbytes: int, place: Place, trusted: TrustedKeys | None, shares: int) -> list[Part]:
+    """The parts of a post of ``nbytes`` that begins with ``data``. Raises CorruptMessage where it belongs elsewhere,
+    and Untrusted unless the trainer, which is named by its key, is one of the ``trusted`` and has signed it."""
+    if len(data) < head_bytes(shares) or data[:_ROOT_AT] != _MAGIC:
         raise CorruptMessage("it is no post")
     if data[_ROOT_AT:_SIGNATURE_AT].hex() != place.root:
         raise CorruptMessage("it is of another theta")
-    message = data[HEAD:]
+    table = data[_PARTS_AT : head_bytes(shares)]
     if trusted:
-        found = data[_SIGNATURE_AT:HEAD]
+        found = data[_SIGNATURE_AT:_PARTS_AT]
         signature = None if found == _UNSIGNED else Signature(place.trainer, found.hex())
-        trusted.check_message(place.signed(message), signature, "it")
-    return message
+        trusted.check_message(place.signed(table), signature, "it")
+    parts = [Part(*each) for each in _PART.iter_unpack(table)]
+    if head_bytes(shares) + sum(part.nbytes for part in parts) != nbytes:
+        raise CorruptMessage("its parts do not add up to it")
+    if not all(0 <= part.squares < math.inf for part in parts):
+        raise CorruptMessage("its head has a norm that is none")
+    return parts
 
 
 class Post(NamedTuple):
-    """The message that a trainer has put for a round."""
+    """The message that a trainer has put for a round; ``sha256`` is that of its head, which has those of its parts."""
 
     trainer: str
     sha256: str
@@ -96,18 +143,6 @@ class PostedMessage:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The pseudo-gradient by parameter, dense FP32 tensors on the host, 0 where nothing was sent."""
         return self._dense(self.by_block)
-
-
-def norm_of(entries: Sequence[Entries]) -> float:
-    """The L2 norm of a message, the same number on every machine: squares in FP64, which are exact, added up in
-    order."""
-    total = 0.0
-    for _, values in entries:
-        if len(values):
-            squares = np.square(values, dtype=np.float64)
-            squares[0] += total
-            total = float(np.add.accumulate(squares)[-1])
-    return float(np.sqrt(total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +196,48 @@ class Close:
             return "it was closed before this trainer had put its message"
         why = next((each.reason for each in self.refused if each[:2] == (trainer, digest)), None)
         return "this trainer's message came too late" if why is None else f"this trainer's message was refused: {why}"
+
+
+class ShareSums(NamedTuple):
+    """The sums of a ``share`` in a round, as its ``trainer`` has made them: a ``message``, or nothing where a sum is
+    more than one takes. ``left_out``: whose part could not be read, and why. ``theta``: its root before the round."""
+
+    run: str
+    round: int
+    share: int
+    theta: str
+    trainer: str
+    left_out: tuple[tuple[str, str], ...]
+    message: bytes
+
+    def to_bytes(self, signer: Signer | None) -> bytes:
+        fields = {
+            "run": self.run,
+            "round": self.round,
+            "share": self.share,
+            "theta": self.theta,
+            "trainer": self.trainer,
+            "left_out": [[name, reason[:_REASON]] for name, reason in self.left_out],
+            "message": sha256(self.message).hexdigest(),
+        }
+        return sealed("sums", fields, signer) + b"\n" + self.message
+
+    @classmethod
+    def parse(cls, data: bytes, name: str, place: Place, share: int, trusted: TrustedKeys | None) -> Self:
+        """Raises CorruptMessage unless ``data`` has the sums of the share in the round of ``place``, and Untrusted."""
+        head, _, message = data.partition(b"\n")
+        fields = unsealed(head, "sums", name, trusted)
+        try:
+            left_out = tuple((str(who), str(reason)) for who, reason in fields["left_out"])
+            found = cls(place.run, place.round, share, place.root, str(fields["trainer"]), left_out, message)
+            good = (fields["run"], fields["round"], fields["share"], fields["theta"]) == found[:4] and fields[
+                "message"
+            ] == sha256(message).hexdigest()
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptMessage(f"{name} cannot be read: {error}") from None
+        if not good:
+            raise CorruptMessage(f"{name} has not the sums of share {share} in round {place.round} of this run")
+        return found
 
 
 def sealed(kind: str, fields: dict[str, Any], signer: Signer | None) -> bytes:

@@ -1,8 +1,8 @@
 """Rounds over a store: trainers that share nothing but a folder or a bucket (docs/loco.md, section 7).
 
 A trainer puts its message of a round, and whoever sees enough of them closes the round by creating one object that
-names who is in. Everybody reads the same messages in the same order and comes to the same theta. Who is left out keeps
-what it has learnt in its residual.
+names who is in. Everybody reads the same messages in the same order, or, among many, the sums that the owners of shares
+make of them, and comes to the same theta. Who is left out keeps what it has learnt in its residual.
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
+from typing import Literal
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from .._util.faults import hit
 from .._util.serial import Operation, SerialThread
 from .._util.settings import checked_count, checked_number
-from .._util.threads import checkpoint
 from ..errors import (
-    CorruptMessage,
     Diverged,
     InputError,
     NonFinite,
@@ -34,37 +31,23 @@ from ..errors import (
     StateMismatch,
     StoreError,
     TrainerLost,
-    Untrusted,
 )
 from ..store import Store, open_store
 from ..store.wrappers import BoundedStore
 from ..stream.signing import Signer, TrustedKeys, trusted_by
-from .exchange import GatedReduction, Phase, require_sweep
+from .exchange import Exchange, GatedReduction, Phase, Sites
 from .group import TrainerNote
 from .meeting import Round
 from .outer import Delivery
 from .parameters import Floats
-from .run_store import RunStore
-from .store_format import (
-    HEAD,
-    MAX_TRAINERS,
-    TRAINER,
-    Close,
-    Place,
-    Post,
-    PostedMessage,
-    Refused,
-    norm_of,
-    read_post,
-    write_post,
-)
+from .round_posts import RoundPosts, by_block, cut_runs
+from .round_sums import RoundSums, cannot_count
+from .run_store import RunStore, pause
+from .store_format import TRAINER, Close, Place, Post, PostedMessage
 from .trainer import Trainer, specs_digest
-from .wire import Entries, Unit, Wire, WireName
+from .wire import Entries, WireName
 
-_MAX_POSTS = 64
-"""Of one trainer in a round: its own, and what others put in its name."""
-_POLL_SECONDS = (0.05, 5.0)
-_TRIES = 3
+_NOTHING: Entries = (np.empty(0, np.uint32), np.empty(0, np.float32))
 
 
 @dataclass(frozen=True)
@@ -76,8 +59,9 @@ class StoreExchange:
     back from a checkpoint knows what became of the messages that it had sent. None: a name at random.
     ``quorum``: the fewest trainers that make a round. ``grace_seconds``: how long those that were in the round before
     are waited for once a quorum is there; who is later is left out of this round, and loses nothing.
-    ``deadline_seconds``: without a quorum for that long, a round raises TrainerLost. ``wire`` and ``sweep``: how values
-    travel, and when all of a block does, as with `Exchange`.
+    ``deadline_seconds``: without a quorum for that long, a round raises TrainerLost. ``wire``, ``sweep`` and
+    ``gate_sums``: how values travel, when all of a block does, and from how many trainers on each sums a share, as with
+    `Exchange`. Sums that are not there after ``grace_seconds`` are made by others than their owner.
 
     ``signer``: this trainer's key, with which it signs all that it writes; its name is the public key then.
     ``trusted_keys``: the public keys of all members, its own among them; what others write is refused. ``max_norm`` and
@@ -94,6 +78,7 @@ class StoreExchange:
     deadline_seconds: float = 3600.0
     wire: WireName = "FP32"
     sweep: int | None = None
+    gate_sums: bool | Literal["auto"] = "auto"
     signer: Signer | None = None
     trusted_keys: Collection[str] | None = None
     max_norm: float | None = None
@@ -101,7 +86,7 @@ class StoreExchange:
     accept: Callable[[PostedMessage, int], bool | str] | None = None
 
     def __post_init__(self) -> None:
-        require_sweep(self.sweep, Wire(self.wire))
+        self.travel()
         checked_count("quorum", self.quorum)
         checked_number("grace_seconds", self.grace_seconds)
         checked_number("deadline_seconds", self.deadline_seconds)
@@ -121,6 +106,10 @@ class StoreExchange:
             raise InputError("a trainer that signs is named by its key", hint="Leave trainer= out.")
         if self.signer.public_key not in TrustedKeys(self.trusted_keys).keys:
             raise InputError("this trainer's own key is not among trusted_keys", hint="Add signer.public_key.")
+
+    def travel(self) -> Exchange:
+        """How messages travel. Raises InputError."""
+        return Exchange(wire=self.wire, sweep=self.sweep, gate_sums=self.gate_sums)
 
 
 def store_exchange_of(over: Store | str | StoreExchange) -> StoreExchange:
@@ -142,20 +131,17 @@ class StoreRounds:
         store = BoundedStore(open_store(exchange.store))
         self._store = RunStore(store, trainer.state, exchange.signer, self._trusted)
         self._state, self._blocks = trainer.state, trainer.parameters.blocks
-        self._units = [Unit(block, 0, block.stop - block.start) for block in self._blocks]
         self._members: frozenset[str] = frozenset()
+        """Of the round before."""
         self._root = ""
-        # Of the round under way, by post (one's bytes may be put in another's name): what it holds, or why it cannot
-        # count; and what `accept` says of it.
-        self._read: dict[Post, PostedMessage | str] = {}
-        self._accepted: dict[Post, bool | str] = {}
-        self._damaged: Counter[Post] = Counter()
+        # Of the round under way: what was posted, and what owners of shares have made of it.
+        self._posts: RoundPosts | None = None
+        self._sums: RoundSums | None = None
         # Why this trainer's messages were not in the last rounds.
         self._left_out: deque[str] = deque(maxlen=4)
         self._since_snapshot = self._told_bytes = 0
-        # The message of the round under way, and, with overlap, the thread that exchanges it and its work.
-        self._own: PostedMessage | None = None
-        self._data = b""
+        # The post of the round under way, and, with overlap, the thread that exchanges it and its work.
+        self._own: tuple[Post, bytes] | None = None
         self._behind = SerialThread("PulseLoCo exchange").post
         self._under_way: Operation[Close] | None = None
 
@@ -196,8 +182,9 @@ class StoreRounds:
                 f"this trainer is after round {trainer.round}, the run in the store has not come so far",
                 hint="Give the store of its run, or a new one without rounds below loco/.",
             )
+        self._members = self._store.members_before(trainer.round)
         residual = self._reduction.residual
-        pending = residual.pending_message if residual.overlapped and not self._data else None
+        pending = residual.pending_message if residual.overlapped and not self._own else None
         if pending is not None:
             # It was saved with its message on the way. One that never arrived is still in the residual.
             arrived = self._store.has_post(trainer.round, trainer.name, pending)
@@ -226,7 +213,7 @@ class StoreRounds:
         operation, self._under_way = self._under_way, None
         if operation is not None:
             operation.stop()
-        self._read.clear()
+        self._posts = None
 
     # -- a round
 
@@ -280,16 +267,14 @@ class StoreRounds:
                 own = self._reduction.message(self._trainer.round)
                 if own.bad is not None:
                     raise NonFinite(f"the pseudo-gradient of {own.bad!r} is not finite")
-                message = self._reduction.coder(self._trainer.round).encode(self._units, own.entries)
-                data = write_post(self._place(self._trainer.name), message, self.exchange.signer)
-                judged = self._judged(self._trainer.name, len(data), own.entries)
-                if isinstance(judged, str):
+                written = self._round_posts().write(own.entries)
+                if isinstance(written, str):
                     raise InputError(
-                        f"this trainer's message would be refused by all: {judged}",
+                        f"this trainer's message would be refused by all: {written}",
                         hint="rewind() discards its steps. Bounds are those of a run.",
                     )
-                self._own, self._data = judged, data
-            residual.pending_message = sha256(self._data).hexdigest()  # first: it may count although this trainer fails
+                self._own = written
+            residual.pending_message = written[0].sha256  # first: it may count although this trainer fails
         if residual.overlapped:
             self._trainer.inner_step = 0
             self._under_way = self._behind(self._exchange)
@@ -301,13 +286,12 @@ class StoreRounds:
 
     def _exchange(self) -> Close:
         """Puts this trainer's message, and waits for the end of the round."""
-        digest = self._reduction.residual.pending_message
-        if self._data and digest is not None:
-            post = Post(self._trainer.name, digest, len(self._data))
-            self._store.put_post(self._trainer.round, post, self._data)
-            if self._own is not None:
-                self._read[post] = self._own
-        return self._wait()
+        if self._own is not None and self._reduction.residual.pending_message is not None:
+            self._store.put_post(self._trainer.round, *self._own)
+        close = self._wait()
+        with suppress(NotFound):  # it is long over: a snapshot has what it led to
+            self._gathered(close)
+        return close
 
     def _end_exchange(self, lookahead: np.float32) -> Round | None:
         """Ends what goes on behind the inner steps, and takes up the rounds that were closed."""
@@ -354,7 +338,7 @@ class StoreRounds:
         while True:
             if (close := self._store.closed(number)) is not None:
                 return close
-            good, refused = self._posts(number)
+            good, refused = self._round_posts().good()
             now = time.monotonic()
             if len(good) >= exchange.quorum:
                 quorum_since = now if quorum_since is None else quorum_since
@@ -367,33 +351,67 @@ class StoreRounds:
                     f"round {number + 1}: {len(good)} of {exchange.quorum} trainers in {exchange.deadline_seconds:g} s",
                     hint="Start more trainers, then call rejoin(): nothing that was learnt is lost.",
                 )
-            hit("round.waits")
-            # A tenth of the time that it has waited: each look costs two requests.
-            shortest, longest = _POLL_SECONDS
-            wake = now + min(max((now - began) / 10, shortest), longest)
-            while (left := wake - time.monotonic()) > 0:
-                checkpoint()
-                time.sleep(min(left, 0.2))
+            pause(began, now)
+
+    def _round_posts(self) -> RoundPosts:
+        number, trainer = self._trainer.round, self._trainer
+        place = Place(self._store.run, number, trainer.name, self._root)
+        if self._posts is None or self._posts.place != place:
+            # Fixed by the round before: a message has its parts before it is known who will be in.
+            members = len(self._members)
+            gated = members > 1 and self._reduction.gates_sums(Sites.of([""] * members))
+            shares = cut_runs(self._blocks, members if gated else 1)
+            self._posts = RoundPosts(
+                self._store, self.exchange, self._reduction, self._state, place, shares, self._trusted, self._own
+            )
+        return self._posts
+
+    def _gathered(self, close: Close) -> list[list[Entries]]:
+        """What theta moves against in a closed round, by block, in the order of the addition."""
+        if close.theta != self._root:
+            raise Diverged(f"round {close.round + 1} was closed by a trainer with another theta than this one")
+        posts, name = self._round_posts(), self._trainer.name
+        if len(posts.shares) > 1:
+            if self._sums is None or self._sums.close != close:
+                self._sums = RoundSums(self._store, posts, close, self._state, self._reduction, name)
+            self._sums.gather(self.exchange.grace_seconds)
+            return self._sums.entries()
+        self._sums = None
+        messages = [self._named(close, post).by_block for post in close.posts]
+        return [list(of_block) for of_block in zip(*messages, strict=True)]
+
+    def _named(self, close: Close, post: Post) -> PostedMessage:
+        """A message that a close has named."""
+        found = self._round_posts().message(post)
+        if isinstance(found, str):
+            raise cannot_count(close, post.trainer, found)
+        return found
+
+    def _own_entries(self, close: Close, sums: RoundSums | None) -> tuple[list[Entries], list[Entries]]:
+        """Of this trainer's own message, which a close has named: the entries that were taken, by block, and those that
+        no owner of a share could read."""
+        posts, name = self._round_posts(), self._trainer.name
+        post = next(post for post in close.posts if post.trainer == name)
+        taken, left = list[list[Entries]](), list[list[Entries]]()
+        for share, units in enumerate(posts.shares):
+            nothing = [_NOTHING] * len(units)
+            if sums is not None and name in sums.left_out[share] and self._own is None:
+                found: list[Entries] | str = nothing  # it is in the residual, whatever it is
+            elif isinstance(found := posts.part(post, share), str):
+                raise cannot_count(close, name, found)
+            is_left = sums is not None and name in sums.left_out[share]
+            taken.append(nothing if is_left else found)
+            left.append(found if is_left else nothing)
+        return by_block(posts.shares, taken, len(self._blocks)), by_block(posts.shares, left, len(self._blocks))
 
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
         state, residual = self._state, self._reduction.residual
-        if close.theta != self._root:
-            raise Diverged(f"round {close.round + 1} was closed by a trainer with another theta than this one")
-        entries: list[list[Entries]] = [[] for _ in self._blocks]
+        entries, delivery, sums = self._gathered(close), self._delivery(close), self._sums
         own: list[Entries] = []
-        for post in close.posts:
-            found = self._message(post)
-            if isinstance(found, str):
-                raise CorruptMessage(
-                    f"round {close.round + 1} was closed with a message of {post.trainer} that cannot count: {found}",
-                    hint="Do all trainers have the same trusted_keys? Else who closed it does not keep to the rules.",
-                )
-            for block, of_block in zip(entries, found.by_block, strict=True):
-                block.append(of_block)
-            if post.trainer == self._trainer.name:
-                own = found.by_block
-        delivery = self._delivery(close)
+        back: list[Entries] = []
+        if delivery == Delivery.COUNTED and (residual.overlapped or (sums and sums.leaves_out(self._trainer.name))):
+            own, back = self._own_entries(close, sums)
         if delivery == Delivery.NOT_COUNTED and self._trainer.inner_step:
             self._left_out.append(
                 f"round {close.round + 1}: {close.reason(self._trainer.name, residual.pending_message)}"
@@ -407,14 +425,16 @@ class StoreRounds:
                 self._keep_local_steps(delivery)
             if residual.overlapped or delivery != Delivery.COUNTED:
                 np.copyto(residual.next, residual.flat)
+            elif back:
+                for block, (places, values) in zip(self._blocks, back, strict=True):
+                    block.of(residual.next)[places] += values  # exact: s = sent + residual
+            residual.add_held_back = sums.add_withheld if sums else None
             summed = self._reduction.step(close.round, entries, len(close.posts), lookahead)
             self._trainer.complete_round([post.sha256 for post in close.posts])
             return summed
 
         summed = self._serial.run(take_effect, whole=True)
-        self._read.clear()
-        self._accepted.clear()
-        self._damaged.clear()
+        posted, data, self._posts, self._sums = self._posts, self._own[1] if self._own else b"", None, None
         self._members = frozenset(post.trainer for post in close.posts)
         self._root = state.digest(state.theta).root
         self._since_snapshot += sum(post.nbytes for post in close.posts)
@@ -427,16 +447,16 @@ class StoreRounds:
             number=self._trainer.round,
             trainers=len(close.posts),
             parameters=self._trainer.parameters.count,
-            entries=self._own.entries if self._own else 0,
+            entries=posted.own_entries if posted else 0,
             summed=summed,
-            scattered=False,
-            payload_bytes=len(self._data),
+            scattered=sums is not None,
+            payload_bytes=len(data),
             sent_bytes=0,  # `run` knows, and why it was left out
             between_bytes=0,
             root=self._root,
             seconds={},  # the caller's
         )
-        self._own, self._data = None, b""
+        self._own = None
         return done
 
     def _delivery(self, close: Close) -> Delivery:
@@ -453,82 +473,6 @@ class StoreRounds:
             self._reduction.residual.catch_up(delivery)
 
     # -- what is in the store
-
-    def _place(self, trainer: str) -> Place:
-        return Place(self._store.run, self._trainer.round, trainer, self._root)
-
-    def _posts(self, number: int) -> tuple[dict[str, Post], list[Refused]]:
-        """By trainer, the first message of a round that can count; and what cannot."""
-        found: dict[str, Post] = {}
-        refused: list[Refused] = []
-        tried: Counter[str] = Counter()
-        for post in self._store.posts(number):
-            tried[post.trainer] += 1
-            if post.trainer in found or len(found) == MAX_TRAINERS or tried[post.trainer] > _MAX_POSTS:
-                continue
-            reason = self._why_not(post)
-            if reason is None:
-                found[post.trainer] = post
-            elif reason:
-                refused.append(Refused(post.trainer, post.sha256, reason))
-        return found, refused
-
-    def _why_not(self, post: Post) -> str | None:
-        """Why this trainer does not name a message when it closes the round; "" where it may be good later. One that
-        arrives damaged is read again, and then passed over."""
-        if self._damaged[post] >= _TRIES:
-            return "it is damaged in the store"
-        try:
-            message = self._message(post)
-        except NotFound:
-            return ""
-        except CorruptMessage:
-            self._damaged[post] += 1
-            return ""
-        if isinstance(message, str) or self.exchange.accept is None:
-            return message if isinstance(message, str) else None
-        if post not in self._accepted:
-            self._accepted[post] = self.exchange.accept(message, self._trainer.round)
-        said = self._accepted[post]
-        return None if said is True else f"not accepted: {said}" if isinstance(said, str) else "not accepted"
-
-    def _message(self, post: Post) -> PostedMessage | str:
-        """What a post holds, or why it cannot count, which is the same for all trainers. Raises NotFound,
-        CorruptMessage where it has arrived damaged, and StoreError."""
-        if post not in self._read:
-            self._read[post] = self._fetched_message(post)
-        return self._read[post]
-
-    def _fetched_message(self, post: Post) -> PostedMessage | str:
-        coder, most = self._reduction.coder(self._trainer.round), self.exchange.max_entries
-        # An entry takes at most 10 bytes.
-        fewer = 0 if most is None else max(0, self._trainer.parameters.count - most)
-        if post.nbytes > HEAD + coder.max_bytes(self._units) - 10 * fewer:
-            return f"it has {post.nbytes} bytes, more than its entries can need"
-        data = self._store.post(self._trainer.round, post)
-        try:
-            message = read_post(data, self._place(post.trainer), self._trusted)
-            entries = [found for (found,) in coder.decode(self._units, [message])]
-        except (CorruptMessage, Untrusted) as error:
-            return str(error)
-        return self._judged(post.trainer, post.nbytes, entries)
-
-    def _judged(self, trainer: str, nbytes: int, entries: list[Entries]) -> PostedMessage | str:
-        """The message with these entries, or why it cannot count."""
-        most, longest = self.exchange.max_entries, self.exchange.max_norm
-        count = sum(len(places) for places, _ in entries)
-        if most is not None and count > most:
-            return f"it has {count} entries, more than {most}"
-        norm = norm_of(entries)
-        if longest is not None and norm > longest:
-            return f"its norm is {norm:g}, more than {longest:g}"
-        return PostedMessage(trainer, nbytes, count, norm, entries, self._dense)
-
-    def _dense(self, entries: Sequence[Entries]) -> dict[str, torch.Tensor]:
-        flat = np.zeros_like(self._state.theta)
-        for block, (places, values) in zip(self._blocks, entries, strict=True):
-            block.of(flat)[places] = values
-        return self._trainer.parameters.by_name(flat)
 
     def _bounds(self) -> dict[str, object]:
         return {"max_norm": self.exchange.max_norm, "max_entries": self.exchange.max_entries}
@@ -555,6 +499,8 @@ class StoreRounds:
                 residual.take_next()
             else:
                 self._keep_local_steps(delivery)
+            if self._sums is not None and delivery != Delivery.UNKNOWN:
+                self._sums.add_withheld(residual.flat)
 
         self._load(self._store.snapshot(fields, newest), newest, lookahead, settle)
         return delivery
@@ -577,5 +523,6 @@ class StoreRounds:
 
         self._serial.run(take_up, whole=True)
         self._reduction.forget()
-        self._members, self._since_snapshot = frozenset(), 0
-        self._root = root
+        self._own = self._posts = self._sums = None
+        self._since_snapshot = 0
+        self._members, self._root = self._store.members_before(number), root

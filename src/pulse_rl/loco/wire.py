@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from typing import ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
@@ -210,14 +211,21 @@ class Coder:
 
     def encode(self, units: Sequence[Unit], entries: Sequence[Entries]) -> bytes:
         """The message of the ``entries`` of each unit."""
+        return self.encode_each([units], [entries])[0]
+
+    def encode_each(self, shares: Sequence[Sequence[Unit]], entries: Sequence[Sequence[Entries]]) -> list[bytes]:
+        """A message for each share, of the ``entries`` of each of its units."""
 
         def encode(item: tuple[Unit, Entries]) -> bytes:
             unit, found = item
             theta, momentum = unit.of(self.theta), unit.of(self.momentum)
             return self.wire.encode(theta, momentum, self.rounding, found, self.classes.of(unit))
 
-        payloads = list(ordered_map(encode, list(zip(units, entries, strict=True)), self.threads))
-        return Message(self.round, self.wire.mantissa, payloads).to_bytes()
+        items = [each for pair in zip(shares, entries, strict=True) for each in zip(*pair, strict=True)]
+        payloads = ordered_map(encode, items, self.threads)
+        return [
+            Message(self.round, self.wire.mantissa, list(islice(payloads, len(units)))).to_bytes() for units in shares
+        ]
 
     def decode(self, units: Sequence[Unit], messages: Sequence[bytes]) -> list[list[Entries]]:
         """The entries of each unit, by message. Raises CorruptMessage."""

@@ -1,0 +1,266 @@
+"""The posts of one round over a store, as a trainer writes, reads and judges them (docs/loco.md, 7 and 7.2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..errors import CorruptMessage, NotFound, Untrusted
+from ..stream.signing import TrustedKeys
+from .exchange import GatedReduction
+from .outer import OuterState
+from .parameters import FlatBlock
+from .run_store import RunStore
+from .store_format import (
+    MAX_TRAINERS,
+    Part,
+    Place,
+    Post,
+    PostedMessage,
+    Refused,
+    head_bytes,
+    norm_of,
+    read_head,
+    write_head,
+)
+from .wire import Entries, Unit
+
+if TYPE_CHECKING:
+    from .store_rounds import StoreExchange
+
+_MAX_POSTS = 64
+"""Of one trainer in a round: its own, and what others put in its name."""
+_TRIES = 3
+MIN_SHARE = 1 << 20
+"""Parameters. Of fewer, what a part costs whatever it holds would count."""
+
+
+def cut_runs(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
+    """The units of each share where so many trainers meet in a store: runs of as many parameters, in order, a share for
+    each trainer, or fewer that are not too short. So a share is one range of a post, and no more units are cut than
+    there are shares."""
+    count = blocks[-1].stop
+    shares = max(1, min(trainers, count // MIN_SHARE))
+    found: list[list[Unit]] = []
+    for share in range(shares):
+        first, last = count * share // shares, count * (share + 1) // shares
+        within = [(block, max(first, block.start), min(last, block.stop)) for block in blocks]
+        found.append([Unit(b, start - b.start, stop - b.start) for b, start, stop in within if start < stop])
+    return found
+
+
+class RoundPosts:
+    """The posts of the round at ``place``, each read once, whose parts are of the ``shares``.
+
+    What a post or a part holds, or why it cannot count, is the same for all trainers. What raises NotFound, StoreError,
+    or CorruptMessage, for what has arrived damaged, may be good later.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        exchange: StoreExchange,
+        reduction: GatedReduction,
+        state: OuterState,
+        place: Place,
+        shares: list[list[Unit]],
+        trusted: TrustedKeys | None,
+        own: tuple[Post, bytes] | None,
+    ) -> None:
+        self.place, self.shares, self.own = place, shares, own
+        self._store, self._exchange, self._state, self._trusted = store, exchange, state, trusted
+        self.coder = reduction.coder(place.round)
+        # By post: one's bytes may be put in another's name.
+        self._heads: dict[Post, list[Part] | str] = {}
+        self._messages: dict[Post, PostedMessage | str] = {}
+        self._accepted: dict[Post, bool | str] = {}
+        self._damaged: Counter[Post] = Counter()
+
+    # -- this trainer's own
+
+    def write(self, entries: Sequence[Entries]) -> tuple[Post, bytes] | str:
+        """The post of these entries, by block, which is its own from now on; or why it would be refused by all."""
+        by_share = [[unit.take(entries[unit.block.number]) for unit in units] for units in self.shares]
+        messages = self.coder.encode_each(self.shares, by_share)
+        parts = [Part.of(message, of) for message, of in zip(messages, by_share, strict=True)]
+        if (reason := self._out_of_bounds(parts)) is not None:
+            return reason
+        head = write_head(self.place, parts, self._exchange.signer)
+        data = b"".join([head, *messages])
+        post = Post(self.place.trainer, sha256(head).hexdigest(), len(data))
+        self._heads[post] = parts
+        self._messages[post] = self._message_of(post, by_share)
+        self.own = post, data
+        return self.own
+
+    @property
+    def own_entries(self) -> int:
+        """How many this trainer has sent."""
+        parts = self.head(self.own[0]) if self.own else ""
+        return 0 if isinstance(parts, str) else sum(part.entries for part in parts)
+
+    # -- those of all
+
+    def good(self) -> tuple[dict[str, Post], list[Refused]]:
+        """By trainer, the first post that can count; and what cannot."""
+        found: dict[str, Post] = {}
+        refused: list[Refused] = []
+        tried: Counter[str] = Counter()
+        for post in self._store.posts(self.place.round):
+            tried[post.trainer] += 1
+            if post.trainer in found or len(found) == MAX_TRAINERS or tried[post.trainer] > _MAX_POSTS:
+                continue
+            reason = self._why_not(post)
+            if reason is None:
+                found[post.trainer] = post
+            elif reason:
+                refused.append(Refused(post.trainer, post.sha256, reason))
+        return found, refused
+
+    def _why_not(self, post: Post) -> str | None:
+        """Why this trainer does not name a post when it closes the round; "" where it may be good later. One that
+        arrives damaged is read again, and then passed over."""
+        accept = self._exchange.accept
+        if self._damaged[post] >= _TRIES:
+            return "it is damaged in the store"
+        try:
+            # Where shares are summed by their owners, these read what only they need.
+            found = self.message(post) if accept or len(self.shares) == 1 else self.head(post)
+        except NotFound:
+            return ""
+        except CorruptMessage:
+            self._damaged[post] += 1
+            return ""
+        if accept is None or not isinstance(found, PostedMessage):
+            return found if isinstance(found, str) else None
+        if post not in self._accepted:
+            self._accepted[post] = accept(found, self.place.round)
+        said = self._accepted[post]
+        return None if said is True else f"not accepted: {said}" if isinstance(said, str) else "not accepted"
+
+    def head(self, post: Post) -> list[Part] | str:
+        """The parts of a post."""
+        if post not in self._heads:
+            if (reason := self._too_long(post)) is not None:
+                self._heads[post] = reason
+            else:
+                stop = min(head_bytes(len(self.shares)), post.nbytes)
+                self._take_head(post, self._bytes(post, 0, stop))
+        return self._heads[post]
+
+    def part(self, post: Post, share: int) -> list[Entries] | str:
+        """What a post has for a share, by unit."""
+        parts = self.head(post)
+        if isinstance(parts, str):
+            return parts
+        if len(parts) == 1 and isinstance(message := self._messages.get(post), PostedMessage):
+            return message.by_block
+        start = head_bytes(len(parts)) + sum(part.nbytes for part in parts[:share])
+        for _ in range(_TRIES):
+            data = self._bytes(post, start, start + parts[share].nbytes)
+            if sha256(data).digest() == parts[share].digest:
+                return self._decoded(parts, share, data)
+        return f"part {share} is damaged in the store"
+
+    def message(self, post: Post) -> PostedMessage | str:
+        """All of a post."""
+        if post not in self._messages:
+            self._messages[post] = self._fetched(post)
+        return self._messages[post]
+
+    def _fetched(self, post: Post) -> PostedMessage | str:
+        if (reason := self._too_long(post)) is not None:
+            return reason
+        data = self._bytes(post, 0, post.nbytes)
+        parts = self._take_head(post, data)
+        if isinstance(parts, str):
+            return parts
+        by_share: list[list[Entries]] = []
+        stops = accumulate([part.nbytes for part in parts], initial=head_bytes(len(parts)))
+        for share, (start, part) in enumerate(zip(stops, parts, strict=False)):
+            message = data[start : start + part.nbytes]
+            if sha256(message).digest() != part.digest:
+                raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
+            found = self._decoded(parts, share, message)
+            if isinstance(found, str):
+                return found
+            by_share.append(found)
+        return self._message_of(post, by_share)
+
+    def _bytes(self, post: Post, start: int, stop: int) -> bytes:
+        if self.own is not None and post == self.own[0]:
+            return self.own[1][start:stop]
+        return self._store.post(self.place.round, post, start, stop)
+
+    def _take_head(self, post: Post, data: bytes) -> list[Part] | str:
+        """The parts by a post's first bytes, at least."""
+        head = data[: head_bytes(len(self.shares))]
+        if sha256(head).hexdigest() != post.sha256:
+            raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
+        try:
+            place = self.place._replace(trainer=post.trainer)
+            parts = read_head(head, post.nbytes, place, self._trusted, len(self.shares))
+            found = self._out_of_bounds(parts) or parts
+        except (CorruptMessage, Untrusted) as error:
+            found = str(error)
+        self._heads[post] = found
+        return found
+
+    def _too_long(self, post: Post) -> str | None:
+        most = head_bytes(len(self.shares)) + sum(map(self.coder.max_bytes, self.shares))
+        if self._exchange.max_entries is not None:
+            # An entry takes at most 10 bytes.
+            most -= 10 * max(0, len(self._state.theta) - self._exchange.max_entries)
+        return f"it has {post.nbytes} bytes, more than its entries can need" if post.nbytes > most else None
+
+    def _out_of_bounds(self, parts: Sequence[Part]) -> str | None:
+        most, longest = self._exchange.max_entries, self._exchange.max_norm
+        count, norm = sum(part.entries for part in parts), norm_of(parts)
+        if most is not None and count > most:
+            return f"it has {count} entries, more than {most}"
+        if longest is not None and norm > longest:
+            return f"its norm is {norm:g}, more than {longest:g}"
+        return None
+
+    def _decoded(self, parts: Sequence[Part], share: int, message: bytes) -> list[Entries] | str:
+        units = self.shares[share]
+        if parts[share].nbytes > self.coder.max_bytes(units):
+            return f"part {share} has more bytes than its entries can need"
+        try:
+            entries = [found for (found,) in self.coder.decode(units, [message])]
+        except CorruptMessage as error:
+            return str(error)
+        if Part.of(message, entries) != parts[share]:
+            return "its head has other entries, or another norm"
+        return entries
+
+    def _message_of(self, post: Post, by_share: Sequence[Sequence[Entries]]) -> PostedMessage:
+        entries, parts = by_block(self.shares, by_share, len(self._state.parameters.blocks)), self._heads[post]
+        assert not isinstance(parts, str)
+        count = sum(part.entries for part in parts)
+        return PostedMessage(post.trainer, post.nbytes, count, norm_of(parts), entries, self._dense)
+
+    def _dense(self, entries: Sequence[Entries]) -> dict[str, torch.Tensor]:
+        flat = np.zeros_like(self._state.theta)
+        for block, (places, values) in zip(self._state.parameters.blocks, entries, strict=True):
+            block.of(flat)[places] = values
+        return self._state.parameters.by_name(flat)
+
+
+def by_block(shares: Sequence[Sequence[Unit]], by_share: Sequence[Sequence[Entries]], blocks: int) -> list[Entries]:
+    """The entries of shares, which are runs in order, as those of blocks."""
+    found: list[list[Entries]] = [[] for _ in range(blocks)]
+    for units, entries in zip(shares, by_share, strict=True):
+        for unit, of in zip(units, entries, strict=True):
+            found[unit.block.number].append(unit.place(of))
+    return [each[0] if len(each) == 1 else _joined(each) for each in found]
+
+
+def _joined(entries: Sequence[Entries]) -> Entries:
+    return np.concatenate([places for places, _ in entries]), np.concatenate([values for _, values in entries])
