@@ -1,8 +1,8 @@
 """PULSELoCo over a store under faults: trainers that are killed, interrupted, late, back or new, and foreign objects.
 
 Every theta is that of a plain simulation of the rounds that were closed, and no trainer loses what it has learnt, or
-sends it twice. In half of the runs members have keys, and strangers lie: their posts and snapshots are passed over,
-their closes stop all alike until they are deleted.
+sends it twice, or what it withholds of the sums that it makes. In half of the runs members have keys, and strangers
+lie: their posts and snapshots are passed over, their closes and sums stop all alike until they are deleted.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from hashlib import sha256
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -25,21 +24,23 @@ from pulse_rl import PulseError, PulseLoCo, Signer, state_root
 from pulse_rl._util import faults
 from pulse_rl._util.threads import Call
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
-from pulse_rl.loco import StoreExchange, store_rounds, wire
-from pulse_rl.loco.store_format import HEAD, Close, Place, Post, sealed, write_post
+from pulse_rl.loco import StoreExchange, parameters, round_posts, round_sums, store_rounds, wire
+from pulse_rl.loco.store_format import Close, Place, Post, ShareSums, head_bytes, sealed
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.store import Data
-from tests.support.loco_reference import Reference, flat, same
+from tests.support.loco_reference import Reference, added, flat, same
+from tests.support.posts import digest_of, not_finite, post_of
 
 from .model import check
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 
 _SIZE = 96
 _STEPS = 2
-_CLOSED, _POSTS = "loco/closed", "loco/posts"
+_BLOCK = 40
+_CLOSED, _POSTS, _SUMS = "loco/closed", "loco/posts", "loco/sums"
 
 
-LIES = ("forged", "replayed", "oversized", "nan", "close", "snapshot")
+LIES = ("forged", "replayed", "oversized", "nan", "close", "sums", "snapshot")
 
 
 class _Waits(StoreUnavailable):
@@ -85,6 +86,7 @@ class Node:
             deadline_seconds=1e9,
             wire=self.world.wire,
             sweep=self.world.sweep,
+            gate_sums=self.world.gate_sums,
             **who,
         )
         overlap = int(self.world.overlap)
@@ -101,12 +103,13 @@ class Node:
         self.entered = False
 
     def note_message(self, digest: str) -> None:
+        if digest in self.world.sent:
+            return  # once more
         assert isinstance(self.loop.meeting, StoreRounds)
         assert self.loop.meeting._own is not None
-        ((places, values),) = self.loop.meeting._own.by_block
-        sent = torch.zeros(_SIZE)
-        sent[torch.from_numpy(places.astype(np.int64))] = torch.from_numpy(values)
-        self.world.sent[digest] = sent
+        message = self.loop.meeting._round_posts().message(self.loop.meeting._own[0])
+        assert not isinstance(message, str)
+        self.world.sent[digest] = message.tensors()["w"]
         self.own.add(digest)
 
     def call(self, rng: Random, work: str) -> None:
@@ -151,26 +154,28 @@ class Node:
     def root(self) -> str:
         return str(state_root(dict(self.loop.global_state())))
 
-    def nan_message(self) -> bytes:
-        """A message that is whole but for a value that is not finite."""
-        meeting = self.loop.meeting
-        assert isinstance(meeting, StoreRounds)
-        entries = [(np.zeros(1, np.uint32), np.full(1, np.nan, np.float32))]
-        return meeting._reduction.coder(meeting._trainer.round).encode(meeting._units, entries)
-
     def take_stock(self) -> None:
         """Its theta is that of its round; its residual is what it has learnt and what has not counted."""
         world, first, may_lack = self.world, self.round, np.zeros(_SIZE)
+        # What this trainer has withheld in rounds that a snapshot has led past, unless it lives on.
+        lost, gone = [np.zeros(_SIZE)], False
         while self.round < self.loop.round:
-            digest = world.closed(self.round).get(self.name)
+            digest, ended = world.closed(self.round).get(self.name), world.ended(self.round)
             if digest is not None and digest in self.own:
-                self.counted += world.sent[digest].double().numpy()
+                self.counted += (world.sent[digest] * ended.taken[self.name]).double().numpy()
             elif digest is not None:  # a process before this one had sent it
                 self.counted[:] = 0
                 self.learnt = self.newest.copy() if world.overlap else np.zeros(_SIZE)
                 # Newest steps were in the residual already, unless a snapshot has led past all these rounds at once.
                 may_lack = self.newest * (world.overlap and self.round > first)
+                lost = [np.zeros(_SIZE)]
                 world.counts["unknown"] += 1
+            withheld, gone = ended.withheld.get(self.name), gone or world.is_gone(self.round)
+            if withheld is not None:
+                self.learnt += withheld
+                world.counts["withheld"] += 1
+                if gone:
+                    lost = [*(each + withheld for each in lost), np.zeros(_SIZE)]
             self.round += 1
         check(
             same(flat(self.loop.global_state()), world.theta(self.round)),
@@ -179,10 +184,21 @@ class Node:
         held = flat(self.loop.residual()).double().numpy()
         due = self.loop.inner_step >= _STEPS
         if not due:
-            if np.abs(held - (self.learnt - may_lack - self.counted)).max() < 1e-4:
-                self.learnt -= may_lack
+            for lack in (each + newest for each in lost for newest in (0, may_lack)):
+                if np.abs(held - (self.learnt - lack - self.counted)).max() < 1e-4:
+                    self.learnt -= lack
+                    break
             far = np.abs(held - (self.learnt - self.counted)).max()
             check(far < 1e-4, f"{self.name} has lost or kept {far} of what it has learnt, after round {self.round}")
+
+
+class Ended(NamedTuple):
+    """A round by a plain simulation: ``theta`` after it; where each trainer's message was ``taken``; and what makers of
+    sums have ``withheld``."""
+
+    theta: torch.Tensor
+    taken: dict[str, torch.Tensor]
+    withheld: dict[str, np.ndarray]
 
 
 class Rounds:
@@ -191,7 +207,8 @@ class Rounds:
     def __init__(self, rng: Random) -> None:
         self.trace: list[str] = []
         self.counts: Counter[str] = Counter()
-        self.disk = Disk(lambda name, data: None)
+        self.disk = Disk(self._note_sums)
+        self.sums: dict[str, dict[str, Any]] = {}
         self.net = Net(self.disk)
         self.sent: dict[str, torch.Tensor] = {}
         self.lr = rng.choice((1e-4, 1e-3, 1e-2))
@@ -204,21 +221,28 @@ class Rounds:
         self._stack.enter_context(patch.object(wire, "os", SimpleNamespace(urandom=nonces.randbytes)))
         hexadecimal = SimpleNamespace(token_hex=lambda count: nonces.randbytes(count).hex())
         self._stack.enter_context(patch.object(store_rounds, "secrets", hexadecimal))
-        self._stack.enter_context(patch.object(store_rounds, "time", SimpleNamespace(monotonic=lambda: 0.0)))
+        for module in (store_rounds, round_sums):
+            self._stack.enter_context(patch.object(module, "time", SimpleNamespace(monotonic=lambda: 0.0)))
+        self._stack.enter_context(patch.object(round_posts, "MIN_SHARE", 1))
+        self._stack.enter_context(patch.object(parameters, "BLOCK_ELEMENTS", _BLOCK))
         names: list[str] = list("abcd"[: rng.choice((2, 2, 3, 4))])
         keys = [Signer(rng.randbytes(32)) for _ in names] if rng.random() < 0.5 else []
         self.signers = {signer.public_key: signer for signer in keys}
         self._stranger = Signer(rng.randbytes(32))
         self._lies: dict[str, bytes] = {}
+        self._empty = set[str]()
         names = list(self.signers) or names
         self.quorum = rng.randint(1, len(names))
         self.grace = rng.choice((0.0, 0.0, 1.0))
         self.wire: wire.WireName = rng.choice(("FP32", "int4", "int2"))
         self.sweep = None if self.wire == "FP32" else rng.choice((None, 1, 2, 3))
         self.overlap = rng.random() < 0.4
-        self._reference = Reference(self.first, sweep=self.sweep)
-        self._thetas = [self.first.clone()]
+        self.gate_sums = rng.random() < 0.6
+        self._reference = Reference(self.first, sweep=self.sweep, wire=self.wire)
+        self._ended: list[Ended] = []
         self.nodes = [Node(self, name) for name in names]
+        blocks = self.nodes[0].loop.parameters.blocks
+        self._reference.blocks = [block.stop - block.start for block in blocks]
 
     @property
     def injected(self) -> Counter[str]:
@@ -238,11 +262,46 @@ class Rounds:
 
     def theta(self, number: int) -> torch.Tensor:
         """After so many rounds, by a plain simulation."""
-        while len(self._thetas) <= number:
-            posts = self.closed(len(self._thetas) - 1)
-            self._reference.outer_step([self.sent[posts[name]] for name in sorted(posts)])
-            self._thetas.append(self._reference.theta.detach().clone())
-        return self._thetas[number]
+        return self.ended(number - 1).theta if number else self.first
+
+    def ended(self, number: int) -> Ended:
+        while len(self._ended) <= number:
+            self._ended.append(self._end(len(self._ended)))
+        return self._ended[number]
+
+    def _end(self, number: int) -> Ended:
+        posts, reference, shares = self.closed(number), self._reference, self.shares_of(number)
+        taken, withheld = {name: torch.ones(_SIZE) for name in posts}, dict[str, np.ndarray]()
+        said = [self.sums[f"{_SUMS}/{number:012d}/{share:04d}"] for share in range(shares if shares > 1 else 0)]
+        bounds = [(_SIZE * share // shares, _SIZE * (share + 1) // shares) for share in range(shares)]
+        for (start, stop), each in zip(bounds, said, strict=False):
+            for name, _ in each["left_out"]:
+                taken[name][start:stop] = 0
+        sent = [self.sent_as(posts[name]) * taken[name] for name in sorted(posts)]
+        reference.gate_sums = bool(said)
+        if said:
+            total = added(sent)
+            rest = (total - reference.passed(total, len(sent))).double().numpy()
+            for (start, stop), each in zip(bounds, said, strict=True):
+                withheld.setdefault(each["trainer"], np.zeros(_SIZE))[start:stop] = rest[start:stop]
+        self.counts["left out of a share"] += sum(len(each["left_out"]) for each in said)
+        reference.outer_step(sent)
+        return Ended(reference.theta.detach().clone(), taken, withheld)
+
+    def sent_as(self, digest: str) -> torch.Tensor:
+        return torch.zeros(_SIZE) if digest in self._empty - self.sent.keys() else self.sent[digest]
+
+    def shares_of(self, number: int) -> int:
+        return len(self.closed(number - 1)) if self.gate_sums and number else 1
+
+    def is_gone(self, number: int) -> bool:
+        """Whether messages of a round were deleted."""
+        posts = self.closed(number).items()
+        return any(self.disk.peek(f"{_POSTS}/{number:012d}/{name}.{digest}") is None for name, digest in posts)
+
+    def _note_sums(self, name: str, data: bytes) -> None:
+        if name.startswith(_SUMS):
+            self.sums.setdefault(name, json.loads(data.partition(b"\n")[0]))
 
     def train(self, rng: Random) -> None:
         node = rng.choice(self.nodes)
@@ -275,7 +334,7 @@ class Rounds:
         assert data is not None
         data = rng.choice((data, data[: rng.randint(0, len(data))], b"", rng.randbytes(50)))
         trainer = rng.choice(("x", "zz", rng.choice(self.nodes).name))
-        digest = sha256(data).hexdigest() if rng.random() < 0.8 else "0" * 64
+        digest = digest_of(data, self.shares_of(closed)) if rng.random() < 0.8 else "0" * 64
         if f"{trainer}.{digest}" not in {name.rpartition("/")[2] for name in old}:  # or it is a message of its own
             self.disk.plant(f"{_POSTS}/{closed + rng.choice((0, 0, 1)):012d}/{trainer}.{digest}", data)
 
@@ -288,13 +347,22 @@ class Rounds:
         signer = rng.choice((None, self._stranger))
         node = rng.choice(self.nodes)
         kind = rng.choice(LIES)
-        if kind in ("close", "snapshot") and not self.signers:
+        if kind in ("close", "sums", "snapshot") and not self.signers:
             return  # where nobody has a key, whoever writes is believed
         if kind == "close":
             old = [self.disk.peek(name) for name in self.closes()]
             posts = tuple(Post(each.name, "0" * 64, 99) for each in sorted(self.nodes, key=lambda each: each.name))
             data = rng.choice((*old, Close(run, number, node.root, posts).to_bytes(signer), b"{}"))
             name = f"{_CLOSED}/{number:012d}.json"
+            if self.disk.peek(name) is None and data:
+                self.disk.plant(name, data)
+                self._lies[name] = data
+        elif kind == "sums":
+            share = rng.randrange(self.shares_of(number) if number <= len(self.closes()) else 1)
+            old = [self.disk.peek(name) for name in self.disk.names(_SUMS)]
+            lie = ShareSums(run, number, share, node.root, node.name, (), b"").to_bytes(signer)
+            data = rng.choice((*old, lie, b"{}"))
+            name = f"{_SUMS}/{number:012d}/{share:04d}"
             if self.disk.peek(name) is None and data:
                 self.disk.plant(name, data)
                 self._lies[name] = data
@@ -306,25 +374,30 @@ class Rounds:
         else:
             posts_ = [name for name in self.disk.names(_POSTS) if name.rpartition(".")[2] in self.sent]
             kept = self.disk.peek(rng.choice(posts_)) if posts_ and kind == "replayed" else None
-            message = kept[HEAD:] if kept else bytes(20_000) if kind == "oversized" else node.nan_message()
-            data = write_post(Place(run, number, node.name, node.root), message, signer)
-            if kept and self.signers:
-                data = data[: HEAD - 64] + kept[HEAD - 64 :]  # with the signature that it had
+            assert isinstance(node.loop.meeting, StoreRounds)
+            messages = [bytes(20_000)] if kind == "oversized" else not_finite(node.loop.meeting)
+            data = post_of(Place(run, number, node.name, node.root), messages, signer)
+            if kept:
+                data = data[:36] + kept[36:]  # with the signature that it had
             if kept and not self.signers:
                 return
             trainer = rng.choice((node.name, self._stranger.public_key))
-            self.disk.plant(f"{_POSTS}/{number:012d}/{trainer}.{sha256(data).hexdigest()}", data)
+            shares = 1 if len(data) < head_bytes(9) else self.shares_of(min(number, len(self.closes())))
+            digest = digest_of(data, shares)
+            self.disk.plant(f"{_POSTS}/{number:012d}/{trainer}.{digest}", data)
+            # Where nobody has a key, a head may count; what it says is not there.
+            self._empty.add(digest)
         self.counts[f"lie: {kind}"] += 1
 
     def amend(self, rng: Random) -> None:
-        """Whoever owns the store deletes the closes that are lies."""
+        """Whoever owns the store deletes the closes and sums that are lies."""
         for name, data in self._lies.items():
             if self.disk.peek(name) == data:
                 self.disk.delete(name)
         self._lies.clear()
 
     def has_lie(self, number: int) -> bool:
-        return f"{_CLOSED}/{number:012d}.json" in self._lies
+        return any(f"/{number:012d}" in name for name in self._lies)
 
     def closes(self) -> list[str]:
         """The rounds that were closed by members."""
@@ -364,8 +437,8 @@ class Rounds:
     def disk_is_clean(self) -> None:
         """Objects whose bytes are not what their names say would stop a trainer that reads them again and again."""
         for name in self.disk.names(_POSTS):
-            data = self.disk.peek(name)
-            if sha256(data or b"").hexdigest() != name.rpartition(".")[2]:
+            data, number = self.disk.peek(name), min(int(name.split("/")[2]), len(self.closes()))
+            if digest_of(data or b"", self.shares_of(number)) != name.rpartition(".")[2]:
                 self.disk.delete(name)
 
 

@@ -90,6 +90,8 @@ def simulate(members: list[Member], store: Store) -> dict[str, Reference]:
     out; and who has made sums keeps what they lack."""
     rounds = closes(store)
     references = {m.name: Reference(m.first, wire=m.wire, sweep=m.sweep) for m in members}
+    for member in members:
+        references[member.name].blocks = [block.stop - block.start for block in member.loop.parameters.blocks]
     logs = {member.name: list(member.log) for member in members}
     for number, names in enumerate(rounds):
         sent = {}
@@ -107,13 +109,14 @@ def simulate(members: list[Member], store: Store) -> dict[str, Reference]:
             if number == ended - 1:
                 log.pop(0)
         sums = sums_of(store, number)
+        for reference in references.values():
+            reference.gate_sums, reference.shares = bool(sums), len(sums)
         for share, each in enumerate(sums):
             for name, _ in each["left_out"]:
                 of = references[name].owners(len(sums)) == share
                 references[name].residual[of] += sent[name][of]
                 sent[name] = torch.where(of, 0.0, sent[name])
         for name, reference in references.items():
-            reference.gate_sums, reference.shares = bool(sums), len(sums)
             reference.owns = [share for share, each in enumerate(sums) if each["trainer"] == name] or [-1]
             reference.outer_step([sent[name] for name in names])
     return references

@@ -3,16 +3,22 @@ simulation has it; owners that are late or killed, and parts that are damaged.""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from pulse_rl import MemoryStore, Store
+from pulse_rl import MemoryStore, PulseLoCo, Store
 from pulse_rl.errors import StoreUnavailable
-from pulse_rl.loco import round_posts, run_store
+from pulse_rl.loco import StoreExchange, round_posts, run_store
+from pulse_rl.loco.store_format import PostedMessage
+from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import WireName
 from pulse_rl.store import Data
 from tests.support.loco_reference import flat, same
+from tests.support.posts import digest_of, not_finite, post_of, posts_of
 from tests.support.stores import FaultyStore
 
 from .test_over_store import Member, at_once, check, closes, sums_of
@@ -48,13 +54,14 @@ def end(store: Store, *members: Member) -> None:
 
 
 @pytest.mark.parametrize(("wire", "sweep"), [("FP32", None), ("int4", None), ("int2", 2)])
+@pytest.mark.usefixtures("small_blocks")
 def test_owners_sum_their_shares(wire: WireName, sweep: int | None) -> None:
     store = MemoryStore()
     a, b, c = (gated(store, name, wire=wire, sweep=sweep, quorum=3) for name in "abc")
     with a.loop, b.loop, c.loop:
         together(a, b, c, rounds=4)
         assert closes(store) == [["a", "b", "c"]] * 4
-        assert "".join(sum((makers(store, number) for number in range(4)), [])) == "bcacababc"
+        assert ["".join(makers(store, number)) for number in range(4)] == ["", "bca", "cab", "abc"]
         assert a.loop.last_round is not None
         assert a.loop.last_round.scattered
         end(store, a, b, c)
@@ -143,3 +150,79 @@ def test_a_part_that_is_damaged_is_left_out_and_loses_nothing() -> None:
         assert left_out[1] == left_out[3] == [{}, {"b": "part 1 is damaged in the store"}]
         assert left_out[2] == left_out[4] == [{}, {}]
         end(store, a, b)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_who_closes_reads_heads_alone(overlap: int) -> None:
+    """Unless it has a rule of its own."""
+    store, seen, read = MemoryStore(), list[tuple[str, int]](), Counter[str]()
+
+    def accept(message: PostedMessage, number: int) -> bool:
+        assert int((flat(message.tensors()) != 0).sum()) == message.entries > 0
+        seen.append((message.trainer, number))
+        return True
+
+    def arrives(name: str, data: bytes) -> bytes:
+        read[name] += len(data)
+        return data
+
+    line = FaultyStore(store)
+    line.damage = arrives
+    a, b = gated(store, "a", overlap=overlap, accept=accept), gated(line, "b", overlap=overlap, quorum=3)
+    with a.loop, b.loop:
+        at_once(*(lambda m=m: [m.job.step(ord(m.name)) for _ in range(8)] for m in (a, b)))
+    for number in range(1, 4):
+        (of_a,) = [info for info in store.list(f"loco/posts/{number:012d}") if "/a." in info.name]
+        assert 0.3 < read[of_a.name] / of_a.nbytes < 0.7
+    assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))
+    assert sorted(seen) == [(name, number) for name in "ab" for number in range(4)]
+
+
+@pytest.mark.parametrize("lie", ["entries", "squares", "not finite", "junk"])
+def test_a_part_that_is_not_what_its_head_says_is_left_out(lie: str) -> None:
+    store = MemoryStore()
+    a, b = gated(store, "a"), gated(store, "b")
+    with a.loop, b.loop:
+        together(a, b)
+        assert isinstance(a.loop.meeting, StoreRounds)
+        posts = posts_of(a.loop.meeting)
+        entries = [[(np.zeros(1, np.uint32), np.ones(1, np.float32)) for _ in units] for units in posts.shares]
+        messages = posts.coder.encode_each(posts.shares, entries)
+        if lie == "not finite":
+            messages = not_finite(a.loop.meeting)
+        if lie == "junk":
+            messages = [b"junk", *messages[1:]]
+        false = {"entries": 2, "squares": 9.0}
+        said = {lie: false[lie]} if lie in false else {}
+        data = post_of(posts.place._replace(trainer="0"), messages, **said)
+        store.put(f"loco/posts/{1:012d}/0.{digest_of(data, 2)}", data)
+        together(a, b)
+        assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))
+    assert closes(store) == [["a", "b"], ["0", "a", "b"]]
+    words = {"not finite": "a value that is not finite", "junk": "a message of 4 bytes is too short for 1 blocks"}
+    left_out = [dict(each["left_out"]) for each in sums_of(store, 1)]
+    expected = {"0": words.get(lie, "its head has other entries, or another norm")}
+    assert left_out == ([expected, {}] if lie == "junk" else [expected] * 2)
+
+
+def test_sums_that_no_message_takes_are_added_by_all() -> None:
+    store, huge = MemoryStore(), 1.5 * 2.0**63
+
+    def train(name: str) -> torch.Tensor:
+        weights = torch.nn.Parameter(torch.ones(64))
+        over = StoreExchange(store, trainer=name, quorum=2, gate_sums=True)
+        optimizer = torch.optim.SGD([weights], lr=1.0)
+        with PulseLoCo({"w": weights}, optimizer, sync_every=1, over=over) as loop:
+            for number in range(2):
+                weights.grad = torch.full((64,), 1e-3)
+                if number:
+                    weights.grad[:8] = huge
+                optimizer.step()
+            return flat(loop.global_state()).clone()
+
+    a, b = at_once(lambda: train("a"), lambda: train("b"))
+    assert same(a, b)
+    # Momentum 0.9, and both trainers' mean: theta moves by 0.7 (1 + 0.9) of it.
+    assert a[:8].tolist() == pytest.approx([-0.7 * 1.9 * huge] * 8)
+    messages = [store.get(info.name).partition(b"\n")[2] for info in store.list("loco/sums/000000000001")]
+    assert [len(message) > 0 for message in messages] == [False, True]

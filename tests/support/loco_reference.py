@@ -147,9 +147,9 @@ class Reference:
         self.residual = torch.where(mine & (rest != 0), self.residual + rest, self.residual)
 
     def owners(self, trainers: int) -> torch.Tensor:
-        """Who sums each parameter: an equal part of every block."""
-        owners = []
-        for count in self.blocks or [len(self.summed)]:
+        """Who sums each parameter: an equal part of every block, or of all where ``shares`` says how many."""
+        owners, everything = [], [len(self.summed)]
+        for count in everything if self.shares else self.blocks or everything:
             bounds = [count * owner // trainers for owner in range(trainers + 1)]
             owners += [torch.full((last - first,), owner) for owner, (first, last) in enumerate(pairwise(bounds))]
         return torch.cat(owners)

@@ -12,9 +12,11 @@ from pulse_rl.loco.store_format import Part, Place, head_bytes, write_head
 from pulse_rl.loco.store_rounds import StoreRounds
 
 
-def post_of(place: Place, messages: list[bytes], signer: Signer | None = None) -> bytes:
-    """With a head that fits them, but for entries and norms, which are 1."""
-    parts = [Part(len(message), 1, 1.0, sha256(message).digest()) for message in messages]
+def post_of(
+    place: Place, messages: list[bytes], signer: Signer | None = None, *, entries: int = 1, squares: float = 1.0
+) -> bytes:
+    """With a head that says so of each of them."""
+    parts = [Part(len(message), entries, squares, sha256(message).digest()) for message in messages]
     return b"".join([write_head(place, parts, signer), *messages])
 
 

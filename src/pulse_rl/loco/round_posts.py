@@ -47,11 +47,16 @@ def cut_runs(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
     there are shares."""
     count = blocks[-1].stop
     shares = max(1, min(trainers, count // MIN_SHARE))
-    found: list[list[Unit]] = []
-    for share in range(shares):
-        first, last = count * share // shares, count * (share + 1) // shares
-        within = [(block, max(first, block.start), min(last, block.stop)) for block in blocks]
-        found.append([Unit(b, start - b.start, stop - b.start) for b, start, stop in within if start < stop])
+    found: list[list[Unit]] = [[]]
+    for block in blocks:
+        start = block.start
+        while start < block.stop:
+            end = count * len(found) // shares
+            stop = min(end, block.stop)
+            found[-1].append(Unit(block, start - block.start, stop - block.start))
+            start = stop
+            if stop == end < count:
+                found.append([])
     return found
 
 

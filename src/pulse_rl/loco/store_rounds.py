@@ -395,11 +395,11 @@ class StoreRounds:
         taken, left = list[list[Entries]](), list[list[Entries]]()
         for share, units in enumerate(posts.shares):
             nothing = [_NOTHING] * len(units)
-            if sums is not None and name in sums.left_out[share] and self._own is None:
-                found: list[Entries] | str = nothing  # it is in the residual, whatever it is
-            elif isinstance(found := posts.part(post, share), str):
-                raise cannot_count(close, name, found)
             is_left = sums is not None and name in sums.left_out[share]
+            # With overlap what is left is in the residual, whatever it is.
+            found = posts.part(post, share) if self._own or not is_left else nothing
+            if isinstance(found, str):
+                raise cannot_count(close, name, found)
             taken.append(nothing if is_left else found)
             left.append(found if is_left else nothing)
         return by_block(posts.shares, taken, len(self._blocks)), by_block(posts.shares, left, len(self._blocks))
@@ -407,7 +407,8 @@ class StoreRounds:
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
         state, residual = self._state, self._reduction.residual
-        entries, delivery, sums = self._gathered(close), self._delivery(close), self._sums
+        entries, delivery = self._gathered(close), self._delivery(close)
+        posts, sums = self._round_posts(), self._sums
         own: list[Entries] = []
         back: list[Entries] = []
         if delivery == Delivery.COUNTED and (residual.overlapped or (sums and sums.leaves_out(self._trainer.name))):
@@ -434,7 +435,8 @@ class StoreRounds:
             return summed
 
         summed = self._serial.run(take_effect, whole=True)
-        posted, data, self._posts, self._sums = self._posts, self._own[1] if self._own else b"", None, None
+        sent, nbytes = posts.own_entries, len(posts.own[1]) if posts.own else 0
+        self._own = self._posts = self._sums = None
         self._members = frozenset(post.trainer for post in close.posts)
         self._root = state.digest(state.theta).root
         self._since_snapshot += sum(post.nbytes for post in close.posts)
@@ -443,21 +445,19 @@ class StoreRounds:
             # By turns: over many rounds each uploads as much for snapshots as for its own messages.
             if close.posts[close.round % len(close.posts)].trainer == self._trainer.name:
                 self._store.keep_snapshot(self._trainer.round)
-        done = Round(
+        return Round(
             number=self._trainer.round,
             trainers=len(close.posts),
             parameters=self._trainer.parameters.count,
-            entries=posted.own_entries if posted else 0,
+            entries=sent,
             summed=summed,
             scattered=sums is not None,
-            payload_bytes=len(data),
+            payload_bytes=nbytes,
             sent_bytes=0,  # `run` knows, and why it was left out
             between_bytes=0,
             root=self._root,
             seconds={},  # the caller's
         )
-        self._own = None
-        return done
 
     def _delivery(self, close: Close) -> Delivery:
         """What became of what this trainer had to send, by the end of a round."""
