@@ -1,10 +1,12 @@
 """Rounds over a store among many trainers: what each of them sends, fetches and asks for, and what a round costs.
 
-    python -m benchmarks.loco.many [--trainers 4 16 64] [--parameters 262144] [--rounds 12] [--json FILE]
+    python -m benchmarks.loco.many [--trainers 4 16 64] [--parameters 4194304] [--share 65536] [--rounds 6]
 
 Trainers are threads of one process, each with a counted line to one store in memory; their inner steps are random, of
-a size that opens about two in a hundred gates, so that bytes and requests are a run's, and nothing is learnt. The
-second table is arithmetic: real sizes of models by bytes a parameter as measured on pretrained weights.
+a size that opens about two in a hundred gates, so that bytes and requests are a run's, and nothing is learnt. Shares
+may be shorter here than the library's million parameters, so that there are as many as trainers; what each costs
+whatever it holds counts for more then. The second table is arithmetic: real sizes of models by bytes a parameter as
+measured on pretrained weights.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from benchmarks.counted import CountedStore
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM
 from benchmarks.loco.threads import in_threads
 from pulse_rl import MemoryStore
-from pulse_rl.loco import PulseLoCo, StoreExchange
+from pulse_rl.loco import PulseLoCo, StoreExchange, round_posts
+from pulse_rl.loco.exchange import GATE_SUMS_FROM
+from pulse_rl.loco.store_format import head_bytes
 from pulse_rl.loco.wire import WireName
 
 STEP = 4e-7
@@ -129,7 +133,7 @@ BYTES = {"FP32": 0.0504, "int2": 0.0151}
 SUMS = 1.1
 """Of the gated sums of all shares, times a message: docs/loco-guide.md, "Bytes among many trainers"."""
 LOOKS = 30
-"""Of a trainer that waits for a minute, two requests each."""
+"""Of a trainer that waits for a minute, two requests each, half of them that write or list."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +153,17 @@ class Cost:
 
 def cost(parameters: float, trainers: int, where: str, wire: str) -> Cost:
     """Over a store, by docs/loco.md, section 7: one message up, over many rounds as much again for snapshots; all
-    others' messages down. In a group, by section 4.3: parts of messages and the sums of a share."""
+    others' messages down, or, by 7.3, their heads, parts of them, and the sums of all shares. In a group, by section
+    4.3: parts of messages and the sums of a share."""
     message, cents = BYTES[wire] * parameters, dict[str, float]()
     if where == "store":
         up, down = 2 * message, (trainers - 1) * message
         writes, reads = 2 + LOOKS + message / 2**24, trainers + LOOKS
+        if trainers >= GATE_SUMS_FROM:
+            shares = min(trainers, int(parameters) // round_posts.MIN_SHARE)
+            up += SUMS * message / trainers
+            down = (1 - 1 / trainers) * (1 + SUMS) * message + trainers * head_bytes(shares)
+            writes, reads = writes + 2, 2 * trainers + shares + LOOKS
         for price in PRICES:
             dollars = (price.writes * writes + price.reads * reads) / 1e6 + price.leaving * down / 1e9
             cents[price.name] = 100 * dollars
@@ -174,10 +184,12 @@ def arithmetic() -> Iterator[Cost]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loco.many", description=__doc__.split("\n\n")[0])
     parser.add_argument("--trainers", nargs="+", type=int, default=[4, 16, 64])
-    parser.add_argument("--parameters", type=int, default=1 << 18)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--parameters", type=int, default=1 << 22)
+    parser.add_argument("--share", type=int, default=1 << 16, help="parameters of a share, at least")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
     arguments = parser.parse_args()
+    round_posts.MIN_SHARE = arguments.share
     print(HEADING, flush=True)
     simulated = []
     for wire in ("FP32", "int2"):

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from pulse_rl import MemoryStore, PulseLoCo, Store
-from pulse_rl.errors import StoreUnavailable
+from pulse_rl.errors import CorruptMessage, StoreUnavailable
 from pulse_rl.loco import StoreExchange, round_posts, run_store
+from pulse_rl.loco.round_sums import RoundSums
 from pulse_rl.loco.store_format import PostedMessage
 from pulse_rl.loco.store_rounds import StoreRounds
-from pulse_rl.loco.wire import WireName
+from pulse_rl.loco.wire import Entries, WireName
 from pulse_rl.store import Data
 from tests.support.loco_reference import flat, same
 from tests.support.posts import digest_of, not_finite, post_of, posts_of
@@ -226,3 +227,26 @@ def test_sums_that_no_message_takes_are_added_by_all() -> None:
     assert a[:8].tolist() == pytest.approx([-0.7 * 1.9 * huge] * 8)
     messages = [store.get(info.name).partition(b"\n")[2] for info in store.list("loco/sums/000000000001")]
     assert [len(message) > 0 for message in messages] == [False, True]
+
+
+def test_sums_that_are_more_than_messages_add_up_to_stop_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that has a key, and adds what nobody has sent."""
+    store, honest = MemoryStore(), RoundSums._gated
+
+    def gated_sums(self: RoundSums, share: int, parts: list[list[Entries]]) -> Any:
+        gate, sums = honest(self, share, parts)
+        assert sums is not None
+        return gate, [(places, values * 1e4 if self._name == "a" else values) for places, values in sums]
+
+    monkeypatch.setattr(RoundSums, "_gated", gated_sums)
+    a, b = gated(store, "a", max_norm=1.0), gated(store, "b", max_norm=1.0)
+    with a.loop, b.loop:
+        together(a, b)
+        thetas = [flat(member.loop.global_state()).clone() for member in (a, b)]
+
+        def stops(member: Member) -> None:
+            with pytest.raises(CorruptMessage, match="more than its messages add up to"):
+                member.round()
+
+        at_once(*(lambda m=m: stops(m) for m in (a, b)))
+        assert all(same(flat(m.loop.global_state()), theta) for m, theta in zip((a, b), thetas, strict=True))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 from functools import partial
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 from .._native import sum_entries
@@ -17,8 +19,11 @@ from .outer import OuterState
 from .parameters import Floats, is_finite
 from .round_posts import RoundPosts
 from .run_store import RunStore, pause
-from .store_format import MAX_SUMS_HEAD, Close, ShareSums
+from .store_format import MAX_SUMS_HEAD, Close, ShareSums, squares_of
 from .wire import Entries
+
+if TYPE_CHECKING:
+    from .store_rounds import StoreExchange
 
 
 class RoundSums:
@@ -59,9 +64,10 @@ class RoundSums:
     def leaves_out(self, trainer: str) -> bool:
         return any(trainer in names for names in self.left_out)
 
-    def gather(self, grace_seconds: float) -> None:
+    def gather(self, exchange: StoreExchange) -> None:
         """Makes the sums of this trainer's shares, after ``grace_seconds`` those of owners that are late, and reads
-        all. Raises NotFound where the round is long over, and what was in it is gone."""
+        all. Raises NotFound where the round is long over, and what was in it is gone; and CorruptMessage where the sums
+        are more than messages within ``max_norm`` add up to."""
         began = time.monotonic()
         first_look = True
         while True:
@@ -73,12 +79,12 @@ class RoundSums:
                 self._take(share, *found)
             missing = [share for share in shares if share not in self._read]
             if not missing:
-                return
+                return self._require_bound(exchange.max_norm)
             if first_look and self._is_over():
                 raise NotFound(f"the sums of round {self._number + 1} are gone")
             first_look, now = False, time.monotonic()
             own = [share for share in missing if self._owner(share) == self._name]
-            if not own and now - began >= grace_seconds:
+            if not own and now - began >= exchange.grace_seconds:
                 # Each begins elsewhere with what others have not done.
                 at = crc32(self._name.encode()) % len(shares)
                 own = [min(missing, key=lambda share: (share - at) % len(shares))]
@@ -86,6 +92,17 @@ class RoundSums:
                 self._make(share)
             if not own:
                 pause(began, now)
+
+    def _require_bound(self, max_norm: float | None) -> None:
+        if max_norm is None:
+            return
+        norm = math.sqrt(sum(squares_of(by_unit) for read in self._read.values() for by_unit in read))
+        # The coarsest wire rounds 3 to 4.
+        if norm > 4 / 3 * len(self.close.posts) * max_norm:
+            raise CorruptMessage(
+                f"the sums of round {self._number + 1} have a norm of {norm:g}, more than its messages add up to",
+                hint=f"A member does not keep to the rules: see who made those in loco/sums/{self._number:012d}.",
+            )
 
     def _owner(self, share: int) -> str:
         return self.close.posts[(share + self._number) % len(self.close.posts)].trainer

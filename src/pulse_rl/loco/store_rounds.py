@@ -374,7 +374,7 @@ class StoreRounds:
         if len(posts.shares) > 1:
             if self._sums is None or self._sums.close != close:
                 self._sums = RoundSums(self._store, posts, close, self._state, self._reduction, name)
-            self._sums.gather(self.exchange.grace_seconds)
+            self._sums.gather(self.exchange)
             return self._sums.entries()
         self._sums = None
         messages = [self._named(close, post).by_block for post in close.posts]
