@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -38,11 +38,10 @@ class Member:
         grace: float = SECONDS,
         wire: WireName = "FP32",
         sweep: int | None = None,
-        gate_sums: bool | Literal["auto"] = "auto",
         overlap: int = 0,
         **settings: Any,
     ) -> None:
-        self.wire, self.sweep, self.gate_sums = wire, sweep, gate_sums
+        self.wire, self.sweep = wire, sweep
         self.name, self.job = name, Job(lr=1e-3)
         self.now, self.log = torch.empty(0), list[tuple[int, int, torch.Tensor]]()
         self.job.optimizer.register_step_post_hook(lambda *_: setattr(self, "now", self.job.weights()))
@@ -54,7 +53,6 @@ class Member:
             deadline_seconds=SECONDS,
             wire=wire,
             sweep=sweep,
-            gate_sums=gate_sums,
             **settings,
         )
         self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, over=over, overlap=overlap)

@@ -12,7 +12,7 @@ import torch
 
 from pulse_rl import MemoryStore, PulseLoCo, Store
 from pulse_rl.errors import CorruptMessage, StoreUnavailable
-from pulse_rl.loco import StoreExchange, round_posts, run_store
+from pulse_rl.loco import StoreExchange, exchange, round_posts, run_store
 from pulse_rl.loco.round_sums import RoundSums
 from pulse_rl.loco.store_format import PostedMessage
 from pulse_rl.loco.store_rounds import StoreRounds
@@ -27,13 +27,15 @@ from .test_over_store import Member, at_once, check, closes, sums_of
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of few parameters; and no snapshot, which would delete what is looked at."""
+    """Shares of few parameters, and of few trainers; and no snapshot, which would delete what is looked at."""
     monkeypatch.setattr(round_posts, "MIN_SHARE", 1)
+    monkeypatch.setattr(exchange, "GATE_SUMS_FROM", 2)
+    monkeypatch.setattr(exchange, "SCATTER_FROM", 2)
     monkeypatch.setattr(run_store.RunStore, "keep_snapshot", lambda *_: None)
 
 
 def gated(store: Store, name: str, **settings: Any) -> Member:
-    return Member(store, name, gate_sums=True, **{"quorum": 2} | settings)
+    return Member(store, name, **{"quorum": 2} | settings)
 
 
 def together(*members: Member, rounds: int = 1) -> None:
@@ -211,7 +213,7 @@ def test_sums_that_no_message_takes_are_added_by_all() -> None:
 
     def train(name: str) -> torch.Tensor:
         weights = torch.nn.Parameter(torch.ones(64))
-        over = StoreExchange(store, trainer=name, quorum=2, gate_sums=True)
+        over = StoreExchange(store, trainer=name, quorum=2)
         optimizer = torch.optim.SGD([weights], lr=1.0)
         with PulseLoCo({"w": weights}, optimizer, sync_every=1, over=over) as loop:
             for number in range(2):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -59,9 +58,11 @@ class StoreExchange:
     back from a checkpoint knows what became of the messages that it had sent. None: a name at random.
     ``quorum``: the fewest trainers that make a round. ``grace_seconds``: how long those that were in the round before
     are waited for once a quorum is there; who is later is left out of this round, and loses nothing.
-    ``deadline_seconds``: without a quorum for that long, a round raises TrainerLost. ``wire``, ``sweep`` and
-    ``gate_sums``: how values travel, when all of a block does, and from how many trainers on each sums a share, as with
-    `Exchange`. Sums that are not there after ``grace_seconds`` are made by others than their owner.
+    ``deadline_seconds``: without a quorum for that long, a round raises TrainerLost. ``wire`` and ``sweep``: how values
+    travel, and when all of a block does, as with `Exchange`.
+
+    Among many trainers each sums a share of the parameters for all (docs/loco.md, 7.3); sums that are not there after
+    ``grace_seconds`` are made by others than their owner.
 
     ``signer``: this trainer's key, with which it signs all that it writes; its name is the public key then.
     ``trusted_keys``: the public keys of all members, its own among them; what others write is refused. ``max_norm`` and
@@ -78,7 +79,6 @@ class StoreExchange:
     deadline_seconds: float = 3600.0
     wire: WireName = "FP32"
     sweep: int | None = None
-    gate_sums: bool | Literal["auto"] = "auto"
     signer: Signer | None = None
     trusted_keys: Collection[str] | None = None
     max_norm: float | None = None
@@ -109,7 +109,7 @@ class StoreExchange:
 
     def travel(self) -> Exchange:
         """How messages travel. Raises InputError."""
-        return Exchange(wire=self.wire, sweep=self.sweep, gate_sums=self.gate_sums)
+        return Exchange(wire=self.wire, sweep=self.sweep)
 
 
 def store_exchange_of(over: Store | str | StoreExchange) -> StoreExchange:
