@@ -20,7 +20,7 @@ from .loop import OuterLoop
 from .meeting import GroupRounds, Round
 from .outer import OuterState, Residual
 from .parameters import Parameters, parts
-from .store_rounds import StoreExchange, StoreRounds, store_exchange_of
+from .store_rounds import StoreExchange, StoreRounds, store_exchange_of, travel_of
 from .trainer import MAX_SCALE
 
 
@@ -75,7 +75,7 @@ class PulseLoCo(OuterLoop):
         if group is not None and over is not None:
             raise InputError("trainers meet in a group or over a store", hint="Give group or over, not both.")
         stored = None if over is None else store_exchange_of(over)
-        exchange = stored.travel() if stored else exchange_of(group)
+        exchange = travel_of(stored) if stored else exchange_of(group)
         scale = checked_number("gate_scale", gate_scale, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         if lookahead == "auto":

@@ -86,7 +86,7 @@ class StoreExchange:
     accept: Callable[[PostedMessage, int], bool | str] | None = None
 
     def __post_init__(self) -> None:
-        self.travel()
+        travel_of(self)
         checked_count("quorum", self.quorum)
         checked_number("grace_seconds", self.grace_seconds)
         checked_number("deadline_seconds", self.deadline_seconds)
@@ -107,9 +107,10 @@ class StoreExchange:
         if self.signer.public_key not in TrustedKeys(self.trusted_keys).keys:
             raise InputError("this trainer's own key is not among trusted_keys", hint="Add signer.public_key.")
 
-    def travel(self) -> Exchange:
-        """How messages travel. Raises InputError."""
-        return Exchange(wire=self.wire, sweep=self.sweep)
+
+def travel_of(exchange: StoreExchange) -> Exchange:
+    """How its messages travel. Raises InputError."""
+    return Exchange(wire=exchange.wire, sweep=exchange.sweep)
 
 
 def store_exchange_of(over: Store | str | StoreExchange) -> StoreExchange:
