@@ -147,7 +147,13 @@ def test_a_part_that_is_damaged_is_left_out_and_loses_nothing() -> None:
     store = MemoryStore()
     a, b = gated(store, "a"), gated(Damaging(store), "b")
     with a.loop, b.loop:
-        together(a, b, rounds=5)
+        together(a, b, rounds=4)
+        assert b.loop.last_round is not None
+        assert b.loop.last_round.left_out == (
+            "round 4: a part of this trainer's message was refused: part 1 is damaged in the store"
+        )
+        together(a, b)
+        assert b.loop.last_round.left_out == ""
         left_out = [[dict(each["left_out"]) for each in sums_of(store, number)] for number in range(5)]
         # Where b owns the last share itself it has what it sent.
         assert left_out[1] == left_out[3] == [{}, {"b": "part 1 is damaged in the store"}]

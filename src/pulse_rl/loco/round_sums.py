@@ -30,13 +30,13 @@ class RoundSums:
     """The sums of a round that ``close`` has ended, as the trainer ``name`` makes and reads them. Who owns a share sums
     its parts of all ``posts``, and withholds what the gate holds back.
 
-    ``left_out``: by share, the trainers whose part could not be read; what it had is still theirs."""
+    ``left_out``: by share, the trainers whose part could not count, and why; what it had is still theirs."""
 
     def __init__(
         self, store: RunStore, posts: RoundPosts, close: Close, state: OuterState, reduction: GatedReduction, name: str
     ) -> None:
         self.close = close
-        self.left_out: list[Collection[str]] = [()] * len(posts.shares)
+        self.left_out: list[dict[str, str]] = [{} for _ in posts.shares]
         self._store, self._posts, self._state, self._reduction = store, posts, state, reduction
         self._name, self._number = name, posts.place.round
         self._threads = 1 if state.threads == 1 else CONNECTIONS
@@ -61,8 +61,9 @@ class RoundSums:
         for gate in withheld:
             gate.add_residual(flat)
 
-    def leaves_out(self, trainer: str) -> bool:
-        return any(trainer in names for names in self.left_out)
+    def leaves_out(self, trainer: str) -> str | None:
+        """Why a part of the trainer's message is not in the sums, if one is not."""
+        return next((names[trainer] for names in self.left_out if trainer in names), None)
 
     def gather(self, exchange: StoreExchange) -> None:
         """Makes the sums of this trainer's shares, after ``grace_seconds`` those of owners that are late, and reads
@@ -162,7 +163,7 @@ class RoundSums:
 
     def _take(self, share: int, sums: ShareSums, found: list[list[Entries]]) -> None:
         """Takes up what was read of a share, and what this trainer has withheld if it has made that."""
-        left_out = [who for who, _ in sums.left_out]
+        left_out = dict(sums.left_out)
         if not sums.message:
             found = self._parts(share, left_out)[1]
         elif sums.trainer == self._name:

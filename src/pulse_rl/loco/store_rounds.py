@@ -414,6 +414,8 @@ class StoreRounds:
         back: list[Entries] = []
         if delivery == Delivery.COUNTED and (residual.overlapped or (sums and sums.leaves_out(self._trainer.name))):
             own, back = self._own_entries(close, sums)
+        if delivery == Delivery.COUNTED and sums and (why := sums.leaves_out(self._trainer.name)):
+            self._left_out.append(f"round {close.round + 1}: a part of this trainer's message was refused: {why}")
         if delivery == Delivery.NOT_COUNTED and self._trainer.inner_step:
             self._left_out.append(
                 f"round {close.round + 1}: {close.reason(self._trainer.name, residual.pending_message)}"
