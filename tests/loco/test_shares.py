@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import MemoryStore, PulseLoCo, Store
-from pulse_rl.errors import CorruptMessage, StoreUnavailable
+from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
+from pulse_rl._util import faults
+from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, exchange, round_posts, run_store
 from pulse_rl.loco.round_sums import RoundSums
-from pulse_rl.loco.store_format import PostedMessage
+from pulse_rl.loco.store_format import Place, PostedMessage, ShareSums
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import Entries, WireName
 from pulse_rl.store import Data
+from pulse_rl.stream.signing import trusted_by
 from tests.support.loco_reference import flat, same
 from tests.support.posts import digest_of, not_finite, post_of, posts_of
 from tests.support.stores import FaultyStore
 
-from .test_over_store import Member, at_once, check, closes, sums_of
+from .test_over_store import SECONDS, Member, at_once, check, closes, sums_of
 
 
 @pytest.fixture(autouse=True)
@@ -258,3 +260,97 @@ def test_sums_that_are_more_than_messages_add_up_to_stop_all(monkeypatch: pytest
 
         at_once(*(lambda m=m: stops(m) for m in (a, b)))
         assert all(same(flat(m.loop.global_state()), theta) for m, theta in zip((a, b), thetas, strict=True))
+
+
+def test_who_cannot_read_what_others_have_added_stops() -> None:
+    """A sum is too large for a message, all add the parts, and one of them gets one damaged."""
+    store, huge, damaged = MemoryStore(), 1.5 * 2.0**63, FaultyStore(MemoryStore())
+    damaged.inner = store
+    outcome: dict[str, Any] = {}
+
+    def arrives(name: str, data: bytes) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1]) if "posts/000000000001/a." in name and len(data) < 500 else data
+
+    def train(name: str, line: Store) -> None:
+        weights = torch.nn.Parameter(torch.ones(64))
+        optimizer = torch.optim.SGD([weights], lr=1.0)
+        grace = 0.0 if name == "a" else SECONDS  # b may stop before it has summed its share
+        over = StoreExchange(line, trainer=name, quorum=2, grace_seconds=grace)
+        with PulseLoCo({"w": weights}, optimizer, sync_every=1, over=over) as loop:
+            for number in range(2):
+                weights.grad = torch.full((64,), 1e-3)
+                if number:
+                    weights.grad[-8:] = huge  # of the share of a
+                    damaged.damage = arrives
+                try:
+                    optimizer.step()
+                except CorruptMessage as error:
+                    outcome[name] = str(error)
+                    return
+            outcome[name] = loop.round
+
+    at_once(lambda: train("a", store), lambda: train("b", damaged))
+    assert outcome["a"] == 2
+    assert "cannot be read here" in outcome["b"] or "damaged" in outcome["b"]
+
+
+def test_sums_that_no_list_shows_yet_are_made_once() -> None:
+    store = MemoryStore()
+    line = FaultyStore(store)
+    a, b = gated(line, "a"), gated(store, "b")
+    with a.loop, b.loop:
+        together(a, b)
+        name = f"loco/sums/{1:012d}/0001"  # of a
+        line.hidden.add(name)
+        line.calls.clear()
+        pauses = iter(range(3))
+
+        def wait() -> None:
+            if next(pauses, None) is None:
+                line.hidden.clear()
+
+        with faults.armed("round.waits", wait):
+            together(a, b)
+    assert [call for call, of in line.calls if of == name and call == "put_new"] == ["put_new"]
+
+
+def test_names_in_deeper_folders_are_no_sums() -> None:
+    store = MemoryStore()
+    a, b = gated(store, "a"), gated(store, "b")
+    with a.loop, b.loop:
+        together(a, b)
+        store.put(f"loco/sums/{1:012d}/x/0001", b"junk")
+        together(a, b)
+        assert len(closes(store)) == 2
+
+
+def test_sums_are_signed_by_who_has_made_them() -> None:
+    signers = [Signer.generate() for _ in range(2)]
+    keys = [signer.public_key for signer in signers]
+    place = Place("run", 1, "", "00" * 32)
+    data = ShareSums("run", 1, 0, "00" * 32, keys[1], (), b"message").to_bytes(signers[1])
+    assert ShareSums.parse(data, "sums", place, 0, trusted_by(keys)).message == b"message"
+    data = ShareSums("run", 1, 0, "00" * 32, keys[0], (), b"message").to_bytes(signers[1])
+    with pytest.raises(Untrusted, match="sums"):
+        ShareSums.parse(data, "sums", place, 0, trusted_by(keys))
+
+
+def test_a_state_from_before_may_be_loaded_with_a_message_on_the_way() -> None:
+    """It has another number of parts."""
+    store = MemoryStore()
+    line = FaultyStore(store)
+    a, b = gated(line, "a"), gated(store, "b")
+    with a.loop, b.loop:
+        saved, job = a.loop.state_dict(), a.job.state_dict()
+        together(a, b)
+        line.fail_on("list", "posts")
+        with pytest.raises(StoreUnavailable):
+            a.round()
+        a.job.load_state_dict(job)
+        a.loop.load_state_dict(saved)
+        a.loop.rejoin()
+        together(a, b)
+        a.loop.rejoin()
+        b.loop.rejoin()
+        assert a.loop.round == b.loop.round
+        assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))

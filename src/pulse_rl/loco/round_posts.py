@@ -20,6 +20,7 @@ from .run_store import RunStore
 from .store_format import (
     MAX_TRAINERS,
     Part,
+    Parts,
     Place,
     Post,
     PostedMessage,
@@ -81,8 +82,10 @@ class RoundPosts:
         self.place, self.shares, self.own = place, shares, own
         self._store, self._exchange, self._state, self._trusted = store, exchange, state, trusted
         self.coder = reduction.coder(place.round)
+        self._most = [self.coder.max_bytes(units) for units in shares]
+        """Bytes of each part."""
         # By post: one's bytes may be put in another's name.
-        self._heads: dict[Post, list[Part] | str] = {}
+        self._heads: dict[Post, Parts | str] = {}
         self._messages: dict[Post, PostedMessage | str] = {}
         self._accepted: dict[Post, bool | str] = {}
         self._damaged: Counter[Post] = Counter()
@@ -93,7 +96,7 @@ class RoundPosts:
         """The post of these entries, by block, which is its own from now on; or why it would be refused by all."""
         by_share = [[unit.take(entries[unit.block.number]) for unit in units] for units in self.shares]
         messages = self.coder.encode_each(self.shares, by_share)
-        parts = [Part.of(message, of) for message, of in zip(messages, by_share, strict=True)]
+        parts = Parts.of([Part.of(message, of) for message, of in zip(messages, by_share, strict=True)])
         if (reason := self._out_of_bounds(parts)) is not None:
             return reason
         head = write_head(self.place, parts, self._exchange.signer)
@@ -149,14 +152,19 @@ class RoundPosts:
         said = self._accepted[post]
         return None if said is True else f"not accepted: {said}" if isinstance(said, str) else "not accepted"
 
-    def head(self, post: Post) -> list[Part] | str:
+    def head(self, post: Post) -> Parts | str:
         """The parts of a post."""
         if post not in self._heads:
             if (reason := self._too_long(post)) is not None:
                 self._heads[post] = reason
-            else:
-                stop = min(head_bytes(len(self.shares)), post.nbytes)
-                self._take_head(post, self._bytes(post, 0, stop))
+                return reason
+            stop = min(head_bytes(len(self.shares)), post.nbytes)
+            for tries_left in reversed(range(_TRIES)):
+                try:
+                    return self._take_head(post, self._bytes(post, 0, stop))
+                except CorruptMessage:
+                    if not tries_left:
+                        raise
         return self._heads[post]
 
     def part(self, post: Post, share: int) -> list[Entries] | str:
@@ -203,7 +211,7 @@ class RoundPosts:
             return self.own[1][start:stop]
         return self._store.post(self.place.round, post, start, stop)
 
-    def _take_head(self, post: Post, data: bytes) -> list[Part] | str:
+    def _take_head(self, post: Post, data: bytes) -> Parts | str:
         """The parts by a post's first bytes, at least."""
         head = data[: head_bytes(len(self.shares))]
         if sha256(head).hexdigest() != post.sha256:
@@ -218,13 +226,16 @@ class RoundPosts:
         return found
 
     def _too_long(self, post: Post) -> str | None:
-        most = head_bytes(len(self.shares)) + sum(map(self.coder.max_bytes, self.shares))
+        most = head_bytes(len(self.shares)) + sum(self._most)
         if self._exchange.max_entries is not None:
             # An entry takes at most 10 bytes.
             most -= 10 * max(0, len(self._state.theta) - self._exchange.max_entries)
         return f"it has {post.nbytes} bytes, more than its entries can need" if post.nbytes > most else None
 
     def _out_of_bounds(self, parts: Sequence[Part]) -> str | None:
+        for share, (part, of_part) in enumerate(zip(parts, self._most, strict=True)):
+            if part.nbytes > of_part:
+                return f"part {share} has more bytes than its entries can need"
         most, longest = self._exchange.max_entries, self._exchange.max_norm
         count, norm = sum(part.entries for part in parts), norm_of(parts)
         if most is not None and count > most:
@@ -234,11 +245,8 @@ class RoundPosts:
         return None
 
     def _decoded(self, parts: Sequence[Part], share: int, message: bytes) -> list[Entries] | str:
-        units = self.shares[share]
-        if parts[share].nbytes > self.coder.max_bytes(units):
-            return f"part {share} has more bytes than its entries can need"
         try:
-            entries = [found for (found,) in self.coder.decode(units, [message])]
+            entries = [found for (found,) in self.coder.decode(self.shares[share], [message])]
         except CorruptMessage as error:
             return str(error)
         if Part.of(message, entries) != parts[share]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Collection
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -19,7 +20,7 @@ from .outer import OuterState
 from .parameters import Floats, is_finite
 from .round_posts import RoundPosts
 from .run_store import RunStore, pause
-from .store_format import MAX_SUMS_HEAD, Close, ShareSums, squares_of
+from .store_format import MAX_SUMS_HEAD, Close, Post, ShareSums, squares_of
 from .wire import Entries
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ class RoundSums:
         # message, with a gate that knows what was withheld.
         self._read: dict[int, list[list[Entries]]] = {}
         self._made: dict[int, tuple[bytes, ReduceGate]] = {}
-        self._withheld: list[ReduceGate] = []
+        self._withheld: dict[int, ReduceGate] = {}
+        # One that was interrupted may still go on behind the inner steps.
+        self._one_at_a_time = Lock()
 
     def entries(self) -> list[list[Entries]]:
         """By block, what theta moves against, in the order of the addition. `gather` has read all."""
@@ -57,8 +60,7 @@ class RoundSums:
 
     def add_withheld(self, flat: Floats) -> None:
         """Adds what this trainer has withheld to its ``flat`` residual, once."""
-        withheld, self._withheld = self._withheld, []
-        for gate in withheld:
+        for gate in self._withheld.values():
             gate.add_residual(flat)
 
     def leaves_out(self, trainer: str) -> str | None:
@@ -69,8 +71,12 @@ class RoundSums:
         """Makes the sums of this trainer's shares, after ``grace_seconds`` those of owners that are late, and reads
         all. Raises NotFound where the round is long over, and what was in it is gone; and CorruptMessage where the sums
         are more than messages within ``max_norm`` add up to."""
+        with self._one_at_a_time:
+            self._gather(exchange)
+
+    def _gather(self, exchange: StoreExchange) -> None:
         began = time.monotonic()
-        first_look = True
+        over, tried = None, set[int]()
         while True:
             there = self._store.sums(self._number)
             shares = range(len(self._posts.shares))
@@ -81,16 +87,20 @@ class RoundSums:
             missing = [share for share in shares if share not in self._read]
             if not missing:
                 return self._require_bound(exchange.max_norm)
-            if first_look and self._is_over():
+            if over:
                 raise NotFound(f"the sums of round {self._number + 1} are gone")
-            first_look, now = False, time.monotonic()
-            own = [share for share in missing if self._owner(share) == self._name]
-            if not own and now - began >= exchange.grace_seconds:
+            if over is None and (over := self._is_over()):
+                continue  # all had been there by then
+            now = time.monotonic()
+            due = [share for share in missing if share not in tried]
+            own = [share for share in due if self._owner(share) == self._name]
+            if due and not own and now - began >= exchange.grace_seconds:
                 # Each begins elsewhere with what others have not done.
                 at = crc32(self._name.encode()) % len(shares)
-                own = [min(missing, key=lambda share: (share - at) % len(shares))]
+                own = [min(due, key=lambda share: (share - at) % len(shares))]
             for share in own:
                 self._make(share)
+            tried.update(own)
             if not own:
                 pause(began, now)
 
@@ -122,22 +132,38 @@ class RoundSums:
         place = self._posts.place
         self._made[share] = message, gate
         made = ShareSums(place.run, place.round, share, place.root, self._name, tuple(left_out), message)
-        self._store.put_sums(made)
+        if self._store.put_sums(made):
+            self._withheld[share] = gate
 
     def _parts(self, share: int, without: Collection[str] = ()) -> tuple[list[tuple[str, str]], list[list[Entries]]]:
         """What the posts have for a share, in order, and whose part could not be read, and why."""
-        posts = [post for post in self.close.posts if post.trainer not in without]
-        for post in posts:
-            if isinstance(found := self._posts.head(post), str):
+        left_out, good, posts = list[tuple[str, str]](), list[list[Entries]](), list[Post]()
+        for post in self.close.posts:
+            if post.trainer in without:
+                continue
+            try:
+                found = self._posts.head(post)
+            except CorruptMessage as error:  # it was good when the round was closed
+                left_out.append((post.trainer, str(error)))
+                continue
+            if isinstance(found, str):
                 raise cannot_count(self.close, post.trainer, found)
+            posts.append(post)
         parts = ordered_map(lambda post: self._posts.part(post, share), posts, self._threads)
-        left_out, good = list[tuple[str, str]](), list[list[Entries]]()
         for post, part in zip(posts, parts, strict=True):
             if isinstance(part, str):
                 left_out.append((post.trainer, part))
             else:
                 good.append(part)
         return left_out, good
+
+    def _same_parts(self, share: int, left_out: Collection[str]) -> list[list[Entries]]:
+        """Those that the sums of a share are of."""
+        unread, parts = self._parts(share, left_out)
+        if unread:
+            who, why = unread[0]
+            raise CorruptMessage(f"a part of {who} that is in the sums of share {share} cannot be read here: {why}")
+        return parts
 
     def _gated(self, share: int, parts: list[list[Entries]]) -> tuple[ReduceGate, list[Entries] | None]:
         """The sums of a share that pass the gate, by unit, None where one is too large for a message; and the gate."""
@@ -165,14 +191,14 @@ class RoundSums:
         """Takes up what was read of a share, and what this trainer has withheld if it has made that."""
         left_out = dict(sums.left_out)
         if not sums.message:
-            found = self._parts(share, left_out)[1]
-        elif sums.trainer == self._name:
+            found = self._same_parts(share, left_out)
+        elif sums.trainer == self._name and share not in self._withheld:
             message, gate = self._made.get(share, (b"", None))
             if gate is None or message != sums.message:  # an earlier process has made it
-                gate, again = self._gated(share, self._parts(share, left_out)[1])
+                gate, again = self._gated(share, self._same_parts(share, left_out))
                 if again is None or not _same(again, found[0]):
                     raise CorruptMessage(f"the sums of share {share} are in this trainer's name, and not what it makes")
-            self._withheld.append(gate)
+            self._withheld[share] = gate
         self.left_out[share], self._read[share] = left_out, found
 
 

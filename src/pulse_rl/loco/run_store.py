@@ -13,7 +13,7 @@ import numpy as np
 
 from .._util.faults import hit
 from .._util.threads import checkpoint
-from ..errors import CorruptMessage, NotFound, Untrusted
+from ..errors import CorruptMessage, NotFound, StoreError, StoreUnavailable, Untrusted
 from ..store import Store
 from ..store.base import create_or_confirm, is_name, whole
 from ..stream.signing import Signer, TrustedKeys
@@ -102,8 +102,16 @@ class RunStore:
         self.sent_bytes += len(data)
 
     def post(self, number: int, post: Post, start: int, stop: int) -> bytes:
-        """Bytes [``start``, ``stop``) of it."""
-        return self._store.get(self._post_name(number, post), start, stop)
+        """Bytes [``start``, ``stop``) of it; fewer, where there are fewer than there were."""
+        name = self._post_name(number, post)
+        try:
+            return self._store.get(name, start, stop)
+        except (NotFound, StoreUnavailable):
+            raise
+        except StoreError:
+            if self._store.head(name).nbytes >= stop:
+                raise
+            return b""
 
     @staticmethod
     def _post_name(number: int, post: Post) -> str:
@@ -116,7 +124,7 @@ class RunStore:
         found = {}
         for info in islice(self._store.list(f"{_SUMS}/{number:012d}"), _MAX_LEFT):
             stem = info.name.rpartition("/")[2]
-            if stem.isdecimal() and len(stem) == 4:
+            if stem.isascii() and stem.isdecimal() and info.name == self._sums_name(number, int(stem)):
                 found[int(stem)] = info.nbytes
         return found
 
@@ -124,9 +132,9 @@ class RunStore:
         name = self._sums_name(place.round, share)
         return ShareSums.parse(whole(self._store, name, nbytes), name, place, share, self._trusted)
 
-    def put_sums(self, sums: ShareSums) -> None:
-        """Stores the sums of a share, unless it has some."""
-        self._create(self._sums_name(sums.round, sums.share), sums.to_bytes(self._signer))
+    def put_sums(self, sums: ShareSums) -> bool:
+        """Stores the sums of a share, unless it has some; whether these are in the store."""
+        return self._create(self._sums_name(sums.round, sums.share), sums.to_bytes(self._signer))
 
     @staticmethod
     def _sums_name(number: int, share: int) -> str:
@@ -210,9 +218,9 @@ class RunStore:
 
     # -- objects
 
-    def _create(self, name: str, data: bytes) -> None:
+    def _create(self, name: str, data: bytes) -> bool:
         self.sent_bytes += len(data)
-        create_or_confirm(self._store, name, data)
+        return create_or_confirm(self._store, name, data)
 
     def _json(self, kind: str, name: str) -> dict[str, Any]:
         return unsealed(self._bytes(name, _MAX_RUN_BYTES), kind, name, self._trusted)

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 import torch
@@ -64,6 +64,31 @@ class Part(NamedTuple):
         return cls(len(message), count, squares_of(entries), sha256(message).digest())
 
 
+@dataclass(frozen=True, slots=True)
+class Parts(Sequence[Part]):
+    """Those of a post, by share, as its head has them: of many trainers they are many."""
+
+    table: bytes
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Self:
+        return cls(b"".join(_PART.pack(*part) for part in parts))
+
+    def __len__(self) -> int:
+        return len(self.table) // _PART.size
+
+    @overload
+    def __getitem__(self, share: int) -> Part: ...
+    @overload
+    def __getitem__(self, share: slice) -> list[Part]: ...
+    def __getitem__(self, share: int | slice) -> Part | list[Part]:
+        if isinstance(share, slice):
+            return [self[number] for number in range(*share.indices(len(self)))]
+        if not 0 <= share < len(self):
+            raise IndexError(share)
+        return Part(*_PART.unpack_from(self.table, _PART.size * share))
+
+
 def squares_of(entries: Sequence[Entries]) -> float:
     """The sum of the squares of all values, the same number on every machine: in FP64, where a square is exact, added
     up in order."""
@@ -87,12 +112,12 @@ def head_bytes(shares: int) -> int:
 
 
 def write_head(place: Place, parts: Sequence[Part], signer: Signer | None) -> bytes:
-    table = b"".join(_PART.pack(*part) for part in parts)
+    table = Parts.of(parts).table
     signature = bytes.fromhex(signer.signature(place.signed(table)).value) if signer else _UNSIGNED
     return _MAGIC + bytes.fromhex(place.root) + signature + table
 
 
-def read_head(data: bytes, nbytes: int, place: Place, trusted: TrustedKeys | None, shares: int) -> list[Part]:
+def read_head(data: bytes, nbytes: int, place: Place, trusted: TrustedKeys | None, shares: int) -> Parts:
     """The parts of a post of ``nbytes`` that begins with ``data``. Raises CorruptMessage where it belongs elsewhere,
     and Untrusted unless the trainer, which is named by its key, is one of the ``trusted`` and has signed it."""
     if len(data) < head_bytes(shares) or data[:_ROOT_AT] != _MAGIC:
@@ -104,7 +129,7 @@ def read_head(data: bytes, nbytes: int, place: Place, trusted: TrustedKeys | Non
         found = data[_SIGNATURE_AT:_PARTS_AT]
         signature = None if found == _UNSIGNED else Signature(place.trainer, found.hex())
         trusted.check_message(place.signed(table), signature, "it")
-    parts = [Part(*each) for each in _PART.iter_unpack(table)]
+    parts = Parts(table)
     if head_bytes(shares) + sum(part.nbytes for part in parts) != nbytes:
         raise CorruptMessage("its parts do not add up to it")
     if not all(0 <= part.squares < math.inf for part in parts):
@@ -225,8 +250,9 @@ class ShareSums(NamedTuple):
     @classmethod
     def parse(cls, data: bytes, name: str, place: Place, share: int, trusted: TrustedKeys | None) -> Self:
         """Raises CorruptMessage unless ``data`` has the sums of the share in the round of ``place``, and Untrusted."""
-        head, _, message = data.partition(b"\n")
-        fields = unsealed(head, "sums", name, trusted)
+        end = data.find(b"\n", 0, MAX_SUMS_HEAD)
+        head, message = data[: max(end, 0)], data[end + 1 :]
+        fields = unsealed(head, "sums", name, trusted, by="trainer")
         try:
             left_out = tuple((str(who), str(reason)) for who, reason in fields["left_out"])
             found = cls(place.run, place.round, share, place.root, str(fields["trainer"]), left_out, message)
@@ -250,8 +276,11 @@ def sealed(kind: str, fields: dict[str, Any], signer: Signer | None) -> bytes:
     return json.dumps({**fields, "sha256": seal, **signed}).encode()
 
 
-def unsealed(data: bytes, kind: str, name: str, trusted: TrustedKeys | None) -> dict[str, Any]:
-    """Raises CorruptMessage for what `sealed` has not made, and Untrusted unless one of the keys, if any, signed it."""
+def unsealed(
+    data: bytes, kind: str, name: str, trusted: TrustedKeys | None, *, by: str | None = None
+) -> dict[str, Any]:
+    """Raises CorruptMessage for what `sealed` has not made, and Untrusted unless one of the keys, if any, signed it:
+    the one that the field ``by`` names, if that is given."""
     try:
         fields = json.loads(data)
         seal, key, value = fields.pop("sha256"), fields.pop("key", None), fields.pop("signature", None)
@@ -262,6 +291,8 @@ def unsealed(data: bytes, kind: str, name: str, trusted: TrustedKeys | None) -> 
         raise CorruptMessage(f"{name} is damaged, or of another format")
     if trusted:
         signature = Signature(key, value) if isinstance(key, str) and isinstance(value, str) else None
+        if by is not None and fields.get(by) != key:
+            signature = None
         try:
             trusted.check_message(_signed(seal), signature, name)
         except Untrusted as error:

@@ -185,6 +185,8 @@ class StoreRounds:
             )
         self._members = self._store.members_before(trainer.round)
         residual = self._reduction.residual
+        if self._own is not None and self._own[0].sha256 != residual.pending_message:
+            self._own = None  # of a state before the one that was loaded
         pending = residual.pending_message if residual.overlapped and not self._own else None
         if pending is not None:
             # It was saved with its message on the way. One that never arrived is still in the residual.
@@ -283,7 +285,10 @@ class StoreRounds:
         with phase("exchange"):
             close = self._exchange()
         with phase("update"):
-            return self._apply(close, lookahead())
+            try:
+                return self._apply(close, lookahead())
+            except NotFound:  # the others are far ahead already
+                return self._catch_up(lookahead())
 
     def _exchange(self) -> Close:
         """Puts this trainer's message, and waits for the end of the round."""
@@ -296,13 +301,14 @@ class StoreRounds:
 
     def _end_exchange(self, lookahead: np.float32) -> Round | None:
         """Ends what goes on behind the inner steps, and takes up the rounds that were closed."""
-        residual, (operation, self._under_way) = self._reduction.residual, (self._under_way, None)
+        residual, operation = self._reduction.residual, self._under_way
         if residual.overlapped and residual.pending_message is not None:
             try:
                 if operation is None:
                     self._exchange()
                 else:
-                    operation.wait()
+                    operation.wait()  # interrupted, it is stopped by `leave`
+                    self._under_way = None
                     operation.result()
             except TrainerLost:
                 raise
@@ -310,6 +316,9 @@ class StoreRounds:
                 if operation is None:
                     raise
                 self._exchange()
+        elif operation is not None:  # of a state before the one that was loaded
+            operation.stop()
+            self._under_way = None
         return self._catch_up(lookahead)
 
     def _take_steps(self, lookahead: np.float32) -> None:
