@@ -384,7 +384,7 @@ class Transfer:
             message = SumsMessage.parse(data)
             digests.append(message.digest)
             mine = owner == self._group.rank
-            sums = own if mine else [entries for (entries,) in coder.decode(units, [message.sums])]
+            sums = own if mine else coder.decode_one(units, message.sums)
             for unit, entries in zip(units, sums, strict=True):
                 found[unit.block.number].append(unit.place(entries))
         return digests

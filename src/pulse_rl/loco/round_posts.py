@@ -157,14 +157,9 @@ class RoundPosts:
         if post not in self._heads:
             if (reason := self._too_long(post)) is not None:
                 self._heads[post] = reason
-                return reason
-            stop = min(head_bytes(len(self.shares)), post.nbytes)
-            for tries_left in reversed(range(_TRIES)):
-                try:
-                    return self._take_head(post, self._bytes(post, 0, stop))
-                except CorruptMessage:
-                    if not tries_left:
-                        raise
+            else:
+                stop = min(head_bytes(len(self.shares)), post.nbytes)
+                self._take_head(post, self._verified(post, 0, stop, bytes.fromhex(post.sha256)))
         return self._heads[post]
 
     def part(self, post: Post, share: int) -> list[Entries] | str:
@@ -175,11 +170,11 @@ class RoundPosts:
         if len(parts) == 1 and isinstance(message := self._messages.get(post), PostedMessage):
             return message.by_block
         start = head_bytes(len(parts)) + sum(part.nbytes for part in parts[:share])
-        for _ in range(_TRIES):
-            data = self._bytes(post, start, start + parts[share].nbytes)
-            if sha256(data).digest() == parts[share].digest:
-                return self._decoded(parts, share, data)
-        return f"part {share} is damaged in the store"
+        try:
+            message_of_share = self._verified(post, start, start + parts[share].nbytes, parts[share].digest)
+        except CorruptMessage:
+            return f"part {share} is damaged in the store"
+        return self._decoded(parts, share, message_of_share)
 
     def message(self, post: Post) -> PostedMessage | str:
         """All of a post."""
@@ -210,6 +205,14 @@ class RoundPosts:
         if self.own is not None and post == self.own[0]:
             return self.own[1][start:stop]
         return self._store.post(self.place.round, post, start, stop)
+
+    def _verified(self, post: Post, start: int, stop: int, digest: bytes) -> bytes:
+        """Some bytes of a post. Raises CorruptMessage where they have not this SHA-256, however often they are read."""
+        for _ in range(_TRIES):
+            data = self._bytes(post, start, stop)
+            if sha256(data).digest() == digest:
+                return data
+        raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
 
     def _take_head(self, post: Post, data: bytes) -> Parts | str:
         """The parts by a post's first bytes, at least."""
@@ -246,7 +249,7 @@ class RoundPosts:
 
     def _decoded(self, parts: Sequence[Part], share: int, message: bytes) -> list[Entries] | str:
         try:
-            entries = [found for (found,) in self.coder.decode(self.shares[share], [message])]
+            entries = self.coder.decode_one(self.shares[share], message)
         except CorruptMessage as error:
             return str(error)
         if Part.of(message, entries) != parts[share]:

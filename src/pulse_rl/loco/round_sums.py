@@ -185,7 +185,7 @@ class RoundSums:
         sums = self._store.share_sums(self._posts.place, share, nbytes)
         if not sums.message:
             return sums, []
-        return sums, [[found for (found,) in coder.decode(units, [sums.message])]]
+        return sums, [coder.decode_one(units, sums.message)]
 
     def _take(self, share: int, sums: ShareSums, found: list[list[Entries]]) -> None:
         """Takes up what was read of a share, and what this trainer has withheld if it has made that."""

@@ -242,6 +242,10 @@ class Coder:
 
         return list(ordered_map(decode, list(range(len(units))), self.threads))
 
+    def decode_one(self, units: Sequence[Unit], message: bytes) -> list[Entries]:
+        """The entries of each unit in one message. Raises CorruptMessage."""
+        return [entries for (entries,) in self.decode(units, [message])]
+
     def max_bytes(self, units: Sequence[Unit]) -> int:
         """No message is longer: an entry takes at most 10 bytes, a unit's head less than 4 KiB."""
         return 10 * sum(unit.stop - unit.start for unit in units) + 4096 * (1 + len(units))
