@@ -1,14 +1,14 @@
-"""The evidence for PULSELoCo: traffic, convergence and cost of four trainers, beside DDP, DiLoCo and three variants.
+"""The evidence for PULSELoCo: what is learnt, what is sent and how long it takes, beside DDP, DiLoCo and SparseLoCo.
 
-    python -m benchmarks.loco [--only traffic cost convergence scaling sites] [--quick] [--json FILE]
+    python -m benchmarks.loco [--only PART ...] [--quick] [--json FILE]
 
-Four trainers are four processes on gloo. With root, those of traffic and cost are in network namespaces of their own,
-behind links of 1 Gbit/s. Read the files in this order:
+Traffic and cost are measured among four processes on gloo; with root, in network namespaces of their own, behind links
+of 1 Gbit/s. Learning is measured among threads of one process. Read the files in this order:
 
-- `jobs`: what a trainer is asked to do, and what it answers
 - `methods`: the methods by name; `baselines`: those that the library does not have
 - `tasks`: what is trained: real pretrained weights, or the policy of examples/grpo
-- `trainer`: the process of one trainer; `processes` starts four and sends them jobs
-- `traffic`, `convergence`: what is measured among processes, each with its tables
-- `threads`: any number of trainers in one process; `ablation`: what is measured among these
+- `threads`: any number of trainers in one process; `learning`: the runs, `tables`: what they say together
+- `jobs`: what a trainer process is asked to do, and what it answers; `trainer`: that process; `processes` starts four
+- `traffic`: what is measured among processes, with its tables
+- `absent`: trainers that are late or away; `many`: rounds over a store among many; `processor`: a folder beside gloo
 """

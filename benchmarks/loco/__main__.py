@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loco import ablation, convergence, tasks, traffic
+from benchmarks.loco import learning, tables, tasks, traffic
 from benchmarks.loco.jobs import Job, JobResult
-from benchmarks.loco.methods import DILOCO, METHODS
 from benchmarks.loco.processes import start_trainers, why_no_network
 
-PARTS = ("traffic", "cost", "convergence", "scaling", "sites")
+PARTS = ("traffic", "cost", *learning.GROUPS)
+DEFAULT = ("traffic", "cost", "methods", "heldout", "H", "trainers", "scaling", "sites")
 
 
 def measure_network(parts: Sequence[str], quick: bool) -> dict[str, Any]:
@@ -42,36 +42,15 @@ def measure_network(parts: Sequence[str], quick: bool) -> dict[str, Any]:
     return {"rate": rate, "traffic": [asdict(row) for row in rows], "rounds": rounds}
 
 
-def measure_convergence(methods: Sequence[str], rounds: int, seeds: Sequence[int], kept: Path | None) -> dict[str, Any]:
-    """``kept`` has the curves so far while it runs: a run may take hours."""
-    tasks.ensure(tasks.ARITHMETIC)
-    curves = []
-    with start_trainers() as trainers:
-        for curve in convergence.run(trainers, methods, rounds, seeds):
-            curves.append(curve)
-            if kept:
-                kept.write_text(json.dumps({"convergence": [asdict(c) for c in curves]}) + "\n")
-    print("\n" + convergence.text(curves))
-    return {"convergence": [asdict(c) for c in curves]}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loco", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="only these parts")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=DEFAULT, help="only these parts")
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds, seeds and rates: to see that all of it works"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=METHODS,
-        default=list(METHODS),
-        metavar="METHOD",
-        help=f"the convergence of these, always beside {DILOCO}: {', '.join(METHODS)}".replace("%", "%%"),
-    )
-    parser.add_argument("--rounds", type=int, help=f"the rounds of a convergence run (default {convergence.ROUNDS})")
-    parser.add_argument("--seeds", nargs="+", type=int, help="of the convergence (default 0 1 2 3; 0 1 with --quick)")
+    parser.add_argument("--rounds", type=int, help="of a run of a group; each has its own default")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of groups (default 0 1 2)")
     arguments = parser.parse_args()
     # SIGTERM unwinds like Ctrl-C, so that trainers and network are taken down.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -80,14 +59,11 @@ def main() -> int:
     try:
         if {"traffic", "cost"} & set(arguments.only):
             facts |= measure_network(arguments.only, arguments.quick)
-        if "convergence" in arguments.only:
-            methods = [m for m in METHODS if m in arguments.methods or m == DILOCO]
-            rounds = arguments.rounds or (4 if arguments.quick else convergence.ROUNDS)
-            seeds = arguments.seeds or convergence.SEEDS[: 2 if arguments.quick else None]
-            facts |= measure_convergence(methods, rounds, seeds, arguments.json)
-        groups = [part for part in ("scaling", "sites") if part in arguments.only]
+        groups = [part for part in learning.GROUPS if part in arguments.only]
         if groups:
-            found = ablation.run(groups, [0], 2 if arguments.quick else None, quick=arguments.quick)
+            seeds, rounds = (arguments.seeds[:1], 2) if arguments.quick else (arguments.seeds, arguments.rounds)
+            found = list(learning.run(groups, seeds, rounds, quick=arguments.quick))
+            print("\n" + "\n\n".join(map(tables.text, tables.by_task(found))))
             facts["groups"] = [asdict(outcome) for outcome in found]
     except KeyboardInterrupt:
         print("interrupted; trainers and network are gone", file=sys.stderr)

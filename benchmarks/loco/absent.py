@@ -20,9 +20,8 @@ from statistics import fmean, stdev
 import torch
 
 from benchmarks.loco import tasks
-from benchmarks.loco.convergence import LR
-from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, TRAINERS
-from benchmarks.loco.threads import in_threads, take_step
+from benchmarks.loco.jobs import LAST, LR, OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, TRAINERS
+from benchmarks.loco.threads import clip_before_steps, in_threads, take_step
 from pulse_rl import MemoryStore
 from pulse_rl.loco import PulseLoCo, StoreExchange
 from pulse_rl.loco.store_rounds import StoreRounds
@@ -30,7 +29,6 @@ from pulse_rl.loco.store_rounds import StoreRounds
 IN_TIME, LATE, AWAY = "in time", "late in every third round", "killed, away for five rounds"
 OVERLAP = "in time, with overlap"
 KILLED, BACK = 10, 15
-LAST = 5
 
 
 def is_out(how: str, number: int) -> bool:
@@ -63,6 +61,7 @@ def run(how: str, seed: int, rounds: int) -> float:
         step, was_killed = 0, False
         with loop:
             assert isinstance(loop.meeting, StoreRounds)
+            clip_before_steps(optimizer, job.masters)
             job.cast()
             while loop.round < rounds:
                 number = loop.round

@@ -1,12 +1,13 @@
-"""What PULSELoCo is compared with: DDP, SparseLoCo, top-k and two ablations, each in the library's own loop."""
+"""What PULSELoCo is compared with: DDP, DiLoCo with few bits, SparseLoCo and two ablations, in the library's loop."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import pairwise
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,29 +27,9 @@ from pulse_rl.loco.wire import Entries
 
 CHUNK = 4096
 _PLACE_BITS, _LEVELS, _NONCE, _SIGMAS = 12, 4, 8, 6.0
+_POWERS = 7
 
 Bits = npt.NDArray[np.uint8]
-
-
-class TopKGate(Gate):
-    """The entries of largest magnitude in each block, with error feedback, on PULSELoCo's wire. ``fraction``: entries
-    sent / parameters."""
-
-    def __init__(self, fraction: float) -> None:
-        super().__init__(torch.bfloat16, 1.0)
-        self.fraction = fraction
-
-    def settings(self) -> dict[str, object]:
-        return {**super().settings(), "fraction": self.fraction}
-
-    def select(
-        self, state: OuterState, block: FlatBlock, residual: Floats, s: Floats, lookahead: np.float32
-    ) -> Positions | None:
-        if super().select(state, block, residual, s, lookahead) is None:
-            return None
-        kept = max(1, round(self.fraction * len(s)))
-        largest = np.argpartition(np.abs(s), len(s) - kept)[len(s) - kept :]
-        return np.sort(largest).astype(np.uint32)
 
 
 class NoFeedbackGate(Gate):
@@ -172,6 +153,96 @@ def sparse_loco(
     reduction = SparseReduction(state, fraction, decay)
     meet = partial(GroupRounds, exchange_of(settings.pop("group", None)), reduction)
     return OuterLoop(model, state, reduction, meet, **{"on_round": None, **settings})
+
+
+class QuantisedReduction:
+    """DiLoCo whose outer gradients travel in few bits, and are added in FP32: each trainer sends every other one a
+    part of its pseudo-gradient, which that one adds, and sends all the sums of in as many bits. What rounding loses is
+    lost.
+
+    "int8": 255 equal steps of a tensor's largest magnitude in each 4096 values. "FP4": a sign and one of seven powers
+    of two below it, or 0 (E3M0, as in Streaming DiLoCo, arXiv 2501.18512)."""
+
+    def __init__(self, state: OuterState, code: Literal["int8", "FP4"]) -> None:
+        self.code, self.residual, self._state = code, None, state
+
+    def settings(self) -> dict[str, object]:
+        return {"code": self.code}
+
+    def forget(self) -> None:
+        """Nothing is known of past rounds."""
+
+    def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
+        state, parameters = self._state, self._state.parameters
+        own = np.empty_like(state.theta)
+        with phase("gate"):
+            for block in parameters.blocks:
+                now = np.empty_like(block.of(own))
+                parameters.read_block(block, now)
+                np.subtract(parameters.as_written(block, block.of(state.theta)), now, out=block.of(own))
+            cuts = [CHUNK * (parameters.count // CHUNK * rank // group.size) for rank in range(group.size)]
+            shares = list(pairwise([*cuts, parameters.count]))
+            messages = [to_few_bits(own[start:stop], self.code) for start, stop in shares]
+        most = 4 * parameters.count + 4096
+        with phase("exchange"):
+            arrived, _ = group.all_to_all(messages, max_bytes=[[most] * group.size] * group.size)
+            start, stop = shares[group.rank]
+            total = np.zeros(stop - start, np.float32)
+            for message in arrived:
+                total += from_few_bits(message, stop - start, self.code)
+            sums = group.all_gather(to_few_bits(total, self.code), max_bytes=most)
+        summed = np.concatenate(
+            [from_few_bits(m, stop - start, self.code) for m, (start, stop) in zip(sums, shares, strict=True)]
+        )
+        if name := parameters.first_non_finite(summed):
+            raise NonFinite(f"the sum of the pseudo-gradients of {name!r} is not finite")
+
+        def apply(_: np.float32) -> int:
+            state.dense_step(summed, group.size)
+            parameters.write(state.theta)
+            return parameters.count
+
+        return PendingRound(parameters.count, sum(map(len, messages)), apply, [])
+
+
+def quantised_diloco(model: Any, optimizer: Any, *, code: Literal["int8", "FP4"], **settings: Any) -> OuterLoop:
+    state = OuterState(Parameters(model, optimizer), settings.pop("outer_lr"), settings.pop("outer_momentum"))
+    reduction = QuantisedReduction(state, code)
+    meet = partial(GroupRounds, exchange_of(settings.pop("group", None)), reduction)
+    return OuterLoop(model, state, reduction, meet, **{"on_round": None, **settings})
+
+
+def to_few_bits(values: Floats, code: Literal["int8", "FP4"]) -> bytes:
+    """Each `CHUNK` of values: the largest magnitude, FP32, then the codes. An empty chunk has none."""
+    chunks = np.zeros((-(-len(values) // CHUNK), CHUNK), np.float32)
+    chunks.ravel()[: len(values)] = values
+    most = np.abs(chunks).max(axis=1, initial=0.0)
+    scaled = chunks / np.where(most > 0, most, 1)[:, None]
+    if code == "int8":
+        codes = np.rint(127 * scaled).astype(np.int8).ravel()[: len(values)].tobytes()
+        return most.tobytes() + codes
+    magnitude = np.abs(scaled)
+    with np.errstate(divide="ignore"):
+        exponent = np.rint(np.log2(magnitude))  # nearest in the logarithm: 0 is 2^0, 6 is 2^-6
+    level = np.where(exponent < -_POWERS + 1, 0, exponent + _POWERS).astype(np.uint8)
+    codes = (level | (scaled < 0).astype(np.uint8) << 3).ravel()[: len(values)]
+    padded = np.append(codes, np.zeros(len(codes) % 2, np.uint8))
+    return most.tobytes() + (padded[::2] | padded[1::2] << 4).tobytes()
+
+
+def from_few_bits(message: bytes, count: int, code: Literal["int8", "FP4"]) -> Floats:
+    """Raises CorruptMessage."""
+    scales, nbytes = -(-count // CHUNK), count if code == "int8" else -(-count // 2)
+    if len(message) != 4 * scales + nbytes:
+        raise CorruptMessage(f"a message of {len(message)} bytes does not hold {count} values")
+    most = np.repeat(np.frombuffer(message, np.float32, scales), CHUNK)[:count]
+    if code == "int8":
+        return most * (np.frombuffer(message, np.int8, offset=4 * scales).astype(np.float32) / np.float32(127))
+    packed = np.frombuffer(message, np.uint8, offset=4 * scales)
+    codes = np.stack([packed & 15, packed >> 4], axis=1).ravel()[:count]
+    level = (codes & 7).astype(np.int32)
+    magnitude = np.where(level > 0, np.ldexp(np.float32(1), level - _POWERS), np.float32(0))
+    return most * np.where(codes & 8, -magnitude, magnitude).astype(np.float32)
 
 
 def quantize(values: Floats) -> tuple[npt.NDArray[np.int64], Floats]:

@@ -3,67 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
-from benchmarks.loco.baselines import CastDifferenceGate, Ddp, NoFeedbackGate, TopKGate, gated, sparse_loco
-from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, SYNC_EVERY, Job
+from benchmarks.loco.baselines import CastDifferenceGate, Ddp, NoFeedbackGate, gated, quantised_diloco, sparse_loco
+from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM
 from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo
+from pulse_rl.loco.exchange import Sites
 from pulse_rl.loco.loop import OuterLoop
 from pulse_rl.loco.wire import WireName
-
-DDP, DILOCO, PULSE = "DDP", "DiLoCo", "PULSELoCo FP32"
-WIRES = {f"PULSELoCo {name}": name for name in get_args(WireName)}
-PAPER, PAPER_BF16, AHEAD_3 = "no lookahead", "no lookahead BF16", "lookahead 3"
-GATED_SUMS = "gated sums"
-NO_FEEDBACK, TOP_K, CAST_DIFFERENCE = "no error feedback", "top-k", "cast difference"
-SPARSELOCO, SPARSELOCO_10 = "SparseLoCo 3%", "SparseLoCo 10%"
-DENSE = (DDP, DILOCO)
-METHODS = (
-    *(DDP, DILOCO, *WIRES, PAPER, PAPER_BF16, AHEAD_3, GATED_SUMS),
-    *(NO_FEEDBACK, TOP_K, CAST_DIFFERENCE, SPARSELOCO, SPARSELOCO_10),
-)
-
-_OUTER: dict[str, Callable[..., OuterLoop]] = {
-    DILOCO: DiLoCo,
-    **{method: partial(PulseLoCo, group=Exchange(wire=wire)) for method, wire in WIRES.items()},
-    PAPER: partial(PulseLoCo, lookahead=0.0),
-    PAPER_BF16: partial(PulseLoCo, lookahead=0.0, group=Exchange(wire="BF16")),
-    AHEAD_3: partial(PulseLoCo, lookahead=3.0),
-    GATED_SUMS: partial(PulseLoCo, group=Exchange(gate_sums=True)),
-    NO_FEEDBACK: partial(gated, NoFeedbackGate(torch.bfloat16, 1.0)),
-    CAST_DIFFERENCE: partial(gated, CastDifferenceGate(torch.bfloat16, 1.0)),
-    # As published: no outer momentum, an outer lr of 1, and the most of the 1 to 3% of entries that it is for.
-    SPARSELOCO: partial(sparse_loco, fraction=0.03),
-    SPARSELOCO_10: partial(sparse_loco, fraction=0.1),
-}
-_TIMEOUT_SECONDS = 900.0
 
 Parameters = Mapping[str, torch.Tensor]
 
 
-def make_loop(job: Job, parameters: Parameters, optimizer: torch.optim.Optimizer) -> Ddp | OuterLoop:
-    """The method's context manager. Four trainers share two cores, so each gets one thread."""
-    if job.method == DDP:
+@dataclass(frozen=True)
+class Method:
+    """What makes a loop, and its settings, the exchange's among them. ``outer``: it takes the common outer ones."""
+
+    make: Callable[..., Ddp | OuterLoop]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    outer: bool = True
+
+
+def one_level(*arguments: Any, **settings: Any) -> PulseLoCo:
+    """Knows the sites, and does as if there were none."""
+    loop = PulseLoCo(*arguments, **settings)
+    loop.reduction.sites = lambda group: Sites.of([""] * group.size)  # type: ignore[method-assign]
+    return loop
+
+
+DDP, DILOCO, PULSE = "DDP", "DiLoCo", "PULSELoCo FP32"
+DILOCO_INT8, DILOCO_FP4 = "DiLoCo int8", "DiLoCo FP4"
+WIRES = {f"PULSELoCo {name}": name for name in get_args(WireName)}
+INT2, SWEPT, ONE_LEVEL = "PULSELoCo int2", "PULSELoCo int2, sweep 4", "PULSELoCo, one level"
+PAPER, NO_FEEDBACK, CAST_DIFFERENCE = "no lookahead", "no error feedback", "cast difference"
+SPARSELOCO = {f"SparseLoCo {percent}%": percent / 100 for percent in (1, 3, 10)}
+DENSE = (DDP, DILOCO, DILOCO_INT8, DILOCO_FP4)
+METHODS = {
+    DDP: Method(Ddp, outer=False),
+    DILOCO: Method(DiLoCo),
+    DILOCO_INT8: Method(partial(quantised_diloco, code="int8")),
+    DILOCO_FP4: Method(partial(quantised_diloco, code="FP4")),
+    # As published: no outer momentum, an outer lr of 1; 1 to 3% of entries are what it is for.
+    **{name: Method(partial(sparse_loco, fraction=share), outer=False) for name, share in SPARSELOCO.items()},
+    **{name: Method(PulseLoCo, {"wire": wire}) for name, wire in WIRES.items()},
+    SWEPT: Method(PulseLoCo, {"wire": "int2", "sweep": 4}),
+    PAPER: Method(PulseLoCo, {"lookahead": 0.0}),
+    NO_FEEDBACK: Method(partial(gated, NoFeedbackGate(torch.bfloat16, 1.0))),
+    CAST_DIFFERENCE: Method(partial(gated, CastDifferenceGate(torch.bfloat16, 1.0))),
+    ONE_LEVEL: Method(one_level),
+}
+_OF_EXCHANGE = ("gate_sums", "wire", "sweep", "site")
+_TIMEOUT_SECONDS = 900.0
+
+
+def make_loop(
+    name: str, parameters: Parameters, optimizer: torch.optim.Optimizer, *, sync_every: int, **changed: Any
+) -> Ddp | OuterLoop:
+    """The method's context manager, its settings ``changed``. Trainers share few cores, so each gets one thread."""
+    method = METHODS[name]
+    if method.make is Ddp:
         return Ddp(parameters, optimizer, timeout_seconds=_TIMEOUT_SECONDS)
-    if job.method == TOP_K:
-        assert job.fraction is not None
-        make: Callable[..., OuterLoop] = partial(gated, TopKGate(job.fraction))
-    else:
-        make = _OUTER[job.method]
-    outer = (
-        {} if job.method in (SPARSELOCO, SPARSELOCO_10) else {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
-    )
-    given = getattr(make, "keywords", {}).get("group", Exchange())
-    loop = make(
-        parameters,
-        optimizer,
-        sync_every=SYNC_EVERY,
-        **outer,
-        group=replace(given, timeout_seconds=_TIMEOUT_SECONDS),
-    )
+    outer = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM} if method.outer else {}
+    settings = {**outer, **method.settings, **changed}
+    exchange = {key: settings.pop(key) for key in _OF_EXCHANGE if key in settings}
+    group = Exchange(timeout_seconds=_TIMEOUT_SECONDS, **exchange)
+    loop = method.make(parameters, optimizer, sync_every=sync_every, group=group, **settings)
+    assert isinstance(loop, OuterLoop)
     loop.threads = 1
     return loop

@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.loco.jobs import TRAINERS, WARM_UP
+from benchmarks.loco import baselines
+from benchmarks.loco.baselines import Ddp
+from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, WARM_UP
 from pulse_rl.loco import PulseLoCo, Round, meeting
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
@@ -28,7 +30,7 @@ _MAX_NORM = 1.0
 
 Bytes = npt.NDArray[np.uint8]
 Masters = dict[str, torch.nn.Parameter]
-MakeLoop = Callable[[int, Masters, torch.optim.Optimizer], OuterLoop]
+MakeLoop = Callable[[int, Masters, torch.optim.Optimizer], Ddp | OuterLoop]
 """The loop of the trainer of a rank."""
 
 
@@ -64,21 +66,35 @@ class ThreadedGroup(TrainerGroup):
 
 @dataclass
 class Trained:
-    """What one trainer did: its loop and its rounds, and after each, where asked for, (reward, loss) of its share of
-    the held-out problems, by theta and by where its next inner steps start; after the last one by the mean of those
-    starts."""
+    """What one trainer did: its loop and its rounds (none of DDP), in each round the bytes of its messages and of all
+    that left it, and after each, where asked for, (reward, loss) of its share of the held-out problems, by theta and by
+    where its next inner steps start; after the last one by the mean of those starts."""
 
-    loop: OuterLoop
+    loop: Ddp | OuterLoop
     rounds: list[Round] = field(default_factory=list)
+    payloads: list[int] = field(default_factory=list)
+    links: list[int] = field(default_factory=list)
     held_out: list[tuple[float, float]] = field(default_factory=list)
     ahead: list[tuple[float, float]] = field(default_factory=list)
     consensus: tuple[float, float] | None = None
 
+    def end_round(self) -> None:
+        if isinstance(self.loop, Ddp):
+            self.payloads.append(self.loop.payload_bytes - sum(self.payloads))
+            self.links.append(self.loop.sent_bytes - sum(self.links))
+        else:
+            done = self.loop.last_round
+            assert done is not None
+            self.rounds.append(done)
+            self.payloads.append(done.payload_bytes)
+            self.links.append(done.sent_bytes)
+
 
 def train(
-    task: str, trainers: int, make_loop: MakeLoop, *, lr: float, rounds: int, seed: int = 0, evaluate: bool = False
+    task: str, trainers: int, make_loop: MakeLoop, *, lr: float, steps: int, seed: int = 0, evaluate: bool = False
 ) -> list[Trained]:
-    """So many rounds of so many trainers, by rank. ``evaluate``: the first `TRAINERS` share what is held out."""
+    """So many inner steps of so many trainers, by rank; of DDP each `SYNC_EVERY` steps count as a round. ``evaluate``:
+    the first `TRAINERS` share what is held out."""
     from benchmarks.loco.tasks import TASKS, evaluate_theta  # transformers, which a test of threads does without
 
     found: list[Trained | None] = [None] * trainers
@@ -88,12 +104,16 @@ def train(
         optimizer = torch.optim.AdamW(job.masters.values(), lr=lr, weight_decay=0.0)
         loop = make_loop(rank, job.masters, optimizer)
         done = found[rank] = Trained(loop)
-        loop.on_round = done.rounds.append
+        sync_every = SYNC_EVERY if isinstance(loop, Ddp) else loop.sync_every
         with loop:
+            clip_before_steps(optimizer, job.masters)
             job.cast()
-            for step in range(rounds * loop.sync_every):
+            for step in range(steps // sync_every * sync_every):
                 take_step(job, optimizer, step, lr)
-                if evaluate and rank < TRAINERS and loop.inner_step == 0:
+                if (step + 1) % sync_every:
+                    continue
+                done.end_round()
+                if evaluate and rank < TRAINERS:
                     done.held_out.append(evaluate_theta(loop, job))
                     done.ahead.append(job.evaluate() if isinstance(loop, PulseLoCo) else done.held_out[-1])
             if evaluate and isinstance(loop, PulseLoCo):
@@ -113,9 +133,17 @@ def _evaluate_consensus(job: Task, weights: dict[str, torch.Tensor]) -> tuple[fl
     return job.evaluate()
 
 
+def clip_before_steps(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
+    """Within the ``with`` of a loop, so that DDP has averaged the gradients before."""
+
+    def clip(*_: object) -> None:
+        torch.nn.utils.clip_grad_norm_(masters.values(), _MAX_NORM)
+
+    optimizer.register_step_pre_hook(clip)
+
+
 def take_step(job: Task, optimizer: torch.optim.Optimizer, step: int, lr: float) -> None:
     job.gradient(step)
-    torch.nn.utils.clip_grad_norm_(job.masters.values(), _MAX_NORM)
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, (step + 1) / WARM_UP)
     optimizer.step()
@@ -169,5 +197,5 @@ def _exchanges(trainers: int, barrier: threading.Barrier) -> Iterator[threading.
     def make(*_: object, **__: object) -> TrainerGroup:
         return ThreadedGroup(rank_of.value, trainers, places, barrier)
 
-    with mock.patch.object(meeting, "TrainerGroup", make):
+    with mock.patch.object(meeting, "TrainerGroup", make), mock.patch.object(baselines, "TrainerGroup", make):
         yield rank_of

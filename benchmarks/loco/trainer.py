@@ -19,9 +19,8 @@ import torch.distributed as dist
 from benchmarks.loco.baselines import Ddp
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, RoundRecord
 from benchmarks.loco.methods import make_loop
-from benchmarks.loco.tasks import TASKS, evaluate_theta
-
-_MAX_NORM = 1.0
+from benchmarks.loco.tasks import TASKS
+from benchmarks.loco.threads import clip_before_steps
 
 
 def run(job: Job, rank: int, interface: str | None) -> list[RoundRecord]:
@@ -41,9 +40,9 @@ def run(job: Job, rank: int, interface: str | None) -> list[RoundRecord]:
     # when it is entered; and gradients are clipped after DDP has averaged them.
     optimizer.register_step_post_hook(before_the_outer_round)
     records: list[RoundRecord] = []
-    loop = make_loop(job, task.masters, optimizer)
+    loop = make_loop(job.method, task.masters, optimizer, sync_every=SYNC_EVERY)
     with loop:
-        optimizer.register_step_pre_hook(lambda *_: _clip(task.masters))
+        clip_before_steps(optimizer, task.masters)
         task.cast()
         dense = torch.zeros(loop.parameters.count) if job.dense else None
         dist.barrier()
@@ -69,7 +68,6 @@ def run(job: Job, rank: int, interface: str | None) -> list[RoundRecord]:
             else:
                 assert done is not None
                 facts = {k: getattr(done, k) for k in ("entries", "payload_bytes", "sent_bytes", "seconds", "root")}
-            reward, loss = evaluate_theta(loop, task) if job.evaluate else (None, None)
             records.append(
                 RoundRecord(
                     number=number,
@@ -78,17 +76,11 @@ def run(job: Job, rank: int, interface: str | None) -> list[RoundRecord]:
                     outer_seconds=ended - started,
                     dense_seconds=None if dense is None else _all_reduce(dense),
                     reward=rewards,
-                    held_out_reward=reward,
-                    held_out_loss=loss,
                     **facts,
                 )
             )
             counted = _interface_bytes(interface)
     return records
-
-
-def _clip(masters: dict[str, torch.nn.Parameter]) -> None:
-    torch.nn.utils.clip_grad_norm_(masters.values(), _MAX_NORM)
 
 
 def _all_reduce(values: torch.Tensor) -> float:

@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from benchmarks import trace
 from benchmarks.loco import __main__ as command
-from benchmarks.loco import ablation, convergence, methods, tasks, traffic, trainer
-from benchmarks.loco.ablation import Outcome, Variant
+from benchmarks.loco import learning, methods, tables, tasks, traffic, trainer
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, WARM_UP, Job, JobResult, RoundRecord
-from pulse_rl.loco import DiLoCo, PulseLoCo
+from benchmarks.loco.learning import Outcome, Variant
 from tests.support.loco_reference import pulse_loco
 from tests.support.trainers import Trainer, together
 
@@ -58,7 +57,7 @@ def carry_out(process: Trainer) -> dict[str, list[RoundRecord]]:
     trainer.TASKS = tasks.TASKS
     return {
         method: trainer.run(
-            Job("tiny", method, 1e-4, 3, 0, 4, 0.1 if method == methods.TOP_K else None, evaluate=True, dense=True),
+            Job("tiny", method, 1e-4, 3, 0, 4, dense=True),
             process.rank,
             "lo",
         )
@@ -70,19 +69,21 @@ def test_a_tiny_job_of_every_method() -> None:
     found = together(carry_out, 3)
     for method in methods.METHODS:
         for rounds in zip(*(seen[method] for seen in found), strict=True):
-            assert len({s.held_out_reward for s in rounds}) == 1, "all trainers hold the same weights after a round"
+            assert len({s.root for s in rounds}) == 1, "all trainers hold the same theta after a round"
             assert {s.parameters for s in rounds} == {PARAMETERS}
             assert all(s.outer_seconds > 0 and s.dense_seconds and s.interface_bytes for s in rounds)
         one = found[0][method]
         assert [s.number for s in one] == [1, 2, 3]
         assert [s.reward for s in one] == [3.5, 11.5, 19.5]
-        assert all(before.held_out_reward != after.held_out_reward for before, after in pairwise(one))
+        assert all(before.root != after.root for before, after in pairwise(one) if method != methods.DDP)
     dense = 4 * PARAMETERS
     assert {s.payload_bytes for s in found[0][methods.DDP]} == {SYNC_EVERY * dense}
     assert {s.sent_bytes for s in found[0][methods.DDP]} == {SYNC_EVERY * dense * 4 // 3}
     assert {s.payload_bytes for s in found[0][methods.DILOCO]} == {dense}
     assert all(0 < seen.entries < PARAMETERS for seen in found[0][methods.PULSE])
-    assert {s.entries for s in found[0][methods.TOP_K]} == {PARAMETERS // 10}
+    assert {s.payload_bytes for s in found[0][methods.DILOCO_INT8]} == {PARAMETERS + 4}
+    assert {s.payload_bytes for s in found[0][methods.DILOCO_FP4]} == {PARAMETERS // 2 + 4}
+    assert {s.entries for s in found[0]["SparseLoCo 3%"]} == {3 * PARAMETERS // 100}
 
 
 def test_jobs_travel_as_json() -> None:
@@ -105,8 +106,6 @@ def record(number: int = 6, **facts: object) -> RoundRecord:
         outer_seconds=0.4,
         dense_seconds=0.8,
         reward=0.5,
-        held_out_reward=0.6,
-        held_out_loss=0.3,
         root="00",
     )
     return replace(made, **facts)
@@ -145,44 +144,62 @@ def test_cost_is_that_of_the_slowest_trainer() -> None:
     assert len(traffic.row(replace(job, method=methods.DILOCO), result()).outer) == 6
 
 
-# -- convergence
+# -- tables
 
 
-def curves(**off: float) -> list[convergence.Curve]:
-    return [
-        convergence.Curve(m, s, [0.1, 0.5 + 0.01 * s + off.get(m, 0.0)], [1.0, 0.3], [4e5, 6e5], [8e5, 1e6], 0.1)
-        for m in methods.METHODS
-        for s in convergence.SEEDS
-    ]
+def outcome(method: str, seed: int, rewards: list[float], **facts: object) -> Outcome:
+    made = Outcome(
+        title=method,
+        method=method,
+        task=tasks.ARITHMETIC,
+        lr=1e-4,
+        trainers=TRAINERS,
+        sync_every=SYNC_EVERY,
+        seed=seed,
+        density=0.1,
+        summed=0.2,
+        payload=5e5,
+        link=9e5,
+        between=0.0,
+        ring=1000,
+        payloads=[4e5, 6e5],
+        links=[8e5, 1e6],
+        rewards=rewards,
+        losses=[1.0, 0.3],
+        reward=fmean(rewards),
+        loss=0.65,
+        ahead=None,
+        consensus=None,
+    )
+    return replace(made, **facts)
 
 
-def test_the_table_of_convergence() -> None:
-    text = convergence.text(curves(**{methods.PULSE: 0.001, methods.TOP_K: -0.1}))
+def curves(**off: float) -> list[Outcome]:
+    return [outcome(m, s, [0.1, 0.5 + 0.01 * s + off.get(m, 0.0)]) for m in methods.METHODS for s in range(4)]
+
+
+def test_the_table_of_what_is_learnt() -> None:
+    text = tables.text(curves(**{methods.PULSE: 0.001, methods.PAPER: -0.1}))
     # The mean of both rounds halves the offsets, since fewer rounds than `LAST` all count.
-    assert f"{methods.DILOCO:18}  0.3075 ± 0.0065" in text
-    assert f"{methods.TOP_K:18}  0.2575 ± 0.0065" in text
+    assert f"{methods.DILOCO:44}  0.3075 ± 0.0065" in text
+    assert f"{methods.PAPER:44}  0.2575 ± 0.0065" in text
     line = next(line for line in text.splitlines() if line.startswith(methods.PULSE))
     assert line.endswith(" -"), "DiLoCo never had its reward"
-    alone = convergence.text([curve for curve in curves() if curve.seed == 0])
-    assert f"{methods.DILOCO:18}  0.3000 ± nan" in alone
-
-
-def test_a_curve_is_the_mean_of_the_trainers() -> None:
-    of_round = [record(1, held_out_reward=r, payload_bytes=b) for r, b in ((0.1, 10), (0.2, 20), (0.3, 30), (0.6, 40))]
-    curve = convergence.curve(convergence.job(methods.PULSE, 1, 1), [[s] for s in of_round])
-    assert curve.rewards == pytest.approx([0.3])
-    assert (curve.payload_bytes, curve.links) == (25, [400])
+    alone = tables.text([found for found in curves() if found.seed == 0])
+    assert f"{methods.DILOCO:44}  0.3000 ± nan" in alone
+    other = outcome(methods.DILOCO, 0, [0.1, 0.5], trainers=8)
+    assert [len(of) for of in tables.by_task([*curves(), other, replace(other, rewards=[])])] == [len(curves()), 1]
 
 
 def test_bytes_at_equal_reward() -> None:
     """The round in which a method gets there counts in part."""
     rewards, sizes = [0.1, 0.3, 0.2, 0.5], [10.0, 20.0, 30.0, 40.0]
-    assert convergence.bytes_until(rewards, sizes, 0.05) == 10
-    assert convergence.bytes_until(rewards, sizes, 0.2) == pytest.approx(20)
-    assert convergence.bytes_until(rewards, sizes, 0.35) == pytest.approx(80)
-    assert convergence.bytes_until(rewards, sizes, 0.51) is None
+    assert tables.bytes_until(rewards, sizes, 0.05) == 10
+    assert tables.bytes_until(rewards, sizes, 0.2) == pytest.approx(20)
+    assert tables.bytes_until(rewards, sizes, 0.35) == pytest.approx(80)
+    assert tables.bytes_until(rewards, sizes, 0.51) is None
     worse, better = ({methods.PULSE: off} for off in (-0.2, 0.2))
-    lines = [convergence.equal_reward(curves(**off)) for off in (worse, better)]
+    lines = [tables.equal_reward(curves(**off)) for off in (worse, better)]
     found = [next(line for line in of if line.startswith(methods.PULSE)) for of in lines]
     # Until DiLoCo's first round, after which all are alike, and until its last one.
     assert found[0].split()[2:] == ["0.40", "|", "0.80"] * 3 + ["-", "|", "-"]
@@ -194,19 +211,19 @@ def test_bytes_at_equal_reward() -> None:
 
 def test_rounds_behind_are_those_since_the_reference_had_the_reward() -> None:
     rising = [0.1 * n for n in range(1, 9)]
-    reference = convergence.Curve(methods.DILOCO, 0, rising, rising, rising, rising, 1.0)
-    late = convergence.Curve(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])], rising, rising, rising, 1.0)
-    assert convergence.rounds_behind(late, reference) == pytest.approx(1.5)
-    assert convergence.rounds_behind(reference, late) is None
+    reference = outcome(methods.DILOCO, 0, rising)
+    late = outcome(methods.PULSE, 0, [0.05, *(r - 0.15 for r in rising[1:])])
+    assert tables.rounds_behind(late, reference) == pytest.approx(1.5)
+    assert tables.rounds_behind(reference, late) is None
 
 
-def test_help_names_every_method(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["loco", "--help"])
     with pytest.raises(SystemExit) as ended:
         command.main()
     assert ended.value.code == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert all(method in printed for method in methods.METHODS)
+    assert all(group in printed for group in learning.GROUPS)
 
 
 # -- what is never trained on
@@ -249,15 +266,17 @@ def test_held_out_prompts_are_never_trained_on() -> None:
 def test_an_outcome_has_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tasks.TASKS, "tiny", Tiny)
     dense, slow = (
-        ablation.measure(Variant(DiLoCo, task="tiny", lr=1e-3, sync_every=h), 0, 4, evaluate=True)
+        learning.measure(Variant(methods.DILOCO, task="tiny", lr=1e-3, sync_every=h), 0, 4, evaluate=True)
         for h in (SYNC_EVERY, 2 * SYNC_EVERY)
     )
     assert (len(dense.rewards), len(slow.rewards)) == (4, 2)
     assert all(before != after for before, after in pairwise(dense.rewards))
     assert dense.reward == pytest.approx(sum(dense.rewards) / 4)
-    assert dense.sent == 2 * slow.sent
+    assert sum(dense.links) == 2 * sum(slow.links) == 4 * dense.link
+    ddp = learning.measure(Variant(methods.DDP, task="tiny", lr=1e-3), 0, 4, evaluate=True)
+    assert (len(ddp.rewards), ddp.link) == (4, SYNC_EVERY * ddp.ring)
     assert dense.ahead == dense.reward
-    ahead = ablation.measure(Variant(task="tiny", lr=1e-5), 0, 2, evaluate=True)
+    ahead = learning.measure(Variant(task="tiny", lr=1e-5), 0, 2, evaluate=True)
     assert ahead.ahead != ahead.reward
     assert dense.title == "DiLoCo, tiny, lr 0.001"
 
@@ -279,7 +298,7 @@ def counted(process: Trainer) -> tuple[Outcome, list[int]]:
     assert loop.last_round is not None
     found = [loop.last_round.entries, loop.last_round.sent_bytes, loop.last_round.summed]
     variant = Variant(task="tiny", lr=1e-4, trainers=process.size, settings={"gate_sums": False})
-    return ablation.measure(variant, 0, 2, evaluate=False), found
+    return learning.measure(variant, 0, 2, evaluate=False), found
 
 
 def test_threads_count_what_processes_count() -> None:
@@ -295,10 +314,8 @@ def test_threads_count_what_processes_count() -> None:
 def test_sites_count_what_leaves_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tasks.TASKS, "tiny", Tiny)
     dense, one, two = (
-        ablation.measure(
-            Variant(method, task="tiny", lr=1e-4, sites=2), 0, 2, evaluate=method is not ablation.one_level
-        )
-        for method in (DiLoCo, ablation.one_level, PulseLoCo)
+        learning.measure(Variant(method, task="tiny", lr=1e-4, sites=2), 0, 2, evaluate=method != methods.ONE_LEVEL)
+        for method in (methods.DILOCO, methods.ONE_LEVEL, methods.PULSE)
     )
     size, roots = 4 * PARAMETERS, 3 * 32
     assert (dense.link, dense.ring, dense.between) == (1.5 * size + roots, 1.5 * size, 1.5 * size)

@@ -1,18 +1,29 @@
-"""What PULSELoCo is compared with must itself be right: DiLoCo, DDP, top-k and the ablations, against plain torch."""
+"""What PULSELoCo is compared with must itself be right: DiLoCo, DDP and the ablations, against plain torch."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.loco.baselines import CastDifferenceGate, Ddp, NoFeedbackGate, TopKGate, gated, sparse_loco
-from pulse_rl.errors import NonFinite
+from benchmarks.loco.baselines import (
+    CastDifferenceGate,
+    Ddp,
+    NoFeedbackGate,
+    from_few_bits,
+    gated,
+    quantised_diloco,
+    sparse_loco,
+    to_few_bits,
+)
+from pulse_rl.errors import CorruptMessage, NonFinite
 from tests.support.loco_reference import Job, diloco, flat, same
 from tests.support.trainers import Trainer, together
 
 SIZE = 3
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 pytestmark = pytest.mark.slow
 
 
@@ -95,10 +106,11 @@ def compared(trainer: Trainer) -> list[str]:
     roots = []
     for number, make in enumerate(
         (
-            lambda job: gated(TopKGate(0.02), job.model, job.optimizer, sync_every=1),
             lambda job: gated(NoFeedbackGate(torch.bfloat16, 1.0), job.model, job.optimizer, sync_every=1),
             lambda job: gated(CastDifferenceGate(torch.bfloat16, 1.0), job.model, job.optimizer, sync_every=1),
             lambda job: sparse_loco(job.model, job.optimizer, sync_every=1, fraction=0.1),
+            lambda job: quantised_diloco(job.model, job.optimizer, sync_every=1, code="int8", **OUTER),
+            lambda job: quantised_diloco(job.model, job.optimizer, sync_every=1, code="FP4", **OUTER),
         )
     ):
         trainer.connect(f"case {number}")
@@ -110,10 +122,30 @@ def compared(trainer: Trainer) -> list[str]:
                 assert loop.last_round is not None
                 assert loop.last_round.root != before
                 before = loop.last_round.root
-        if number == 0:
-            assert loop.last_round.entries == round(0.02 * loop.last_round.parameters)
         roots.append(before)
     return roots
+
+
+def test_values_of_few_bits() -> None:
+    """Each value is as near as its code allows: half a step of the largest one, half an octave."""
+    values = torch.randn(10_001, generator=torch.Generator().manual_seed(0)).numpy()
+    values[:5000] *= np.float32(1e-20)
+    values[7] = 0
+    for code, nbytes in (("int8", 10_001), ("FP4", 5001)):
+        message = to_few_bits(values, code)
+        assert len(message) == nbytes + 4 * 3
+        found = from_few_bits(message, len(values), code)
+        for chunk, seen in ((values[:4096], found[:4096]), (values[8192:], found[8192:])):
+            most = np.abs(chunk).max()
+            if code == "int8":
+                assert np.abs(chunk - seen).max() <= most / 254 * 1.001
+            else:
+                large = np.abs(chunk) > most / 64
+                assert (np.abs(np.log2(seen[large] / chunk[large])) <= 0.501).all()
+                assert np.abs(seen[~large]).max() <= most / 64
+    assert not from_few_bits(to_few_bits(np.zeros(3, np.float32), "FP4"), 3, "FP4").any()
+    with pytest.raises(CorruptMessage):
+        from_few_bits(message[:-1], len(values), "FP4")
 
 
 def test_the_others_run_in_the_same_loop() -> None:
