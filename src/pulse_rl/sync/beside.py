@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .._util.threads import ordered_map
 from ..errors import InputError
 from ..events import Listener, Published, failures_to
-from ..state.quantise import Quantise, check_quantise
+from ..state.quantise import check_quantise
 from ..state.read_once import ReadOnce
 from ..stream.names import StreamNames
+from .quantised_shards import quantised
 from .rank import RankPublisher
-from .request import BASELINE, LocalState, PublishRequest, Submission, begin
-
-
-class BesideStream(NamedTuple):
-    """A stream that is published along with another one."""
-
-    name: str
-    rank: RankPublisher
-    quantise: Quantise | None
+from .request import BASELINE, LocalState, PublishRequest, Submission
 
 
 class Done(NamedTuple):
@@ -31,7 +23,7 @@ class Done(NamedTuple):
 
     published: Published
     kept: bool
-    failed: Exception | None = None
+    failed: BaseException | None = None
 
     def result(self) -> Published:
         """What the version cost. Raises the error of a stream beside it."""
@@ -66,55 +58,66 @@ def check_beside(stream: str, beside: Any, after: int | None = None, on_device: 
 
 def publish_beside(
     own: RankPublisher,
-    others: Sequence[BesideStream],
+    other: Callable[[str], RankPublisher],
     request: PublishRequest,
     *,
     listener: Listener | None,
     threads: int | None,
+    number: int = 0,
     submission: Submission | None = None,
     progress: bool = False,
     **given: Any,
 ) -> Done:
-    """Publishes the state of ``request`` to its own stream and to the others, whether or not one of them fails. Raises
-    the own stream's error; one of the others is in the result.
+    """Publishes the state of ``request`` to its own stream and to those beside it, of which ``other`` opens each,
+    whether or not one of them fails. Raises the own stream's error; one of the others is in the result.
 
     What is wrong with the state, or with how a stream is quantised, is raised before anything is published.
     """
-    if submission is not None:
-        if not begin(submission):
-            raise CancelledError
-        submission.set_running_or_notify_cancel()
-    local = request.arrived()
-    once = ReadOnce(local.source, 1 + len(others), threads)
-    dtype = local.dtype.name if local.dtype else None
-    parts = [
-        replace(request, local=LocalState.of(once.of(k), dtype, quantise), copy=None)
-        for k, quantise in enumerate((local.quantise, *(other.quantise for other in others)))
-    ]
+    streams = [("", own)]
+    parts: list[LocalState] = []
+    once: list[ReadOnce] = []
 
-    def publish(k: int) -> Published | Exception:
+    def prepare() -> None:
+        local = request.arrived()
+        formats = [request.quantise, *request.beside.values()]
+        if own.together or local.boxes:
+            parts.extend(local._replace(quantise=quantise, beside=None, owned=False) for quantise in formats)
+            for part in parts:
+                _ = part.state if part.quantise is None else quantised(part)
+        else:
+            once.append(ReadOnce(local.source, len(formats), threads))
+            dtype = local.dtype.name if local.dtype else None
+            parts.extend(LocalState.of(once[0].of(k), dtype, quantise) for k, quantise in enumerate(formats))
+        streams.extend((name, other(name)) for name in request.beside)
+
+    def publish(k: int) -> Published | BaseException:
         try:
+            name, rank = streams[k]
+            part = replace(request, local=parts[k], copy=None)
             if k == 0:
-                return own.publish(parts[k], progress=progress, **given)[0]
-            other = others[k - 1]
-            with failures_to(listener, other.name, "publish"):
-                return other.rank.publish(parts[k], **given)[0]
-        except Exception as error:  # of whatever kind: it is raised once the other streams have ended
+                return rank.publish(part, number=number, progress=progress, **given)[0]
+            with failures_to(listener, name, "publish"):
+                return rank.publish(part, number=number, **given)[0]
+        except BaseException as error:  # of whatever kind: it is raised once the other streams have ended
             return error
         finally:
-            once.leave(k)
-
-    made: list[Published | Exception] = []
-    once.begin()
+            for reads in once:
+                reads.leave(k)
 
     def in_other_threads() -> Iterator[int]:
         yield from range(1, len(parts))
         # Here, while they work: a listener may ask the publisher whose event it gets.
         made.append(publish(0))
 
-    made += list(ordered_map(publish, in_other_threads(), len(parts)))
+    own.prepare(request, prepare, number=number, submission=submission)
+    made: list[Published | BaseException] = []
+    if once:
+        once[0].begin()
+        made += list(ordered_map(publish, in_other_threads(), len(parts)))
+    else:  # ranks talk to each other in one order, and all go through all streams
+        made += map(publish, range(len(parts)))
     there = {each.stream: each for each in made if isinstance(each, Published)}
-    failed = [error for error in made if isinstance(error, Exception)]
+    failed = [error for error in made if isinstance(error, BaseException)]
     for error in failed:
         if there:
             versions = ", ".join(f"version {each.version} of {name!r}" for name, each in there.items())

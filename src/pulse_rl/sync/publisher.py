@@ -26,7 +26,7 @@ from ..store import Store, open_store
 from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, TrustedKeys
 from ..stream.stream import Stream, checked_stream_id
-from .beside import BesideStream, Done, check_beside, publish_beside
+from .beside import Done, check_beside, publish_beside
 from .checkout import Checkout
 from .folds import checked_folds
 from .polling import jittered
@@ -120,12 +120,13 @@ class Publisher(Closing, NotCopyable):
             "threads": threads,
             "on_event": one_at_a_time(checked_listener(on_event)),
         }
-        self._given = open_store(store), baseline, settings
         self._open(
             RankGroup(Alone()),
-            self._given[0],
+            store,
             stream=stream,
-            folder=lambda: None if baseline is None else StateFolder(baseline, "baseline"),
+            folder=lambda beside: (
+                None if baseline is None else StateFolder(checked_path(baseline) / beside, "baseline")
+            ),
             **settings,
         )
 
@@ -135,19 +136,20 @@ class Publisher(Closing, NotCopyable):
         store: Store | str,
         *,
         stream: str,
-        folder: Callable[[], StateFolder | None],
+        folder: Callable[[str], StateFolder | None],
         also: Callable[[], dict[str, Any]] = dict,
         **given: Unpack[PublisherSettings],
     ) -> None:
         """Checks the settings, together with the other ranks, and opens the stream. ``also`` checks others, which are
-        the same on all ranks; ``folder`` takes this rank's. Raises what the constructor does."""
+        the same on all ranks; ``folder`` takes this rank's, "" or that of a stream beside. Raises what the constructor
+        does."""
         opened: list[tuple[Stream, Settings]] = []
         folders: list[StateFolder | None] = []
 
         def open_stream() -> bytes:
             shared = also()
             opened.append(self._checked(store, stream, **given))
-            folders.append(folder())
+            folders.append(folder(""))
             return b"" if ranks.size == 1 else json.dumps(shared | _shared(store, *opened[0])).encode()
 
         try:
@@ -166,8 +168,9 @@ class Publisher(Closing, NotCopyable):
         self._together = ranks.size > 1
         self._submissions: Submissions[PublishRequest] = Submissions(self._serial, together=self._together)
         self._calls = 0
-        self._others: dict[str, Publisher] = {}  # the streams beside this one
         self._rank = RankPublisher(self._stream, ranks, settings, listener=self._listener, folder=folders[0])
+        self._others: dict[str, RankPublisher] = {}  # of the streams beside this one
+        self._given = ranks, folder, given  # for those
 
     def _checked(self, store: Store | str, stream: str, **given: Unpack[PublisherSettings]) -> tuple[Stream, Settings]:
         for name in given.keys() - PublisherSettings.__annotations__.keys():
@@ -196,7 +199,7 @@ class Publisher(Closing, NotCopyable):
             stream,
             TrustedKeys(keys) if keys else None,
             signer=signer,
-            on_refused=weak_callback(self._refused),
+            on_refused=partial(weak_callback(self._refused), stream),
         )
         settings = Settings(codec, anchor_ratio, spans, keep, tuple(sorted({*keys})), signer, attest, threads)
         return opened, settings
@@ -426,38 +429,38 @@ class Publisher(Closing, NotCopyable):
         if not beside:
             return self._read(source, dtype, quantise)
         check_beside(self._stream.name, beside, after, on_device)
-        for name in beside.keys() - self._others.keys():
-            self._others[name] = self._open_other(name)
-        return LocalState.of(source, dtype)._replace(quantise=quantise, beside=beside)
+        return self._read(source, dtype, None)._replace(quantise=quantise, beside=beside)
 
-    def _open_other(self, name: str) -> Publisher:
+    def _other(self, name: str) -> RankPublisher:
         """The publisher of a stream beside this one."""
-        store, baseline, settings = self._given
-        return Publisher(
-            store, stream=name, baseline=None if baseline is None else checked_path(baseline) / name, **settings
-        )
+        if name not in self._others:
+            ranks, folder, given = self._given
+            stream, settings = self._checked(self._stream.store, name, **given)
+            self._others[name] = RankPublisher(stream, ranks, settings, listener=self._listener, folder=folder(name))
+        return self._others[name]
 
     @property
     def _ranks(self) -> list[RankPublisher]:
         """This one's, and those of the streams beside it."""
-        return [self._rank, *(other._rank for other in list(self._others.values()))]
+        return [self._rank, *list(self._others.values())]
 
     def _publish(self, request: PublishRequest, **given: Any) -> Done:
         """Publishes to all streams. Raises what this one's raises; an error of another one is in the result."""
-        beside = request.local.beside if request.local else None
-        if not beside:
+        if not request.beside:
             return Done(*self._rank.publish(request, **given))
-        others = [BesideStream(name, self._others[name]._rank, quantise) for name, quantise in beside.items()]
-        return publish_beside(self._rank, others, request, listener=self._listener, threads=self._threads, **given)
+        return publish_beside(self._rank, self._other, request, listener=self._listener, threads=self._threads, **given)
 
     def _keep_up(self) -> None:
-        for rank in self._ranks:
-            rank.keep_up()
+        # All, whichever fails: each may be a collective.
+        with ExitStack() as all_of_them:
+            for rank in self._ranks:
+                all_of_them.callback(rank.keep_up)
 
     def _forget(self) -> None:
         with ExitStack() as all_of_them:
             for rank in self._ranks:
                 all_of_them.callback(rank.forget)
+            all_of_them.callback(self._keep_up)  # before one of them lets the other ranks go
 
     def _request(
         self,
@@ -497,9 +500,9 @@ class Publisher(Closing, NotCopyable):
             raise found.error
         return found.manifest
 
-    def _refused(self, version: int, error: PulseError) -> None:
+    def _refused(self, stream: str, version: int, error: PulseError) -> None:
         if self._listener:
-            self._listener(FallbackUsed(self._stream.name, f"version {version}", str(error), error.kind))
+            self._listener(FallbackUsed(stream, f"version {version}", str(error), error.kind))
 
     def _raise_unasked(self) -> None:
         """Raises an error that nobody has asked for. Ranks, which would part, leave that to `wait` and `close`."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,19 +163,12 @@ class RankPublisher:
         # What the version before left to do: a fold is coded from its bits, which the commit changes in place.
         self.keep_up()
         try:
-            with self._stream.limited():
+            with self._with_others(), self._stream.limited():
                 local = self._meet(request, number, submission)
                 if request.files and local.config:
                     request = replace(request, files=of_quantised(request.files, local.config))
                 manifest, draft, scan = self._commit_together(request, local, timer)
-        except BaseException as error:
-            if self._ranks.size > 1 and error is not self._ranks.common_error:
-                # The others do not know of it: none of them may mistake its next step for theirs.
-                self._baseline, self._pending = None, None
-                self._ranks.close()
-            raise
         finally:
-            self._ranks.common_error = None  # it would keep what the call worked on
             request.let_go()
             self._emit_events()  # a listener that fails must not part the ranks
         # It is committed. What follows concerns no other rank, and may fail without parting them.
@@ -185,6 +180,25 @@ class RankPublisher:
         )
         # As an anchor, or as the head that a publisher which resumes has found it to be.
         return published, scan.owned and draft.state is scan.state
+
+    @contextmanager
+    def _with_others(self) -> Iterator[None]:
+        """Around what all ranks do together: an error that is not raised on all of them ends that."""
+        try:
+            yield
+        except BaseException as error:
+            if self.together and error is not self._ranks.common_error:
+                # The others do not know of it: none of them may mistake its next step for theirs.
+                self._baseline, self._pending = None, None
+                self._ranks.close()
+            raise
+        finally:
+            self._ranks.common_error = None  # it would keep what the call worked on
+
+    @property
+    def together(self) -> bool:
+        """Whether there are other ranks."""
+        return self._ranks.size > 1
 
     @property
     def first(self) -> bool:
@@ -216,6 +230,14 @@ class RankPublisher:
 
     # -- in the order of a publish
 
+    def prepare(
+        self, request: PublishRequest, work: Callable[[], None], *, number: int, submission: Submission | None
+    ) -> None:
+        """Does ``work``, which raises on all ranks what it raises on one, before any stream of a call is published.
+        Raises as `publish` what has to do with the call: other arguments of other ranks, or a cancelled one."""
+        with self._with_others():
+            self._call_together(request, work, number, submission)
+
     def _meet(self, request: PublishRequest, number: int, submission: Submission | None) -> LocalState:
         """This rank's part of the state. The ranks tell each other what they were called with, which must be the same,
         and what they have, if that is not as it was."""
@@ -223,24 +245,52 @@ class RankPublisher:
         held: list[bytes] = []
         shared: dict[str, tuple[Shared, Blocks]] = {}
 
+        def describe() -> tuple[str, int, str] | None:
+            made.append(request.arrived())
+            if made[0].quantise is not None:
+                made[0], of_blocks = quantised(made[0])
+                shared.update(of_blocks)
+            if not self.together:
+                return None
+            held.append(held_to_bytes(made[0].held))
+            at = self._baseline
+            known = f"{at.version} {at.root} {at.history.spans}" if at else ""
+            return sha256(held[0]).hexdigest(), len(held[0]), known
+
+        # 1. One message each: the call's number, its arguments, and a digest of what the rank has.
+        met = self._call_together(request, describe, number, submission)
+        if not self.together:
+            return made[0]
+        if len({at for *_, at in met}) > 1:
+            self._baseline = None  # one rank has lost its own
+        # 2. In a steady state that is all. Rank 0 gets the descriptions where one has changed: megabytes, once.
+        digests = [digest.encode() for digest, _, _ in met]
+        if self._held_digests != digests:
+            lengths = {rank: nbytes for rank, (_, nbytes, _) in enumerate(met)}
+            first = self._ranks.rank == 0
+            came = self._ranks.exchange({0: np.frombuffer(held[0], np.uint8)}, lengths if first else {})
+            self._held = [came[rank].tobytes() for rank in range(len(came))]
+            self._held_digests = digests
+        return made[0] if request.quantise is None else agree(made[0], shared, self._ranks.run_on_all)
+
+    def _call_together(
+        self, request: PublishRequest, work: Callable[[], Any], number: int, submission: Submission | None
+    ) -> list[Any]:
+        """What ``work()`` returns on each rank, as JSON has it, where all make the same call; nothing without others.
+        Raises RankLost, InputError and CancelledError."""
+
         def describe() -> bytes:
             goes = submission is None or begin(submission)
             call = _CALL.pack(number, goes)
             if not goes:
                 return call
-            made.append(request.arrived())
-            if made[0].quantise is not None:
-                made[0], of_blocks = quantised(made[0])
-                shared.update(of_blocks)
-            if self._ranks.size == 1:
+            found = work()
+            if not self.together:
                 return call
-            held.append(held_to_bytes(made[0].held))
-            at = self._baseline
             arguments = {name: getattr(request, name) for name in ("metadata", "dtype", "anchor", "after", "quantise")}
-            known = f"{at.version} {at.root} {at.history.spans}" if at else ""
-            return call + json.dumps([arguments, sha256(held[0]).hexdigest(), len(held[0]), known]).encode()
+            arguments |= {"stream": self._stream.name, "beside": [*request.beside.items()]}
+            return call + json.dumps([arguments, found]).encode()
 
-        # 1. One message each: the call's number, its arguments, and a digest of what the rank has.
         said = self._ranks.run_on_all(describe)
         calls = [_CALL.unpack_from(message) for message in said]
         for rank, (theirs, _) in enumerate(calls):
@@ -253,30 +303,21 @@ class RankPublisher:
             raise self._ranks.mark_collective(CancelledError())
         if submission:
             submission.set_running_or_notify_cancel()
-        if self._ranks.size == 1:
-            return made[0]
+        if not self.together:
+            return []
         met = [json.loads(message[_CALL.size :]) for message in said]
-        self._compare([arguments for arguments, *_ in met])
-        if len({at for *_, at in met}) > 1:
-            self._baseline = None  # one rank has lost its own
-        # 2. In a steady state that is all. Rank 0 gets the descriptions where one has changed: megabytes, once.
-        digests = [digest.encode() for _, digest, _, _ in met]
-        if self._held_digests != digests:
-            lengths = {rank: nbytes for rank, (_, _, nbytes, _) in enumerate(met)}
-            first = self._ranks.rank == 0
-            came = self._ranks.exchange({0: np.frombuffer(held[0], np.uint8)}, lengths if first else {})
-            self._held = [came[rank].tobytes() for rank in range(len(came))]
-            self._held_digests = digests
-        return made[0] if request.quantise is None else agree(made[0], shared, self._ranks.run_on_all)
+        self._compare([arguments for arguments, _ in met])
+        return [found for _, found in met]
 
     def _compare(self, calls: Sequence[Mapping[str, Any]]) -> None:
         """Raises RankLost where a rank is at another step, and InputError, on all, where one was called with other
         arguments."""
-        for rank, call in enumerate(calls):
-            if call["metadata"] != calls[0]["metadata"]:
+        for (rank, call), what in product(enumerate(calls), ("stream", "metadata")):
+            first, other = calls[0][what], call[what]
+            if other != first:
                 raise RankLost(
-                    f"the ranks have parted: rank 0 publishes {json.dumps(calls[0]['metadata'])[:_SHOWN]}, rank {rank} "
-                    f"{json.dumps(call['metadata'])[:_SHOWN]}",
+                    f"the ranks have parted: rank 0 publishes {json.dumps(first)[:_SHOWN]}, rank {rank} "
+                    f"{json.dumps(other)[:_SHOWN]}",
                     hint="One has missed a step, or was given other metadata. Start the ranks again.",
                 )
         if found := unlike(calls):

@@ -140,6 +140,11 @@ class PublishRequest:
         """What `LocalState` is to be quantised by."""
         return self.local.quantise if self.local else None
 
+    @property
+    def beside(self) -> Mapping[str, Quantise | None]:
+        """The other streams that get the state, and what each is quantised by."""
+        return (self.local and self.local.beside) or {}
+
     @classmethod
     def of(
         cls,

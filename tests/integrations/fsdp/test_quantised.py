@@ -84,8 +84,6 @@ def refused(trainer: Trainer) -> None:
             publisher.publish(parts(trainer, "columns", weights(0)), quantise="mxfp8")
         with pytest.raises(InputError, match="by a function"):
             publisher.publish(parts(trainer, "rows", weights(0)), quantise=lambda name, weight: None)
-        with pytest.raises(InputError, match="ranks publish to one stream"):
-            publisher.publish(parts(trainer, "rows", weights(0)), beside={"policy-fp8": "fp8_block"})
         with pytest.raises(InputError, match="quantise is"):
             publisher.publish(parts(trainer, "rows", weights(0)), quantise=("mxfp8", "fp8_block")[trainer.rank])
         assert publisher.publish(parts(trainer, "rows", weights(0)), quantise="mxfp8").version == 0

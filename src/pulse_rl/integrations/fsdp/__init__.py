@@ -51,7 +51,7 @@ class ShardedPublisher(Publisher):
     version of another is begun by a `Publisher`: here `begin_from` raises InputError.
 
     With ``quantise``, by a name or a configuration, they agree on the scales of blocks that cross them; `submit` copies
-    what is to be quantised. There are no streams ``beside``: make one of these for each.
+    what is to be quantised. Streams ``beside`` this one are published one after another, from that copy.
 
     ``baseline``: a folder on a disk of each machine, in which each rank has one of its own (``rank-0`` …): its slices
     of the last version are a mapped file there instead of memory. Ranks that start again with it, as many as before,
@@ -89,8 +89,9 @@ class ShardedPublisher(Publisher):
                 "baseline": "none" if baseline is None else "a folder",
             }
 
-        def folder() -> StateFolder | None:
-            return None if baseline is None else StateFolder(checked_path(baseline) / f"rank-{ranks.rank}", "baseline")
+        def folder(beside: str) -> StateFolder | None:
+            mine = f"rank-{ranks.rank}"
+            return None if baseline is None else StateFolder(checked_path(baseline) / mine / beside, "baseline")
 
         # Whatever is wrong on one rank, it comes to where the others can be told.
         try:
@@ -109,9 +110,6 @@ class ShardedPublisher(Publisher):
 
     def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
         return local_state(source, dtype)._replace(quantise=quantise)
-
-    def _open_other(self, name: str) -> Publisher:
-        raise InputError("ranks publish to one stream", hint=f"Make another ShardedPublisher, of {name!r}.")
 
 
 def local_state(source: Mapping[str, Any] | nn.Module, dtype: str | None) -> LocalState:
