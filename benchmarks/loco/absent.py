@@ -1,11 +1,12 @@
-"""What it costs that a trainer is late, or away for a while, or that rounds are exchanged behind the inner steps: over
-a store, trainers as threads of one process.
+"""What it costs that a trainer is late, slow or away, or that rounds are exchanged behind the inner steps: over a
+store, trainers as threads of one process.
 
     python -m benchmarks.loco.absent [--seeds 0 1 2] [--rounds 32] [--json FILE]
 
 The last of four trainers is late in every third round: that closes without it, and what it has learnt is in the next
-one. Or it is killed after round 10 in the middle of its steps, and comes back from its checkpoint five rounds later.
-The reward is that of theta on held-out problems, over the last five rounds.
+one. Or it is three times slower than the others, and in every third round. Or it is killed after round 10 in the
+middle of its steps, and comes back from its checkpoint five rounds later. The reward is that of theta on held-out
+problems, over the last five rounds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -26,13 +28,17 @@ from pulse_rl import MemoryStore
 from pulse_rl.loco import PulseLoCo, StoreExchange
 from pulse_rl.loco.store_rounds import StoreRounds
 
-IN_TIME, LATE, AWAY = "in time", "late in every third round", "killed, away for five rounds"
+IN_TIME, LATE, SLOW = "in time", "late in every third round", "three times slower"
+AWAY = "killed, away for five rounds"
 OVERLAP = "in time, with overlap"
+HOW = (IN_TIME, LATE, SLOW, AWAY, OVERLAP)
 KILLED, BACK = 10, 15
 
 
 def is_out(how: str, number: int) -> bool:
     """Whether the last trainer is left out of the round after ``number`` others."""
+    if how == SLOW:
+        return number % 3 != 2
     return number % 3 == 2 if how == LATE else how == AWAY and KILLED <= number < BACK
 
 
@@ -79,12 +85,14 @@ def run(how: str, seed: int, rounds: int) -> float:
                         job.cast()
                         continue
                 if loop.inner_step == SYNC_EVERY - 1:
-                    late = last and is_out(how, number)
-                    if late:
-                        wait_until_closed(number)
-                    out = is_out(how, number + late)
-                    if how in (LATE, AWAY):
-                        loop.meeting.exchange = replace(exchange, quorum=TRAINERS - out)
+                    if last:
+                        # Where its last message is on the way these steps are for the round after that one.
+                        due = number + (how in (LATE, SLOW) and loop.reduction.residual.pending_message is not None)
+                        if is_out(how, due):
+                            back = next(n for n in count(due) if not is_out(how, n))
+                            wait_until_closed(min(back, rounds) - 1)
+                    else:
+                        loop.meeting.exchange = replace(exchange, quorum=TRAINERS - is_out(how, number))
                 take_step(job, optimizer, step, LR)
                 step += 1
                 if loop.inner_step == 0 and loop.round > rounds - LAST:
@@ -98,10 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loco.absent", description=__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rounds", type=int, default=32)
+    parser.add_argument("--only", nargs="+", choices=HOW, default=HOW, metavar="HOW")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rewards to this file")
     arguments = parser.parse_args()
     tasks.ensure(tasks.ARITHMETIC)
-    found: dict[str, list[float]] = {IN_TIME: [], LATE: [], AWAY: [], OVERLAP: []}
+    found: dict[str, list[float]] = {how: [] for how in arguments.only}
     for seed in arguments.seeds:
         for how, rewards in found.items():
             began = time.monotonic()

@@ -94,7 +94,7 @@ class Node:
         assert isinstance(self.loop.meeting, StoreRounds)
         self.loop.meeting._behind = _AtOnce
         self.learnt, self.counted, self.newest = np.zeros(_SIZE), np.zeros(_SIZE), np.zeros(_SIZE)
-        self.round, self.own = 0, set[str]()
+        self.round, self.own, self.behind, self.on_way = 0, set[str](), False, False
         if saved is not None:
             self.loop.load_state_dict(saved[0])
             self.learnt, self.counted, self.round = saved[1].copy(), saved[2].copy(), self.loop.round
@@ -114,6 +114,7 @@ class Node:
     def call(self, rng: Random, work: str) -> None:
         """``train`` takes the steps of a round, ``meet`` goes on after an error; faults befall the calls."""
         self.line.expect(_faults(rng))
+        self.behind, self.on_way = self.is_whole, self.loop.state_dict().get("message") is not None
         try:
             if work == "train":
                 self.train(rng)
@@ -150,6 +151,11 @@ class Node:
         return self.loop.meeting.joined and self.loop.inner_step == 0
 
     @property
+    def is_whole(self) -> bool:
+        """Whether its residual is whole: with overlap, or after it was late."""
+        return self.loop.reduction.residual.whole
+
+    @property
     def root(self) -> str:
         return str(state_root(dict(self.loop.global_state())))
 
@@ -157,24 +163,25 @@ class Node:
         """Its theta is that of its round; its residual is what it has learnt and what has not counted."""
         world, first, may_lack = self.world, self.round, np.zeros(_SIZE)
         # What this trainer has withheld in rounds that a snapshot has led past, unless it lives on.
-        lost, gone = [np.zeros(_SIZE)], False
+        lost, gone = list[np.ndarray](), False
         while self.round < self.loop.round:
             digest, ended = world.closed(self.round).get(self.name), world.ended(self.round)
             if digest is not None and digest in self.own:
                 self.counted += (world.sent[digest] * ended.taken[self.name]).double().numpy()
             elif digest is not None:  # a process before this one had sent it
                 self.counted[:] = 0
-                self.learnt = self.newest.copy() if world.overlap else np.zeros(_SIZE)
-                # Newest steps were in the residual already, unless a snapshot has led past all these rounds at once.
-                may_lack = self.newest * (world.overlap and self.round > first)
-                lost = [np.zeros(_SIZE)]
+                self.learnt = self.newest.copy() if self.behind else np.zeros(_SIZE)
+                # Newest steps were in the residual already, unless a snapshot has led past all these rounds at once,
+                # or in a message that was put then.
+                may_lack = self.newest * (self.behind and (self.round > first or not self.on_way))
+                lost.clear()
                 world.counts["unknown"] += 1
             withheld, gone = ended.withheld.get(self.name), gone or world.is_gone(self.round)
             if withheld is not None:
                 self.learnt += withheld
                 world.counts["withheld"] += 1
                 if gone:
-                    lost = [*(each + withheld for each in lost), np.zeros(_SIZE)]
+                    lost.append(withheld)
             self.round += 1
         check(
             same(flat(self.loop.global_state()), world.theta(self.round)),
@@ -183,7 +190,8 @@ class Node:
         held = flat(self.loop.residual()).double().numpy()
         due = self.loop.inner_step >= _STEPS
         if not due:
-            for lack in (each + newest for each in lost for newest in (0, may_lack)):
+            passed = [sum(lost[i:j], np.zeros(_SIZE)) for i in range(len(lost) + 1) for j in range(i, len(lost) + 1)]
+            for lack in (each + newest for each in passed for newest in (0, may_lack)):
                 if np.abs(held - (self.learnt - lack - self.counted)).max() < 1e-4:
                     self.learnt -= lack
                     break
@@ -314,7 +322,7 @@ class Rounds:
     def checkpoint(self, rng: Random) -> None:
         node = rng.choice(self.nodes)
         if node.may_train:
-            own = set(node.own) if self.overlap else set[str]()
+            own = set(node.own) if node.is_whole else set[str]()
             node.saved = node.loop.state_dict(), node.learnt.copy(), node.counted.copy(), own
 
     def kill(self, rng: Random) -> None:

@@ -15,7 +15,7 @@ from pulse_rl._util import faults
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, exchange, round_posts, run_store
 from pulse_rl.loco.round_sums import RoundSums
-from pulse_rl.loco.store_format import Place, PostedMessage, ShareSums, head_bytes
+from pulse_rl.loco.store_format import Close, Place, Post, PostedMessage, ShareSums, head_bytes
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import Entries, WireName
 from pulse_rl.store import Data
@@ -89,6 +89,25 @@ def test_a_late_owner_is_not_waited_for() -> None:
             assert makers(store, 1) == ["b", "b"]
             member.log.append((1, member.loop.round, member.now))
         end(store, a, b)
+
+
+def test_who_comes_after_a_late_owner_makes_its_sums_first() -> None:
+    """By how many posts after the owner's its own is."""
+    store = MemoryStore()
+    member = gated(store, "c", quorum=1)
+    with member.loop:
+        member.round()
+        meeting = member.loop.meeting
+        assert isinstance(meeting, StoreRounds)
+        close = Close(meeting._store.run, 3, "", tuple(Post(name, "0" * 64, 200) for name in "abcdefgh"))
+
+        def distance(name: str, share: int) -> int:
+            posts = posts_of(meeting)
+            posts.place = posts.place._replace(round=3)
+            return RoundSums(meeting._store, posts, close, meeting._state, meeting._reduction, name)._distance(share)
+
+        assert [distance(name, 0) for name in "abcdefghx"] == [5, 6, 7, 0, 1, 2, 3, 4, 8]
+        assert distance("a", 5) == 0
 
 
 def test_an_owner_that_lost_a_reply_knows_its_sums() -> None:

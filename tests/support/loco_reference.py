@@ -69,6 +69,7 @@ class Reference:
     ) -> None:
         self.theta = nn.Parameter(theta.clone())
         self.residual = torch.zeros_like(theta)
+        self.whole = False  # it has what a gate lets through
         self.gate_dtype, self.wire, self.model_dtype = gate_dtype, wire, model_dtype
         # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that, and so on.
         ahead = lr / (1 - momentum) if lookahead is None else lookahead
@@ -85,16 +86,23 @@ class Reference:
     def select(self, now: Flat) -> tuple[Flat, Flat]:
         """(s, what is sent: zero where the gate is closed) for local weights ``now``; updates the residual."""
         s = (self.start().float() - now) + self.residual
+        sent = self.gated(s)
+        self.residual, self.whole = s - sent, False
+        return s, sent
+
+    def gated(self, s: Flat) -> Flat:
+        """What is sent of ``s``."""
         before, after = self.theta.to(self.gate_dtype), (self.theta - self.gate_scale * s).to(self.gate_dtype)
         open_ = (bits(before) != bits(after)) | self.swept()
-        sent = torch.where(open_, rounded(s, self.wire), torch.zeros(()))
-        self.residual = s - sent
-        return s, sent
+        return torch.where(open_, rounded(s, self.wire), torch.zeros(()))
 
     @torch.no_grad()
     def start(self) -> Flat:
         """What the inner steps start from, in the model's dtype."""
-        return (self.theta - self.lookahead * self.residual).to(self.model_dtype)
+        start = self.theta - self.lookahead * self.residual
+        if self.whole and self.lookahead:
+            start += (self.lookahead - 1) * self.gated(self.residual)
+        return start.to(self.model_dtype)
 
     @torch.no_grad()
     def outer_step(self, sent: list[Flat]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -123,15 +124,19 @@ class Residual:
     ``lookahead``: inner steps start from ``theta - lookahead * flat``; ``started_with`` is that of the steps under way.
     """
 
-    def __init__(self, state: OuterState, lookahead: float) -> None:
+    def __init__(self, state: OuterState, lookahead: float, *, overlap: bool = False) -> None:
         self._state = state
         self.flat = np.zeros_like(state.theta)
         self.next = np.empty_like(state.theta)
         self.lookahead, self.started_with = np.float32(lookahead), np.float32(0)
         # The digest of the message that was sent in a round that has not taken effect here.
         self.pending_message: str | None = None
-        # Whether inner steps go on while that message is exchanged. It is part of ``flat`` then, until it has counted.
-        self.overlapped = False
+        # Whether ``flat`` is all that has not counted: with the message on its way, and steps that no message had yet.
+        # With ``overlap`` it is, else where this trainer was left out of a round.
+        self.overlap = self.whole = overlap
+        # The entries, by block, of the message on its way, or of one that would be sent now; from theta and ``flat``.
+        self.find_due: Callable[[], Sequence[Entries]] = tuple
+        self._due: Sequence[Entries] | None = None
         # Adds what a gate of sums held back here in the round under way.
         self.add_held_back: Callable[[Floats], None] | None = None
 
@@ -140,19 +145,28 @@ class Residual:
         state = self._state
 
         def write(block: FlatBlock) -> None:
-            theta, residual = block.of(state.theta), block.of(self.flat)
             for part, segment in parts(block):
-
-                def start(out: Floats, part: slice = part) -> None:
-                    np.multiply(self.started_with, residual[part], out=out)
-                    np.subtract(theta[part], out, out=out)
-
-                state.parameters.give(segment, start)
+                state.parameters.give(segment, partial(self._fill_start, block, part))
 
         if self.started_with:
+            self._require_due()
             state.each_block(write)
         else:
             state.parameters.write(state.theta)
+
+    def _require_due(self) -> None:
+        if self.whole and self._due is None:
+            self._due = self.find_due()
+
+    def _fill_start(self, block: FlatBlock, part: slice, out: Floats) -> None:
+        """Fills ``out`` with what the steps under way start from, with a lookahead. What is due counts once: it is as
+        much as any round's steps, and soon moves theta."""
+        np.multiply(self.started_with, block.of(self.flat)[part], out=out)
+        np.subtract(block.of(self._state.theta)[part], out, out=out)
+        if self._due is not None:
+            places, values = self._due[block.number]
+            of = slice(*np.searchsorted(places, (part.start, part.stop)))
+            out[places[of] - np.uint32(part.start)] += (self.started_with - np.float32(1)) * values[of]
 
     def complete_next(self) -> None:
         """What was held back of sums is part of what the next steps start from."""
@@ -167,13 +181,15 @@ class Residual:
         self.forget_message()
 
     def forget_message(self) -> None:
-        self.pending_message = self.add_held_back = None
+        self.pending_message = self.add_held_back = self._due = None
+        self.whole = self.overlap
 
     def settle(self, delivery: Delivery, sent: Sequence[Entries], *, steps: bool) -> None:
-        """The end of a round that was overlapped, whose message had the entries ``sent``, by block: what has counted
-        leaves ``flat``, and the inner ``steps`` since, if there are any, enter it. Raises NonFinite, with nothing
-        changed."""
+        """The end of a round where ``flat`` is whole. The message that was on its way had the entries ``sent``, by
+        block: what has counted leaves ``flat``, and the inner ``steps`` since, if there are any, enter it. Raises
+        NonFinite, with nothing changed."""
         if steps:
+            self._require_due()
             self._state.each_block(self._require_finite_steps)
 
         def work(block: FlatBlock) -> None:
@@ -218,9 +234,12 @@ class Residual:
 
     def _steps(self, block: FlatBlock) -> Floats:
         """The block's local steps: what they started from, less what the model holds."""
-        parameters, theta, residual = self._state.parameters, block.of(self._state.theta), block.of(self.flat)
-        s = np.empty_like(theta)
-        start = parameters.as_written(block, theta - self.started_with * residual if self.started_with else theta)
+        parameters, start = self._state.parameters, block.of(self._state.theta)
+        s = np.empty_like(start)
+        if self.started_with:
+            start = np.empty_like(start)
+            self._fill_start(block, slice(0, len(start)), start)
+        start = parameters.as_written(block, start)
         parameters.read_block(block, s)
         return np.subtract(start, s, out=s)
 

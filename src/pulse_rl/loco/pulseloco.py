@@ -80,12 +80,12 @@ class PulseLoCo(OuterLoop):
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         if lookahead == "auto":
             lookahead = min(outer_lr / (1 - outer_momentum), MAX_SCALE)
-        residual = Residual(state, checked_number("lookahead", lookahead, maximum=MAX_SCALE))
         if overlap not in (0, 1) or (overlap and not stored):
             raise InputError(f"overlap is {overlap!r}", hint="Use 0, or, where trainers meet over a store, 1.")
         if exchange.sweep and not lookahead:
             raise InputError("a sweep without a lookahead overshoots", hint='Leave lookahead at "auto", or sweep out.')
-        residual.overlapped = bool(overlap)
+        ahead = checked_number("lookahead", lookahead, maximum=MAX_SCALE)
+        residual = Residual(state, ahead, overlap=bool(overlap))
         reduction = GatedReduction(state, residual, Gate(gate_dtype, scale, exchange.sweep), exchange)
         meet = partial(StoreRounds, stored, reduction) if stored else partial(GroupRounds, exchange, reduction)
         super().__init__(model, state, reduction, meet, sync_every=sync_every, on_round=on_round)

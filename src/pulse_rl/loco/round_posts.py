@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from .._util.threads import ordered_map
 from ..errors import CorruptMessage, NotFound, Untrusted
+from ..store.base import CONNECTIONS
 from ..stream.signing import TrustedKeys
 from .exchange import GatedReduction
 from .outer import OuterState
@@ -82,6 +84,8 @@ class RoundPosts:
         self.place, self.shares, self.own = place, shares, own
         self._store, self._exchange, self._state, self._trusted = store, exchange, state, trusted
         self.coder = reduction.coder(place.round)
+        self.threads = 1 if state.threads == 1 else CONNECTIONS
+        """So many objects are read at once."""
         self._most = [self.coder.max_bytes(units) for units in shares]
         """Bytes of each part."""
         # By post: one's bytes may be put in another's name.
@@ -120,31 +124,38 @@ class RoundPosts:
         found: dict[str, Post] = {}
         refused: list[Refused] = []
         tried: Counter[str] = Counter()
+        posts = list[Post]()
         for post in self._store.posts(self.place.round):
             tried[post.trainer] += 1
-            if post.trainer in found or len(found) == MAX_TRAINERS or tried[post.trainer] > _MAX_POSTS:
+            if tried[post.trainer] <= _MAX_POSTS:
+                posts.append(post)
+        for post, read in zip(posts, ordered_map(self._read, posts, self.threads), strict=True):
+            if post.trainer in found or len(found) == MAX_TRAINERS:
                 continue
-            reason = self._why_not(post)
+            reason = self._why_not(post, read)
             if reason is None:
                 found[post.trainer] = post
             elif reason:
                 refused.append(Refused(post.trainer, post.sha256, reason))
         return found, refused
 
-    def _why_not(self, post: Post) -> str | None:
-        """Why this trainer does not name a post when it closes the round; "" where it may be good later. One that
+    def _read(self, post: Post) -> PostedMessage | Parts | str:
+        """What must be known of a post before it is named, or why it cannot be; "" where it may be good later. One that
         arrives damaged is read again, and then passed over."""
-        accept = self._exchange.accept
         if self._damaged[post] >= _TRIES:
             return "it is damaged in the store"
         try:
             # Where shares are summed by their owners, these read what only they need.
-            found = self.message(post) if accept or len(self.shares) == 1 else self.head(post)
+            return self.message(post) if self._exchange.accept or len(self.shares) == 1 else self.head(post)
         except NotFound:
             return ""
         except CorruptMessage:
             self._damaged[post] += 1
             return ""
+
+    def _why_not(self, post: Post, found: PostedMessage | Parts | str) -> str | None:
+        """Why this trainer does not name a post when it closes the round; "" where it may be good later."""
+        accept = self._exchange.accept
         if accept is None or not isinstance(found, PostedMessage):
             return found if isinstance(found, str) else None
         if post not in self._accepted:

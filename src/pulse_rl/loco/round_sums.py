@@ -8,12 +8,10 @@ from collections.abc import Collection
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 from .._native import sum_entries
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, NotFound, Untrusted
-from ..store.base import CONNECTIONS
 from .exchange import GatedReduction
 from .gate import ReduceGate
 from .outer import OuterState
@@ -40,7 +38,7 @@ class RoundSums:
         self.left_out: list[dict[str, str]] = [{} for _ in posts.shares]
         self._store, self._posts, self._state, self._reduction = store, posts, state, reduction
         self._name, self._number = name, posts.place.round
-        self._threads = 1 if state.threads == 1 else CONNECTIONS
+        self._threads = posts.threads
         # By share: what was read, as entries by unit, one after the other; and, of what this trainer has made, the
         # message, with a gate that knows what was withheld.
         self._read: dict[int, list[list[Entries]]] = {}
@@ -94,10 +92,11 @@ class RoundSums:
             now = time.monotonic()
             due = [share for share in missing if share not in tried]
             own = [share for share in due if self._owner(share) == self._name]
-            if due and not own and now - began >= exchange.grace_seconds:
-                # Each begins elsewhere with what others have not done.
-                at = crc32(self._name.encode()) % len(shares)
-                own = [min(due, key=lambda share: (share - at) % len(shares))]
+            if due and not own:
+                # First the next trainer makes them, then two more, then four.
+                near = min(due, key=self._distance)
+                if now - began >= exchange.grace_seconds * self._distance(near).bit_length():
+                    own = [near]
             for share in own:
                 self._make(share)
             tried.update(own)
@@ -117,6 +116,13 @@ class RoundSums:
 
     def _owner(self, share: int) -> str:
         return self.close.posts[(share + self._number) % len(self.close.posts)].trainer
+
+    def _distance(self, share: int) -> int:
+        """How many posts after the owner's this trainer's is; of one that is not in the round, as many as there are."""
+        trainers = [post.trainer for post in self.close.posts]
+        if self._name not in trainers:
+            return len(trainers)
+        return (trainers.index(self._name) - share - self._number) % len(trainers)
 
     def _is_over(self) -> bool:
         """Whether the next round is closed: then all sums of this one had been there."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from .._util.serial import Operation, SerialThread
 from .._util.settings import checked_count, checked_number
+from .._util.threads import ordered_map
 from ..errors import (
     Diverged,
     InputError,
@@ -46,6 +47,7 @@ from .store_format import TRAINER, Close, Place, Post, PostedMessage
 from .trainer import Trainer, specs_digest
 from .wire import Entries, WireName
 
+_FIRST_TRAINERS = 16
 _NOTHING: Entries = (np.empty(0, np.uint32), np.empty(0, np.float32))
 
 
@@ -132,6 +134,7 @@ class StoreRounds:
         store = BoundedStore(open_store(exchange.store))
         self._store = RunStore(store, trainer.state, exchange.signer, self._trusted)
         self._state, self._blocks = trainer.state, trainer.parameters.blocks
+        reduction.residual.find_due = self._find_due
         self._members: frozenset[str] = frozenset()
         """Of the round before."""
         self._root = ""
@@ -187,7 +190,7 @@ class StoreRounds:
         residual = self._reduction.residual
         if self._own is not None and self._own[0].sha256 != residual.pending_message:
             self._own = None  # of a state before the one that was loaded
-        pending = residual.pending_message if residual.overlapped and not self._own else None
+        pending = residual.pending_message if residual.whole and not self._own else None
         if pending is not None:
             # It was saved with its message on the way. One that never arrived is still in the residual.
             arrived = self._store.has_post(trainer.round, trainer.name, pending)
@@ -204,7 +207,7 @@ class StoreRounds:
         raise InputError("over a store there is no averaged state", hint="Keep global_state() instead.")
 
     def forget_steps(self) -> None:
-        if not self._reduction.residual.overlapped:
+        if not self._reduction.residual.whole:
             self._reduction.residual.forget_message()  # one that was put for the round is of steps that are no more
 
     def move(self, group: dist.ProcessGroup | None) -> None:
@@ -228,12 +231,15 @@ class StoreRounds:
 
     def finish(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
         residual = self._reduction.residual
-        if not residual.overlapped or residual.pending_message is None:
+        if not residual.whole or residual.pending_message is None:
             return None
 
         def work() -> Round | None:
             with phase("exchange"):
-                return self._end_exchange(lookahead())
+                if residual.overlap:
+                    return self._end_exchange(lookahead())[0]
+                self._put()  # of a trainer that was late: it counts if the others go on
+                return None
 
         return self._told(work)
 
@@ -258,15 +264,21 @@ class StoreRounds:
         with phase("buffers"):
             self._trainer.buffers.require_unchanged()
         with phase("exchange"):
-            done = self._end_exchange(lookahead())
-        if residual.overlapped:
-            if done is None:
-                self._serial.run(partial(self._take_steps, lookahead()), whole=True)
-        elif not self._trainer.inner_step:
+            done, late = self._end_exchange(lookahead())
+        if not self._trainer.inner_step:
             return done  # its steps have counted, in the message of a call that failed, or may have
+        if late is False and not residual.overlap:
+            # What was late has counted: it is in step with the others again. Its steps are in the residual.
+            self._trainer.inner_step = 0
+            return done
+        behind = residual.overlap or bool(
+            late
+        )  # who finds that a round was closed without it does not wait for the next one
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
             with phase("gate"):
+                if residual.whole:
+                    self._serial.run(partial(self._take_steps, lookahead()), whole=True)
                 own = self._reduction.message(self._trainer.round)
                 if own.bad is not None:
                     raise NonFinite(f"the pseudo-gradient of {own.bad!r} is not finite")
@@ -277,9 +289,15 @@ class StoreRounds:
                         hint="rewind() discards its steps. Bounds are those of a run.",
                     )
                 self._own = written
-            residual.pending_message = written[0].sha256  # first: it may count although this trainer fails
-        if residual.overlapped:
-            self._trainer.inner_step = 0
+            # First: it may count although this trainer fails.
+            residual.pending_message, residual.whole = written[0].sha256, behind
+        if residual.whole:
+
+            def go_on() -> None:
+                self._trainer.inner_step = 0
+                self._trainer.write_start(lookahead())
+
+            self._serial.run(go_on, whole=True)
             self._under_way = self._behind(self._exchange)
             return done
         with phase("exchange"):
@@ -288,21 +306,24 @@ class StoreRounds:
             try:
                 return self._apply(close, lookahead())
             except NotFound:  # the others are far ahead already
-                return self._catch_up(lookahead())
+                return self._catch_up(lookahead())[0]
 
     def _exchange(self) -> Close:
         """Puts this trainer's message, and waits for the end of the round."""
-        if self._own is not None and self._reduction.residual.pending_message is not None:
-            self._store.put_post(self._trainer.round, *self._own)
+        self._put()
         close = self._wait()
         with suppress(NotFound):  # it is long over: a snapshot has what it led to
             self._gathered(close)
         return close
 
-    def _end_exchange(self, lookahead: np.float32) -> Round | None:
-        """Ends what goes on behind the inner steps, and takes up the rounds that were closed."""
+    def _put(self) -> None:
+        if self._own is not None and self._reduction.residual.pending_message is not None:
+            self._store.put_post(self._trainer.round, *self._own)
+
+    def _end_exchange(self, lookahead: np.float32) -> tuple[Round | None, bool | None]:
+        """Ends what goes on behind the inner steps, and takes up the rounds that were closed, as `_catch_up`."""
         residual, operation = self._reduction.residual, self._under_way
-        if residual.overlapped and residual.pending_message is not None:
+        if residual.whole and residual.pending_message is not None:
             try:
                 if operation is None:
                     self._exchange()
@@ -322,23 +343,29 @@ class StoreRounds:
         return self._catch_up(lookahead)
 
     def _take_steps(self, lookahead: np.float32) -> None:
-        """Before a round with overlap is begun: the inner steps are part of the residual."""
-        self._reduction.residual.settle(Delivery.NOT_COUNTED, (), steps=True)
+        """Before a message is made of all that the residual has: the inner steps are part of it."""
+        residual = self._reduction.residual
+        residual.settle(Delivery.NOT_COUNTED, (), steps=True)
+        residual.whole = False
         self._trainer.write_start(lookahead)
 
-    def _catch_up(self, lookahead: np.float32) -> Round | None:
-        """Takes up the rounds that were closed since this trainer's last one; the last of them. A message that is due
-        stays due, unless it has counted."""
-        done = None
+    def _catch_up(self, lookahead: np.float32) -> tuple[Round | None, bool | None]:
+        """Takes up the rounds that were closed since this trainer's last one: the last of them, and whether that was
+        without this trainer, None if there is none. A message that is due stays due, unless it has counted."""
+        done, late = None, None
         while (close := self._store.closed(self._trainer.round)) is not None:
             due, delivery = self._trainer.inner_step, self._delivery(close)
+            stays = delivery == Delivery.NOT_COUNTED or self._reduction.residual.whole
             try:
                 done = self._apply(close, lookahead)
             except NotFound:  # its messages are gone: a later snapshot has what they led to
+                whole = self._reduction.residual.whole
                 delivery = self._load_newest(lookahead)
-            if delivery == Delivery.NOT_COUNTED or self._reduction.residual.overlapped:
+                stays = delivery == Delivery.NOT_COUNTED or whole
+            late = delivery == Delivery.NOT_COUNTED
+            if stays:
                 self._trainer.inner_step = due
-        return done
+        return done, late
 
     def _wait(self) -> Close:
         """Waits until the round is closed, and closes it where enough trainers are in."""
@@ -353,7 +380,7 @@ class StoreRounds:
             if len(good) >= exchange.quorum:
                 quorum_since = now if quorum_since is None else quorum_since
                 if self._members <= good.keys() or now - quorum_since >= exchange.grace_seconds:
-                    posts = tuple(good[name] for name in sorted(good))
+                    posts = tuple(good[name] for name in self._named_first(good))
                     self._store.close(Close(self._store.run, number, self._root, posts, tuple(refused)))
                     continue
             elif now - began >= exchange.deadline_seconds:
@@ -362,6 +389,11 @@ class StoreRounds:
                     hint="Start more trainers, then call rejoin(): nothing that was learnt is lost.",
                 )
             pause(began, now)
+
+    def _named_first(self, trainers: Collection[str]) -> list[str]:
+        """Whom a close names: all, but no crowd at once, whose messages those who were there would have to read."""
+        most = max(_FIRST_TRAINERS, 4 * len(self._members), self.exchange.quorum)
+        return sorted(sorted(trainers, key=lambda name: (name not in self._members, name))[:most])
 
     def _round_posts(self) -> RoundPosts:
         number, trainer = self._trainer.round, self._trainer
@@ -387,8 +419,8 @@ class StoreRounds:
             self._sums.gather(self.exchange)
             return self._sums.entries()
         self._sums = None
-        messages = [self._named(close, post).by_block for post in close.posts]
-        return [list(of_block) for of_block in zip(*messages, strict=True)]
+        messages = ordered_map(partial(self._named, close), close.posts, posts.threads)
+        return [list(of_block) for of_block in zip(*(found.by_block for found in messages), strict=True)]
 
     def _named(self, close: Close, post: Post) -> PostedMessage:
         """A message that a close has named."""
@@ -417,11 +449,12 @@ class StoreRounds:
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
         state, residual = self._state, self._reduction.residual
+        whole, steps = residual.whole, bool(self._trainer.inner_step)
         entries, delivery = self._gathered(close), self._delivery(close)
         posts, sums = self._round_posts(), self._sums
         own: list[Entries] = []
         back: list[Entries] = []
-        if delivery == Delivery.COUNTED and (residual.overlapped or (sums and sums.leaves_out(self._trainer.name))):
+        if delivery == Delivery.COUNTED and (whole or (sums and sums.leaves_out(self._trainer.name))):
             own, back = self._own_entries(close, sums)
         if delivery == Delivery.COUNTED and sums and (why := sums.leaves_out(self._trainer.name)):
             self._left_out.append(f"round {close.round + 1}: a part of this trainer's message was refused: {why}")
@@ -432,11 +465,11 @@ class StoreRounds:
 
         def take_effect() -> int:
             # What the message had is in the others' theta now; what stays is in the next residual.
-            if residual.overlapped:
-                residual.settle(delivery, own, steps=bool(self._trainer.inner_step))
+            if whole:
+                residual.settle(delivery, own, steps=steps)
             elif delivery != Delivery.COUNTED:
                 self._keep_local_steps(delivery)
-            if residual.overlapped or delivery != Delivery.COUNTED:
+            if whole or delivery != Delivery.COUNTED:
                 np.copyto(residual.next, residual.flat)
             elif back:
                 for block, (places, values) in zip(self._blocks, back, strict=True):
@@ -444,6 +477,9 @@ class StoreRounds:
             residual.add_held_back = sums.add_withheld if sums else None
             summed = self._reduction.step(close.round, entries, len(close.posts), lookahead)
             self._trainer.complete_round([post.sha256 for post in close.posts])
+            residual.whole |= (whole and steps) or (delivery == Delivery.NOT_COUNTED and (whole or steps))
+            if residual.whole:
+                self._trainer.write_start(lookahead)
             return summed
 
         summed = self._serial.run(take_effect, whole=True)
@@ -503,19 +539,24 @@ class StoreRounds:
 
         def settle() -> None:
             residual = self._reduction.residual
-            if residual.overlapped:
+            if residual.whole:
                 # The message is gone, what it had is not: it follows from theta and the residual.
-                own = self._reduction.gate.entries_of(self._state, residual.flat, self._reduction.wire, began)
-                residual.settle(delivery, own, steps=bool(self._trainer.inner_step))
+                residual.settle(delivery, self._find_due(), steps=bool(self._trainer.inner_step))
             elif delivery == Delivery.COUNTED:
                 residual.take_next()
             else:
                 self._keep_local_steps(delivery)
+            residual.whole = True
             if self._sums is not None and delivery != Delivery.UNKNOWN:
                 self._sums.add_withheld(residual.flat)
 
         self._load(self._store.snapshot(fields, newest), newest, lookahead, settle)
         return delivery
+
+    def _find_due(self) -> list[Entries]:
+        """What the message on its way has, or would have, which is part of the residual."""
+        reduction = self._reduction
+        return reduction.gate.entries_of(self._state, reduction.residual.flat, reduction.wire, self._trainer.round)
 
     def _load(
         self,

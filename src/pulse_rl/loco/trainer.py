@@ -270,7 +270,7 @@ class Trainer:
             **({"trainer": self.name} if self.name else {}),
             **{key: self.parameters.copies(flat) for key, flat in self._arrays().items()},
             **({"started_with": float(residual.started_with)} if residual and residual.started_with else {}),
-            **({"message": residual.pending_message} if residual and residual.overlapped else {}),
+            **({"message": residual.pending_message} if residual and residual.whole else {}),
         }
 
     def loaded(self, saved: Mapping[str, Any]) -> Callable[[np.float32], None]:
@@ -303,7 +303,8 @@ class Trainer:
                 self.name = saved["trainer"]
             if self.residual is not None:
                 self.residual.forget_message()
-                self.residual.pending_message = message if self.residual.overlapped else None
+                if self.name and "message" in saved:
+                    self.residual.pending_message, self.residual.whole = message, True
                 self.residual.started_with = np.float32(ahead)
             self.buffers.load(buffers)
             if self.inner_step == 0:  # in mid-round the model is left to its own checkpoint
