@@ -100,6 +100,7 @@ quick: $(VENV)/.ready
 # The real trainers (Hugging Face, TRL, PEFT, DeepSpeed, JAX, Megatron), with an environment of their own. Skipped where their
 # wheels cannot be had. Megatron without its dependencies, which are for GPUs.
 TRAINERS := .venv-trainers
+TORCHAO := torchao==0.18.0
 MEGATRON := megatron-core==0.16.1 megatron-bridge==0.3.1
 .PHONY: test-trainers
 test-trainers: $(TRAINERS)/.ready
@@ -109,6 +110,8 @@ test-trainers: $(TRAINERS)/.ready
 
 $(TRAINERS)/.packages: $(TRAINERS)/.ready tests/trainers/requirements.txt
 	$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -r tests/trainers/requirements.txt
+	$(TRAINERS)/bin/python -m pip install --quiet --no-deps $(TORCHAO) \
+	  || echo "tests/trainers/test_torchao.py: skipped, $(TORCHAO) could not be installed"
 	$(TRAINERS)/bin/python -m pip install --quiet --no-deps $(MEGATRON) \
 	  || echo "tests/trainers/megatron_ranks.py: skipped, $(MEGATRON) could not be installed"
 	touch $@
