@@ -7,39 +7,14 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loco import learning, tables, tasks, traffic
-from benchmarks.loco.jobs import Job, JobResult
-from benchmarks.loco.processes import start_trainers, why_no_network
+from benchmarks.loco import learning, links, tables
 
-PARTS = ("traffic", "cost", *learning.GROUPS)
-DEFAULT = ("traffic", "cost", "methods", "heldout", "H", "trainers", "scaling", "sites")
-
-
-def measure_network(parts: Sequence[str], quick: bool) -> dict[str, Any]:
-    """Runs the trainers in their namespaces and prints traffic and cost, which come from the same runs."""
-    tasks.ensure(tasks.PRETRAINED)
-    tasks.ensure(tasks.ARITHMETIC)
-    missing = why_no_network()
-    rate = None if missing else traffic.LINK
-    if missing:
-        print(f"{missing}\nHere: the loopback interface, bytes by the processes' own count, no link to time.")
-    jobs = [job for job in traffic.jobs(quick) if "traffic" in parts or job.dense]
-    results: list[tuple[Job, JobResult]] = []
-    with start_trainers(rate, namespaces=not missing) as trainers:
-        for job in jobs:
-            results.append((job, trainers.run(job)))
-    rows = [traffic.row(job, result) for job, result in results]
-    if "traffic" in parts:
-        print("\n" + traffic.traffic_text(rows))
-    if "cost" in parts:
-        print("\n" + traffic.cost_text([row for row in rows if row.outer], rate))
-    rounds = [{"job": asdict(job), "trainers": [[asdict(r) for r in rs] for rs in result]} for job, result in results]
-    return {"rate": rate, "traffic": [asdict(row) for row in rows], "rounds": rounds}
+PARTS = ("links", *learning.GROUPS)
+DEFAULT = ("links", "methods", "heldout", "H", "trainers", "scaling", "sites")
 
 
 def main() -> int:
@@ -57,8 +32,10 @@ def main() -> int:
     started = time.monotonic()
     facts: dict[str, Any] = {}
     try:
-        if {"traffic", "cost"} & set(arguments.only):
-            facts |= measure_network(arguments.only, arguments.quick)
+        if "links" in arguments.only:
+            rows = list(links.run(arguments.quick))
+            print("\n" + links.text(rows))
+            facts["links"] = [asdict(row) for row in rows]
         groups = [part for part in learning.GROUPS if part in arguments.only]
         if groups:
             seeds, rounds = (arguments.seeds[:1], 2) if arguments.quick else (arguments.seeds, arguments.rounds)

@@ -19,54 +19,34 @@ LAST = 5
 
 @dataclass(frozen=True)
 class Job:
-    """One training run: ``rounds`` times `SYNC_EVERY` inner steps of ``task`` by ``method``.
+    """Rounds of a method from recorded inner steps at ``lr``, of which ``fill`` come before any is timed. ``store``:
+    not in a group, but over the store at that endpoint, in a folder ``name``."""
 
-    ``lr`` rises over the first ``warm_up`` inner steps and stays. ``dense``: after each round, time a dense all-reduce
-    of as many FP32 values.
-    """
-
-    task: str
     method: str
     lr: float
-    rounds: int
-    seed: int
-    warm_up: int
-    dense: bool = False
-
-    @property
-    def title(self) -> str:
-        return f"{self.task}, {self.method}, lr {self.lr:g}, seed {self.seed}"
+    fill: int
+    store: str | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One round as one trainer saw it. Of DDP: as many inner steps as a round has.
+    """One round as one trainer saw it. Of DDP: one inner step.
 
     ``payload_bytes``: its own message; ``sent_bytes``: what left its process by its own count; ``interface_bytes``:
-    what left its network interface (None without one of its own). ``seconds`` by phase; ``outer_seconds``: all that
-    the round adds to its last inner step; ``dense_seconds``: the dense all-reduce right after it. ``reward``: the mean
-    of its rollouts.
+    what left its network interface (None without one of its own). ``phases``: seconds of each; ``seconds``: of all that
+    the round adds to its last inner step.
     """
 
-    number: int
     parameters: int
     entries: int
     payload_bytes: int
     sent_bytes: int
     interface_bytes: int | None
-    seconds: dict[str, float]
-    outer_seconds: float
-    dense_seconds: float | None
-    reward: float
+    phases: dict[str, float]
+    seconds: float
     root: str | None
-
-    @property
-    def density(self) -> float:
-        return self.entries / self.parameters
 
 
 STEADY_FROM = 6
 """A sparse method's first round that counts: the residual fills for some rounds, and until then less is sent."""
-
-JobResult = list[list[RoundRecord]]
-"""The records of one job: by trainer, then by round."""

@@ -1,4 +1,5 @@
-"""The process of one trainer: jobs as JSON lines on its standard input, one JSON line of `RoundRecord`s for each.
+"""The process of one trainer: each line of its standard input is a `Job`, "round" for the next round of it, or "end",
+and it answers each with a line, a round with a `RoundRecord`.
 
 python -m benchmarks.loco.trainer RANK RENDEZVOUS [INTERFACE]
 """
@@ -9,6 +10,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,80 +18,78 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.loco import recorded
 from benchmarks.loco.baselines import Ddp
-from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, Job, RoundRecord
-from benchmarks.loco.methods import make_loop
-from benchmarks.loco.tasks import TASKS
-from benchmarks.loco.threads import clip_before_steps
+from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM, TRAINERS, Job, RoundRecord
+from benchmarks.loco.methods import METHODS, make_loop
+from benchmarks.loco.recorded import Tensors
+from benchmarks.network.run import make_bucket, open_run
+from pulse_rl.loco import PulseLoCo, StoreExchange
+from pulse_rl.loco.loop import OuterLoop
 
 
-def run(job: Job, rank: int, interface: str | None) -> list[RoundRecord]:
-    """Does the job together with the other trainers."""
-    task = TASKS[job.task](job.seed, rank)
-    optimizer = torch.optim.AdamW(task.masters.values(), lr=job.lr, betas=(0.9, 0.999), weight_decay=0.0, foreach=True)
-    inner_steps, started = 0, 0.0
+@contextlib.contextmanager
+def replayed(
+    job: Job, start: Tensors, steps: list[Tensors], interface: str | None = None
+) -> Iterator[Callable[[], RoundRecord]]:
+    """Takes the next round of the job, in which the inner steps take ``steps`` off the weights; those of the second
+    half come again and again."""
+    weights = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in start.items()}
+    optimizer = torch.optim.SGD(weights.values(), lr=1.0)
+    loop = _loop(job, weights, optimizer)
+    number = 0
 
-    def before_the_outer_round(*_: object) -> None:
-        nonlocal inner_steps, started
-        inner_steps += 1
-        if inner_steps % SYNC_EVERY == 0:
-            dist.barrier()
-            started = time.perf_counter()
-
-    # Hooks run in the order they were registered in: the clock starts before the outer round, which the loop hooks
-    # when it is entered; and gradients are clipped after DDP has averaged them.
-    optimizer.register_step_post_hook(before_the_outer_round)
-    records: list[RoundRecord] = []
-    loop = make_loop(job.method, task.masters, optimizer, sync_every=SYNC_EVERY)
-    with loop:
-        clip_before_steps(optimizer, task.masters)
-        task.cast()
-        dense = torch.zeros(loop.parameters.count) if job.dense else None
+    def take() -> RoundRecord:
+        nonlocal number
+        half = len(steps) // 2
+        taken = steps[number if number < len(steps) else half + (number - half) % (len(steps) - half)]
+        number += 1
+        for name, weight in weights.items():
+            weight.grad = taken[name].clone()
+        before = (loop.sent_bytes, loop.payload_bytes) if isinstance(loop, Ddp) else (0, 0)
         dist.barrier()
         counted = _interface_bytes(interface)
-        sent = payload = 0
-        for number in range(1, job.rounds + 1):
-            rewards = 0.0
-            for step in range((number - 1) * SYNC_EVERY, number * SYNC_EVERY):
-                rewards += task.gradient(step) / SYNC_EVERY
-                for group in optimizer.param_groups:
-                    group["lr"] = job.lr * min(1.0, (step + 1) / job.warm_up)
-                optimizer.step()
-                ended = time.perf_counter()
-                task.cast()
-            # What others still had to get through this interface has left it when all are here.
-            dist.barrier()
-            before, counted = counted, _interface_bytes(interface)
-            done = None if isinstance(loop, Ddp) else loop.last_round
-            if isinstance(loop, Ddp):
-                facts: dict[str, Any] = {"entries": loop.parameters.count, "seconds": {}, "root": None}
-                facts |= {"sent_bytes": loop.sent_bytes - sent, "payload_bytes": loop.payload_bytes - payload}
-                sent, payload = loop.sent_bytes, loop.payload_bytes
-            else:
-                assert done is not None
-                facts = {k: getattr(done, k) for k in ("entries", "payload_bytes", "sent_bytes", "seconds", "root")}
-            records.append(
-                RoundRecord(
-                    number=number,
-                    parameters=loop.parameters.count,
-                    interface_bytes=None if counted is None or before is None else counted - before,
-                    outer_seconds=ended - started,
-                    dense_seconds=None if dense is None else _all_reduce(dense),
-                    reward=rewards,
-                    **facts,
-                )
-            )
-            counted = _interface_bytes(interface)
-    return records
+        began = time.perf_counter()
+        optimizer.step()
+        seconds = time.perf_counter() - began
+        # What others still had to get through this interface has left it when all are here.
+        dist.barrier()
+        after = _interface_bytes(interface)
+        if isinstance(loop, Ddp):
+            facts: dict[str, Any] = {"entries": loop.parameters.count, "phases": {"exchange": seconds}, "root": None}
+            facts |= {"sent_bytes": loop.sent_bytes - before[0], "payload_bytes": loop.payload_bytes - before[1]}
+        else:
+            done = loop.last_round
+            assert done is not None
+            facts = {k: getattr(done, k) for k in ("entries", "payload_bytes", "sent_bytes", "root")}
+            facts["phases"] = done.seconds
+        return RoundRecord(
+            parameters=loop.parameters.count,
+            interface_bytes=None if counted is None or after is None else after - counted,
+            seconds=seconds,
+            **facts,
+        )
+
+    with loop:
+        for _ in range(job.fill):
+            take()
+        yield take
 
 
-def _all_reduce(values: torch.Tensor) -> float:
-    dist.barrier()
-    started = time.perf_counter()
-    dist.all_reduce(values)
-    seconds = time.perf_counter() - started
-    dist.barrier()
-    return seconds
+def _loop(job: Job, weights: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Ddp | OuterLoop:
+    if job.store is None:
+        return make_loop(job.method, weights, optimizer, sync_every=1)
+    make_bucket(job.store)
+    over = StoreExchange(
+        open_run(job.store, job.name),
+        trainer=f"trainer-{dist.get_rank()}",
+        quorum=dist.get_world_size(),
+        grace_seconds=0.0,
+        wire=METHODS[job.method].settings["wire"],
+    )
+    loop = PulseLoCo(weights, optimizer, sync_every=1, outer_lr=OUTER_LR, outer_momentum=OUTER_MOMENTUM, over=over)
+    loop.threads = 1
+    return loop
 
 
 def _interface_bytes(interface: str | None) -> int | None:
@@ -102,11 +102,20 @@ def main() -> None:
     torch.set_num_threads(1)
     answers = sys.stdout
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=TRAINERS)
+
+    def answer(facts: object) -> None:
+        print(json.dumps(facts), file=answers, flush=True)
+
     # Whatever a library prints is no answer.
     with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin:
-            records = run(Job(**json.loads(line)), rank, interface)
-            print(json.dumps([asdict(record) for record in records]), file=answers, flush=True)
+            job = Job(**json.loads(line))
+            start, steps = recorded.read(job.lr, rank)
+            with replayed(job, start, steps, interface) as take:
+                answer("ready")
+                while sys.stdin.readline() == "round\n":
+                    answer(asdict(take()))
+            answer("ended")
     dist.destroy_process_group()
 
 

@@ -4,8 +4,9 @@
 
 Read the files in this order:
 
-- `regions`: two regions, a way between them that delays and loses packets, and what the logs say
-- `shape`: network namespaces, and how they are taken down again; `benchmarks.loco` has links of a rate from it
+- `regions`: two regions, and what the logs say
+- `shape`: network namespaces, and how they are taken down again
+- `carrier`: links that delay and lose packets; `benchmarks.loco` has its links from here, too
 - `run`: starting the programs, what they share, their logs
 - `methods`: full syncs, patches and rsync behind one face
 - `replay`: a recorded run in real time

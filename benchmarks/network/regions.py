@@ -1,8 +1,6 @@
 """Two regions and the long way between them: a trainer and an S3-compatible store in one, a worker in the other.
 
-The way is a TUN device in each region's namespace and a process that carries the packets (`carry`), since not every
-kernel has netem: each direction has a rate, half of the round trip as delay, a queue as long as the round trip, and
-loses packets at random. TCP is the kernel's own. The trainer publishes a version a step; the worker waits for it and
+The way is made by `carrier`. The trainer publishes a version a step; the worker waits for it and
 moves to it at once. ``newest``: seconds from the call of publish until the worker has the version. ``idle``: what the
 worker's own sync takes of that, so what a step waits that needs it. Two copies of the recorded run, each at another of
 its steps, make 45 M weights.
@@ -15,22 +13,15 @@ connections.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import fcntl
 import math
-import os
-import random
-import select
 import statistics
-import struct
 import sys
 import time
-from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network import shape
+from benchmarks.network import carrier, shape
 from benchmarks.network.run import (
     LOOK_SECONDS,
     STOP_SECONDS,
@@ -40,6 +31,7 @@ from benchmarks.network.run import (
     check,
     process,
     read_log,
+    s3_server,
     wait_or_kill,
     wait_until_ready,
 )
@@ -50,105 +42,21 @@ METHODS = ("auto", "zstd", "full", "rsync")
 COPIES, STEP_SECONDS = 2, 4.0
 # Of a method: seconds of a run. Two full syncs must fit.
 SECONDS = {"auto": 50.0, "zstd": 50.0, "full": 75.0, "rsync": 250.0}
-REGIONS = [shape.Node("store", 1), shape.Node("worker", 2)]
-_TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 _MTU = 1500
-# S3 keeps connections. moto's server closes each, after it has discarded what comes behind a request: the next one.
-_SERVER = """
-from unittest.mock import MagicMock
-from werkzeug import serving
-from moto.server import main
-
-serving.selectors = MagicMock()
-serving.selectors.DefaultSelector.return_value.select.return_value = []
-Handler = serving.WSGIRequestHandler
-send = Handler.send_header
-Handler.protocol_version, Handler.disable_nagle_algorithm = "HTTP/1.1", True
-Handler.send_header = lambda self, name, value: name.lower() == "connection" or send(self, name, value)
-main()
-"""
-
-
-def build_commands(congestion: str) -> list[shape.Command]:
-    """What builds the regions, without the process between them."""
-    commands: list[shape.Command] = []
-    for node in REGIONS:
-        space = node.namespace
-        link = ["ip", "-n", space, "link", "set", "dev"]
-        commands += [
-            ["ip", "netns", "add", space],
-            [*link, "lo", "up"],
-            ["ip", "-n", space, "tuntap", "add", "dev", shape.INTERFACE, "mode", "tun"],
-            ["ip", "-n", space, "addr", "add", f"{node.address}/24", "dev", shape.INTERFACE],
-            [*link, shape.INTERFACE, "mtu", str(_MTU), "txqueuelen", "10000", "up"],
-            ["ip", "-n", space, "route", "replace", shape.SUBNET, "dev", shape.INTERFACE, "congctl", congestion],
-        ]
-    return commands
-
-
-def carry(rate: float, round_trip: float, loss: float) -> None:
-    """Carries packets between the regions until it is killed: ``rate`` in bit/s and ``loss`` of each direction."""
-    os.nice(-10)
-    ends = [_tunnel(node.namespace) for node in REGIONS]
-    chance = random.Random(0)
-    ways = {ends[0]: _Way(ends[1]), ends[1]: _Way(ends[0])}
-    while True:
-        now = time.monotonic()
-        due = min((way.queue[0][0] for way in ways.values() if way.queue), default=now + 1)
-        ready, _, _ = select.select(ends, [], [], max(0.0, due - now))
-        now = time.monotonic()
-        for end in ready:
-            ways[end].take(end, now, rate, round_trip, loss, chance)
-        for way in ways.values():
-            way.deliver(time.monotonic())
-
-
-class _Way:
-    """One direction: packets and when they arrive; ``free``: when the last one has left."""
-
-    def __init__(self, target: int) -> None:
-        self.target, self.free = target, 0.0
-        self.queue: deque[tuple[float, bytes]] = deque()
-
-    def take(self, end: int, now: float, rate: float, round_trip: float, loss: float, chance: random.Random) -> None:
-        for _ in range(64):
-            try:
-                packet = os.read(end, 2 * _MTU)
-            except BlockingIOError:
-                return
-            leaves = max(now, self.free) + 8 * len(packet) / rate
-            if leaves - now > round_trip or chance.random() < loss:
-                continue
-            self.free = leaves
-            self.queue.append((leaves + round_trip / 2, packet))
-
-    def deliver(self, now: float) -> None:
-        while self.queue and self.queue[0][0] <= now:
-            os.write(self.target, self.queue.popleft()[1])
-
-
-def _tunnel(namespace: str) -> int:
-    """The file of the TUN device in a namespace; it stays there when this process goes on to another one."""
-    with open(f"/run/netns/{namespace}") as space:
-        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
-    tunnel = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(tunnel, _TUNSETIFF, struct.pack("16sH22x", shape.INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))
-    return tunnel
 
 
 def run(method: str, rate: float, *, trace: Path, folder: Path, congestion: str, scale: float = 1.0) -> dict[str, Any]:
     """One row: ``method`` over a way of ``rate``, for `SECONDS`, times ``scale``."""
-    store, worker = REGIONS
+    regions = store, worker = shape.Node("store", 1, rate), shape.Node("worker", 2, rate)
     folder.mkdir(parents=True)
     where = f"http://{store.address}:{STORE_PORT}"
     spec = Spec(method, STEP_SECONDS, where, str(trace), str(folder), copies=COPIES)
     path, python = str(spec.save()), [sys.executable, "-m"]
     with ExitStack() as stack:
-        stack.enter_context(shape.built(build_commands(congestion)))
-        link = [*python, "benchmarks.network.regions", str(rate), str(ROUND_TRIP), str(LOSS)]
+        stack.enter_context(shape.built(carrier.build_commands(regions, mtu=_MTU, congestion=congestion)))
+        link = carrier.command(regions, ROUND_TRIP, loss=LOSS, mtu=_MTU)
         children = [stack.enter_context(process(link, folder / "link.log"))]
-        server = [sys.executable, "-c", _SERVER, "-H", store.address, "-p", str(STORE_PORT)]
+        server = s3_server(store.address)
         if method == "rsync":
             (folder / "daemon").write_text(f"use chroot = no\nuid = 0\n[run]\npath = {folder}/shown\nread only = yes\n")
             (folder / "shown").mkdir()
@@ -255,7 +163,3 @@ def planned(row: dict[str, Any], density: float | None) -> dict[str, float]:
         "planned_newest_seconds": plan.sync_seconds + (LOOK_SECONDS + row["round_trip"]) / 2,
         "planned_idle_seconds": idle,
     }
-
-
-if __name__ == "__main__":
-    carry(*map(float, sys.argv[1:]))

@@ -8,6 +8,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -32,6 +33,21 @@ LOOK_SECONDS = 0.5
 STOP_SECONDS = 5.0
 _PINGS = 15
 _START_SECONDS = 120.0
+
+# S3 keeps connections. moto's server closes each, after it has discarded what comes behind a request: the next one.
+_SERVER = """
+from unittest.mock import MagicMock
+from werkzeug import serving
+from moto.server import main
+
+serving.selectors = MagicMock()
+serving.selectors.DefaultSelector.return_value.select.return_value = []
+Handler = serving.WSGIRequestHandler
+send = Handler.send_header
+Handler.protocol_version, Handler.disable_nagle_algorithm = "HTTP/1.1", True
+Handler.send_header = lambda self, name, value: name.lower() == "connection" or send(self, name, value)
+main()
+"""
 
 Lines = list[dict[str, Any]]
 
@@ -67,23 +83,37 @@ class Spec:
         return Path(self.folder) / "go"
 
     def open_store(self) -> Store:
-        keys = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
-        client = {"allow_http": True, "timeout": "300s"}
-        return open_store(f"s3://{BUCKET}/run", endpoint=self.endpoint, client_options=client, **keys)
+        return open_run(self.endpoint)
 
     def make_bucket(self) -> None:
-        """Waits until the store answers."""
-        request = urllib.request.Request(f"{self.endpoint}/{BUCKET}", method="PUT")
-        deadline = time.monotonic() + _START_SECONDS
-        while True:
-            try:
-                urllib.request.urlopen(request, timeout=5).close()
-            except (urllib.error.URLError, OSError):
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-            else:
-                return
+        make_bucket(self.endpoint)
+
+
+def open_run(endpoint: str, name: str = "run") -> Store:
+    """A folder in the bucket of an S3-compatible server."""
+    keys = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
+    client = {"allow_http": True, "timeout": "300s"}
+    return open_store(f"s3://{BUCKET}/{name}", endpoint=endpoint, client_options=client, **keys)
+
+
+def s3_server(address: str) -> list[str]:
+    """What runs one."""
+    return [sys.executable, "-c", _SERVER, "-H", address, "-p", str(STORE_PORT)]
+
+
+def make_bucket(endpoint: str) -> None:
+    """Waits until the server answers."""
+    request = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(request, timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
 
 
 class Log:
