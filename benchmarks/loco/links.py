@@ -126,8 +126,8 @@ def run(quick: bool) -> Iterator[Row]:
 
 
 HEADING = (
-    f"A round of {SYNC_EVERY} inner steps, {TRAINERS} trainers: bytes of one trainer (a message, what left its process, "
-    "what left its\ninterface), seconds of the round and of its exchange, medians; times less than DiLoCo: bytes, seconds.\n"
+    f"A round of {SYNC_EVERY} inner steps, {TRAINERS} trainers: bytes of one trainer (a message, what left its process,\n"
+    "what left its interface), median seconds of the round and of its exchange; times less than DiLoCo.\n"
     f"{'method':26} {'lr':>6} {'Mbit/s':>6} {'ms':>4} {'density':>8} {'payload':>11} {'link':>12} {'interface':>12} "
     f"{'seconds':>8} {'exchange':>8} {'bytes':>7} {'seconds':>7}"
 )
