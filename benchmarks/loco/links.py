@@ -11,6 +11,7 @@ methods, and of SparseLoCo, are the same at every learning rate; they have the f
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 
 from benchmarks import results
-from benchmarks.loco import recorded
+from benchmarks.loco import recorded, tasks
 from benchmarks.loco.jobs import PRETRAINED_RATES, STEADY_FROM, SYNC_EVERY, TRAINERS, Job, RoundRecord
 from benchmarks.loco.methods import DDP, DENSE, DILOCO, INT2, SWEPT, WIRES
 from benchmarks.loco.processes import ENDPOINT, Link, TrainerProcesses, start_trainers, why_no_network
@@ -126,8 +127,8 @@ def run(quick: bool) -> Iterator[Row]:
 
 
 HEADING = (
-    f"A round of {SYNC_EVERY} inner steps, {TRAINERS} trainers: bytes of one trainer (a message, what left its process,\n"
-    "what left its interface), median seconds of the round and of its exchange; times less than DiLoCo.\n"
+    f"A round of {SYNC_EVERY} inner steps, {TRAINERS} trainers: bytes of one trainer (a message, what left its process,"
+    "\nwhat left its interface), median seconds of the round and of its exchange; times less than DiLoCo.\n"
     f"{'method':26} {'lr':>6} {'Mbit/s':>6} {'ms':>4} {'density':>8} {'payload':>11} {'link':>12} {'interface':>12} "
     f"{'seconds':>8} {'exchange':>8} {'bytes':>7} {'seconds':>7}"
 )
@@ -161,14 +162,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one learning rate and one round; residuals are not full")
     parser.add_argument("--log", metavar="NAME", help="also write a log of that name to benchmarks/results")
     arguments = parser.parse_args()
+    # SIGTERM unwinds like Ctrl-C, so that trainers and network are taken down.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     found: list[Row] = []
-    seconds = recorded.inner_step_seconds()
+    seconds = {task: recorded.inner_step_seconds(task) for task in (tasks.PRETRAINED, tasks.ARITHMETIC)}
     command = " ".join(["python -m benchmarks.loco.links", *sys.argv[1:]])
     for of_link in run(arguments.quick):
         found.append(of_link)
         if arguments.log:  # so far: a run takes a while
             results.save(arguments.log, command, map(asdict, found), inner_step_seconds=seconds)
-    print(f"an inner step of one trainer alone: {seconds:.3f} s of a core\n{text(found)}")
+    steps = ", ".join(f"{taken:.3f} s ({task})" for task, taken in seconds.items())
+    print(f"an inner step of one trainer alone, of a core: {steps}\n{text(found)}")
 
 
 if __name__ == "__main__":

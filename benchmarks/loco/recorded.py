@@ -66,10 +66,11 @@ def ensure(lr: float) -> None:
         torch.save(found, path_of(lr, rank))
 
 
-def inner_step_seconds(steps: int = 8) -> float:
+def inner_step_seconds(task: str, steps: int = 8) -> float:
     """Processor seconds of an inner step of one trainer alone, on one core; the median."""
+    tasks.ensure(task)
     torch.set_num_threads(1)
-    job = tasks.TASKS[tasks.PRETRAINED](0, 0)
+    job = tasks.TASKS[task](0, 0)
     optimizer = torch.optim.AdamW(job.masters.values(), lr=1e-6, weight_decay=0.0)
     taken = []
     for step in range(steps):
