@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -321,6 +322,184 @@ def restarts(log: Log, lr: str) -> None:
         lines(f"restarts-{lr}-{what}", title, series, "steps of work")
 
 
+DILOCO = "DiLoCo"
+TRAINERS_SHOWN = {
+    "DDP": "#111827",
+    DILOCO: "#6b7280",
+    "DiLoCo int8": "#b07a1e",
+    "DiLoCo FP4": "#d97706",
+    "SparseLoCo 1%": "#f3a6b5",
+    "SparseLoCo 3%": "#be3455",
+    "PULSELoCo FP32": "#7aa5e0",
+    "PULSELoCo int2": OURS,
+    "PULSELoCo int2, sweep 4": "#2f855a",
+}
+
+
+class ExchangeTime(NamedTuple):
+    """Seconds of an exchange on a link, ``fixed + a_byte * bytes`` that leave a process. ``off``: how far the measured
+    ones are from it at most, as a share of them."""
+
+    name: str
+    fixed: float
+    a_byte: float
+    off: float
+
+    def seconds(self, run: dict[str, Any]) -> list[float]:
+        """Of each round; DDP has an exchange a step."""
+        times = run["sync_every"] if run["method"] == "DDP" else 1
+        return [times * self.fixed + self.a_byte * sent for sent in run["links"]]
+
+
+def exchange_time(name: str, points: Sequence[tuple[float, float]]) -> ExchangeTime:
+    """Least squares of the relative errors, nothing below 0. ``points``: bytes and seconds, as measured."""
+    # In units of the measured seconds: 1 = fixed / y + a_byte * x / y.
+    u, v = [1 / y for _, y in points], [x / y for x, y in points]
+    uu, uv, vv = (sum(a * b for a, b in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
+    determinant = uu * vv - uv * uv
+    fixed = (sum(u) * vv - sum(v) * uv) / determinant if determinant else 0.0
+    if fixed < 0 or not determinant:
+        fixed, a_byte = 0.0, sum(v) / vv
+    else:
+        a_byte = (sum(v) * uu - sum(u) * uv) / determinant
+    return ExchangeTime(name, fixed, a_byte, max(abs(fixed + a_byte * x - y) / y for x, y in points))
+
+
+def link_name(row: dict[str, Any]) -> str:
+    return f"{row['rate'] / 1e6:,.0f} Mbit/s" + (f", {1e3 * row['round_trip']:.0f} ms" if row["round_trip"] else "")
+
+
+def exchange_times(log: Log) -> list[ExchangeTime]:
+    """Of each link, by the rows of trainers in a group."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in log.rows:
+        times = row["sync_every"] if row["method"] == "DDP" else 1
+        if "over a store" not in row["method"]:
+            found = row["link"] / times, median(row["exchange"]) / times
+            points.setdefault(link_name(row), []).append(found)
+    return [exchange_time(name, found) for name, found in points.items()]
+
+
+def rounds_on_links(log: Log) -> str:
+    """Seconds of a round by method and link."""
+    names = list(dict.fromkeys(map(link_name, log.rows)))
+    dense = {link_name(row): row for row in log.rows if row["method"] == DILOCO}
+    table = [
+        f"| | learning rate | density | left a process | times less | {' | '.join(f'{n} | less' for n in names)} |"
+    ]
+    table.append("|---|---|---|---|---|" + "---|---|" * len(names))
+    found = []
+    rows: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
+    for row in log.rows:
+        rows.setdefault((row["method"], row["lr"]), {})[link_name(row)] = row
+    for (method, lr), of_link in rows.items():
+        one, cells = next(iter(of_link.values())), []
+        for name in names:
+            taken, reference = (median(r["seconds"]) if r else None for r in (of_link.get(name), dense.get(name)))
+            within = f" ({median(of_link[name]['exchange']):.2f})" if taken else ""
+            cells.append(f"{taken:.2f}{within} | {reference / taken:.1f}" if taken and reference else " | ")
+        sent = mean(row["link"] for row in of_link.values())
+        less = mean(row["link"] for row in dense.values()) / sent
+        at = f"{lr:g}" if method.startswith("PULSELoCo") else "any"
+        table.append(
+            f"| {method} | {at} | {one['density']:.1%} | {in_bytes(sent)} | {less:.1f} | {' | '.join(cells)} |"
+        )
+        slowest = of_link.get(names[0])
+        if slowest and (method in TRAINERS_SHOWN or "over a store" in method):
+            value = median(slowest["seconds"])
+            label = method if at == "any" else f"{method.replace('PULSELoCo ', '')}, {lr:g}"
+            found.append(Bar(label, value, f"{value:.3g} s", method.startswith("PULSELoCo")))
+    title = f"Seconds of a round of {log.rows[0]['sync_every']} inner steps at {names[0]}; blue: PULSELoCo, by wire"
+    bars("loco-rounds", title, found, min(bar.value for bar in found) / 2)
+    return "\n".join(table)
+
+
+def learnt(log: Log, times: Sequence[ExchangeTime], step_seconds: dict[str, float]) -> str:
+    """Reward by bytes that left a process and by wall-clock on each link: pictures, and a table for each task, number
+    of trainers and H."""
+    groups: dict[tuple[str, int, int], dict[str, list[dict[str, Any]]]] = {}
+    for row in log.rows:
+        if row["rewards"]:
+            title = f"{row['method']}, lr {row['lr']:g}"
+            groups.setdefault((row["task"], row["trainers"], row["sync_every"]), {}).setdefault(title, []).append(row)
+    parts = []
+    for (task, trainers, sync_every), runs in groups.items():
+        of_step = step_seconds[next(name for name in step_seconds if task.startswith(name))]
+        parts.append(f"**{task}**, {trainers} trainers, H = {sync_every}, an inner step of {of_step:.3f} s:")
+        if (trainers, sync_every) == (4, 8):
+            parts += learning_pictures(task, runs, times, of_step)
+        parts.append(learning_table(runs, times, of_step))
+    return "\n\n".join(parts)
+
+
+def along(run: dict[str, Any], time: ExchangeTime | None, of_step: float) -> list[float]:
+    """After each round: MB that left a process so far, or minutes on a link."""
+    each = run["links"] if time is None else [run["sync_every"] * of_step + s for s in time.seconds(run)]
+    return [total / (1e6 if time is None else 60) for total in accumulate(each)]
+
+
+def learning_pictures(
+    task: str, runs: dict[str, list[dict[str, Any]]], times: Sequence[ExchangeTime], of_step: float
+) -> list[str]:
+    parts = []
+    rate = max(row["lr"] for of in runs.values() for row in of if row["method"] != "DDP")
+    for time in (None, *times):
+        series: dict[str, list[tuple[float, float]]] = {}
+        for of_method in runs.values():
+            first = of_method[0]
+            if first["method"] in TRAINERS_SHOWN and (first["lr"] == rate or first["method"] == "DDP"):
+                across = [mean(at) for at in zip(*(along(run, time, of_step) for run in of_method), strict=True)]
+                rewards = [mean(at) for at in zip(*(run["rewards"] for run in of_method), strict=True)]
+                series[first["method"]] = list(zip(across, rewards, strict=True))
+        x = "MB that left a process" if time is None else f"minutes at {time.name}"
+        name = f"loco-{task.split()[0]}-{'bytes' if time is None else time.name.split()[0].replace(',', '')}"
+        styles = [(TRAINERS_SHOWN[method], 2.5 if method.startswith("PULSELoCo") else 1.5) for method in series]
+        lines(name, f"Held-out reward, {task}, learning rate {rate:g}", series, x, log_x=True, styles=styles)
+        parts.append(f"![Reward by {x}](evidence-{name}.svg)")
+    return parts
+
+
+def learning_table(runs: dict[str, list[dict[str, Any]]], times: Sequence[ExchangeTime], of_step: float) -> str:
+    names = " | ".join(f"minutes at {time.name} | less" for time in times)
+    table = [f"| | seeds | reward at the end | left a process | times less | {names} |"]
+    table.append("|---|---|---|---|---|" + "---|---|" * len(times))
+    for title, of_method in runs.items():
+        lr = of_method[0]["lr"]
+        dense = next((of for of in runs.values() if of[0]["method"] == DILOCO and of[0]["lr"] == lr), None)
+        dense = dense or next((of for of in runs.values() if of[0]["method"] == DILOCO), None)
+        ends = [mean(run["rewards"][-5:]) for run in of_method]
+        spread = f" ± {stdev(ends):.4f}" if len(ends) > 1 else ""
+        cells = []
+        for time in (None, *times):
+            mine, theirs = ([along(run, time, of_step)[-1] for run in of or ()] for of in (of_method, dense))
+            value = in_bytes(1e6 * mean(mine)) if time is None else f"{mean(mine):.3g}"
+            share = 100 * stdev(mine) / mean(mine) if len(mine) > 1 else 0.0
+            off = f" ± {share:.1f}%" if share >= 0.05 else ""
+            cells.append(f"{value}{off} | " + (f"{mean(theirs) / mean(mine):.1f}" if theirs else ""))
+        table.append(f"| {title} | {len(ends)} | {mean(ends):.4f}{spread} | {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def between_trainers() -> dict[str, str]:
+    """What docs/evidence.in says of PULSELoCo, as far as there are logs of it."""
+    names = ("rounds", "fitted", "learnt", "links", "learning")
+    found = {f"loco_{name}": "Not run here yet: `python -m benchmarks.loco`." for name in names}
+    if not (LOGS / "loco-links.jsonl").exists():
+        return found
+    log = Log.read("loco-links")
+    times = exchange_times(log)
+    found |= {"loco_rounds": rounds_on_links(log), "loco_links": log.caption()}
+    found["loco_fitted"] = "; ".join(
+        f"{time.name}: {time.fixed:.3f} s and {1e6 * time.a_byte:.3f} s a MB (at most {time.off:.0%} off)"
+        for time in times
+    )
+    if (LOGS / "loco-learning.jsonl").exists():
+        learning = Log.read("loco-learning")
+        found["loco_learnt"] = learnt(learning, times, log.about["inner_step_seconds"])
+        found["loco_learning"] = learning.caption()
+    return found
+
+
 def main() -> None:
     for lr in ("1e-5", "1e-3"):
         restarts(Log.read(f"restarts-{lr}"), lr)
@@ -334,6 +513,7 @@ def main() -> None:
         "sizes_table": sizes(logs["planned"]),
     }
     found |= {name.replace("-", "_").replace("1e_6", "lr"): log.caption() for name, log in logs.items()}
+    found |= between_trainers()
     page = (FOLDER / "evidence.in").read_text()
     for name, words in found.items():
         page = page.replace("{" + name + "}", words)

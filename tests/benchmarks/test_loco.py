@@ -6,6 +6,7 @@ import random
 import sys
 from dataclasses import asdict, replace
 from itertools import combinations, pairwise
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -14,8 +15,8 @@ import torch.distributed as dist
 
 from benchmarks import trace
 from benchmarks.loco import __main__ as command
-from benchmarks.loco import learning, methods, tables, tasks, traffic, trainer
-from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, WARM_UP, Job, JobResult, RoundRecord
+from benchmarks.loco import learning, links, methods, recorded, tables, tasks, trainer
+from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, WARM_UP, Job, RoundRecord
 from benchmarks.loco.learning import Outcome, Variant
 from tests.support.loco_reference import pulse_loco
 from tests.support.trainers import Trainer, together
@@ -53,32 +54,27 @@ class Tiny:
 
 def carry_out(process: Trainer) -> dict[str, list[RoundRecord]]:
     process.connect("start")
-    tasks.TASKS["tiny"] = Tiny
-    trainer.TASKS = tasks.TASKS
-    return {
-        method: trainer.run(
-            Job("tiny", method, 1e-4, 3, 0, 4, dense=True),
-            process.rank,
-            "lo",
-        )
-        for method in methods.METHODS
-    }
+    noise = torch.Generator().manual_seed(process.rank)
+    steps = [{"w": 1e-4 * torch.randn(PARAMETERS, generator=noise)} for _ in range(4)]
+    found = {}
+    for method in methods.METHODS:
+        with trainer.replayed(Job(method, 1e-4, fill=1), Tiny(0, 0).masters, steps, "lo") as take:
+            found[method] = [take() for _ in range(4)]
+    return found
 
 
-def test_a_tiny_job_of_every_method() -> None:
+def test_recorded_steps_by_every_method() -> None:
     found = together(carry_out, 3)
     for method in methods.METHODS:
         for rounds in zip(*(seen[method] for seen in found), strict=True):
             assert len({s.root for s in rounds}) == 1, "all trainers hold the same theta after a round"
             assert {s.parameters for s in rounds} == {PARAMETERS}
-            assert all(s.outer_seconds > 0 and s.dense_seconds and s.interface_bytes for s in rounds)
+            assert all(0 < s.phases["exchange"] <= s.seconds and s.interface_bytes for s in rounds)
         one = found[0][method]
-        assert [s.number for s in one] == [1, 2, 3]
-        assert [s.reward for s in one] == [3.5, 11.5, 19.5]
         assert all(before.root != after.root for before, after in pairwise(one) if method != methods.DDP)
     dense = 4 * PARAMETERS
-    assert {s.payload_bytes for s in found[0][methods.DDP]} == {SYNC_EVERY * dense}
-    assert {s.sent_bytes for s in found[0][methods.DDP]} == {SYNC_EVERY * dense * 4 // 3}
+    assert {s.payload_bytes for s in found[0][methods.DDP]} == {dense}
+    assert {s.sent_bytes for s in found[0][methods.DDP]} == {dense * 4 // 3}
     assert {s.payload_bytes for s in found[0][methods.DILOCO]} == {dense}
     assert all(0 < seen.entries < PARAMETERS for seen in found[0][methods.PULSE])
     assert {s.payload_bytes for s in found[0][methods.DILOCO_INT8]} == {PARAMETERS + 4}
@@ -88,60 +84,58 @@ def test_a_tiny_job_of_every_method() -> None:
 
 def test_jobs_travel_as_json() -> None:
     for quick in (False, True):
-        for job in traffic.jobs(quick):
+        jobs = links.jobs(quick, "http://localhost:5000")
+        assert {name for name, _ in jobs} == set(links.METHODS)
+        assert len(links.jobs(quick, None)) == len(jobs) - (1 if quick else 2), "only a network has a store"
+        for _, job in jobs:
             assert Job(**asdict(job)) == job
             assert job.method in methods.METHODS
-            assert job.task in tasks.TASKS
 
 
-def record(number: int = 6, **facts: object) -> RoundRecord:
+def test_recorded_steps_are_what_training_took_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(tasks.TASKS, tasks.PRETRAINED, Tiny)
+    monkeypatch.setattr(tasks, "WARM_START", tmp_path / "warm.pt")
+    monkeypatch.setattr(tasks, "ensure", lambda _: None)
+    recorded.ensure(1e-4)
+    start, steps = recorded.read(1e-4, 0)
+    assert torch.equal(start["w"], Tiny(0, 0).masters["w"])
+    assert len(steps) == recorded.ROUNDS
+    assert all(0 < step["w"].norm() < 1e-4 * SYNC_EVERY * PARAMETERS**0.5 for step in steps)
+    assert 0 < recorded.inner_step_seconds(tasks.PRETRAINED) < 1
+
+
+def record(**facts: object) -> RoundRecord:
     made = RoundRecord(
-        number=number,
         parameters=1000,
         entries=20,
         payload_bytes=100,
         sent_bytes=400,
         interface_bytes=500,
-        seconds={"gate": 0.1, "exchange": 0.2},
-        outer_seconds=0.4,
-        dense_seconds=0.8,
-        reward=0.5,
+        phases={"gate": 0.1, "exchange": 0.2},
+        seconds=0.4,
         root="00",
     )
     return replace(made, **facts)
 
 
-def result(**facts: object) -> JobResult:
-    """Five rounds that do not count yet, and two that do."""
-    early = [record(number, payload_bytes=1, outer_seconds=9.0) for number in range(1, 6)]
-    return [[*early, record(6, **facts), record(7, **facts)] for _ in range(TRAINERS)]
+def test_a_row_has_the_round_of_the_slowest_and_the_exchange_of_the_last_one_there() -> None:
+    rounds = [[record(), record(seconds=1.6, phases={"gate": 1.3, "exchange": 0.1})], [record(), record()]]
+    found = links.row(methods.PULSE, 1e-6, links.SWITCHED, rounds)
+    assert (found.payload, found.density, found.interface) == (100, 0.02, 500)
+    assert (found.seconds, found.exchange) == ([1.6, 0.4], [0.1, 0.2])
+    assert links.row(methods.PULSE, 1e-6, None, [[record(interface_bytes=None)]]).interface is None
+    of_steps = links.row(methods.DDP, 1e-6, links.SWITCHED, rounds)
+    assert (of_steps.link, of_steps.seconds[1]) == (400 * SYNC_EVERY, 0.4 * SYNC_EVERY)
 
 
-def test_traffic_ratios() -> None:
-    job = Job(tasks.ARITHMETIC, methods.PULSE, 1e-5, 7, 0, 20)
-    row = traffic.row(job, result())
-    assert (row.payload, row.density, row.interface, row.outer) == (100, 0.02, 500, [])
-    assert (row.less_payload, row.less_link) == (40, 15)
-    text = traffic.traffic_text([row])
-    line = next(line for line in text.splitlines() if line.startswith(methods.PULSE))
-    assert line.split("|")[1:] == ["    40.0   320.0 ", "    15.0   120.0"]
-    short = traffic.row(job, [rounds[:3] for rounds in result()])
-    assert traffic.NOT_STEADY not in text
-    assert traffic.NOT_STEADY in traffic.traffic_text([row, short])
-    assert " - |" in traffic.traffic_text([traffic.row(job, result(interface_bytes=None))])
-
-
-def test_cost_is_that_of_the_slowest_trainer() -> None:
-    job = Job(tasks.PRETRAINED, methods.PULSE, 1e-6, 7, 0, 20, dense=True)
-    measured = result()
-    measured[2][5] = record(6, outer_seconds=1.6)
-    row = traffic.row(job, measured)
-    assert (row.outer, row.dense) == ([1.6, 0.4], [0.8, 0.8])
-    assert row.phases["gate"] == pytest.approx(0.1)
-    assert row.phases["verify"] == 0
-    assert "1.25 (" in traffic.cost_text([row], traffic.LINK)
-    # Of DiLoCo's rounds all but the first count: four long ones and two short ones.
-    assert len(traffic.row(replace(job, method=methods.DILOCO), result()).outer) == 6
+def test_the_table_of_links_is_relative_to_diloco_on_the_same_link() -> None:
+    slow, fast = ([[record(sent_bytes=n * 400, seconds=n)]] for n in (8.0, 2.0))
+    rows = [
+        *(links.row(methods.DILOCO, 1e-6, link, slow) for link in links.CARRIED),
+        links.row(methods.PULSE, 1e-6, links.CARRIED[1], fast),
+    ]
+    text = links.text(rows)
+    assert text.splitlines()[-1].split()[-4:] == ["2.00", "0.20", "4.0", "4.0"]
 
 
 # -- tables
