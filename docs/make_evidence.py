@@ -482,8 +482,7 @@ def learning_table(runs: dict[str, list[dict[str, Any]]], times: Sequence[Exchan
 
 def between_trainers() -> dict[str, str]:
     """What docs/evidence.in says of PULSELoCo, as far as there are logs of it."""
-    names = ("rounds", "fitted", "learnt", "links", "learning")
-    found = {f"loco_{name}": "Not run here yet: `python -m benchmarks.loco`." for name in names}
+    found = dict[str, str]()
     if not (LOGS / "loco-links.jsonl").exists():
         return found
     log = Log.read("loco-links")
