@@ -271,9 +271,8 @@ class StoreRounds:
             # What was late has counted: it is in step with the others again. Its steps are in the residual.
             self._trainer.inner_step = 0
             return done
-        behind = residual.overlap or bool(
-            late
-        )  # who finds that a round was closed without it does not wait for the next one
+        # Who finds that a round was closed without it does not wait for the next one.
+        behind = residual.overlap or late is True
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
             with phase("gate"):
