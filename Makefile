@@ -189,7 +189,8 @@ bench-network: $(VENV)/.ready $(VENV)/.bench
 bench-fleet: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.fleet $(ARGS)
 
-# PULSELoCo beside DDP and DiLoCo: traffic, convergence, cost. Some 40 minutes on two cores; with root, in namespaces.
+# PULSELoCo beside DDP, DiLoCo and SparseLoCo: rounds on links (with root, in namespaces), and what is learnt. Hours on
+# two cores. ARGS="--only links": rounds alone, half an hour; ARGS=--quick: all of it, to see that it works.
 bench-loco: $(VENV)/.ready $(VENV)/.bench
 	$(BIN)/python -m benchmarks.loco $(ARGS)
 

@@ -480,22 +480,20 @@ def learning_table(runs: dict[str, list[dict[str, Any]]], times: Sequence[Exchan
     return "\n".join(table)
 
 
-def between_trainers() -> dict[str, str]:
-    """What docs/evidence.in says of PULSELoCo, as far as there are logs of it."""
-    found = dict[str, str]()
-    if not (LOGS / "loco-links.jsonl").exists():
-        return found
-    log = Log.read("loco-links")
+def between_trainers(log: Log) -> dict[str, str]:
+    """What docs/evidence.in says of rounds on links, and, as far as there are logs of it, of what is learnt by then."""
     times = exchange_times(log)
-    found |= {"loco_rounds": rounds_on_links(log), "loco_links": log.caption()}
+    found = {"loco_rounds": rounds_on_links(log), "loco_links": log.caption()}
     found["loco_fitted"] = "; ".join(
-        f"{time.name}: {time.fixed:.3f} s and {1e6 * time.a_byte:.3f} s a MB (at most {time.off:.0%} off)"
+        f"{time.name}: {time.fixed:.2f} s and {1e6 * time.a_byte:.3f} s a MB (at most {time.off:.0%} off)"
         for time in times
     )
-    if (LOGS / "loco-learning.jsonl").exists():
-        learning = Log.read("loco-learning")
-        found["loco_learnt"] = learnt(learning, times, log.about["inner_step_seconds"])
-        found["loco_learning"] = learning.caption()
+    logs = [Log.read(path.stem) for path in sorted(LOGS.glob("loco-learning*.jsonl"))]
+    found["loco_learnt"] = "Not run here yet: `python -m benchmarks.loco.learning`."
+    if logs:
+        learning = Log(logs[0].about, [row for each in logs for row in each.rows])
+        pictures = learnt(learning, times, log.about["inner_step_seconds"])
+        found["loco_learnt"] = "\n\n".join([pictures, *(each.caption() for each in logs)])
     return found
 
 
@@ -512,7 +510,7 @@ def main() -> None:
         "sizes_table": sizes(logs["planned"]),
     }
     found |= {name.replace("-", "_").replace("1e_6", "lr"): log.caption() for name, log in logs.items()}
-    found |= between_trainers()
+    found |= between_trainers(Log.read("loco-links"))
     page = (FOLDER / "evidence.in").read_text()
     for name, words in found.items():
         page = page.replace("{" + name + "}", words)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.loco``: see the package. Over an hour on two cores."""
+"""``python -m benchmarks.loco``: see the package. Hours on two cores."""
 
 from __future__ import annotations
 
