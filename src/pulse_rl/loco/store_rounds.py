@@ -264,15 +264,16 @@ class StoreRounds:
         with phase("buffers"):
             self._trainer.buffers.require_unchanged()
         with phase("exchange"):
-            done, late = self._end_exchange(lookahead())
+            done, delivery = self._end_exchange(lookahead())
         if not self._trainer.inner_step:
             return done  # its steps have counted, in the message of a call that failed, or may have
-        if late is False and not residual.overlap:
+        late = delivery is Delivery.NOT_COUNTED
+        if delivery is not None and not late and not residual.overlap:
             # What was late has counted: it is in step with the others again. Its steps are in the residual.
             self._trainer.inner_step = 0
             return done
         # Who finds that a round was closed without it does not wait for the next one.
-        behind = residual.overlap or late is True
+        behind = residual.overlap or late
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
             with phase("gate"):
@@ -319,7 +320,7 @@ class StoreRounds:
         if self._own is not None and self._reduction.residual.pending_message is not None:
             self._store.put_post(self._trainer.round, *self._own)
 
-    def _end_exchange(self, lookahead: np.float32) -> tuple[Round | None, bool | None]:
+    def _end_exchange(self, lookahead: np.float32) -> tuple[Round | None, Delivery | None]:
         """Ends what goes on behind the inner steps, and takes up the rounds that were closed, as `_catch_up`."""
         residual, operation = self._reduction.residual, self._under_way
         if residual.whole and residual.pending_message is not None:
@@ -348,10 +349,10 @@ class StoreRounds:
         residual.whole = False
         self._trainer.write_start(lookahead)
 
-    def _catch_up(self, lookahead: np.float32) -> tuple[Round | None, bool | None]:
-        """Takes up the rounds that were closed since this trainer's last one: the last of them, and whether that was
-        without this trainer, None if there is none. A message that is due stays due, unless it has counted."""
-        done, late = None, None
+    def _catch_up(self, lookahead: np.float32) -> tuple[Round | None, Delivery | None]:
+        """Takes up the rounds that were closed since this trainer's last one: the last of them, and what became of its
+        message in that. A message that is due stays due, unless it has counted."""
+        done, delivery = None, None
         while (close := self._store.closed(self._trainer.round)) is not None:
             due, delivery = self._trainer.inner_step, self._delivery(close)
             stays = delivery == Delivery.NOT_COUNTED or self._reduction.residual.whole
@@ -361,10 +362,9 @@ class StoreRounds:
                 whole = self._reduction.residual.whole
                 delivery = self._load_newest(lookahead)
                 stays = delivery == Delivery.NOT_COUNTED or whole
-            late = delivery == Delivery.NOT_COUNTED
             if stays:
                 self._trainer.inner_step = due
-        return done, late
+        return done, delivery
 
     def _wait(self) -> Close:
         """Waits until the round is closed, and closes it where enough trainers are in."""
