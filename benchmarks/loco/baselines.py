@@ -152,7 +152,7 @@ def sparse_loco(
     state = OuterState(Parameters(model, optimizer), outer_lr, 0.0)
     reduction = SparseReduction(state, fraction, decay)
     meet = partial(GroupRounds, exchange_of(settings.pop("group", None)), reduction)
-    return OuterLoop(model, state, reduction, meet, **{"on_round": None, **settings})
+    return OuterLoop(state, reduction, meet, **{"on_round": None, **settings})
 
 
 class QuantisedReduction:
@@ -209,7 +209,7 @@ def quantised_diloco(model: Any, optimizer: Any, *, code: Literal["int8", "FP4"]
     state = OuterState(Parameters(model, optimizer), settings.pop("outer_lr"), settings.pop("outer_momentum"))
     reduction = QuantisedReduction(state, code)
     meet = partial(GroupRounds, exchange_of(settings.pop("group", None)), reduction)
-    return OuterLoop(model, state, reduction, meet, **{"on_round": None, **settings})
+    return OuterLoop(state, reduction, meet, **{"on_round": None, **settings})
 
 
 def to_few_bits(values: Floats, code: Literal["int8", "FP4"]) -> bytes:

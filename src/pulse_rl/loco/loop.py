@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from .._util.serial import NotCopyable, SerialThread
-from ..errors import InputError
+from ..errors import InputError, RankLost
 from .exchange import Phase, Reduction
 from .group import TrainerNote
 from .meeting import Meeting, Round
 from .outer import OuterState
+from .ranks import Ranks
 from .trainer import Trainer
 
 
@@ -36,7 +37,6 @@ class OuterLoop(NotCopyable):
 
     def __init__(
         self,
-        model: torch.nn.Module | Mapping[str, torch.Tensor],
         state: OuterState,
         reduction: Reduction,
         meet: Callable[[Trainer, SerialThread], Meeting],
@@ -50,7 +50,7 @@ class OuterLoop(NotCopyable):
             )
         self.sync_every, self.on_round = sync_every, on_round
         self.reduction, self.state = reduction, state
-        self.trainer = Trainer(model, state, reduction.residual)
+        self.trainer = Trainer(state, reduction.residual)
         self.parameters, self.buffers = state.parameters, self.trainer.buffers
         self.last_round: Round | None = None
         self._serial = SerialThread(type(self).__name__)
@@ -58,6 +58,13 @@ class OuterLoop(NotCopyable):
         self._hooks: list[Any] = []
         self._seconds: dict[str, float] = {}
         self._in_global_weights = False
+        # Of all ranks of a sharded trainer: each calls its own, but all must agree on what the model holds meanwhile.
+        self._told = self.ranks.any(on_round is not None) if self.ranks else on_round is not None
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes of this trainer, where its model is sharded over several."""
+        return self.parameters.ranks
 
     @property
     def round(self) -> int:
@@ -87,25 +94,59 @@ class OuterLoop(NotCopyable):
             self._run_round()
 
     def _run_round(self) -> None:
-        if not self.meeting.joined:
-            raise InputError(
-                "a round is due, but the trainers have not met",
-                hint="Enter it as a context manager; after TrainerLost, call rejoin() or rewind().",
-            )
-        self._end_round(self.meeting.run)
+        def run() -> Round | None:
+            if not self.meeting.joined:
+                raise InputError(
+                    "a round is due, but the trainers have not met",
+                    hint="Enter it as a context manager; after TrainerLost, call rejoin() or rewind().",
+                )
+            return self._end_round(self.meeting.run)
 
-    def _end_round(self, call: Callable[[Phase, Callable[[], np.float32]], Round | None]) -> None:
+        self._tell(self._lead(run, reads=True))
+
+    def _end_round(self, call: Callable[[Phase, Callable[[], np.float32]], Round | None]) -> Round | None:
         self._seconds = {}
         # Who is told of the round is shown theta.
-        done = call(self._phase, lambda: np.float32(0) if self.on_round else self._lookahead())
+        done = call(self._phase, lambda: np.float32(0) if self._told else self._lookahead())
         self.meeting.note(self._note())
         if done is None:
-            self._restart()
+            self._write_start()
+            return None
+        return replace(done, seconds=dict(self._seconds))
+
+    def _tell(self, done: Round | None) -> None:
+        if done is None:
             return
-        self.last_round = replace(done, seconds=dict(self._seconds))
-        if self.on_round:
+        self.last_round = done
+        if self._told:
             with self.global_weights():
-                self.on_round(self.last_round)
+                if self.on_round:
+                    self.on_round(done)
+
+    def _lead(self, work: Callable[[], Round | None], *, reads: bool = False) -> Round | None:
+        """``work``, which may change the model, and with ``reads`` looks at it. Of a sharded trainer one rank does it,
+        and all have what follows."""
+        ranks, trainer = self.ranks, self.trainer
+        if ranks is None:
+            return work()
+        if reads:
+            ranks.collect()
+
+        def led() -> dict[str, Any]:
+            done = work()
+            return {"counters": [trainer.round, trainer.inner_step], "round": asdict(done) if done else None}
+
+        found = ranks.lead(led)
+        trainer.round, trainer.inner_step = found["counters"]
+        return Round(**found["round"]) if found["round"] else None
+
+    def _require_state(self) -> None:
+        """Raises InputError on a rank without outer state."""
+        if self.ranks and not self.ranks.leads:
+            raise InputError(
+                "the first rank of this trainer has the outer state, and this is another one",
+                hint="On all ranks the model holds theta within global_weights(), and while on_round is called.",
+            )
 
     # -- joining and leaving
 
@@ -114,8 +155,7 @@ class OuterLoop(NotCopyable):
 
     def __enter__(self) -> Self:
         if not self._hooks:
-            self.trainer.take_initial()
-            self._join()
+            self._join(self.trainer.take_initial)
             self._hooks = self.parameters.optimizers.hook(self._after_step)
             self._restart()
         return self
@@ -127,11 +167,16 @@ class OuterLoop(NotCopyable):
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-            if error is None and self.meeting.joined and not self.inner_step:
-                self._end_round(self.meeting.finish)
-            self._restart()
+            if error is None:
+                self._tell(self._lead(self._finish))
+            if not isinstance(error, RankLost):
+                self._restart()
         finally:
             self.meeting.leave(error)
+
+    def _finish(self) -> Round | None:
+        due = self.meeting.joined and not self.inner_step
+        return self._end_round(self.meeting.finish) if due else None
 
     def close(self) -> None:
         """Removes the hooks and leaves the group; the model holds theta, or the local steps of a round under way. The
@@ -145,22 +190,34 @@ class OuterLoop(NotCopyable):
         that is behind gets theta and the outer momentum. A round that was due runs at once; local steps that were not
         sent are not lost. Raises TrainerLost, StateMismatch, InputError, Diverged, NonFinite, CorruptMessage.
         """
-        self.meeting.move(group)
-        self.meeting.leave()
-        self._join()
+
+        def move() -> None:
+            self.meeting.move(group)
+            self.meeting.leave()
+
+        self._join(move)
 
     def rewind(self) -> None:
         """Gives the model the start of the round and the last common buffers, and discards the local steps since."""
-        self.buffers.require()
-        self.meeting.forget_steps()
-        self._serial.run(lambda: self.trainer.rewind(self._lookahead()), whole=True)
 
-    def _join(self) -> None:
-        """Meets the others, and runs a round that is due."""
-        self.trainer.require_finite()
-        self.meeting.join(self._settings(), self._lookahead(), self._note())
+        def rewind() -> None:
+            self.buffers.require()
+            self.meeting.forget_steps()
+            self._serial.run(lambda: self.trainer.rewind(self._lookahead()), whole=True)
+
+        self._lead(rewind)
+
+    def _join(self, begin: Callable[[], None]) -> None:
+        """Meets the others, after ``begin``, and runs a round that is due."""
+
+        def join() -> None:
+            begin()
+            self.trainer.require_finite()
+            self.meeting.join(self._settings(), self._lookahead(), self._note())
+            self.meeting.note(self._note())
+
+        self._lead(join, reads=True)
         # A trainer whose round failed has taken all its inner steps: it owes the round before it may take another.
-        self.meeting.note(self._note())
         if self.inner_step >= self.sync_every:
             self._run_round()
 
@@ -177,6 +234,9 @@ class OuterLoop(NotCopyable):
         return residual.lookahead
 
     def _restart(self) -> None:
+        self._lead(self._write_start)
+
+    def _write_start(self) -> None:
         """Between rounds, gives the model the local start that is due, unless it holds it."""
         residual = self.reduction.residual
         if residual is not None and self.inner_step == 0 and residual.started_with != self._lookahead():
@@ -205,11 +265,13 @@ class OuterLoop(NotCopyable):
 
     def global_state(self) -> dict[str, torch.Tensor]:
         """Theta by name, FP32 on the host, in this object's memory: copy or cast it, do not write."""
+        self._require_state()
         self._serial.run(lambda: None)  # whatever an interrupt left behind has ended
         return self.parameters.by_name(self.state.theta)
 
     def residual(self) -> dict[str, torch.Tensor]:
         """What this trainer holds back so far, by name, FP32 on the host, in this object's memory. DiLoCo has none."""
+        self._require_state()
         self._serial.run(lambda: None)
         residual = self.reduction.residual
         return {} if residual is None else self.parameters.by_name(residual.flat)
@@ -236,8 +298,10 @@ class OuterLoop(NotCopyable):
         """Theta, outer momentum, residual, counters and the last round's buffers: copies, by name.
 
         Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three together resume
-        to the same bits.
+        to the same bits. Of a sharded trainer the first rank has all of it, the others only the counters.
         """
+        if self.ranks and not self.ranks.leads:
+            return {"round": self.round, "inner_step": self.inner_step}
         return self._serial.run(self.trainer.saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -245,15 +309,20 @@ class OuterLoop(NotCopyable):
         nothing changed.
 
         At a round's boundary (``inner_step`` 0) the model gets theta and the buffers; mid-round it is left to its own
-        checkpoint, as frozen parameters always are. A state without buffers leaves the model's.
+        checkpoint, as frozen parameters always are. A state without buffers leaves the model's. All ranks of a sharded
+        trainer call it; the first one's ``state`` counts.
         """
-        load = self.trainer.loaded(state)
 
-        def take_up() -> None:
-            load(self._lookahead())
-            self.reduction.forget()
+        def restore() -> None:
+            load = self.trainer.loaded(state)
 
-        self._serial.run(take_up, whole=True)
+            def take_up() -> None:
+                load(self._lookahead())
+                self.reduction.forget()
+
+            self._serial.run(take_up, whole=True)
+
+        self._lead(restore)
 
     def _settings(self) -> dict[str, object]:
         """What all trainers must have in common."""

@@ -31,8 +31,10 @@ class OuterState:
             raise InputError(f"outer_lr {lr} or outer_momentum {momentum} is out of range")
         self.parameters, self.lr, self.mu = parameters, lr, momentum
         self.threads: int | None = None
+        if parameters.ranks:
+            parameters.ranks.collect()
         self.theta = parameters.read()
-        self.momentum = np.zeros_like(self.theta)
+        self.momentum = np.zeros(parameters.count, np.float32)
 
     def settings(self) -> dict[str, object]:
         """What all trainers must have in common."""
@@ -126,7 +128,7 @@ class Residual:
 
     def __init__(self, state: OuterState, lookahead: float, *, overlap: bool = False) -> None:
         self._state = state
-        self.flat = np.zeros_like(state.theta)
+        self.flat = np.zeros(state.parameters.count, np.float32)
         self.next = np.empty_like(state.theta)
         self.lookahead, self.started_with = np.float32(lookahead), np.float32(0)
         # The digest of the message that was sent in a round that has not taken effect here.

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import InputError, NonFinite, StateMismatch
+from ..errors import InputError, NonFinite, StateMismatch, UnsupportedTensor
 from ..patch.blocks import cut
 from ..state.tensors import DTYPES, Segment, State, TensorSpec
 from .buffers import require_dense
+from .ranks import Ranks, is_sharded, require_no_flat_parameters
 
 BLOCK_ELEMENTS = 1 << 22
 Floats = npt.NDArray[np.float32]
@@ -158,27 +159,44 @@ class Parameters:
     ``model`` is a module, or a mapping of names to the tensors that the optimizers hold (FP32 masters of a BF16 model,
     say). Raises InputError if they train a tensor that the model lacks, none at all, or one of a dtype other than FP32
     and BF16, and UnsupportedTensor for one without dense memory.
+
+    ``rank_seconds``: a model of DTensors is taken, of one trainer whose ranks wait for each other so long. Then
+    ``tensors`` and the ``model`` are whole where ``ranks.leads``, as they were when `Ranks.collect` was called.
     """
 
     def __init__(
         self,
         model: torch.nn.Module | Mapping[str, torch.Tensor],
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        rank_seconds: float | None = None,
     ) -> None:
+        require_no_flat_parameters(model)
         self.optimizers = Optimizers(optimizers)
         self._model, self._named = model, _named(model)
         self.optimizers.require(self._named)
         self._trained = self.optimizers.ids
+        self.ranks: Ranks | None = None
+        self.model = model
+        if rank_seconds is not None and any(map(is_sharded, self._named.values())):
+            self.ranks = Ranks(self._named, self._trained, rank_seconds)
+            self.model = _WholeModel(model, {name: self.ranks.whole(p) for name, p in self._named.items()})
         tensors: dict[str, torch.Tensor] = {}
         found: set[int] = set()
         # In the model's order, so that of tied names the first stands for all.
         for name, p in self._named.items():
             if id(p) in self._trained and id(p) not in found:
+                found.add(id(p))
+                if self.ranks:
+                    p = self.ranks.whole(p)
+                elif is_sharded(p):
+                    raise UnsupportedTensor(
+                        f"parameter {name!r} is sharded over ranks that would each be a trainer of a process group",
+                        hint="Give over= in place of group=: over a store the ranks of a sharded model are one trainer.",
+                    )
                 require_dense(p, f"parameter {name!r}")
                 if p.dtype not in (torch.float32, torch.bfloat16):
                     raise InputError(f"parameter {name!r} is {p.dtype}", hint="Train in FP32 or BF16.")
                 tensors[name] = p
-                found.add(id(p))
         if not any(p.numel() for p in tensors.values()):
             raise InputError("the optimizer trains no parameters")
         specs = [TensorSpec(name, DTYPES["F32"], tuple(p.shape)) for name, p in tensors.items()]
@@ -238,7 +256,9 @@ class Parameters:
 
     @torch.no_grad()
     def read(self) -> Floats:
-        """The present values of all parameters, FP32 in host memory."""
+        """The present values of all parameters, FP32 in host memory; zeros on a rank that does not lead."""
+        if self.ranks and not self.ranks.leads:
+            return np.zeros(self.count, np.float32)
         flat = np.empty(self.count, np.float32)
         for block in self.blocks:
             self.read_block(block, block.of(flat))
@@ -312,6 +332,23 @@ class Parameters:
             torch.from_numpy(views[name]).copy_(tensor)
         if name := self.first_non_finite(flat):
             raise NonFinite(f"parameter {name!r} of the {what} is not finite", hint="Restore an earlier checkpoint.")
+
+
+class _WholeModel(torch.nn.Module):
+    """A sharded ``model`` with other ``parameters``, by name, and its own buffers."""
+
+    def __init__(
+        self, model: torch.nn.Module | Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self._model, self._whole = [model], parameters  # in a list: not a submodule
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
+        return iter(self._whole.items())
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        (model,) = self._model
+        return model.named_buffers() if isinstance(model, torch.nn.Module) else iter(())
 
 
 def _named(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from .loop import OuterLoop
 from .meeting import GroupRounds, Round
 from .outer import OuterState, Residual
 from .parameters import Parameters, parts
-from .store_rounds import StoreExchange, StoreRounds, store_exchange_of, travel_of
+from .store_rounds import StoreExchange, StoreRounds, rank_seconds_of, store_exchange_of, travel_of
 from .trainer import MAX_SCALE
 
 
@@ -47,13 +47,15 @@ class PulseLoCo(OuterLoop):
     `Exchange` that holds one, with the settings of how messages travel. ``over``: instead of a group, a store or its
     address in which the trainers meet, or a `StoreExchange` that holds one: who is late in a round is left out of it,
     and loses nothing; no trainer must reach another. ``overlap``: over a store, 1 exchanges a round behind the inner
-    steps of the next one: it ends with them, or when the loop is left (docs/loco.md, 7.1). ``on_round`` gets a `Round`
+    steps of the next one: it ends with them, or when the loop is left (docs/loco.md, 7.1). Over a store a ``model`` of
+    DTensors (FSDP2) is one trainer: all its ranks make and enter this, and the first one has the outer state
+    (docs/loco.md, 7.4). ``on_round`` gets a `Round`
     after each round; only then do all trainers hold the model's state, and only then should it be published.
 
     Memory on the host: 17 bytes per parameter. Raises InputError for settings out of range and for parameters that
     cannot be trained, and UnsupportedTensor, with the name, for those that cannot be kept equal; from inside ``step()``
     of the last inner optimizer TrainerLost (see `rejoin`), NonFinite (see `rewind`), Diverged,
-    CorruptMessage, InputError.
+    CorruptMessage, InputError, and RankLost where another rank of this trainer died.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class PulseLoCo(OuterLoop):
         stored = None if over is None else store_exchange_of(over)
         exchange = travel_of(stored) if stored else exchange_of(group)
         scale = checked_number("gate_scale", gate_scale, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
-        state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
+        parameters = Parameters(model, inner_optimizer, rank_seconds_of(stored) if stored else None)
+        state = OuterState(parameters, outer_lr, outer_momentum)
         if lookahead == "auto":
             lookahead = min(outer_lr / (1 - outer_momentum), MAX_SCALE)
         if overlap not in (0, 1) or (overlap and not stored):
@@ -88,7 +91,7 @@ class PulseLoCo(OuterLoop):
         residual = Residual(state, ahead, overlap=bool(overlap))
         reduction = GatedReduction(state, residual, Gate(gate_dtype, scale, exchange.sweep), exchange)
         meet = partial(StoreRounds, stored, reduction) if stored else partial(GroupRounds, exchange, reduction)
-        super().__init__(model, state, reduction, meet, sync_every=sync_every, on_round=on_round)
+        super().__init__(state, reduction, meet, sync_every=sync_every, on_round=on_round)
         self.reduction: GatedReduction = reduction
         self.lookahead = residual.lookahead
 
@@ -148,4 +151,4 @@ class DiLoCo(OuterLoop):
         state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
         reduction = DenseReduction(state)
         meet = partial(GroupRounds, exchange_of(group), reduction)
-        super().__init__(model, state, reduction, meet, sync_every=sync_every, on_round=on_round)
+        super().__init__(state, reduction, meet, sync_every=sync_every, on_round=on_round)

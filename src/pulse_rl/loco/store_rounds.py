@@ -115,6 +115,11 @@ def travel_of(exchange: StoreExchange) -> Exchange:
     return Exchange(wire=exchange.wire, sweep=exchange.sweep)
 
 
+def rank_seconds_of(exchange: StoreExchange) -> float:
+    """How long the ranks of a trainer wait for that which speaks for them: it may wait for two rounds."""
+    return 600 + 2 * (exchange.deadline_seconds + exchange.grace_seconds)
+
+
 def store_exchange_of(over: Store | str | StoreExchange) -> StoreExchange:
     return over if isinstance(over, StoreExchange) else StoreExchange(over)
 

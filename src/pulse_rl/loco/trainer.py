@@ -10,7 +10,6 @@ from hashlib import sha256
 from typing import Any, Self
 
 import numpy as np
-import torch
 
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from ..state.tensors import TensorSpec
@@ -145,13 +144,11 @@ def delivery_of(message: str | None, number: int, leader: Handshake, *, from_che
 
 class Trainer:
     """Theta and momentum (``state``), the ``residual`` if there is error feedback, what no optimizer trains of
-    ``model``, and the counters of the round under way."""
+    the model, and the counters of the round under way."""
 
-    def __init__(
-        self, model: torch.nn.Module | Mapping[str, torch.Tensor], state: OuterState, residual: Residual | None
-    ) -> None:
+    def __init__(self, state: OuterState, residual: Residual | None) -> None:
         self.state, self.residual, self.parameters = state, residual, state.parameters
-        self.buffers = FrozenAndBuffers(model, self.parameters.tensors)
+        self.buffers = FrozenAndBuffers(self.parameters.model, self.parameters.tensors)
         self.round = self.inner_step = 0
         self.name = ""
         """Among trainers that meet in a store; a checkpoint keeps it."""
