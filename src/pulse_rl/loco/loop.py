@@ -57,9 +57,7 @@ class OuterLoop(NotCopyable):
         self.meeting = meet(self.trainer, self._serial)
         self._hooks: list[Any] = []
         self._seconds: dict[str, float] = {}
-        self._in_global_weights = False
-        # Of all ranks of a sharded trainer: each calls its own, but all must agree on what the model holds meanwhile.
-        self._told = self.ranks.any(on_round is not None) if self.ranks else on_round is not None
+        self._in_global_weights = self._told = False
 
     @property
     def ranks(self) -> Ranks | None:
@@ -102,7 +100,20 @@ class OuterLoop(NotCopyable):
                 )
             return self._end_round(self.meeting.run)
 
-        self._tell(self._lead(run, reads=True))
+        self._lead_round(run, reads=True)
+
+    def _lead_round(self, run: Callable[[], Round | None], *, reads: bool = False) -> None:
+        # Each rank of a sharded trainer calls its own ``on_round``; all agree on what the model holds meanwhile.
+        told = self.on_round is not None
+        self._told = self.ranks.any(told) if self.ranks else told
+        done = self._lead(run, reads=reads)
+        if done is None:
+            return
+        self.last_round = done
+        if self._told:
+            with self.global_weights():
+                if self.on_round:
+                    self.on_round(done)
 
     def _end_round(self, call: Callable[[Phase, Callable[[], np.float32]], Round | None]) -> Round | None:
         self._seconds = {}
@@ -113,15 +124,6 @@ class OuterLoop(NotCopyable):
             self._write_start()
             return None
         return replace(done, seconds=dict(self._seconds))
-
-    def _tell(self, done: Round | None) -> None:
-        if done is None:
-            return
-        self.last_round = done
-        if self._told:
-            with self.global_weights():
-                if self.on_round:
-                    self.on_round(done)
 
     def _lead(self, work: Callable[[], Round | None], *, reads: bool = False) -> Round | None:
         """``work``, which may change the model, and with ``reads`` looks at it. Of a sharded trainer one rank does it,
@@ -168,7 +170,7 @@ class OuterLoop(NotCopyable):
                 hook.remove()
             self._hooks = []
             if error is None:
-                self._tell(self._lead(self._finish))
+                self._lead_round(self._finish)
             if not isinstance(error, RankLost):
                 self._restart()
         finally:

@@ -191,7 +191,7 @@ class Parameters:
                 elif is_sharded(p):
                     raise UnsupportedTensor(
                         f"parameter {name!r} is sharded over ranks that would each be a trainer of a process group",
-                        hint="Give over= in place of group=: over a store the ranks of a sharded model are one trainer.",
+                        hint="Give over= in place of group=: over a store all ranks of such a model are one trainer.",
                     )
                 require_dense(p, f"parameter {name!r}")
                 if p.dtype not in (torch.float32, torch.bfloat16):
