@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from pulse_rl import MemoryStore, PulseLoCo
 from pulse_rl.errors import InputError, NonFinite, RankLost, UnsupportedTensor
@@ -38,7 +39,9 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.ones(3))
 
 
-def shard(model: nn.Module, how: str) -> None:
+def shard(model: nn.Module, how: str) -> nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(model)
     if how == "fsdp":
         fully_shard(model.get_submodule("up"))
         fully_shard(model)
@@ -48,6 +51,7 @@ def shard(model: nn.Module, how: str) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
+    return model
 
 
 class Descent(torch.optim.Optimizer):
@@ -103,7 +107,7 @@ def run(trainer: Trainer, how: str, dtype: torch.dtype, overlap: int) -> Seen:
     model, seen = Net().to(dtype), Seen()
     if how and not who:
         trainer.connect("site", tuple(range(trainer.size - 1)))
-        shard(model, how)
+        model = shard(model, how)
     optimizer = descent(model)
     over = StoreExchange(
         str(trainer.folder / "run"), trainer="ab"[who], grace_seconds=SECONDS, deadline_seconds=SECONDS
@@ -130,7 +134,7 @@ def run(trainer: Trainer, how: str, dtype: torch.dtype, overlap: int) -> Seen:
     ("dtype", "overlap"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)], ids=["fp32", "bf16", "overlap"]
 )
 def test_a_sharded_trainer_is_one_trainer(dtype: torch.dtype, overlap: int) -> None:
-    ways = {"": 2, "fsdp": 3, "replicas": 5, "tensor parallel": 5}
+    ways = {"": 2, "fsdp": 3, "ddp": 3, "replicas": 5, "tensor parallel": 5}
     found = side_by_side({how: Group(run, size, how, dtype, overlap) for how, size in ways.items()})
     plain = found.pop("")
     assert len(set(plain[0].roots)) == ROUNDS

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InputError, NonFinite, StateMismatch, UnsupportedTensor
 from ..patch.blocks import cut
 from ..state.tensors import DTYPES, Segment, State, TensorSpec
 from .buffers import require_dense
-from .ranks import Ranks, is_sharded, require_no_flat_parameters
+from .ranks import Ranks, is_sharded, ranks_of, require_no_flat_parameters
 
 BLOCK_ELEMENTS = 1 << 22
 Floats = npt.NDArray[np.float32]
@@ -160,8 +161,8 @@ class Parameters:
     say). Raises InputError if they train a tensor that the model lacks, none at all, or one of a dtype other than FP32
     and BF16, and UnsupportedTensor for one without dense memory.
 
-    ``rank_seconds``: a model of DTensors is taken, of one trainer whose ranks wait for each other so long. Then
-    ``tensors`` and the ``model`` are whole where ``ranks.leads``, as they were when `Ranks.collect` was called.
+    ``rank_seconds``: where a model is of DTensors, or in DDP, its ranks are one trainer, and wait for each other so
+    long. Then ``tensors`` and the ``model`` are whole where ``ranks.leads``, as when `Ranks.collect` was called.
     """
 
     def __init__(
@@ -172,13 +173,16 @@ class Parameters:
     ) -> None:
         require_no_flat_parameters(model)
         self.optimizers = Optimizers(optimizers)
+        ranks = [] if rank_seconds is None else ranks_of(model, _named(model))
+        if ranks and isinstance(model, DistributedDataParallel):
+            model = model.module
         self._model, self._named = model, _named(model)
         self.optimizers.require(self._named)
         self._trained = self.optimizers.ids
         self.ranks: Ranks | None = None
         self.model = model
-        if rank_seconds is not None and any(map(is_sharded, self._named.values())):
-            self.ranks = Ranks(self._named, self._trained, rank_seconds)
+        if ranks and rank_seconds is not None:
+            self.ranks = Ranks(ranks, self._named, self._trained, rank_seconds)
             self.model = _WholeModel(model, {name: self.ranks.whole(p) for name, p in self._named.items()})
         tensors: dict[str, torch.Tensor] = {}
         found: set[int] = set()

@@ -48,9 +48,9 @@ class PulseLoCo(OuterLoop):
     address in which the trainers meet, or a `StoreExchange` that holds one: who is late in a round is left out of it,
     and loses nothing; no trainer must reach another. ``overlap``: over a store, 1 exchanges a round behind the inner
     steps of the next one: it ends with them, or when the loop is left (docs/loco.md, 7.1). Over a store a ``model`` of
-    DTensors (FSDP2) is one trainer: all its ranks make and enter this, and the first one has the outer state
-    (docs/loco.md, 7.4). ``on_round`` gets a `Round`
-    after each round; only then do all trainers hold the model's state, and only then should it be published.
+    DTensors (FSDP2), or in DDP, is one trainer: all its ranks make and enter this, and the first one has the outer
+    state (docs/loco.md, 7.4). ``on_round`` gets a `Round` after each round; only then do all trainers hold the model's
+    state, and only then should it be published.
 
     Memory on the host: 17 bytes per parameter. Raises InputError for settings out of range and for parameters that
     cannot be trained, and UnsupportedTensor, with the name, for those that cannot be kept equal; from inside ``step()``

@@ -1,4 +1,4 @@
-"""A trainer of several processes: a model whose tensors are sharded over them, by FSDP2 or tensor parallelism
+"""A trainer of several processes: a model that is sharded over them, by FSDP2 or tensor parallelism, or in DDP
 (docs/loco.md, section 7.4)."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from .._util.collective import GlooTransport, RankGroup
 from ..errors import RankLost, UnsupportedTensor
@@ -36,21 +37,32 @@ def require_no_flat_parameters(model: object) -> None:
         )
 
 
+def ranks_of(model: object, named: Mapping[str, torch.Tensor]) -> list[int]:
+    """The ranks that train one model together, if its tensors, or DDP, say that there are several."""
+    sharded = [_ranks_of(tensor) for tensor in named.values() if is_sharded(tensor)]
+    if sharded:
+        return max(sharded, key=len)
+    if isinstance(model, DistributedDataParallel):
+        ranks = sorted(dist.get_process_group_ranks(model.process_group))
+        return ranks if len(ranks) > 1 else []
+    return []
+
+
 class Ranks:
     """The processes of one trainer. The first one *leads*: it has the outer state, all tensors whole in host memory,
-    and speaks to the other trainers. The others have shards alone, and wait for what it says.
+    and speaks to the other trainers. The others have shards or replicas alone, and wait for what it says.
 
-    ``named``: the model's tensors, DTensors among them; of the ``trained`` ones, by id, the leader's values go to all
-    ranks. All ranks make it, and make the same calls in the same order; none waits for another one for longer than
-    ``timeout_seconds``. Raises UnsupportedTensor for DTensors that are not on the same ranks or not made of plain
-    slices, and RankLost, also from every call.
+    ``members``: their ranks, of `ranks_of`; ``named``: the model's tensors; of the ``trained`` ones, by id, the
+    leader's values go to all. All ranks make it, and make the same calls in the same order; none waits for another one
+    for longer than ``timeout_seconds``. Raises UnsupportedTensor for DTensors that are not made of plain slices, or
+    others on another rank, and RankLost, also from every call.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor], trained: set[int], timeout_seconds: float) -> None:
+    def __init__(
+        self, members: list[int], named: Mapping[str, torch.Tensor], trained: set[int], timeout_seconds: float
+    ) -> None:
         self._sharded = {name: tensor for name, tensor in named.items() if is_sharded(tensor)}
         self._trained = [tensor for tensor in named.values() if id(tensor) in trained]
-        on = {name: _ranks_of(tensor) for name, tensor in self._sharded.items()}
-        members = max(on.values(), key=len)
         self._group = RankGroup(GlooTransport(members, timeout_seconds, owner="PulseLoCo"))
         # For what is on a device, by the program's own backend; the world's group is there already.
         everyone = members == list(range(dist.get_world_size()))
@@ -63,7 +75,7 @@ class Ranks:
         }
         self._writes = 0
         # A tensor may be on some of the ranks, and again on the others; then it must be the same one.
-        apart = {name: tensor for name, tensor in named.items() if on.get(name, []) != members}
+        apart = {name: t for name, t in named.items() if not is_sharded(t) or _ranks_of(t) != members}
         self._require_slices()
         self._require_same({name: t for name, t in apart.items() if id(t) in trained or is_sharded(t)})
 
