@@ -223,6 +223,65 @@ def test_a_rank_that_dies_is_no_hang(tmp_path: Path) -> None:
     assert "died" in found[0]
 
 
+def parted(trainer: Trainer, folder: str) -> str:
+    trainer.connect("site")
+    model = Net()
+    shard(model, "fsdp")
+    optimizer = descent(model)
+    over = StoreExchange(folder, quorum=1, grace_seconds=0, deadline_seconds=SECONDS)
+    try:
+        with PulseLoCo(model, optimizer, sync_every=1, over=over) as loop:
+            if trainer.rank == 0:
+                with loop.global_weights():
+                    pass
+            step(model, optimizer, 0, 0)
+    except RankLost as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_call_on_some_ranks_alone_ends_all(tmp_path: Path) -> None:
+    for found in together(parted, 2, str(tmp_path / "run")):
+        assert "different calls" in found
+
+
+def evaluated(trainer: Trainer, folder: str) -> None:
+    trainer.connect("site")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(torch.ones(1, 4))  # FSDP2 keeps the weights of the outer module
+    over = StoreExchange(folder, quorum=1, grace_seconds=0, deadline_seconds=SECONDS)
+
+    def computes_with_its_weights() -> bool:
+        (up, up_bias), (down, down_bias) = ([p.full_tensor() for p in layer.parameters()] for layer in model)
+        expected = (torch.ones(1, 4) @ up.T + up_bias) @ down.T + down_bias
+        return torch.allclose(model(torch.ones(1, 4)), expected, rtol=0, atol=1e-6)
+
+    seen = []
+
+    def on_round(done: Round) -> None:
+        with torch.no_grad():
+            seen.append(computes_with_its_weights())
+
+    with PulseLoCo(model, optimizer, sync_every=1, over=over, on_round=on_round):
+        for _ in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen.append(computes_with_its_weights())
+    assert seen == [True] * 6
+
+
+def test_the_next_forward_pass_has_the_weights_that_were_written(tmp_path: Path) -> None:
+    """Also where FSDP2 has kept those of an evaluation."""
+    together(evaluated, 2, str(tmp_path / "run"))
+
+
 def refused(trainer: Trainer) -> list[str]:
     trainer.connect("site")
     found = []

@@ -16,7 +16,7 @@ from ..errors import InputError, NonFinite, StateMismatch, UnsupportedTensor
 from ..patch.blocks import cut
 from ..state.tensors import DTYPES, Segment, State, TensorSpec
 from .buffers import require_dense
-from .ranks import Ranks, is_sharded, ranks_of, require_no_flat_parameters
+from .ranks import Ranks, is_sharded, ranks_of, require_no_flat_parameters, reshard
 
 BLOCK_ELEMENTS = 1 << 22
 Floats = npt.NDArray[np.float32]
@@ -172,6 +172,7 @@ class Parameters:
         rank_seconds: float | None = None,
     ) -> None:
         require_no_flat_parameters(model)
+        reshard(model)
         self.optimizers = Optimizers(optimizers)
         ranks = [] if rank_seconds is None else ranks_of(model, _named(model))
         if ranks and isinstance(model, DistributedDataParallel):
@@ -182,7 +183,7 @@ class Parameters:
         self.ranks: Ranks | None = None
         self.model = model
         if ranks and rank_seconds is not None:
-            self.ranks = Ranks(ranks, self._named, self._trained, rank_seconds)
+            self.ranks = Ranks(ranks, model, self._named, self._trained, rank_seconds)
             self.model = _WholeModel(model, {name: self.ranks.whole(p) for name, p in self._named.items()})
         tensors: dict[str, torch.Tensor] = {}
         found: set[int] = set()

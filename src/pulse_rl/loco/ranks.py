@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .._util.collective import GlooTransport, RankGroup
+from .._util.serial import shield
 from ..errors import RankLost, UnsupportedTensor
 from .buffers import digest_of
 
@@ -29,12 +30,25 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def require_no_flat_parameters(model: object) -> None:
     """Raises UnsupportedTensor for FSDP1, whose parameters are pieces that do not say of what."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    if fsdp and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
+    if _modules(model, "FullyShardedDataParallel"):
         raise UnsupportedTensor(
             "trainers cannot keep the flat parameters of FSDP1 equal", hint="Shard the model with fully_shard."
         )
+
+
+def reshard(model: object) -> None:
+    """Has FSDP2 give up what it has gathered: after a forward pass alone it keeps the weights of the outer module, and
+    would go on with these whatever is written to the shards."""
+    for module in _modules(model, "FSDPModule"):
+        module.reshard()
+
+
+def _modules(model: object, kind: str) -> list[Any]:
+    """The modules of a class of torch.distributed.fsdp, if the program has imported that."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(model, torch.nn.Module):
+        return []
+    return [module for module in model.modules() if isinstance(module, getattr(fsdp, kind))]
 
 
 def ranks_of(model: object, named: Mapping[str, torch.Tensor]) -> list[int]:
@@ -52,15 +66,21 @@ class Ranks:
     """The processes of one trainer. The first one *leads*: it has the outer state, all tensors whole in host memory,
     and speaks to the other trainers. The others have shards or replicas alone, and wait for what it says.
 
-    ``members``: their ranks, of `ranks_of`; ``named``: the model's tensors; of the ``trained`` ones, by id, the
+    ``members``: their ranks, of `ranks_of`; ``named``: the ``model``'s tensors; of the ``trained`` ones, by id, the
     leader's values go to all. All ranks make it, and make the same calls in the same order; none waits for another one
     for longer than ``timeout_seconds``. Raises UnsupportedTensor for DTensors that are not made of plain slices, or
     others on another rank, and RankLost, also from every call.
     """
 
     def __init__(
-        self, members: list[int], named: Mapping[str, torch.Tensor], trained: set[int], timeout_seconds: float
+        self,
+        members: list[int],
+        model: object,
+        named: Mapping[str, torch.Tensor],
+        trained: set[int],
+        timeout_seconds: float,
     ) -> None:
+        self._model = model
         self._sharded = {name: tensor for name, tensor in named.items() if is_sharded(tensor)}
         self._trained = [tensor for tensor in named.values() if id(tensor) in trained]
         self._group = RankGroup(GlooTransport(members, timeout_seconds, owner="PulseLoCo"))
@@ -74,6 +94,7 @@ class Ranks:
             id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in self._sharded.values()
         }
         self._writes = 0
+        self._parted: RankLost | None = None
         # A tensor may be on some of the ranks, and again on the others; then it must be the same one.
         apart = {name: t for name, t in named.items() if not is_sharded(t) or _ranks_of(t) != members}
         self._require_slices()
@@ -85,7 +106,7 @@ class Ranks:
 
     def any(self, here: bool) -> bool:
         """Whether it is so on a rank."""
-        return b"1" in self._group.run_on_all(lambda: b"1" if here else b"0")
+        return b"1" in self._all_say("any", lambda: b"1" if here else b"0")
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -101,24 +122,38 @@ class Ranks:
         """What ``work``, which is called on the rank that leads, returns there; it is sent as JSON. All ranks get their
         shards of what it has written. An error is raised on all."""
         try:
-            found = self._group.from_rank0(work, lambda made: json.dumps(made).encode(), json.loads)
+            said = self._all_say("lead", lambda: json.dumps(work()).encode() if self.leads else b"")
         except RankLost:
             raise
         except BaseException:
             self._distribute_new()  # what was written before an error stays
             raise
         self._distribute_new()
-        return found
+        return json.loads(said[0])
 
     def _distribute_new(self) -> None:
         writes = self._count_writes()
-        new = self._group.from_rank0(
-            lambda: writes != self._writes, lambda new: bytes([new]), lambda message: message != b"\0"
-        )
+        new, *_ = self._all_say("new", lambda: b"1" if writes != self._writes else b"0")
         self._writes = writes
-        if new:
+        if new == b"1":
+            reshard(self._model)
             with _rank_lost():
                 self._distribute()
+
+    def _all_say(self, call: str, work: Callable[[], bytes]) -> list[bytes]:
+        """What ``work`` returns on each rank, in their order. Only the leader's may be interrupted."""
+        if self._parted:
+            raise self._parted
+        head = call.encode() + b":"
+        with nullcontext() if self.leads else shield():
+            said = self._group.run_on_all(lambda: head + work())
+        if not all(message.startswith(head) for message in said):
+            self._parted = RankLost(
+                "the ranks of this trainer have made different calls",
+                hint="Each call of a loop is one of all its ranks, global_weights() among them.",
+            )
+            raise self._parted
+        return [message.removeprefix(head) for message in said]
 
     def _count_writes(self) -> int:
         return sum(self.whole(tensor)._version for tensor in self._trained)
