@@ -21,14 +21,14 @@ def looped(job: Job, rounds: list[Round], **settings: Any) -> PulseLoCo:
     return pulse_loco(job.model, job.optimizer, **(fixed | settings))
 
 
-def by_itself(trainer: Trainer) -> list[list[tuple[bool, str]]]:
+def by_itself(trainer: Trainer, settings: dict[str, Any]) -> list[list[tuple[bool, str]]]:
     """(scattered, root) of each round: gathered, and as the rule has it, with a meeting in between."""
     found = []
     trainer.connect("start")
     for scattered in (False, None):
         force_scattered(scattered)
         job, rounds = Job(trainer.rank, lr=1e-3), list[Round]()
-        with looped(job, rounds) as loop:
+        with looped(job, rounds, **settings) as loop:
             for _ in range(6):
                 job.step(trainer.rank)
             loop.rejoin()
@@ -38,12 +38,23 @@ def by_itself(trainer: Trainer) -> list[list[tuple[bool, str]]]:
     return found
 
 
-def test_rounds_are_scattered_from_four_trainers_on() -> None:
-    for size, by_default in ((2, False), (3, False), (4, True)):
-        for gathered, chosen in together(by_itself, size, seconds=90):
-            assert [root for _, root in gathered] == [root for _, root in chosen]
-            assert [scattered for scattered, _ in gathered] == [False] * 5
-            assert [scattered for scattered, _ in chosen] == [by_default] * 5
+@pytest.mark.parametrize(
+    ("size", "settings", "by_default"),
+    [
+        (2, {}, False),
+        (3, {}, False),
+        (4, {}, True),
+        (4, {"wire": "BF16"}, True),
+        (4, {"wire": "int4"}, False),
+        (7, {"wire": "int2"}, False),
+        (8, {"wire": "int2", "lookahead": 0.0}, True),  # or its sums would be gated
+    ],
+)
+def test_rounds_are_scattered_where_less_is_sent(size: int, settings: dict[str, Any], *, by_default: bool) -> None:
+    for gathered, chosen in together(by_itself, size, settings, seconds=90):
+        assert [root for _, root in gathered] == [root for _, root in chosen]
+        assert [scattered for scattered, _ in gathered] == [False] * 5
+        assert [scattered for scattered, _ in chosen] == [by_default] * 5
 
 
 def skewed(seed: int) -> Job:

@@ -26,11 +26,11 @@ from .wire import Classes, Coder, Entries, LocalMessage, SumsMessage, Unit, Wire
 
 _NON_FINITE = b"PLSN"
 _TOO_LARGE = b"PLSH"
-SCATTER_FROM = 4
+SCATTER_FROM, SCATTER_FEW_BITS_FROM = 4, 8
 """Trainers from which on each sums a share: (1 - 1/R) of a message and of all sums leave a process then, not R - 1
-messages, which is more as soon as trainers send some of the same entries."""
+messages, which is more as soon as trainers send some of the same entries. But sums that are not gated are FP32, and
+messages of few bits are less than these until there are many of them."""
 GATE_SUMS_FROM = 8
-_SWEPT_MANTISSA = 2
 Phase = Callable[[str], AbstractContextManager[None]]
 
 Sums = list[Entries] | bytes
@@ -83,7 +83,7 @@ def require_sweep(sweep: int | None, wire: Wire) -> None:
     if sweep is None:
         return
     checked_count("sweep", sweep)
-    if wire.mantissa > _SWEPT_MANTISSA:
+    if not wire.few_bits:
         raise InputError(
             f"a sweep sends every value of a block, which is for few bits, not for wire {wire.name!r}",
             hint='Set wire="int4" or wire="int2".',
@@ -152,6 +152,12 @@ def gates_sums(exchange: Exchange, sites: Sites, *, lookahead: bool) -> bool:
         trainers = SCATTER_FROM if exchange.sweep else GATE_SUMS_FROM
         return lookahead and (sites.several or sites.trainers >= trainers)
     return exchange.gate_sums and sites.trainers > 1
+
+
+def scatters(wire: Wire, sites: Sites, *, gated: bool) -> bool:
+    """Whether each trainer sums a share; otherwise all get all messages."""
+    trainers = SCATTER_FEW_BITS_FROM if wire.few_bits else SCATTER_FROM
+    return gated or sites.several or sites.trainers >= trainers
 
 
 def cut_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
@@ -505,7 +511,7 @@ class GatedReduction:
         def announce(digest: str) -> None:  # before the message is sent: it may count although this trainer fails
             residual.pending_message = None if own.bad else digest
 
-        # 2. To the owners of shares where that is cheaper, or sites differ; else to all.
+        # 2. To the owners of shares, or to all.
         require_same = partial(group.require_same_tensors, number, state.digests)
         transfer = Transfer(group, self.coder(number), state.parameters.blocks, phase, require_same, announce)
         arrived: Transferred | None = None
@@ -514,9 +520,9 @@ class GatedReduction:
             if self.gates_sums(sites):
                 reduce_gate = ReduceGate(state.theta, self.gate, self.wire, number)
                 residual.add_held_back = reduce_gate.add_residual
-            if reduce_gate or sites.several or group.size >= SCATTER_FROM:
+            if scatters(self.wire, sites, gated=reduce_gate is not None):
                 arrived = transfer.scatter(own, sites, reduce_gate)
-            if arrived is None:  # few trainers, or a sum that no message takes
+            if arrived is None:  # by the rule, or for a sum that no message takes
                 residual.add_held_back = None
                 arrived = transfer.gather(own)
         except (NonFinite, CorruptMessage, Diverged):  # on all trainers alike: the message has counted with none

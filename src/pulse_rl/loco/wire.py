@@ -78,6 +78,11 @@ class Wire:
         """Explicit bits of the values' mantissa: what a message says of its wire."""
         return _MANTISSA[self.name]
 
+    @property
+    def few_bits(self) -> bool:
+        """Whether messages are so short that a sweep can be paid for, and that FP32 sums would be most of a round."""
+        return self.mantissa <= 2
+
     def round(self, values: Floats) -> Floats:
         """The finite ``values`` as they will arrive. What a value loses stays with the sender."""
         dropped = np.uint32(23 - self.mantissa)
