@@ -94,21 +94,11 @@ GROUPS: dict[str, Group] = {
     ),
     "lookahead": Group([Variant(DILOCO), *(pulse(lookahead=c) for c in (0.0, 1.33, 3.0, 7.0, 14.0))]),
     "gate": Group([pulse(gate_scale=k) for k in (0.25, 0.5, 2.0)]),
-    "sums": Group(
-        [
-            *(Variant(m, settings={"gate_sums": gated}) for m in (PULSE, INT2) for gated in (False, True)),
-            *(Variant(trainers=8, settings={"gate_sums": gated}) for gated in (False, True)),
-        ]
-    ),
     "momentum": Group([v for mu in (0.0, 0.5, 0.95) for v in both(settings={"outer_momentum": mu})]),
     "lr": Group([v for lr in (1e-5, 1e-4) for v in both(lr=lr)]),
     "low lr": Group([Variant(lr=1e-5, settings={"lookahead": c}) for c in (0.0, 3.0, 14.0)]),
     "scaling": Group(
-        [
-            Variant(task=tasks.PRETRAINED, lr=lr, trainers=trainers, settings={"gate_sums": gated})
-            for lr in PRETRAINED_RATES
-            for trainers, gated in ((4, False), (4, True), (8, True))
-        ],
+        [Variant(task=tasks.PRETRAINED, lr=lr, trainers=trainers) for lr in PRETRAINED_RATES for trainers in (4, 8)],
         rounds=STEADY_FROM,
         evaluated=False,
     ),

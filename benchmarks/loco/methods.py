@@ -56,7 +56,7 @@ METHODS = {
     CAST_DIFFERENCE: Method(partial(gated, CastDifferenceGate(torch.bfloat16, 1.0))),
     ONE_LEVEL: Method(one_level),
 }
-_OF_EXCHANGE = ("gate_sums", "wire", "sweep", "site")
+_OF_EXCHANGE = ("wire", "sweep", "site")
 _TIMEOUT_SECONDS = 900.0
 
 

@@ -291,7 +291,7 @@ def counted(process: Trainer) -> tuple[Outcome, list[int]]:
     dist.destroy_process_group()  # the threads are trainers of another world
     assert loop.last_round is not None
     found = [loop.last_round.entries, loop.last_round.sent_bytes, loop.last_round.summed]
-    variant = Variant(task="tiny", lr=1e-4, trainers=process.size, settings={"gate_sums": False})
+    variant = Variant(task="tiny", lr=1e-4, trainers=process.size)
     return learning.measure(variant, 0, 2, evaluate=False), found
 
 

@@ -24,11 +24,11 @@ from pulse_rl import PulseError, PulseLoCo, Signer, state_root
 from pulse_rl._util import faults
 from pulse_rl._util.threads import Call
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
-from pulse_rl.loco import StoreExchange, exchange, parameters, round_posts, round_sums, store_rounds, wire
+from pulse_rl.loco import StoreExchange, parameters, round_posts, round_sums, store_rounds, wire
 from pulse_rl.loco.store_format import Close, Place, Post, ShareSums, head_bytes, sealed
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.store import Data
-from tests.support.loco_reference import Reference, added, flat, same
+from tests.support.loco_reference import Reference, added, flat, force_gated, same
 from tests.support.posts import digest_of, not_finite, post_of
 
 from .model import check
@@ -245,8 +245,8 @@ class Rounds:
         self.sweep = None if self.wire == "FP32" else rng.choice((None, 1, 2, 3))
         self.overlap = rng.random() < 0.4
         self.gate_sums = rng.random() < 0.6
-        for name in ("GATE_SUMS_FROM", "SCATTER_FROM"):
-            self._stack.enter_context(patch.object(exchange, name, 2 if self.gate_sums else 99))
+        force_gated(self.gate_sums)
+        self._stack.callback(force_gated, None)
         self._reference = Reference(self.first, sweep=self.sweep, wire=self.wire)
         self._ended: list[Ended] = []
         self.nodes = [Node(self, name) for name in names]

@@ -43,7 +43,7 @@ def test_it_is_the_rule_to_the_bit_and_changes_nothing(names: str, lookahead: fl
             residual = member.reference.residual.clone()
             found.setdefault(member.rank, []).extend([residual, flat(member.loop.averaged_state())])
 
-    everyone = members(names, work, lookahead=lookahead, gate_sums=True)
+    everyone = members(names, work, lookahead=lookahead, forced=True)
     theta = everyone[0].reference.theta.detach()
     residuals = [found[rank][-2] for rank in range(len(names))]
     for rank in range(len(names)):
@@ -57,9 +57,9 @@ def test_without_a_lookahead_it_is_theta_and_costs_a_root() -> None:
         exchange = group_of(member.loop)
         sent = exchange.sent_bytes
         assert same(flat(member.loop.averaged_state()), flat(member.loop.global_state()))
-        assert exchange.sent_bytes - sent == 2 * 32
+        assert exchange.sent_bytes - sent == 3 * 32
 
-    members("   ", work, lookahead=0.0, gate_sums=True)
+    members("    ", work, lookahead=0.0, gate_sums=False)
 
 
 def test_it_is_refused_where_it_would_be_something_else() -> None:
@@ -99,7 +99,7 @@ def test_trainers_that_do_not_agree_are_named() -> None:
         with pytest.raises(Diverged, match=r"averaged state .* trainers \[1\]"):
             member.loop.averaged_state()
 
-    members("   ", work, gate_sums=True)
+    members("   ", work, forced=True)
 
 
 @pytest.mark.parametrize("where", ["all_to_all", "all_gather"])
@@ -131,7 +131,7 @@ def test_what_one_cannot_read_is_refused_by_all(
             assert same(flat(member.loop.global_state()), before)
             assert member.loop.averaged_state()
 
-    members("   ", work, gate_sums=True)
+    members("   ", work, forced=True)
 
 
 @pytest.mark.parametrize("where", ["all_to_all", "all_gather"])
@@ -147,7 +147,7 @@ def test_messages_of_another_length_are_refused_by_all(where: str, monkeypatch: 
         with pytest.raises(CorruptMessage, match=r"trainer [12] (sent 3996 bytes|could not)"):
             member.loop.averaged_state()
 
-    members("   ", work, gate_sums=True)
+    members("   ", work, forced=True)
 
 
 def real_trainers(trainer: Trainer) -> bytes:

@@ -15,7 +15,7 @@ import torch
 
 from pulse_rl.errors import InputError, TrainerLost
 from pulse_rl.loco import PulseLoCo
-from tests.support.loco_reference import Job, Reference, flat, group_of, pulse_loco, same
+from tests.support.loco_reference import Job, Reference, flat, force_gated, group_of, pulse_loco, same
 from tests.support.trainers import Group, Trainer, cut_off_in_broadcast, force_scattered, lose, side_by_side, together
 
 pytestmark = pytest.mark.slow
@@ -43,6 +43,7 @@ class CheckedTrainer:
 
     def __init__(self, trainer: Trainer, way: str, *, seed: int = 0, timeout_seconds: float = 20) -> None:
         force_scattered(way == "scattered")
+        force_gated(way == "gated")
         self.trainer, self.job, self.way = trainer, Job(seed, lr=1e-3), way
         self.s = self.sent = torch.empty(0)
         self.job.optimizer.register_step_post_hook(lambda *_: self._put_sent())
@@ -51,7 +52,6 @@ class CheckedTrainer:
             self.job.optimizer,
             sync_every=2,
             timeout_seconds=timeout_seconds,
-            gate_sums=True if way == "gated" else "auto",
             site=SITES[trainer.rank] if way == "sites" else None,
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pulse_rl.loco import PulseLoCo, Round
-from tests.support.loco_reference import Job, cut_blocks, flat, group_of, pulse_loco, same
+from tests.support.loco_reference import Job, cut_blocks, flat, force_gated, group_of, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together
 
 pytestmark = pytest.mark.slow
@@ -70,6 +70,7 @@ def resumed(trainer: Trainer, stop: int, gated: bool, sites: str) -> None:
     """From a checkpoint of all trainers, in mid-round or at a boundary, to the same bits, shares included: trainers
     that meet cut them alike."""
     force_scattered(True)
+    force_gated(gated)
 
     def run(job: Job, loop: PulseLoCo, steps: int) -> None:
         with loop:
@@ -81,7 +82,7 @@ def resumed(trainer: Trainer, stop: int, gated: bool, sites: str) -> None:
         return [job.weights(), *(flat(state[key]) for key in ("theta", "momentum", "residual"))]
 
     trainer.connect("start")
-    settings = {"sync_every": 3, "wire": "BF16", "lookahead": 7.0, "gate_sums": gated}
+    settings = {"sync_every": 3, "wire": "BF16", "lookahead": 7.0}
     if sites:
         settings["site"] = sites[trainer.rank]
     job, rounds = skewed(trainer.rank), list[Round]()
@@ -144,10 +145,11 @@ def at_the_limit(trainer: Trainer) -> None:
     found = []
     for scattered, gated in ((False, False), (True, False), (False, True)):
         force_scattered(scattered)
+        force_gated(gated)
         cut_blocks(1 << 10)
         w = nn.Parameter(torch.zeros(3000).index_fill(0, torch.tensor(11), 1.0))
         optimizer = torch.optim.SGD([w], lr=1.0)
-        with pulse_loco({"w": w}, optimizer, sync_every=1, timeout_seconds=20, gate_sums=gated) as loop:
+        with pulse_loco({"w": w}, optimizer, sync_every=1, timeout_seconds=20) as loop:
             w.grad = torch.zeros_like(w)
             w.grad[2500] = 1.5e19
             w.grad[7] = 1.0 if trainer.rank else -1.0

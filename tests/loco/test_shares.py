@@ -4,6 +4,7 @@ simulation has it; owners that are late or killed, and parts that are damaged.""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,14 @@ import torch
 from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
 from pulse_rl._util import faults
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
-from pulse_rl.loco import StoreExchange, exchange, round_posts, run_store
+from pulse_rl.loco import StoreExchange, round_posts, run_store
 from pulse_rl.loco.round_sums import RoundSums
 from pulse_rl.loco.store_format import Close, Place, Post, PostedMessage, ShareSums, head_bytes
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import Entries, WireName
 from pulse_rl.store import Data
 from pulse_rl.stream.signing import trusted_by
-from tests.support.loco_reference import flat, same
+from tests.support.loco_reference import flat, force_gated, same
 from tests.support.posts import digest_of, not_finite, post_of, posts_of
 from tests.support.stores import FaultyStore
 
@@ -28,12 +29,13 @@ from .test_over_store import SECONDS, Member, at_once, check, closes, sums_of
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shares of few parameters, and of few trainers; and no snapshot, which would delete what is looked at."""
     monkeypatch.setattr(round_posts, "MIN_SHARE", 1)
-    monkeypatch.setattr(exchange, "GATE_SUMS_FROM", 2)
-    monkeypatch.setattr(exchange, "SCATTER_FROM", 2)
     monkeypatch.setattr(run_store.RunStore, "keep_snapshot", lambda *_: None)
+    force_gated(True)
+    yield
+    force_gated(None)
 
 
 def gated(store: Store, name: str, **settings: Any) -> Member:

@@ -24,14 +24,17 @@ ROUNDS = 4
 # -- rounds
 
 
+ALL_SUMS = {"gate_sums": False, "lookahead": 0.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "by default": {},
     "bf16": {"wire": "BF16", "gate_scale": 0.5},
-    "all sums": {"gate_sums": False},
-    "all sums, bf16": {"gate_sums": False, "wire": "BF16", "lookahead": 1.5},
-    "gated, no lookahead": {"gate_sums": True, "lookahead": 0.0},
+    "a small lookahead": {"wire": "BF16", "lookahead": 1.5},
+    "all sums": ALL_SUMS,
+    "all sums, bf16": {**ALL_SUMS, "wire": "BF16"},
+    "all sums, int2": {**ALL_SUMS, "wire": "int2"},
     "sweep": {"wire": "int4", "sweep": 2},
 }
+"""Sums are gated between sites, unless there is no lookahead: of the setting ``gate_sums`` only the reference knows."""
 
 
 @pytest.mark.parametrize("names", ["aabb", "aaabbb", "aab", "aaabb", "abab", "aabbc"])
@@ -50,28 +53,18 @@ def test_every_round_equals_the_dense_algorithm(names: str, how: str) -> None:
         assert all(r and (0 < r.summed < SIZE / 2 or "sweep" in how) for r in done)
 
 
-def test_without_a_lookahead_sums_are_gated_only_if_asked_for() -> None:
-    """The setting is "auto"; the reference does not gate."""
-
-    def work(member: Member) -> None:
-        member.reference.gate_sums = False
-        for _ in range(2):
-            member.round()
-
-    members("aabb", work, lookahead=0.0, gate_sums="auto")
-
-
 SWEPT = {"wire": "int2", "sweep": 2}
 
 
-@pytest.mark.parametrize(("size", "settings", "gated"), [(8, {}, True), (7, {}, False), (4, SWEPT, True)])
+@pytest.mark.parametrize(
+    ("size", "settings", "gated"), [(8, {}, True), (7, {}, False), (8, {"lookahead": 0.0}, False), (4, SWEPT, True)]
+)
 def test_sums_are_gated_by_themselves_where_they_are_many(size: int, settings: dict[str, Any], *, gated: bool) -> None:
     def work(member: Member) -> None:
-        member.reference.gate_sums = gated
         for _ in range(2):
             member.round()
 
-    members(" " * size, work, gate_sums="auto", **settings)
+    members(" " * size, work, gate_sums=gated, **settings)
 
 
 @pytest.mark.parametrize("names", ["aaaa", "abcd", "    "])
@@ -133,7 +126,7 @@ def test_a_site_sends_about_what_a_trainer_sends() -> None:
     assert min(two_levels[3], two_levels[7]) > 3 * max(two_levels[:3] + two_levels[4:7])
     apart = crossing("abababab")
     assert sum(apart) > 2.5 * sum(two_levels), "the ring of sums crosses with every step"
-    one_level = crossing("aaaabbbb", one_level=True, gate_sums=True)
+    one_level = crossing("aaaabbbb", one_level=True)
     assert sum(one_level) > 1.5 * sum(two_levels)
 
 
@@ -264,7 +257,7 @@ def test_sums_that_no_message_takes_are_gathered(who: tuple[int, int], *, gated:
         member.reference.sites, member.reference.gate_sums = list("aabb"), gated
         member.round()
 
-    members("aabb", work, gate_sums=gated)
+    members("aabb", work, **({} if gated else ALL_SUMS))
 
 
 # -- meeting

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pulse_rl.loco import Round
-from tests.support.loco_reference import Job, Reference, cut_blocks, flat, pulse_loco, same
+from tests.support.loco_reference import Job, Reference, cut_blocks, flat, force_gated, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gated sums": {"gate_sums": True},
     "gated sums, int2": {"gate_sums": True, "wire": "int2"},
     "gated sums, bf16": {"gate_sums": True, "wire": "BF16", "gate_scale": 2.0, "lookahead": 1.0},
-    "sweep": {"sweep": 3, "wire": "int4", "gate_sums": False},
+    "sweep": {"sweep": 3, "wire": "int4"},
     "sweep, gated sums": {"sweep": 2, "wire": "int2", "gate_sums": True},
     "nothing is sent": {"rate": 1e-12},
     "everything is sent": {"rate": 0.5},
@@ -46,8 +46,14 @@ def agree(trainer: Trainer, names: list[str], scattered: bool) -> dict[str, list
 
 
 def agreed(
-    trainer: Trainer, *, model_dtype: torch.dtype = torch.float32, rate: float = 0, **settings: Any
+    trainer: Trainer,
+    *,
+    model_dtype: torch.dtype = torch.float32,
+    rate: float = 0,
+    gate_sums: bool = False,
+    **settings: Any,
 ) -> list[Round]:
+    force_gated(gate_sums)
     dtype = model_dtype
     rate = rate or (1e-2 if dtype == torch.bfloat16 else (1e-4, 3e-4, 1e-5)[trainer.rank % 3])
     job = Job(seed=trainer.rank, dtype=dtype, lr=rate)
@@ -67,7 +73,9 @@ def agreed(
         lambda *_: selected.append(reference.select(job.weights())) if job.steps % 2 == 0 else None
     )
     with loop:
-        reference = Reference(flat(loop.global_state()), model_dtype=dtype, rank=trainer.rank, **settings)
+        reference = Reference(
+            flat(loop.global_state()), model_dtype=dtype, rank=trainer.rank, gate_sums=gate_sums, **settings
+        )
         reference.blocks = [block.stop - block.start for block in loop.parameters.blocks]
         for number in range(ROUNDS):
             still = (number == 0 and trainer.rank == 1) or number == 3

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, parameters
+from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, exchange, parameters
+from pulse_rl.loco.exchange import GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
 from pulse_rl.loco.meeting import GroupRounds
@@ -214,7 +215,7 @@ class Job:
         return flat(dict(self.model.named_parameters()))
 
 
-_OF_EXCHANGE = ("group", "site", "wire", "gate_sums", "sweep", "timeout_seconds")
+_OF_EXCHANGE = ("group", "site", "wire", "sweep", "timeout_seconds")
 
 
 def pulse_loco(model: Any, optimizers: Any, **settings: Any) -> PulseLoCo:
@@ -227,8 +228,8 @@ def diloco(model: Any, optimizers: Any, **settings: Any) -> DiLoCo:
 
 
 def made(kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, **settings: Any) -> Any:
-    exchange = Exchange(**{name: settings.pop(name) for name in _OF_EXCHANGE if name in settings})
-    loop = kind(model, optimizers, group=exchange, **settings)
+    group = Exchange(**{name: settings.pop(name) for name in _OF_EXCHANGE if name in settings})
+    loop = kind(model, optimizers, group=group, **settings)
     loop.threads = threads
     return loop
 
@@ -236,6 +237,14 @@ def made(kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, 
 def cut_blocks(elements: int) -> None:
     """From now on the parameters of a loop that is made in this process are cut into blocks of so many."""
     parameters.BLOCK_ELEMENTS = elements
+
+
+def force_gated(gated: bool | None) -> None:
+    """From now on the sums of two trainers or more in this process are gated, those without sites are not, or (None)
+    the rule decides. Without a lookahead none are."""
+    forced = None if gated is None else 2 if gated else 1 << 30
+    exchange.GATE_SUMS_FROM = forced or GATE_SUMS_FROM
+    exchange.GATE_SWEPT_SUMS_FROM = forced or GATE_SWEPT_SUMS_FROM
 
 
 def group_of(loop: OuterLoop) -> TrainerGroup:

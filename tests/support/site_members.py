@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.loco.threads import as_threads
 from pulse_rl.loco.exchange import Sites
-from tests.support.loco_reference import Flat, Reference, group_of, pulse_loco
+from tests.support.loco_reference import Flat, Reference, force_gated, group_of, pulse_loco
 
 SIZE = 3000
 
@@ -24,6 +24,7 @@ class Member:
         sites: Sequence[str],
         seen: dict[tuple[int, int], Flat],
         one_level: bool = False,
+        gate_sums: bool = True,
         **settings: Any,
     ) -> None:
         self.rank, self.size, self.seen, self.settings = rank, len(sites), seen, settings
@@ -37,8 +38,7 @@ class Member:
         )
         if one_level:
             self.loop.reduction.sites = lambda group: Sites.of([""] * group.size)  # type: ignore[method-assign]
-        known = {"gate_sums": True} | settings
-        self.reference = Reference(start, rank=rank, sites=sites, **known)
+        self.reference = Reference(start, rank=rank, sites=sites, gate_sums=gate_sums, **settings)
 
     def _select(self) -> None:
         """Before the loop's own hook: what this trainer is about to send."""
@@ -66,8 +66,8 @@ class Member:
         assert done.scattered or not self.reference.sites
 
 
-def members(names: str, work: Callable[[Member], None], **settings: Any) -> list[Member]:
-    """``work`` of every member, each in a thread, after they have met."""
+def members(names: str, work: Callable[[Member], None], *, forced: bool | None = None, **settings: Any) -> list[Member]:
+    """``work`` of every member, each in a thread, after they have met. ``forced``: `force_gated` meanwhile."""
     sites, seen = [name.strip() for name in names], dict[tuple[int, int], Flat]()
     everyone = [Member(rank, sites, seen, **settings) for rank in range(len(sites))]
 
@@ -75,5 +75,9 @@ def members(names: str, work: Callable[[Member], None], **settings: Any) -> list
         with everyone[rank].loop:
             work(everyone[rank])
 
-    as_threads(run, len(everyone))
+    force_gated(forced)
+    try:
+        as_threads(run, len(everyone))
+    finally:
+        force_gated(None)
     return everyone

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch.distributed as dist
@@ -30,7 +30,8 @@ SCATTER_FROM, SCATTER_FEW_BITS_FROM = 4, 8
 """Trainers from which on each sums a share: (1 - 1/R) of a message and of all sums leave a process then, not R - 1
 messages, which is more as soon as trainers send some of the same entries. But sums that are not gated are FP32, and
 messages of few bits are less than these until there are many of them."""
-GATE_SUMS_FROM = 8
+GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM = 8, 4
+"""Trainers from which on sums pass a gate: earlier with a sweep, of which all sums of a block in FP32 would be most."""
 Phase = Callable[[str], AbstractContextManager[None]]
 
 Sums = list[Entries] | bytes
@@ -49,10 +50,6 @@ class Exchange:
     as one trainer (docs/loco.md, 4.5). All trainers have one, or none has; ranks of one site should follow each other.
     ``wire``: how values travel: "FP32" exactly; "BF16", "int4" and "int2" rounded to 7, 2 and 0 explicit bits of
     mantissa, for about nine, four and two bits a value once they are coded. What rounding loses stays in the residual.
-    ``gate_sums``: whoever sums a share of the parameters sends back only those sums whose mean passes the gate, on
-    the ``wire``, and carries the rest in its own residual: what leaves a process does not grow with the trainers.
-    "auto", the default, is from 8 trainers on, with a sweep from 4 on, or among several sites, if there is a lookahead;
-    False is the paper's.
     ``sweep``: every so many rounds the gates let all of a block of parameters pass, each block in its turn, so that
     theta has learnt what the trainers have. For "int4" and "int2", and with a lookahead (docs/loco.md, 1.3).
 
@@ -62,14 +59,11 @@ class Exchange:
     group: dist.ProcessGroup | None = None
     site: str | None = None
     wire: WireName = "FP32"
-    gate_sums: bool | Literal["auto"] = "auto"
     sweep: int | None = None
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         require_sweep(self.sweep, Wire(self.wire))
-        if not isinstance(self.gate_sums, bool) and self.gate_sums != "auto":
-            raise InputError(f"gate_sums is {self.gate_sums!r}", hint='Use True, False or "auto".')
         if self.site is not None and not (isinstance(self.site, str) and self.site):
             raise InputError(
                 f"site is {self.site!r}", hint="Give the name of this trainer's site, or None on all trainers."
@@ -143,21 +137,6 @@ class Sites:
         """The owners whose shares trainer ``rank`` sums for its site, its own included."""
         site = self.number_of(rank)
         return [owner for owner in range(self.trainers) if self.site_reducer(site, owner) == rank]
-
-
-def gates_sums(exchange: Exchange, sites: Sites, *, lookahead: bool) -> bool:
-    """Whether sums pass a gate, by ``Exchange.gate_sums``."""
-    if exchange.gate_sums == "auto":
-        # All sums of a block in FP32 would be most of what a sweep costs.
-        trainers = SCATTER_FROM if exchange.sweep else GATE_SUMS_FROM
-        return lookahead and (sites.several or sites.trainers >= trainers)
-    return exchange.gate_sums and sites.trainers > 1
-
-
-def scatters(wire: Wire, sites: Sites, *, gated: bool) -> bool:
-    """Whether each trainer sums a share; otherwise all get all messages."""
-    trainers = SCATTER_FEW_BITS_FROM if wire.few_bits else SCATTER_FROM
-    return gated or sites.several or sites.trainers >= trainers
 
 
 def cut_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
@@ -467,8 +446,7 @@ class GatedReduction:
         self.classes = Classes(state.parameters.blocks)
 
     def settings(self) -> dict[str, object]:
-        travel = {"wire": self.wire.name, "gate_sums": self.exchange.gate_sums}
-        return {**self.gate.settings(), **travel, "lookahead": float(self.residual.lookahead)}
+        return {**self.gate.settings(), "wire": self.wire.name, "lookahead": float(self.residual.lookahead)}
 
     def forget(self) -> None:
         self.classes.forget()
@@ -477,7 +455,14 @@ class GatedReduction:
         return Sites.of(group.sites)
 
     def gates_sums(self, sites: Sites) -> bool:
-        return gates_sums(self.exchange, sites, lookahead=bool(self.residual.lookahead))
+        """Whether the sums that trainers send pass a gate; without a lookahead, which feels what is withheld, none."""
+        trainers = GATE_SWEPT_SUMS_FROM if self.exchange.sweep else GATE_SUMS_FROM
+        return bool(self.residual.lookahead) and (sites.several or sites.trainers >= trainers)
+
+    def scatters(self, sites: Sites) -> bool:
+        """Whether each trainer sums a share; otherwise all get all messages."""
+        trainers = SCATTER_FEW_BITS_FROM if self.wire.few_bits else SCATTER_FROM
+        return self.gates_sums(sites) or sites.several or sites.trainers >= trainers
 
     def message(self, number: int) -> LocalMessage:
         """What this trainer has to send in the round after ``number``; fills the next residual."""
@@ -520,7 +505,7 @@ class GatedReduction:
             if self.gates_sums(sites):
                 reduce_gate = ReduceGate(state.theta, self.gate, self.wire, number)
                 residual.add_held_back = reduce_gate.add_residual
-            if scatters(self.wire, sites, gated=reduce_gate is not None):
+            if self.scatters(sites):
                 arrived = transfer.scatter(own, sites, reduce_gate)
             if arrived is None:  # by the rule, or for a sum that no message takes
                 residual.add_held_back = None

@@ -39,9 +39,9 @@ class PulseLoCo(OuterLoop):
 
     ``lookahead``: the inner steps start from ``theta - lookahead * residual``, so that what was held back is not learnt
     again in each round. "auto", the default, is ``outer_lr / (1 - outer_momentum)``, what an entry that is sent moves
-    theta by in the end, 1024 at most; 0 is the paper's. What trainers share, evaluate and publish is theta, the global
-    weights: the model holds them while ``on_round`` is called, within `global_weights`, and after the loop was left at
-    a round's end; `global_state` has them always.
+    theta by in the end, 1024 at most; 0 is the paper's, and gates no sums (docs/loco.md, 4.4). What trainers share,
+    evaluate and publish is theta, the global weights: the model holds them while ``on_round`` is called, within
+    `global_weights`, and after the loop was left at a round's end; `global_state` has them always.
 
     ``group``: the trainers, a process group (default: all of torch.distributed; without it, this trainer alone), or an
     `Exchange` that holds one, with the settings of how messages travel. ``over``: instead of a group, a store or its

@@ -405,7 +405,7 @@ class StoreRounds:
         if self._posts is None or self._posts.place != place:
             # Fixed by the round before: a message has its parts before it is known who will be in.
             members = len(self._members)
-            gated = members > 1 and self._reduction.gates_sums(Sites.of([""] * members))
+            gated = self._reduction.gates_sums(Sites.of([""] * members))
             shares = cut_runs(self._blocks, members if gated else 1)
             self._posts = RoundPosts(
                 self._store, self.exchange, self._reduction, self._state, place, shares, self._trusted, self._own
