@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from math import prod
 from statistics import median
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ def rows(small: bool) -> Iterator[Row]:
         shape = "10m" if small else "0.5b"
         yield Row(f"submit, on_device {how or None}", [*device, "--shape", shape, *option], 1)
     yield Row("scatter, Triton's kernel beside index_copy_", [*python, "benchmarks.gpu", "--scatter"], 1)
+    yield Row("quantise, device and host", [*python, "benchmarks.gpu", "--quantise"], 1)
     for shape in ("dense", "qwen3-0.6b"):
         size = ["--layers", "2", "--updates", "1"] if small else []
         yield Row(f"engine, {shape}", [*python, "benchmarks.engines", "--shape", shape, *size], 8, ("vllm",))
@@ -106,14 +108,63 @@ def scatter() -> str:
     return f"{device}, {sum(len(at) for at, _ in made):,} elements of {len(made)} tensors: {said}"
 
 
+def quantise() -> str:
+    """Quantises FP32 and BF16 weights, and any bits, where they are, and by the host; needs the same bits of both, and
+    that no weights are copied for the first."""
+    from benchmarks.device import seconds
+    from pulse_rl import State
+    from pulse_rl.state import quantise_device
+    from pulse_rl.state.digest import state_digest
+    from pulse_rl.state.memory import DeviceTensor
+    from pulse_rl.state.quantise import Quantise, QuantisedState
+    from pulse_rl.state.quantise_formats import FORMATS
+    from pulse_rl.state.tensors import DTYPES, TensorSpec
+
+    device, size = ("cuda", 4096) if torch.cuda.is_available() else ("cpu", 256)
+    assert quantise_device.divides_exactly(torch.device(device)), "it divides otherwise than the host, and is not used"
+    weights = [0.02 * torch.randn(2, size, size, device=device) for _ in range(3)]
+    odd = torch.randint(-(1 << 31), 1 << 31, (2, size, size), dtype=torch.int32, device=device).view(torch.float32)
+    tensors = [of for weight in (*weights, odd) for of in ((weight, "F32"), (weight.bfloat16(), "BF16"))]
+    state = State(
+        tuple(TensorSpec(f"m.experts.{k}", DTYPES[name], tuple(of.shape)) for k, (of, name) in enumerate(tensors)),
+        {
+            f"m.experts.{k}": DeviceTensor(of.view(-1).view(torch.uint8), of.itemsize)
+            for k, (of, _) in enumerate(tensors)
+        },
+    )
+
+    def read(made: QuantisedState) -> None:
+        for spec in made.specs:
+            for at in range(0, spec.elements, 1 << 22):
+                made.read(spec.name, at, min(at + (1 << 22), spec.elements))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights were copied to the host")
+
+    quantise_device.DEVICES = (device,)
+    ways = {"device": (DeviceTensor, "read", refuse), "host": (quantise_device, "DEVICES", ())}
+    formats: dict[str, Quantise] = {name: name for name in FORMATS} | {"GPT-OSS": {"quant_method": "mxfp4"}}
+    said = []
+    for name, how in formats.items():
+        roots, took = set(), []
+        for target, attribute, replacement in ways.values():
+            with mock.patch.object(target, attribute, replacement):
+                roots.add(state_digest(QuantisedState(state, how)).root)
+                took.append(median(seconds(device, lambda h=how: read(QuantisedState(state, h))) for _ in range(3)))  # type: ignore[misc]
+        assert len(roots) == 1, f"{name}: the device and the host make different bits"
+        said.append(f"{name} {' / '.join(f'{1e3 * found:.0f}' for found in took)}")
+    return f"{device}, {state.elements:,} weights, the same bits; ms by one thread, device / host: {', '.join(said)}"
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--try", dest="small", action="store_true", help="small shapes")
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--scatter", action="store_true", help=argparse.SUPPRESS)
+    for part in (scatter, quantise):
+        parser.add_argument(f"--{part.__name__}", dest="part", action="store_const", const=part, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
-    if arguments.scatter:
-        print(scatter())
+    if arguments.part is not None:
+        print(arguments.part())
         return
     until = time.monotonic() + 60 * arguments.minutes
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU: the host does what devices would"

@@ -192,8 +192,8 @@ def _by_function(function: Callable[[str, Any], Mapping[str, Any] | None], sourc
 
 
 def _call(function: Callable[[str, Any], Mapping[str, Any] | None], source: Source) -> State | None:
-    elements, width = source.read(0, source.spec.elements)
-    wide = to_f32(elements.view(f"<u{width}"), DTYPES["BF16"]) if width == 2 else elements.view(np.float32)
+    bits = source.read(0, source.spec.elements)
+    wide = to_f32(bits, DTYPES["BF16"]) if bits.itemsize == 2 else bits.view(np.float32)
     made = function(source.spec.name, wide.reshape(source.spec.shape))
     return None if made is None else State.of(made)
 

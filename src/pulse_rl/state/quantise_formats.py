@@ -6,18 +6,23 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from .._native import block_maxima, to_e2m1, to_e4m3
 from ..errors import InputError
+from . import quantise_device
 from .cast import to_f32
-from .tensors import Readable, State, TensorSpec, UIntArray
+from .memory import DeviceTensor
+from .quantise_device import ints_there
+from .tensors import Readable, State, TensorSpec, UIntArray, stored_tensor
 
 Floats = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 TILE = 128  # rows and columns of a block of fp8_block
 _AT_ONCE = 1 << 22  # elements
@@ -39,12 +44,59 @@ class Source(NamedTuple):
         *leading, rows, columns = self.spec.shape
         return math.prod(leading), rows, columns
 
-    def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.uint8], int]:
-        """The bytes of elements [``start``, ``stop``) and the width of one."""
+    def read(self, start: int, stop: int) -> UIntArray:
+        """The bits of elements [``start``, ``stop``)."""
         bits = self.state.read(self.spec.name, start, stop)
-        if self.spec.dtype.name not in ("F32", "BF16"):
-            bits = to_f32(bits, self.spec.dtype).view(np.uint32)
-        return bits.view(np.uint8), bits.itemsize
+        return bits if self._as_stored else to_f32(bits, self.spec.dtype).view(np.uint32)
+
+    def part(self, start: int, stop: int) -> Part:
+        """Elements [``start``, ``stop``), where they are."""
+        tensor = stored_tensor(self.state, self.spec.name)
+        there = None
+        if isinstance(tensor, DeviceTensor) and self._as_stored and start < stop:
+            there = ints_there(tensor, start, stop)
+        return Part(partial(self.read, start, stop), there)
+
+    @property
+    def _as_stored(self) -> bool:
+        return self.spec.dtype.name in ("F32", "BF16")
+
+
+@dataclass(slots=True)
+class Part:
+    """Elements of a weight: what ``read`` returns, or, where they are on a device that can quantise, ``there``."""
+
+    read: Callable[[], UIntArray]
+    there: Any = None
+    _host: UIntArray | None = None
+
+    def columns(self, of: int, low: int, high: int) -> Part:
+        """Some columns of the matrix of so many that the elements are."""
+        there = None if self.there is None else self.there.view(-1, of)[:, low:high]
+        return Part(lambda: self.bits.reshape(-1, of)[:, low:high].ravel(), there)
+
+    @property
+    def bits(self) -> UIntArray:
+        if self._host is None:
+            self._host = self.read()
+        return self._host
+
+    def maxima(self, blocks: tuple[int, int, int]) -> Floats:
+        return self._made(quantise_device.block_maxima, block_maxima, blocks)
+
+    def to_e4m3(self, start: int, blocks: tuple[int, int, int], scales: Floats, out: UIntArray) -> None:
+        self._made(quantise_device.to_e4m3, to_e4m3, start, blocks, scales, out)
+
+    def to_e2m1(self, blocks: tuple[int, int, int], scales: Floats, out: UIntArray) -> None:
+        self._made(quantise_device.to_e2m1, to_e2m1, blocks, scales, out)
+
+    def _made(self, on_device: Callable[..., T], on_host: Callable[..., T], *arguments: Any) -> T:
+        if self.there is not None:
+            try:
+                return on_device(self.there.reshape(-1), *arguments)
+            except RuntimeError:  # no memory there, or no such operation
+                self.there = None
+        return on_host(self.bits.view(np.uint8), self.bits.itemsize, *arguments)
 
 
 class _Tiles:
@@ -86,7 +138,7 @@ class _Tiles:
         matrix, row = divmod(band, self.bands)
         start = matrix * self.rows * self.columns + row * TILE * self.columns
         rows = min(TILE, self.rows - row * TILE)
-        return block_maxima(*self.source.read(start, start + rows * self.columns), self.blocks)
+        return self.source.part(start, start + rows * self.columns).maxima(self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +168,7 @@ class _TileCodes:
             scales = tiles.of(matrix * tiles.bands + band, matrix * tiles.bands + last)
             within = begin - band * TILE * tiles.columns
             into = out[low - start : high - start]
-            to_e4m3(*tiles.source.read(low, high), within, tiles.blocks, scales.reshape(-1), into)
+            tiles.source.part(low, high).to_e4m3(within, tiles.blocks, scales.reshape(-1), into)
         return out
 
 
@@ -159,7 +211,8 @@ class _PowersOfTwoAbove(PowersOfTwo):
     """The least power of two by which the maximum is at most the largest code."""
 
     def stored(self, most: Floats) -> npt.NDArray[np.uint8]:
-        bits = (most / _E2M1_MOST).view(np.uint32)
+        with np.errstate(invalid="ignore"):  # of a signalling NaN
+            bits = (most / _E2M1_MOST).view(np.uint32)
         stored: npt.NDArray[np.uint8] = np.minimum((bits + 0x7FFFFF) >> 23, _MX_NAN).astype(np.uint8)
         return stored
 
@@ -183,8 +236,8 @@ class OfTensor:
             for at in range(0, s.spec.elements, _AT_ONCE)
         )
         for source, start, stop in pieces:
-            elements, width = source.read(start, stop)
-            most = max(most, block_maxima(elements, width, (stop - start, 1, stop - start)).view(np.uint32)[0])
+            found = source.part(start, stop).maxima((stop - start, 1, stop - start))
+            most = max(most, found.view(np.uint32)[0])
         return np.full(len(blocks), most, np.uint32)
 
     def agree(self, blocks: npt.NDArray[np.int64], maxima: UIntArray) -> None:
@@ -265,15 +318,14 @@ class _GroupCodes:
     def read(self, start: int, stop: int) -> UIntArray:
         size, per_byte = self.group.size, 1 + self.packed
         first, last = start * per_byte // size, -(-stop * per_byte // size)
-        elements, width = self.source.read(first * size, last * size)
-        most = block_maxima(elements, width, (size, 1, size))
-        self.scales.made[first] = stored = self.group.stored(most)
+        part = self.source.part(first * size, last * size)
+        self.scales.made[first] = stored = self.group.stored(part.maxima((size, 1, size)))
         scales = self.group.divisors(stored)
         out = np.empty((last - first) * size // per_byte, np.uint8)
         if self.packed:
-            to_e2m1(elements, width, (size, 1, size), scales, out)
+            part.to_e2m1((size, 1, size), scales, out)
         else:
-            to_e4m3(elements, width, 0, (max(len(out), 1), 1, size), scales, out)
+            part.to_e4m3(0, (max(len(out), 1), 1, size), scales, out)
         begin = start - first * size // per_byte
         return out[begin : begin + stop - start]
 
@@ -297,18 +349,17 @@ class _ColumnGroups:
             into = out[matrix * columns + low - first :][: high - low]
             for at in range(rows // size):
                 place = (matrix * rows + at * size) * columns
-                elements, width = self.source.read(place, place + size * columns)
-                part = elements.view(f"<u{width}").reshape(size, columns)[:, low:high]
-                into[:, at] = self._made(np.ascontiguousarray(part)).T
+                part = self.source.part(place, place + size * columns).columns(columns, low, high)
+                into[:, at] = self._made(part, high - low).T
         return out.reshape(-1)[start - first * length :][: stop - start]
 
-    def _made(self, part: UIntArray) -> UIntArray:
-        elements, blocks = part.reshape(-1).view(np.uint8), (part.shape[1], len(part), 1)
-        stored = self.group.stored(block_maxima(elements, part.itemsize, blocks))
+    def _made(self, part: Part, columns: int) -> UIntArray:
+        blocks = columns, self.group.size, 1
+        stored = self.group.stored(part.maxima(blocks))
         if not self.codes:
             return stored[None]
-        out = np.empty((len(part) // 2, part.shape[1]), np.uint8)
-        to_e2m1(elements, part.itemsize, blocks, self.group.divisors(stored), out.reshape(-1))
+        out = np.empty((self.group.size // 2, columns), np.uint8)
+        part.to_e2m1(blocks, self.group.divisors(stored), out.reshape(-1))
         return out
 
 
@@ -453,8 +504,7 @@ def _scaled(most: Floats, largest: np.float32, epsilon: np.float32) -> Floats:
 
 
 def _group_maxima(source: Source, size: int, first: int, last: int) -> Floats:
-    elements, width = source.read(first * size, last * size)
-    return block_maxima(elements, width, (size, 1, size))
+    return source.part(first * size, last * size).maxima((size, 1, size))
 
 
 def _e4m3_values() -> Floats:
