@@ -111,6 +111,7 @@ class Ranks:
     @torch.no_grad()
     def collect(self) -> None:
         """The whole tensors become what the ranks have now."""
+        reshard(self._model)
         with _rank_lost():
             for tensor in self._sharded.values():
                 full = _full(tensor)
