@@ -80,7 +80,7 @@ def simulate(trainers: int, parameters: int, rounds: int, wire: WireName) -> Sim
         noise = torch.Generator().manual_seed(1 + rank)
         weights = Parameter(start.clone())
         optimizer = torch.optim.SGD([weights], lr=1.0)
-        over = StoreExchange(lines[rank], trainer=f"trainer-{rank:03}", quorum=trainers, grace_seconds=0.0, wire=wire)
+        over = StoreExchange(lines[rank], trainer=f"trainer-{rank:03}", quorum=trainers, wire=wire)
         settings = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
         loop = PulseLoCo({"w": weights}, optimizer, sync_every=1, over=over, **settings)
         loop.threads = 1
