@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from pulse_rl import MemoryStore, PulseLoCo
-from pulse_rl.errors import InputError, NonFinite, RankLost, UnsupportedTensor
+from pulse_rl import LocalStore, MemoryStore, PulseLoCo
+from pulse_rl.errors import InputError, NonFinite, RankLost, StateMismatch, StoreUnavailable, UnsupportedTensor
 from pulse_rl.loco import Round, StoreExchange
+from tests.support.stores import FaultyStore
 from tests.support.trainers import Group, Trainer, side_by_side, together
 
 pytestmark = pytest.mark.slow
@@ -282,13 +283,81 @@ def test_the_next_forward_pass_has_the_weights_that_were_written(tmp_path: Path)
     together(evaluated, 2, str(tmp_path / "run"))
 
 
+def apart(trainer: Trainer, folder: str) -> list[Any]:
+    """What only some of the ranks hold: plain parameters beside shards, buffers, counters, errors."""
+    trainer.connect("site")
+    store, found = FaultyStore(LocalStore(folder)), list[Any]()
+
+    def made() -> tuple[nn.Module, Descent, PulseLoCo]:
+        model = Net()
+        fully_shard(model.get_submodule("up"))
+        optimizer = descent(model)
+        over = StoreExchange(store, trainer="a", quorum=1, grace_seconds=0, deadline_seconds=SECONDS)
+        return model, optimizer, PulseLoCo(model, optimizer, sync_every=2, over=over)
+
+    model, optimizer, loop = made()
+    with loop:
+        step(model, optimizer, 0, 0)
+        # 1. A round that the store does not take: the same error on all ranks, which go on together.
+        store.fail_on("put", "posts")
+        with pytest.raises(StoreUnavailable):
+            step(model, optimizer, 0, 1)
+        found.append((loop.round, loop.inner_step))
+        loop.rejoin()
+        found.append((loop.round, loop.inner_step, weights(model)))
+        step(model, optimizer, 0, 2)
+        state, there = loop.state_dict(), {name: t.clone() for name, t in model.state_dict().items()}
+    # 2. Left in mid-round: all tensors keep their local steps, sharded or not.
+    found.append(weights(model))
+    model, optimizer, loop = made()
+    model.load_state_dict(there)
+    loop.load_state_dict(state)
+    found.append(weights(model))
+    # 3. The buffers of a saved state are in the models of all ranks, and must not change on any.
+    model.get_buffer("scale").fill_(3 + trainer.rank)
+    with pytest.raises(StateMismatch, match="scale"), loop:
+        pass
+    return [*found, there["scale"].tolist()]
+
+
+def test_what_some_ranks_hold_is_that_of_all(tmp_path: Path) -> None:
+    one, two = together(apart, 2, str(tmp_path / "run"))
+    assert one == two
+    failed, went_on, left, resumed_there, _ = one
+    assert failed == (0, 2)
+    assert went_on[:2] == (1, 0)
+    assert left == resumed_there != went_on[2]
+
+
+def fails_alone(trainer: Trainer, folder: str) -> str:
+    trainer.connect("site")
+    model = Net()
+    shard(model, "fsdp")
+    optimizer = descent(model)
+    over = StoreExchange(folder, quorum=1, grace_seconds=0, deadline_seconds=SECONDS)
+    try:
+        with PulseLoCo(model, optimizer, sync_every=1, over=over):
+            step(model, optimizer, 0, 0)
+            if trainer.rank == 1:
+                raise ZeroDivisionError
+            step(model, optimizer, 0, 1)
+    except (ZeroDivisionError, RankLost) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path) -> None:
+    """And raises its own error."""
+    assert together(fails_alone, 2, str(tmp_path / "run")) == ["RankLost", "ZeroDivisionError"]
+
+
 def refused(trainer: Trainer) -> list[str]:
     trainer.connect("site")
     found = []
 
     def attempt(model: nn.Module, **settings: Any) -> None:
         optimizer = descent(model)
-        with pytest.raises(UnsupportedTensor) as caught:
+        with pytest.raises((UnsupportedTensor, StateMismatch)) as caught:
             PulseLoCo(model, optimizer, sync_every=1, **settings)
         found.append(str(caught.value))
 
@@ -302,6 +371,8 @@ def refused(trainer: Trainer) -> list[str]:
         model[1].weight += trainer.rank
     fully_shard(model[0])
     attempt(model, **store)
+    with pytest.raises(InputError, match="part of the model"):
+        attempt(nn.Sequential(DistributedDataParallel(nn.Linear(6, 4)), nn.Linear(4, 4)), **store)
     attempt(FullyShardedDataParallel(nn.Linear(6, 4), device_id=torch.device("cpu")), **store)
     return found
 

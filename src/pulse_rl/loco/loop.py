@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .._util.serial import NotCopyable, SerialThread
-from ..errors import InputError, RankLost
+from ..errors import InputError
 from .exchange import Phase, Reduction
 from .group import TrainerNote
 from .meeting import Meeting, Round
@@ -134,13 +134,15 @@ class OuterLoop(NotCopyable):
         if reads:
             ranks.collect()
 
-        def led() -> dict[str, Any]:
+        def led() -> dict[str, Any] | None:
             done = work()
-            return {"counters": [trainer.round, trainer.inner_step], "round": asdict(done) if done else None}
+            return asdict(done) if done else None
 
-        found = ranks.lead(led)
-        trainer.round, trainer.inner_step = found["counters"]
-        return Round(**found["round"]) if found["round"] else None
+        def take(counters: list[int]) -> None:
+            trainer.round, trainer.inner_step = counters
+
+        found = ranks.lead(led, lambda: [trainer.round, trainer.inner_step], take)
+        return Round(**found) if found else None
 
     def _require_state(self) -> None:
         """Raises InputError on a rank without outer state."""
@@ -171,10 +173,17 @@ class OuterLoop(NotCopyable):
             self._hooks = []
             if error is None:
                 self._lead_round(self._finish)
-            if not isinstance(error, RankLost):
+            if self._together(error):
                 self._restart()
         finally:
             self.meeting.leave(error)
+
+    def _together(self, error: BaseException | None) -> bool:
+        """Whether the ranks of a sharded trainer can go on together after ``error``; else they part."""
+        if error is None or self.ranks is None or self.ranks.is_common(error):
+            return True
+        self.ranks.part()
+        return False
 
     def _finish(self) -> Round | None:
         due = self.meeting.joined and not self.inner_step
@@ -257,13 +266,19 @@ class OuterLoop(NotCopyable):
         if self._in_global_weights:
             yield
             return
+        failure: BaseException | None = None
         try:
             self._in_global_weights = True
             self._restart()
             yield
+        except BaseException as error:
+            failure = error
+            raise
         finally:
             self._in_global_weights = False
-            self._restart()
+            if self._together(failure):
+                self._restart()
+            failure = None
 
     def global_state(self) -> dict[str, torch.Tensor]:
         """Theta by name, FP32 on the host, in this object's memory: copy or cast it, do not write."""

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InputError, NonFinite, StateMismatch, UnsupportedTensor
 from ..patch.blocks import cut
 from ..state.tensors import DTYPES, Segment, State, TensorSpec
 from .buffers import require_dense
-from .ranks import Ranks, is_sharded, ranks_of, require_no_flat_parameters, reshard
+from .ranks import Ranks, is_sharded, ranks_of, require_no_flat_parameters, reshard, without_ddp
 
 BLOCK_ELEMENTS = 1 << 22
 Floats = npt.NDArray[np.float32]
@@ -174,9 +173,10 @@ class Parameters:
         require_no_flat_parameters(model)
         reshard(model)
         self.optimizers = Optimizers(optimizers)
-        ranks = [] if rank_seconds is None else ranks_of(model, _named(model))
-        if ranks and isinstance(model, DistributedDataParallel):
-            model = model.module
+        ranks: list[int] = []
+        if rank_seconds is not None:
+            ranks = ranks_of(getattr(model, "_orig_mod", model), _named(model))
+            model = without_ddp(model)
         self._model, self._named = model, _named(model)
         self.optimizers.require(self._named)
         self._trained = self.optimizers.ids

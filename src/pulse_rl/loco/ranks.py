@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,12 +14,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .._util.collective import GlooTransport, RankGroup
-from .._util.serial import shield
-from ..errors import RankLost, UnsupportedTensor
-from .buffers import digest_of
+from .._util.serial import SerialThread
+from ..errors import InputError, RankLost, StateMismatch, UnsupportedTensor
+from .buffers import digest_of, fingerprint
 
 R = TypeVar("R")
 _HINT = "Every rank of a trainer must have its shard of every DTensor: data, tensor and expert parallelism, no stages."
+
+
+Model = torch.nn.Module | Mapping[str, torch.Tensor]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -62,6 +65,17 @@ def ranks_of(model: object, named: Mapping[str, torch.Tensor]) -> list[int]:
     return []
 
 
+def without_ddp(model: Model) -> Model:
+    """The module that DDP, compiled or not, has wrapped. Raises InputError where DDP is not the outermost module."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, DistributedDataParallel):
+        module: torch.nn.Module = inner.module
+        return module
+    if isinstance(inner, torch.nn.Module) and any(isinstance(m, DistributedDataParallel) for m in inner.modules()):
+        raise InputError("DDP has only a part of the model", hint="Wrap all of it: its ranks are one trainer.")
+    return model
+
+
 class Ranks:
     """The processes of one trainer. The first one *leads*: it has the outer state, all tensors whole in host memory,
     and speaks to the other trainers. The others have shards or replicas alone, and wait for what it says.
@@ -82,8 +96,11 @@ class Ranks:
     ) -> None:
         self._model = model
         self._sharded = {name: tensor for name, tensor in named.items() if is_sharded(tensor)}
-        self._trained = [tensor for tensor in named.values() if id(tensor) in trained]
+        self._trained = {name: tensor for name, tensor in named.items() if id(tensor) in trained}
+        self._others = {name: t for name, t in named.items() if name not in self._sharded and name not in self._trained}
         self._group = RankGroup(GlooTransport(members, timeout_seconds, owner="PulseLoCo"))
+        # Messages of this trainer's ranks, which no interrupt parts: the others would take the next one for this.
+        self._serial = SerialThread("PulseLoCo's ranks")
         # For what is on a device, by the program's own backend; the world's group is there already.
         everyone = members == list(range(dist.get_world_size()))
         self._devices = None if everyone else dist.new_group(members, use_local_synchronization=True)
@@ -93,12 +110,11 @@ class Ranks:
         self._whole = {
             id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in self._sharded.values()
         }
-        self._writes = 0
         self._parted: RankLost | None = None
-        # A tensor may be on some of the ranks, and again on the others; then it must be the same one.
-        apart = {name: t for name, t in named.items() if not is_sharded(t) or _ranks_of(t) != members}
         self._require_slices()
-        self._require_same({name: t for name, t in apart.items() if id(t) in trained or is_sharded(t)})
+        # A tensor may be on some of the ranks, and again on the others; then it must be the same one.
+        apart = {name: t for name, t in self._sharded.items() if _ranks_of(t) != members}
+        self._require_same({**apart, **{name: t for name, t in self._trained.items() if not is_sharded(t)}})
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor on the rank that leads: the tensor itself, unless it is sharded."""
@@ -106,62 +122,108 @@ class Ranks:
 
     def any(self, here: bool) -> bool:
         """Whether it is so on a rank."""
-        return b"1" in self._all_say("any", lambda: b"1" if here else b"0")
+        return b"1" in self._all_say("any", b"1" if here else b"0")
 
     @torch.no_grad()
     def collect(self) -> None:
-        """The whole tensors become what the ranks have now."""
+        """The whole tensors become what the ranks have now. Raises StateMismatch where what is neither trained nor
+        sharded is not the same on all of them."""
         reshard(self._model)
+        self._require_same({**self._others, **self._buffers()})
         with _rank_lost():
             for tensor in self._sharded.values():
                 full = _full(tensor)
                 if self.leads:
                     self.whole(tensor).copy_(full)
-        self._writes = self._count_writes()
 
-    def lead(self, work: Callable[[], Any]) -> Any:
-        """What ``work``, which is called on the rank that leads, returns there; it is sent as JSON. All ranks get their
-        shards of what it has written. An error is raised on all."""
+    def lead(self, work: Callable[[], Any], counters: Callable[[], Any], take: Callable[[Any], None]) -> Any:
+        """What ``work``, which is called on the rank that leads, returns there; it is sent as JSON. All ranks get what
+        it has written, and ``take`` the ``counters`` of that rank. An error is raised on all, after that."""
+        failure: BaseException | None = None
+        message = b""
+        if self.leads:
+            before, made = self._versions(), None
+            try:
+                made = work()
+            except BaseException as caught:
+                failure = caught
+            written = [name for name, version in self._versions().items() if before.get(name) != version]
+            message = json.dumps([made, written, counters()]).encode()
         try:
-            said = self._all_say("lead", lambda: json.dumps(work()).encode() if self.leads else b"")
-        except RankLost:
-            raise
-        except BaseException:
-            self._distribute_new()  # what was written before an error stays
-            raise
-        self._distribute_new()
-        return json.loads(said[0])
-
-    def _distribute_new(self) -> None:
-        writes = self._count_writes()
-        new, *_ = self._all_say("new", lambda: b"1" if writes != self._writes else b"0")
-        self._writes = writes
-        if new == b"1":
+            said, error = self._serial.run(lambda: self._exchange("lead", failure, message), whole=True)
+        finally:
+            failure = None  # or its traceback would hold itself
+        made, written, found = json.loads(said[0])
+        take(found)
+        if written:
             reshard(self._model)
             with _rank_lost():
-                self._distribute()
+                self._distribute(written)
+        if error is not None:
+            raise error
+        return made
 
-    def _all_say(self, call: str, work: Callable[[], bytes]) -> list[bytes]:
-        """What ``work`` returns on each rank, in their order. Only the leader's may be interrupted."""
+    def is_common(self, error: BaseException) -> bool:
+        """Whether the error was raised on all ranks alike, so that they are still together."""
+        return isinstance(error, Exception) and error is self._group.common_error
+
+    def part(self) -> None:
+        """After an error of this rank alone: the others, which wait for it, raise RankLost."""
+        self._parted = self._parted or RankLost(
+            "a rank of this trainer has left by an error of its own", hint="Start all its ranks from a checkpoint."
+        )
+        self._group.close()
+
+    def _all_say(self, call: str, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order."""
+        said, _ = self._serial.run(lambda: self._exchange(call, None, message), whole=True)
+        return said
+
+    def _exchange(
+        self, call: str, failure: BaseException | None, message: bytes
+    ) -> tuple[list[bytes], BaseException | None]:
+        """The messages of all ranks, also after a ``failure``, which is returned on all alike."""
         if self._parted:
             raise self._parted
         head = call.encode() + b":"
-        with nullcontext() if self.leads else shield():
-            said = self._group.run_on_all(lambda: head + work())
-        if not all(message.startswith(head) for message in said):
+
+        def fail() -> bytes:
+            if failure is not None:
+                raise failure
+            return head + message
+
+        error: BaseException | None = None
+        try:
+            said = self._group.run_on_all(fail)
+        except RankLost:
+            if failure is not None:
+                raise failure from None  # why the others are gone
+            raise
+        except BaseException as common:
+            error = common
+            said = self._group.run_on_all(lambda: head + message)
+            self._group.mark_collective(error)
+        if not all(each.startswith(head) for each in said):
             self._parted = RankLost(
                 "the ranks of this trainer have made different calls",
                 hint="Each call of a loop is one of all its ranks, global_weights() among them.",
             )
             raise self._parted
-        return [message.removeprefix(head) for message in said]
+        return [each.removeprefix(head) for each in said], error
 
-    def _count_writes(self) -> int:
-        return sum(self.whole(tensor)._version for tensor in self._trained)
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        named = self._model.named_buffers() if isinstance(self._model, torch.nn.Module) else ()
+        return {f"buffer {name}": buffer for name, buffer in named if not is_sharded(buffer)}
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """What changes with each write to a trained tensor or a buffer."""
+        tensors = {name: self.whole(tensor) for name, tensor in self._trained.items()} | self._buffers()
+        return {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}
 
     @torch.no_grad()
-    def _distribute(self) -> None:
-        for tensor in self._trained:
+    def _distribute(self, written: Sequence[str]) -> None:
+        tensors = self._trained | self._buffers()
+        for tensor in [tensors[name] for name in written]:
             if not is_sharded(tensor):
                 dist.broadcast(tensor.detach(), self._leader, self._devices)
                 continue
@@ -173,33 +235,27 @@ class Ranks:
 
     @torch.no_grad()
     def _require_slices(self) -> None:
-        """Raises UnsupportedTensor unless this rank's shard can be cut out of the whole."""
+        """Raises UnsupportedTensor unless each rank's shards can be cut out of the whole."""
         wrong = ""
-        for name, tensor in self._sharded.items():
-            placements: Any = tensor.placements  # type: ignore[attr-defined]
-            partial = any(placement.is_partial() for placement in placements)
-            if partial or not _same_bits(_slice(_full(tensor), tensor), _local(tensor)):
-                wrong = wrong or f"{name!r} is placed as {placements}"
-
-        def say() -> bytes:
-            if wrong:
-                raise UnsupportedTensor(wrong, hint=_HINT)
-            return b""
-
-        self._group.run_on_all(say)
+        with _rank_lost():
+            for name, tensor in self._sharded.items():
+                placements: Any = tensor.placements  # type: ignore[attr-defined]
+                partial = any(placement.is_partial() for placement in placements)
+                if partial or not _same_bits(_slice(_full(tensor), tensor), _local(tensor)):
+                    wrong = wrong or f"{name!r} is placed as {placements}"
+        if wrong := next(filter(None, (said.decode() for said in self._all_say("slices", wrong.encode()))), ""):
+            raise UnsupportedTensor(wrong, hint=_HINT)
 
     @torch.no_grad()
     def _require_same(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises UnsupportedTensor unless these tensors are the same on all ranks."""
-        own = {name: digest_of(_full(t) if is_sharded(t) else t).hex() for name, t in sorted(tensors.items())}
-        names = [*self._sharded]
-        found = [json.loads(said) for said in self._group.run_on_all(lambda: json.dumps([names, own]).encode())]
-        for rank, (sharded, digests) in enumerate(found):
-            differ = sorted(set(sharded) ^ set(names)) or [
-                n for n in own.keys() | digests if own.get(n) != digests.get(n)
-            ]
+        """Raises StateMismatch unless these tensors are the same on all ranks."""
+        own = {name: str(fingerprint(_full(t) if is_sharded(t) else t)) for name, t in sorted(tensors.items())}
+        everything = dict.fromkeys(self._sharded, "") | own
+        for rank, said in enumerate(self._all_say("same", json.dumps(everything).encode())):
+            theirs = json.loads(said)
+            differ = sorted(n for n in everything.keys() | theirs if everything.get(n) != theirs.get(n))
             if differ:
-                raise UnsupportedTensor(f"{differ[0]!r} is another tensor on rank {rank} of this trainer", hint=_HINT)
+                raise StateMismatch(f"{differ[0]!r} is another tensor on rank {rank} of this trainer", hint=_HINT)
 
 
 @contextmanager

@@ -48,6 +48,7 @@ from .trainer import Trainer, specs_digest
 from .wire import Entries, WireName
 
 _FIRST_TRAINERS = 16
+_MOST_SECONDS = 30 * 86400.0  # torch counts in microseconds
 _NOTHING: Entries = (np.empty(0, np.uint32), np.empty(0, np.float32))
 
 
@@ -117,7 +118,7 @@ def travel_of(exchange: StoreExchange) -> Exchange:
 
 def rank_seconds_of(exchange: StoreExchange) -> float:
     """How long the ranks of a trainer wait for that which speaks for them: it may wait for two rounds."""
-    return 600 + 2 * (exchange.deadline_seconds + exchange.grace_seconds)
+    return min(600 + 2 * (exchange.deadline_seconds + exchange.grace_seconds), _MOST_SECONDS)
 
 
 def store_exchange_of(over: Store | str | StoreExchange) -> StoreExchange:
