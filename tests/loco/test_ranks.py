@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -313,7 +314,13 @@ def apart(trainer: Trainer, folder: str) -> list[Any]:
     model.load_state_dict(there)
     loop.load_state_dict(state)
     found.append(weights(model))
-    # 3. The buffers of a saved state are in the models of all ranks, and must not change on any.
+    # 3. Entered again, by all, after an error of the program.
+    with suppress(ZeroDivisionError), loop:
+        raise ZeroDivisionError
+    with loop:
+        step(model, optimizer, 0, 3)
+        found.append((loop.round, weights(model)))
+    # 4. The buffers of a saved state are in the models of all ranks, and must not change on any.
     model.get_buffer("scale").fill_(3 + trainer.rank)
     with pytest.raises(StateMismatch, match="scale"), loop:
         pass
@@ -323,10 +330,11 @@ def apart(trainer: Trainer, folder: str) -> list[Any]:
 def test_what_some_ranks_hold_is_that_of_all(tmp_path: Path) -> None:
     one, two = together(apart, 2, str(tmp_path / "run"))
     assert one == two
-    failed, went_on, left, resumed_there, _ = one
+    failed, went_on, left, resumed_there, (entered, _), _ = one
     assert failed == (0, 2)
     assert went_on[:2] == (1, 0)
     assert left == resumed_there != went_on[2]
+    assert entered == 2
 
 
 def fails_alone(trainer: Trainer, folder: str) -> str:

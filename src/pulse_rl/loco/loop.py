@@ -179,11 +179,8 @@ class OuterLoop(NotCopyable):
             self.meeting.leave(error)
 
     def _together(self, error: BaseException | None) -> bool:
-        """Whether the ranks of a sharded trainer can go on together after ``error``; else they part."""
-        if error is None or self.ranks is None or self.ranks.is_common(error):
-            return True
-        self.ranks.part()
-        return False
+        """Whether the ranks of a sharded trainer are known to go on together after ``error``."""
+        return error is None or self.ranks is None or self.ranks.is_common(error)
 
     def _finish(self) -> Round | None:
         due = self.meeting.joined and not self.inner_step

@@ -167,13 +167,6 @@ class Ranks:
         """Whether the error was raised on all ranks alike, so that they are still together."""
         return isinstance(error, Exception) and error is self._group.common_error
 
-    def part(self) -> None:
-        """After an error of this rank alone: the others, which wait for it, raise RankLost."""
-        self._parted = self._parted or RankLost(
-            "a rank of this trainer has left by an error of its own", hint="Start all its ranks from a checkpoint."
-        )
-        self._group.close()
-
     def _all_say(self, call: str, message: bytes) -> list[bytes]:
         """The messages of all ranks, in their order."""
         said, _ = self._serial.run(lambda: self._exchange(call, None, message), whole=True)
@@ -195,7 +188,8 @@ class Ranks:
         error: BaseException | None = None
         try:
             said = self._group.run_on_all(fail)
-        except RankLost:
+        except RankLost as lost:
+            self._parted = lost
             if failure is not None:
                 raise failure from None  # why the others are gone
             raise
