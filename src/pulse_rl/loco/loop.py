@@ -60,7 +60,7 @@ class OuterLoop(NotCopyable):
         self._in_global_weights = self._told = False
 
     @property
-    def ranks(self) -> Ranks | None:
+    def _ranks(self) -> Ranks | None:
         """The processes of this trainer, where its model is sharded over several."""
         return self.parameters.ranks
 
@@ -105,7 +105,7 @@ class OuterLoop(NotCopyable):
     def _lead_round(self, run: Callable[[], Round | None], *, reads: bool = False) -> None:
         # Each rank of a sharded trainer calls its own ``on_round``; all agree on what the model holds meanwhile.
         told = self.on_round is not None
-        self._told = self.ranks.any(told) if self.ranks else told
+        self._told = self._ranks.any(told) if self._ranks else told
         done = self._lead(run, reads=reads)
         if done is None:
             return
@@ -128,7 +128,7 @@ class OuterLoop(NotCopyable):
     def _lead(self, work: Callable[[], Round | None], *, reads: bool = False) -> Round | None:
         """``work``, which may change the model, and with ``reads`` looks at it. Of a sharded trainer one rank does it,
         and all have what follows."""
-        ranks, trainer = self.ranks, self.trainer
+        ranks, trainer = self._ranks, self.trainer
         if ranks is None:
             return work()
         if reads:
@@ -146,7 +146,7 @@ class OuterLoop(NotCopyable):
 
     def _require_state(self) -> None:
         """Raises InputError on a rank without outer state."""
-        if self.ranks and not self.ranks.leads:
+        if self._ranks and not self._ranks.leads:
             raise InputError(
                 "the first rank of this trainer has the outer state, and this is another one",
                 hint="On all ranks the model holds theta within global_weights(), and while on_round is called.",
@@ -180,7 +180,7 @@ class OuterLoop(NotCopyable):
 
     def _together(self, error: BaseException | None) -> bool:
         """Whether the ranks of a sharded trainer are known to go on together after ``error``."""
-        return error is None or self.ranks is None or self.ranks.is_common(error)
+        return error is None or self._ranks is None or self._ranks.is_common(error)
 
     def _finish(self) -> Round | None:
         due = self.meeting.joined and not self.inner_step
@@ -314,7 +314,7 @@ class OuterLoop(NotCopyable):
         Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three together resume
         to the same bits. Of a sharded trainer the first rank has all of it, the others only the counters.
         """
-        if self.ranks and not self.ranks.leads:
+        if self._ranks and not self._ranks.leads:
             return {"round": self.round, "inner_step": self.inner_step}
         return self._serial.run(self.trainer.saved)
 
