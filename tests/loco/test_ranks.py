@@ -1,4 +1,4 @@
-"""A trainer of several processes: FSDP2 inside, one trainer to the others."""
+"""A trainer of several processes: FSDP2 or DDP inside, one trainer to the others."""
 
 from __future__ import annotations
 
@@ -203,29 +203,8 @@ def test_errors_and_restarts_are_those_of_all_ranks(tmp_path: Path) -> None:
     assert one[-1] == other[-1], "all hold one theta"
 
 
-def lost(trainer: Trainer, folder: str) -> str:
-    trainer.connect("site")
-    model = Net()
-    shard(model, "fsdp")
-    optimizer = descent(model)
-    over = StoreExchange(folder, quorum=1, grace_seconds=0, deadline_seconds=SECONDS)
-    try:
-        with PulseLoCo(model, optimizer, sync_every=1, over=over):
-            step(model, optimizer, 0, 0)
-            if trainer.rank == 1:
-                os._exit(1)
-            step(model, optimizer, 0, 1)
-    except RankLost as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_rank_that_dies_is_no_hang(tmp_path: Path) -> None:
-    found = together(lost, 2, str(tmp_path / "run"), lost=(1,))
-    assert "died" in found[0]
-
-
-def parted(trainer: Trainer, folder: str) -> str:
+def ended(trainer: Trainer, folder: str, how: str) -> str:
+    """What a rank leaves with if, between two rounds, one of the two dies, fails, or makes a call alone."""
     trainer.connect("site")
     model = Net()
     shard(model, "fsdp")
@@ -233,17 +212,34 @@ def parted(trainer: Trainer, folder: str) -> str:
     over = StoreExchange(folder, quorum=1, grace_seconds=0, deadline_seconds=SECONDS)
     try:
         with PulseLoCo(model, optimizer, sync_every=1, over=over) as loop:
-            if trainer.rank == 0:
+            step(model, optimizer, 0, 0)
+            if trainer.rank == 1 and how == "dies":
+                os._exit(1)
+            if trainer.rank == 1 and how == "fails":
+                raise ZeroDivisionError
+            if trainer.rank == 0 and how == "calls":
                 with loop.global_weights():
                     pass
-            step(model, optimizer, 0, 0)
-    except RankLost as error:
-        return str(error)
+            step(model, optimizer, 0, 1)
+    except (ZeroDivisionError, RankLost) as error:
+        return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
+def test_a_rank_that_dies_is_no_hang(tmp_path: Path) -> None:
+    found = together(ended, 2, str(tmp_path / "run"), "dies", lost=(1,))
+    assert "died" in found[0]
+
+
+def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path) -> None:
+    """And raises its own error."""
+    one, other = together(ended, 2, str(tmp_path / "run"), "fails")
+    assert one.startswith("RankLost")
+    assert other.startswith("ZeroDivisionError")
+
+
 def test_a_call_on_some_ranks_alone_ends_all(tmp_path: Path) -> None:
-    for found in together(parted, 2, str(tmp_path / "run")):
+    for found in together(ended, 2, str(tmp_path / "run"), "calls"):
         assert "different calls" in found
 
 
@@ -335,28 +331,6 @@ def test_what_some_ranks_hold_is_that_of_all(tmp_path: Path) -> None:
     assert went_on[:2] == (1, 0)
     assert left == resumed_there != went_on[2]
     assert entered == 2
-
-
-def fails_alone(trainer: Trainer, folder: str) -> str:
-    trainer.connect("site")
-    model = Net()
-    shard(model, "fsdp")
-    optimizer = descent(model)
-    over = StoreExchange(folder, quorum=1, grace_seconds=0, deadline_seconds=SECONDS)
-    try:
-        with PulseLoCo(model, optimizer, sync_every=1, over=over):
-            step(model, optimizer, 0, 0)
-            if trainer.rank == 1:
-                raise ZeroDivisionError
-            step(model, optimizer, 0, 1)
-    except (ZeroDivisionError, RankLost) as error:
-        return type(error).__name__
-    return "nothing"
-
-
-def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path) -> None:
-    """And raises its own error."""
-    assert together(fails_alone, 2, str(tmp_path / "run")) == ["RankLost", "ZeroDivisionError"]
 
 
 def refused(trainer: Trainer) -> list[str]:

@@ -17,7 +17,7 @@ with extra("torch"):
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..state.checkpoint import is_wrapped
-from ..state.tensors import DTYPES, State, UIntArray
+from ..state.tensors import DTYPES, State, UIntArray, is_sharded
 from ..sync.layout import Box
 from ..sync.update import TensorUpdate, Update, changes_of
 from .device_scatter import Scatter, scatter
@@ -196,7 +196,7 @@ def _targets(update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases:
 
 def _of_this_rank(name: str, tensor: torch.Tensor) -> _Target | None:
     """None where a DTensor is on other ranks. Raises UnsupportedTensor for placements that are no slices of it."""
-    if not _is_sharded(tensor):
+    if not is_sharded(tensor):
         return _Target(tensor, None)
     from torch.distributed.tensor import DTensor
 
@@ -206,12 +206,6 @@ def _of_this_rank(name: str, tensor: torch.Tensor) -> _Target | None:
     if tensor.device_mesh.get_coordinate() is None:
         return None
     return _Target(tensor.to_local(), local_box(name, tensor))
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. Its module takes half a second to import, and is there where one is."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _share(update: TensorUpdate, box: Box) -> TensorUpdate:
@@ -250,7 +244,7 @@ def _require_dense(name: str, tensor: object) -> None:
         raise UnsupportedTensor(
             f"the model's {name!r} is not initialised", hint="A lazy module gets its sizes in the first forward pass."
         )
-    if _is_sharded(tensor):
+    if is_sharded(tensor):
         return
     foreign = hasattr(tensor, "full_tensor")  # a sharded tensor of another kind
     if foreign or tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:

@@ -13,9 +13,9 @@ import torch
 
 from ..errors import InputError, NonFinite, StateMismatch, UnsupportedTensor
 from ..patch.blocks import cut
-from ..state.tensors import DTYPES, Segment, State, TensorSpec
+from ..state.tensors import DTYPES, Segment, State, TensorSpec, is_sharded
 from .buffers import require_dense
-from .ranks import Ranks, is_sharded, ranks_of, require_no_flat_parameters, reshard, without_ddp
+from .ranks import Ranks, ranks_of, require_no_flat_parameters, reshard, without_ddp
 
 BLOCK_ELEMENTS = 1 << 22
 Floats = npt.NDArray[np.float32]

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from .._util.collective import GlooTransport, RankGroup
 from .._util.serial import SerialThread
 from ..errors import InputError, RankLost, StateMismatch, UnsupportedTensor
+from ..state.tensors import is_sharded
 from .buffers import digest_of, fingerprint
 
-R = TypeVar("R")
 _HINT = "Every rank of a trainer must have its shard of every DTensor: data, tensor and expert parallelism, no stages."
 
 
 Model = torch.nn.Module | Mapping[str, torch.Tensor]
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. Its module takes half a second to import, and is there where one is."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def require_no_flat_parameters(model: object) -> None:
@@ -82,8 +76,8 @@ class Ranks:
 
     ``members``: their ranks, of `ranks_of`; ``named``: the ``model``'s tensors; of the ``trained`` ones, by id, the
     leader's values go to all. All ranks make it, and make the same calls in the same order; none waits for another one
-    for longer than ``timeout_seconds``. Raises UnsupportedTensor for DTensors that are not made of plain slices, or
-    others on another rank, and RankLost, also from every call.
+    for longer than ``timeout_seconds``. Raises UnsupportedTensor for DTensors that are not made of plain slices,
+    StateMismatch where another rank has other tensors, and RankLost, also from every call.
     """
 
     def __init__(
@@ -187,16 +181,19 @@ class Ranks:
 
         error: BaseException | None = None
         try:
-            said = self._group.run_on_all(fail)
+            try:
+                said = self._group.run_on_all(fail)
+            except RankLost:
+                raise
+            except BaseException as common:
+                error = common
+                said = self._group.run_on_all(lambda: head + message)
+                self._group.mark_collective(error)
         except RankLost as lost:
             self._parted = lost
             if failure is not None:
                 raise failure from None  # why the others are gone
             raise
-        except BaseException as common:
-            error = common
-            said = self._group.run_on_all(lambda: head + message)
-            self._group.mark_collective(error)
         if not all(each.startswith(head) for each in said):
             self._parted = RankLost(
                 "the ranks of this trainer have made different calls",

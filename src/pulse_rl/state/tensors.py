@@ -406,6 +406,12 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
     return dtype, shape, _aligned(host.view(dtype.uint)), storage
 
 
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a DTensor. Its module takes half a second to import, and is there where one is."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def _end(tensor: Any) -> int:
     """The bytes of its storage that a torch tensor needs."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
