@@ -36,7 +36,7 @@ def main() -> int:
             rows = list(links.run(arguments.quick))
             print("\n" + links.text(rows))
             facts["links"] = [asdict(row) for row in rows]
-        groups = [part for part in learning.GROUPS if part in arguments.only]
+        groups = [group for part, group in learning.GROUPS.items() if part in arguments.only]
         if groups:
             seeds, rounds = (arguments.seeds[:1], 2) if arguments.quick else (arguments.seeds, arguments.rounds)
             found = list(learning.run(groups, seeds, rounds, quick=arguments.quick))

@@ -81,7 +81,7 @@ SPARSE = "SparseLoCo 3%"
 
 GROUPS: dict[str, Group] = {
     "methods": Group([Variant(m, lr=LR_DDP if m == DDP else LR) for m in METHODS if m != ONE_LEVEL]),
-    "H": Group([Variant(m, sync_every=h) for h in (30, 100) for m in (DILOCO, SPARSE, PULSE, INT2)], rounds=75),
+    "H": Group([Variant(m, sync_every=h) for h in (30, 100) for m in (DILOCO, SPARSE, PULSE, INT2, SWEPT)], rounds=75),
     "trainers": Group([Variant(m, trainers=n) for n in (8, 16) for m in (DILOCO, SPARSE, PULSE, INT2)]),
     "data": Group([Variant(m, task=tasks.APART) for m in (DILOCO, PULSE, INT2)]),
     "heldout": Group(
@@ -208,13 +208,12 @@ def _mean(values: list[float]) -> float | None:
 
 
 def run(
-    groups: Iterable[str], seeds: list[int], rounds: int | None = None, *, quick: bool = False
+    groups: Iterable[Group], seeds: list[int], rounds: int | None = None, *, quick: bool = False
 ) -> Iterator[Outcome]:
     """Each variant of the groups on each seed, seed by seed, so that a run that is ended early has whole ones; prints
     as it goes. ``quick``: all of it on the arithmetic task."""
     print(HEADING, flush=True)
-    for name in groups:
-        group = GROUPS[name]
+    for group in groups:
         for seed in seeds:
             for variant in group.variants:
                 variant = replace(variant, task=tasks.ARITHMETIC) if quick else variant
@@ -233,16 +232,13 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="of a group only this learning rate")
     parser.add_argument("--log", metavar="NAME", help="also write a log of that name to benchmarks/results")
     arguments = parser.parse_args()
-    for name in arguments.only:
-        group = GROUPS[name]
-        kept = [
-            v
-            for v in group.variants
-            if (not arguments.methods or v.method in arguments.methods) and arguments.lr in (None, v.lr)
-        ]
-        GROUPS[name] = replace(group, variants=kept)
+
+    def kept(group: Group) -> Group:
+        methods, lr = arguments.methods or METHODS, arguments.lr
+        return replace(group, variants=[v for v in group.variants if v.method in methods and lr in (None, v.lr)])
+
     found: list[Outcome] = []
-    for outcome in run(arguments.only, arguments.seeds, arguments.rounds):
+    for outcome in run([kept(GROUPS[name]) for name in arguments.only], arguments.seeds, arguments.rounds):
         found.append(outcome)
         if arguments.log:  # so far: a run may take hours
             command = " ".join(["python -m benchmarks.loco.learning", *_quoted(sys.argv[1:])])
