@@ -287,6 +287,17 @@ def one_at_a_time(listener: Listener | None) -> Listener | None:
     return listen
 
 
+def fell_back(listener: Listener | None, stream: str, what: str, error: PulseError) -> None:
+    """Hands a `FallbackUsed` to the listener: ``error`` is why ``what`` was not used."""
+    if listener:
+        listener(FallbackUsed(stream, what, str(error), error.kind))
+
+
+def kind_of(error: Exception) -> str:
+    """The kind of an error, whoever's it is."""
+    return error.kind if isinstance(error, PulseError) else PulseError.kind
+
+
 def hint_to(listener: Listener | None, hint: Hint) -> None:
     """Hands a hint to the listener; without one, to ``warnings`` and the logger ``pulse_rl``."""
     if listener is not None:

@@ -101,14 +101,6 @@ public:
         settle();
     }
 
-    // The part [low, high) of 2^16, low < high.
-    void share(uint32_t low, uint32_t high) {
-        const uint64_t unit = range_ >> 16;
-        add(unit * low);
-        range_ = unit * (high - low);
-        settle();
-    }
-
     // `count` bits of equal probability, at most 16.
     void plain(uint32_t value, int count) {
         range_ >>= count;
@@ -202,18 +194,6 @@ public:
     // Accepts [low, high), which must hold `place()`.
     void take(uint64_t low, uint64_t high) {
         const uint64_t unit = range_ >> kScaleBits;
-        code_ -= unit * low;
-        range_ = unit * (high - low);
-        settle();
-    }
-
-    // The place in 2^16 that the code points to, and accepting [low, high) that holds it.
-    uint32_t share_place() const {
-        const uint64_t v = code_ / (range_ >> 16);
-        return v < 65536 ? uint32_t(v) : 65535;
-    }
-    void take_share(uint32_t low, uint32_t high) {
-        const uint64_t unit = range_ >> 16;
         code_ -= unit * low;
         range_ = unit * (high - low);
         settle();

@@ -63,27 +63,25 @@ class Alone:
 
 
 class RankGroup:
-    """This rank's side of the ranks that ``transport`` connects. Once one of them is lost, every call raises ``lost``,
-    an error class of the library's."""
+    """This rank's side of the ranks that ``transport`` connects. Once one is lost, every call raises RankLost."""
 
-    def __init__(self, transport: Transport, lost: type[PulseError] = RankLost) -> None:
+    def __init__(self, transport: Transport) -> None:
         self.size, self.rank = transport.size, transport.rank
         self.common_error: BaseException | None = None
         """The last error that was raised on all ranks alike."""
         self._transport = transport
-        self._lost = lost
         self._step = 0
         self._given_up = ""
 
     def run_on_all(self, work: Callable[[], bytes]) -> list[bytes]:
         """What ``work()`` returns on each rank, in their order. Where it fails on one, all raise: the others the same
-        error, of which they say where it came from. Raises ``lost``."""
+        error, of which they say where it came from. Raises RankLost."""
         failure: BaseException | None = None
         message = b""
         try:
             checkpoint()
             message = b"+" + work()
-        except self._lost:
+        except RankLost:
             raise  # the group is lost for all: there is nobody left to be told
         except BaseException as error:  # an interrupt, too, must reach the others, which wait
             failure, message = error, b"-" + _error_to_bytes(error)
@@ -124,7 +122,7 @@ class RankGroup:
 
     def exchange(self, sent: Mapping[int, Bytes], lengths: Mapping[int, int]) -> dict[int, Bytes]:
         """Sends arrays to other ranks and receives arrays of ``lengths`` bytes from others; what is for this rank
-        itself is passed on. A rank calls this in the same order as those with which it deals. Raises ``lost``."""
+        itself is passed on. A rank calls this in the same order as those with which it deals. Raises RankLost."""
         received = {rank: np.empty(length, np.uint8) for rank, length in lengths.items() if rank != self.rank}
         if self.rank in lengths:
             received[self.rank] = sent[self.rank]
@@ -156,7 +154,7 @@ class RankGroup:
         heads = [struct.unpack("<QQ", m) for m in self._equal(struct.pack("<QQ", self._step, len(message)))]
         if any(step != self._step for step, _ in heads):
             self._given_up = "the ranks have parted: they are at different steps"
-            raise self._lost(self._given_up)
+            raise RankLost(self._given_up)
         lengths = [length for _, length in heads]
         padded = self._equal(message.ljust(max(lengths), b"\0"))
         return [m[:length] for m, length in zip(padded, lengths, strict=True)]
@@ -166,10 +164,10 @@ class RankGroup:
 
     def _guard(self, call: Callable[[], R]) -> R:
         if self._given_up:
-            raise self._lost(self._given_up)
+            raise RankLost(self._given_up)
         try:
             return call()
-        except self._lost:
+        except RankLost:
             self._given_up = "the ranks have parted: one was lost"
             raise
 

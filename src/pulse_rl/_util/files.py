@@ -13,6 +13,8 @@ from typing import BinaryIO
 from ..errors import PulseError, StoreError, StoreFull
 
 Chunks = Iterable[bytes | memoryview]
+Writer = Callable[[BinaryIO], None]
+_BUFFER_BYTES = 1 << 20
 
 RangeReader = Callable[[int, int], bytes]
 """Returns bytes [start, stop) of a file in a store."""
@@ -36,13 +38,13 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def write_atomically(path: Path, chunks: Chunks, *, aside: Path | None = None) -> None:
+def write_atomically(path: Path, content: Chunks | Writer, *, aside: Path | None = None) -> None:
     """Puts a file at ``path`` whole or not at all, replacing what was there. ``aside`` is the folder for the unfinished
     file (``path``'s own by default; it must be on the same file system). Raises StoreFull and StoreError."""
     require_posix(f"write {path}")
     try:
         make_folder(path.parent)
-        unfinished = _write_aside(aside or path.parent, path.name, chunks)
+        unfinished = _write_aside(aside or path.parent, path.name, content)
         try:
             os.replace(unfinished, path)
         finally:
@@ -115,15 +117,17 @@ def _link(unfinished: Path, path: Path) -> None:
         ) from error
 
 
-def _write_aside(folder: Path, name: str, chunks: Chunks) -> Path:
+def _write_aside(folder: Path, name: str, content: Chunks | Writer) -> Path:
     make_folder(folder)
     handle, unfinished = tempfile.mkstemp(dir=folder, prefix=f".{name[:64]}.")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(handle, "wb", _BUFFER_BYTES) as file:
             # mkstemp makes it private; other users' workers read it where the umask lets them.
             os.fchmod(file.fileno(), 0o666 & ~_umask())
-            for chunk in chunks:
-                file.write(chunk)
+            if callable(content):
+                content(file)
+            else:
+                file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
@@ -152,13 +156,13 @@ def read_head(read: RangeReader, nbytes: int, first: int, end_of: Callable[[byte
     return head + read(len(head), end) if end > len(head) else head
 
 
-def ranges(places: Iterable[tuple[int, int]], most: int = MAX_BYTES) -> Iterator[list[int]]:
+def ranges(places: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
     """Which of the ascending ``places`` [start, stop) of a file one request reads, by their numbers: neighbours of at
-    most so many bytes in all, or a longer one alone."""
+    most `MAX_BYTES` in all, or a longer one alone."""
     run: list[int] = []
     begin = end = 0
     for number, (start, stop) in enumerate(places):
-        if run and (start - end > _GAP_BYTES or stop - begin > most):
+        if run and (start - end > _GAP_BYTES or stop - begin > MAX_BYTES):
             yield run
             run = []
         begin = begin if run else start

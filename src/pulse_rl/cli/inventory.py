@@ -12,7 +12,7 @@ from .._util.settings import format_bytes, format_duration, format_percent
 from ..errors import EmptyStream, PulseError
 from ..events import Metadata
 from ..store import Store
-from ..stream.manifest import Manifest
+from ..stream.manifest import Manifest, anchor_bytes, patch_bytes
 from ..stream.names import AnchorName, VersionName, streams_in
 from ..stream.signing import trusted_by
 from ..stream.stream import MAX_WORKERS, Stream
@@ -178,8 +178,8 @@ def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
         "age_seconds": _since(manifest.created),
         "root": manifest.root,
         "density": patch.changed / max(manifest.elements, 1) if patch else None,
-        "patch_bytes": sum(part.bytes for part in patch.parts) if patch else 0,
-        "anchor_bytes": sum(shard.bytes for shard in anchor.shards) if anchor else 0,
+        "patch_bytes": patch_bytes(manifest),
+        "anchor_bytes": anchor_bytes(manifest),
         "attested": anchor is not None and anchor.attestation is not None,
         "dense_bytes": manifest.dense_bytes,
         "epoch": manifest.epoch,

@@ -7,7 +7,6 @@ weights behind a BF16 version, is four to six times as large, and is saved every
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from .._util import extra
 with extra("torch"):
     import torch
 
-from .._util.files import disk_error, make_folder, sync_folder
+from .._util.files import write_atomically
 from .._util.settings import checked_path
 from ..errors import FormatError, InputError, StateMismatch, UnsupportedTensor
 from ..events import Metadata
@@ -27,7 +26,6 @@ from .torch import _INTS, host_tensors
 __all__ = ["restore_training", "save_training"]
 
 Weights = torch.nn.Module | Mapping[str, torch.Tensor]
-_BUFFER = 16 << 20
 
 
 def save_training(file: str | os.PathLike[str], weights: Weights, *, step: int, **states: Any) -> None:
@@ -45,20 +43,7 @@ def save_training(file: str | os.PathLike[str], weights: Weights, *, step: int, 
         "weights": {name: tensor.detach() for name, tensor in _tensors(weights).items()},
         "states": {name: each.state_dict() for name, each in states.items()},
     }
-    try:
-        make_folder(path.parent)
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
-        try:
-            with os.fdopen(handle, "wb", _BUFFER) as opened:
-                torch.save(saved, opened)
-                opened.flush()
-                os.fsync(opened.fileno())
-            os.replace(aside, path)
-        finally:
-            Path(aside).unlink(missing_ok=True)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise disk_error(error, f"write {path}") from error
+    write_atomically(path, lambda opened: torch.save(saved, opened))
 
 
 def restore_training(

@@ -35,6 +35,7 @@ from ..state.companions import files_of, of_dtype
 from ..state.quantise import Quantise
 from ..state.tensors import State
 from ..store import Store
+from ..stream.signing import keys_of
 from ..sync.beside import check_beside
 from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import Submission
@@ -153,8 +154,7 @@ class PulseCallback(TrainerCallback):
             check_beside(stream, beside)
         publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
         self._publisher = Publisher(store, stream=stream, **publisher)
-        signer, trusted = publisher.get("signer"), publisher.get("trusted_keys") or ()
-        self._keys = None if signer is None and not trusted else {*trusted, *([signer.public_key] if signer else ())}
+        self._keys = keys_of(publisher.get("signer"), publisher.get("trusted_keys"))
         self._store, self._stream = store, stream
         self._prefix = _OURS
         self._files: dict[str, bytes] | None = None

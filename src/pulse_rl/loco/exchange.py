@@ -283,7 +283,7 @@ class Transfer:
         sums: dict[int, Sums] = dict.fromkeys(sites.reduces_for(rank), b"")  # nothing: what arrived could not be read
         try:
             with self._phase("exchange"):
-                arrived, _ = group.all_to_all(parts, max_bytes=limits)
+                arrived = group.all_to_all(parts, max_bytes=limits)
             bad = _not_finite(arrived)
             if bad is not None:
                 return SiteSums(dict.fromkeys(sums, _NON_FINITE + bad.encode()), digest, payload_bytes, None)
@@ -313,7 +313,7 @@ class Transfer:
         froms = [sites.site_reducers(owner) for owner in everyone]
         limits = [[most[owner] if source in froms[owner] else 0 for owner in everyone] for source in everyone]
         with self._phase("exchange"):
-            arrived, _ = group.all_to_all(messages, max_bytes=limits)
+            arrived = group.all_to_all(messages, max_bytes=limits)
         ours, others = near[rank], [arrived[source] for source in froms[rank]]
         # A word in place of sums, from here or elsewhere, goes on in place of the share's sums.
         words = [said for said in (ours, *others) if isinstance(said, bytes) and _is_control(said)]

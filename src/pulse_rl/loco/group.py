@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from .._util.collective import Bytes, GlooTransport
-from ..errors import CorruptMessage, Diverged, InputError, TrainerLost
+from ..errors import CorruptMessage, Diverged, TrainerLost
 from ..state.digest import StateDigest
 
 T = TypeVar("T")
@@ -38,8 +38,6 @@ class TrainerGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:
-        if timeout_seconds <= 0:
-            raise InputError(f"timeout_seconds is {timeout_seconds}", hint="Give a number of seconds above 0.")
         self.sent_bytes = self.between_bytes = 0
         self.progress = TrainerNotes(None, 0, 1)
         self._transport = GlooTransport(
@@ -74,17 +72,15 @@ class TrainerGroup:
                 raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
         return messages
 
-    def all_to_all(
-        self, messages: Sequence[bytes], *, max_bytes: Sequence[Sequence[int]]
-    ) -> tuple[list[bytes], list[int]]:
-        """(what every trainer has for this one, in rank order; the bytes that each trainer sends in all).
+    def all_to_all(self, messages: Sequence[bytes], *, max_bytes: Sequence[Sequence[int]]) -> list[bytes]:
+        """What every trainer has for this one, in rank order.
 
         ``messages[r]`` goes to trainer r, which takes ``max_bytes[s][r]`` at most from trainer s. Lengths first, to
         all; then each message behind its SHA-256. Raises as `all_gather`, and for a length over the limit on all
         trainers alike.
         """
         if self.size == 1:
-            return list(messages), [len(messages[0])]
+            return list(messages)
         form = f"<{self.size}Q"
         announced = self.all_gather_fixed(struct.pack(form, *map(len, messages)))
         lengths = [struct.unpack(form, row) for row in announced]
@@ -98,7 +94,7 @@ class TrainerGroup:
         for rank, (m, piece) in enumerate(zip(found, arrived, strict=True)):
             if sha256(m).digest() != piece[:_DIGEST_BYTES].tobytes():
                 raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
-        return found, [sum(row) for row in lengths]
+        return found
 
     def all_gather_fixed(self, message: bytes) -> list[bytes]:
         """As `all_gather`, in one step, for messages of one length that all trainers know. Raises TrainerLost."""

@@ -14,7 +14,7 @@ import torch
 from ..errors import InputError, NonFinite, StateMismatch, UnsupportedTensor
 from ..patch.blocks import cut
 from ..state.tensors import DTYPES, Segment, State, TensorSpec, is_sharded
-from .buffers import require_dense
+from .buffers import Model, require_dense
 from .ranks import Ranks, ranks_of, require_no_flat_parameters, reshard, without_ddp
 
 BLOCK_ELEMENTS = 1 << 22
@@ -166,7 +166,7 @@ class Parameters:
 
     def __init__(
         self,
-        model: torch.nn.Module | Mapping[str, torch.Tensor],
+        model: Model,
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         rank_seconds: float | None = None,
     ) -> None:
@@ -342,9 +342,7 @@ class Parameters:
 class _WholeModel(torch.nn.Module):
     """A sharded ``model`` with other ``parameters``, by name, and its own buffers."""
 
-    def __init__(
-        self, model: torch.nn.Module | Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, model: Model, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._model, self._whole = [model], parameters  # in a list: not a submodule
 
@@ -356,7 +354,7 @@ class _WholeModel(torch.nn.Module):
         return model.named_buffers() if isinstance(model, torch.nn.Module) else iter(())
 
 
-def _named(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _named(model: Model) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else dict(model)
 
 

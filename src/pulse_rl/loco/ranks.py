@@ -17,12 +17,9 @@ from .._util.collective import GlooTransport, RankGroup
 from .._util.serial import SerialThread
 from ..errors import InputError, RankLost, StateMismatch, UnsupportedTensor
 from ..state.tensors import is_sharded
-from .buffers import digest_of, fingerprint
+from .buffers import Model, digest_of, fingerprint
 
 _HINT = "Every rank of a trainer must have its shard of every DTensor: data, tensor and expert parallelism, no stages."
-
-
-Model = torch.nn.Module | Mapping[str, torch.Tensor]
 
 
 def require_no_flat_parameters(model: object) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ..errors import EmptyStream, InputError
+from ..errors import InputError
 from ..events import Listener
 from ..state.checkpoint import INDEX_NAME
 from ..store import Store, open_store
@@ -60,13 +60,7 @@ def stored_attestation(
     Raises InputError where there is none, EmptyStream, Untrusted, and what reading raises."""
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
     with where.limited():
-        if version is None:
-            found = where.newest()
-            if found.manifest is None:
-                raise found.error or EmptyStream(f"stream {stream!r} has no versions")
-            manifest = found.manifest
-        else:
-            manifest = where.manifest(version)
+        manifest = where.require_newest() if version is None else where.manifest(version)
         _signing_key(manifest)
         if manifest.anchor is None or manifest.anchor.attestation is None:
             raise InputError(

@@ -16,7 +16,7 @@ from ..state.digest import StateDigest
 from ..state.tensors import State
 from ..store import Store, open_store
 from ..stream.manifest import Link
-from ..stream.signing import Signer, TrustedKeys
+from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from ..sync.folds import DEFAULT_FOLDS, FoldMaker, checked_folds
@@ -52,8 +52,8 @@ def fold_stream(
     checked_listener(on_event)
     spans = checked_folds(checked_collection("folds", folds, "(8, 64)"))
     codecs.check_codec(codec)
-    keys = [*([signer.public_key] if signer else ()), *(trusted_keys or ())]
-    where = Stream(open_store(store), stream, TrustedKeys(keys) if keys else None, signer=signer, stream_id=stream_id)
+    trusted = trusted_by(keys_of(signer, trusted_keys))
+    where = Stream(open_store(store), stream, trusted, signer=signer, stream_id=stream_id)
     return _fold(where, spans, codec, threads, on_event)
 
 
@@ -62,11 +62,8 @@ def _fold(
 ) -> Iterator[tuple[int, int]]:
     with where.limited():
         listed = {(link.base, link.version) for link in where.links()}
-        found = where.newest()
-        if found.manifest is None:
-            raise found.error or EmptyStream(f"stream {where.name!r} has no versions")
-        head = found.manifest
-        where.stream_id = where.stream_id or head.stream_id or None
+        head = where.require_newest()
+        where.adopt(head)
         versions = [version for version in where.versions() if version <= head.version]
     there = set(versions)
     missing = {(v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there} - listed
@@ -146,7 +143,7 @@ def anchor_stream(
     and `Publisher.publish` raise.
     """
     opened = open_store(store)
-    keys = [*([signer.public_key] if signer else ()), *(trusted_keys or ())]
+    keys = keys_of(signer, trusted_keys)
     with (
         Publisher(
             opened,
@@ -158,7 +155,7 @@ def anchor_stream(
             on_event=on_event,
         ) as publisher,
         Subscriber(
-            opened, stream=stream, trusted_keys=keys or None, stream_id=stream_id, threads=threads, on_event=on_event
+            opened, stream=stream, trusted_keys=keys, stream_id=stream_id, threads=threads, on_event=on_event
         ) as reader,
     ):
         newest = reader.sync()

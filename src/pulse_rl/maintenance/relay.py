@@ -25,12 +25,12 @@ from ..errors import (
     StoreError,
     StreamRecreated,
 )
-from ..events import CallFailed, FallbackUsed, Listener, Relayed, checked_listener, failures_to
+from ..events import CallFailed, Listener, Relayed, checked_listener, failures_to, fell_back
 from ..patch.header import MAX_HEADER_BYTES, PatchHeader, Room
 from ..patch.reader import read_header
 from ..store import Store, open_store
 from ..stream.digest_trees import copy_digests
-from ..stream.manifest import Link, Manifest, Payload
+from ..stream.manifest import Link, Manifest, Payload, anchor_bytes
 from ..stream.names import FILE, PATCH, SHARD
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
@@ -168,7 +168,7 @@ class Relay:
         if found is None and self._have is not None:  # it was deleted there: what is left below?
             found = self._target.newest().manifest
         if found is not None:
-            self._adopt_id(found.stream_id)
+            self._adopt(found)
         else:
             self._anchor = None
         have = found.version if found else None
@@ -176,8 +176,9 @@ class Relay:
             self._have, self._knows = have, None
         return have
 
-    def _adopt_id(self, stream_id: str) -> None:
-        self.source.stream_id = self._target.stream_id = self.source.stream_id or stream_id or None
+    def _adopt(self, manifest: Manifest) -> None:
+        self.source.adopt(manifest)
+        self._target.stream_id = self.source.stream_id
 
     def _copy_newest(self) -> None:
         try:
@@ -193,7 +194,7 @@ class Relay:
         newest = found.manifest
         if newest is not None and (self._have is None or newest.version > self._have):
             self._require_no_publisher()
-            self._adopt_id(newest.stream_id)
+            self._adopt(newest)
             self._reach(newest.version)
         elif self._have is not None:
             check_recreated(self._have, self.source, found)
@@ -352,7 +353,7 @@ class Relay:
         """Copies one more shard; with the last one the anchor is listed. An anchor that is damaged in the source is
         given up: another one comes."""
         assert copy.manifest.anchor is not None
-        link = Link(None, copy.manifest.version, sum(p.bytes for p in copy.manifest.anchor.shards))
+        link = Link(None, copy.manifest.version, anchor_bytes(copy.manifest))
         try:
             self._copy_payload(copy.manifest.anchor.shards[copy.done], SHARD)
         except BROKEN_LINK as error:
@@ -415,8 +416,7 @@ class Relay:
         self._tell(f"version {version}", error)
 
     def _tell(self, link: Link | str, error: PulseError) -> None:
-        if self._listener:
-            self._listener(FallbackUsed(self.source.name, str(link), str(error), error.kind))
+        fell_back(self._listener, self.source.name, str(link), error)
 
 
 def history_available(link: Link, manifest: Manifest, *, before: bool) -> bool:

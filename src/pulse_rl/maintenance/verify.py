@@ -77,7 +77,8 @@ def verify_stream(
 
 def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> Iterator[VersionReport]:
     with where.limited():
-        where.stream_id = where.stream_id or _stream_id(where)
+        if newest := where.newest().manifest:
+            where.adopt(newest)
         versions = where.versions()
         if not versions:
             raise EmptyStream(f"stream {where.name!r} has no versions")
@@ -191,11 +192,6 @@ def _check_attestation(where: Stream, manifest: Manifest, host: HostState) -> li
             except FormatError as error:
                 return [str(error)]
     return []
-
-
-def _stream_id(stream: Stream) -> str | None:
-    newest = stream.newest().manifest
-    return newest.stream_id or None if newest else None
 
 
 class Module(Protocol):

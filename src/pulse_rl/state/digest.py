@@ -43,7 +43,7 @@ class StateDigest:
     @cached_property
     def root(self) -> str:
         """The root as 64 hexadecimal digits."""
-        return root_of([self.tensor_digests])
+        return root_of(self.tensor_digests)
 
     @cached_property
     def tensor_digests(self) -> bytes:
@@ -67,7 +67,8 @@ class PartDigest(StateDigest):
     def root(self) -> str:
         """The root of the whole state as 64 hexadecimal digits, of what is held and the digests of the rest."""
         own = {spec.name: self.tensor(spec) for spec in self.specs}
-        return root_of([own.get(s.name) or self.tensors[32 * k : 32 * k + 32] for k, s in enumerate(self.whole)])
+        digests = (own.get(s.name) or self.tensors[32 * k : 32 * k + 32] for k, s in enumerate(self.whole))
+        return root_of(b"".join(digests))
 
     def of(self, specs: tuple[TensorSpec, ...]) -> PartDigest:
         """The same tree, with the leaves of ``specs`` only."""
@@ -116,14 +117,9 @@ def tensor_digest(spec: TensorSpec, leaves: bytes) -> bytes:
     return sha256(_TENSOR_TAG + head + shape + leaves).digest()
 
 
-def root_of(tensor_digests: list[bytes]) -> str:
-    """The root (64 hexadecimal digits) over tensor digests in the order of the sorted names."""
-    return sha256(_STATE_TAG + b"".join(tensor_digests)).hexdigest()
-
-
-def is_root_of(root: str, tensors: bytes) -> bool:
-    """Whether ``tensors``, 32-byte digests one after another, have this root."""
-    return sha256(_STATE_TAG + tensors).hexdigest() == root
+def root_of(tensor_digests: bytes) -> str:
+    """The root (64 hexadecimal digits) over tensors' 32-byte digests, in the order of the sorted names."""
+    return sha256(_STATE_TAG + tensor_digests).hexdigest()
 
 
 def state_digest(

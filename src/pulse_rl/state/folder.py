@@ -80,7 +80,7 @@ def checkpoint_files(
     for spec in state.specs:
         shards.setdefault(places[spec.name], []).append(spec)
     for file, specs in sorted(shards.items()):
-        own = {"format": "pt", _ROOT: root_of([digest.tensor(spec) for spec in specs])}
+        own = {"format": "pt", _ROOT: root_of(b"".join(digest.tensor(spec) for spec in specs))}
         yield file, serialize(state, tuple(specs), own), own
     whole = {key: text for key, text in metadata.items() if key != "format"}
     index = {"metadata": {"total_size": state.nbytes, **whole}, "weight_map": dict(sorted(places.items()))}

@@ -75,7 +75,6 @@ DTYPES: dict[str, DType] = {
         DType(19, "C64", 8),
     )
 }
-DTYPE_BY_ID: dict[int, DType] = {d.id: d for d in DTYPES.values()}
 
 # numpy's (and ml_dtypes') and torch's names of the same types.
 _FROM_NAME = {
@@ -478,11 +477,6 @@ class SlicedState(State):
     def allocate(cls, segments: Sequence[Segment], empty: Empty = State.empty) -> SlicedState:
         """Segments in new host memory, or in that which ``empty`` makes, with uninitialised values."""
         return cls(segments, empty(flat_specs(segments), None))
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the segments."""
-        return sum(segment.nbytes for segment in self.segments)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
         """Elements [``start``, ``stop``) of the whole tensor, as `State.read`."""

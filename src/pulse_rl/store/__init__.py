@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -33,6 +34,14 @@ __all__ = [
 _PASSWORD = re.compile(r"^([A-Za-z0-9+.-]+:/*).*@")
 _ONE_SLASH = re.compile(r"(file|memory|https?|hf|s3a?|gs|az|abfss?):/?(?!/)")
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
+
+
+def open_stores(given: Store | str | Sequence[Store | str]) -> list[Store]:
+    """The stores that a reader is given: one, or several in order of preference. Raises as `open_store`."""
+    addresses: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
+    if not addresses:
+        raise InputError("no store was given", hint="Give a store, or several in order of preference.")
+    return [open_store(each) for each in addresses]
 
 
 def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store:

@@ -18,7 +18,7 @@ from ..errors import (
     StoreUnavailable,
 )
 from ..state.checkpoint import MAX_HEADER_BYTES, header_bytes, header_length, parse_header
-from ..state.digest import LEAF_BYTES, StateDigest, is_root_of
+from ..state.digest import LEAF_BYTES, StateDigest, root_of
 from ..state.tensors import MAX_DIMS, MAX_TENSORS
 from ..store.base import Store
 from .manifest import Manifest
@@ -35,15 +35,10 @@ _HINT = "Publish a version with an anchor."
 
 def put_digests(stream: Stream, tree: StateDigest, *, leaves: bool) -> None:
     """Stores the tensors' digests of a version, and for one with an anchor also the ``leaves``."""
-    stream.store.put(stream.names.digests_of(tree.root, TENSORS), digests_in(tree))
+    stream.store.put(stream.names.digests_of(tree.root, TENSORS), tree.tensor_digests)
     if leaves:
         data = header_bytes(tree.specs) + b"".join(tree.leaves[spec.name] for spec in tree.specs)
         stream.store.put(stream.names.digests_of(tree.root, LEAVES), data)
-
-
-def digests_in(tree: StateDigest) -> bytes:
-    """The digests of all tensors, 32 bytes each, in the order of the names."""
-    return tree.tensor_digests
 
 
 def read_digests(stream: Stream, root: str, count: int) -> bytes:
@@ -51,7 +46,7 @@ def read_digests(stream: Stream, root: str, count: int) -> bytes:
     name = stream.names.digests_of(root, TENSORS)
     for _ in range(_TRIES):
         data = _at_most(stream.store, name, 32 * count)
-        if is_root_of(root, data):
+        if root_of(data) == root:
             return data
     raise DigestMismatch(f"{name} does not hold the digests of {count} tensors with the root in its name")
 

@@ -19,12 +19,11 @@ import numpy as np
 
 from ..errors import ChainGap, CorruptManifest, InputError
 from ..events import Metadata
+from ..patch.history import MAX_SPAN, MAX_WINDOWS
 from ..state.companions import flaw_of
 
 FORMAT = "pulse.manifest.1"
 MAX_PARTS = 1 << 16
-_MAX_WINDOWS = 64
-_MAX_SPAN = 64
 MAX_BYTES = 16 << 20
 MAX_ATTESTATION_BYTES = 32 << 20
 """Of a manifest's metadata and names of files, in base64."""
@@ -206,7 +205,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     if anchor and manifest.remembers:
         yield "remembers what who starts at its anchor cannot know"
     spans = manifest.remembers
-    if len(spans) > _MAX_WINDOWS or any(not 0 < span <= _MAX_SPAN for span in spans):
+    if len(spans) > MAX_WINDOWS or any(not 0 < span <= MAX_SPAN for span in spans):
         yield "remembers what cannot have been"
     if patch and len({part.sha256 for part in patch.parts}) < len(patch.parts):
         yield "lists a part twice"
@@ -351,6 +350,16 @@ def with_payloads(link: Link, manifest: Manifest) -> Link:
         if (found.base, found.version) == (link.base, link.version):
             return found
     raise ChainGap(f"{link} is not in the manifest of version {manifest.version}")
+
+
+def patch_bytes(manifest: Manifest) -> int:
+    """Of all parts of its patch, 0 without one."""
+    return sum(part.bytes for part in manifest.patch.parts) if manifest.patch else 0
+
+
+def anchor_bytes(manifest: Manifest) -> int:
+    """Of all shards of its anchor, 0 without one."""
+    return sum(shard.bytes for shard in manifest.anchor.shards) if manifest.anchor else 0
 
 
 def _link(base: int | None, version: int, payloads: tuple[Payload, ...]) -> Link:

@@ -224,11 +224,11 @@ class GroupNames:
         return note if group == self.group else None
 
 
-def streams_in(store: Store, most: int = MAX_STREAMS) -> Iterator[str]:
-    """The names of the streams in ``store`` that have versions, in order, of the first ``most`` folders. A request or
-    two each."""
+def streams_in(store: Store) -> Iterator[str]:
+    """The names of the streams in ``store`` that have versions, in order, of the first `MAX_STREAMS` folders. A request
+    or two each."""
     after: str | None = None
-    for _ in range(most):
+    for _ in range(MAX_STREAMS):
         first = next(iter(store.list("", after)), None)
         if first is None:
             return

@@ -130,6 +130,12 @@ class TrustedKeys:
             raise Untrusted(f"{what} has an invalid signature") from None
 
 
+def keys_of(signer: Signer | None, trusted: Collection[str] | None) -> list[str] | None:
+    """The public keys that whoever signs with ``signer`` and trusts these believes, each once, in order; None for
+    nobody's: whoever can write is trusted."""
+    return sorted({*(trusted or ()), *([signer.public_key] if signer else ())}) or None
+
+
 def trusted_by(keys: Collection[str] | None) -> TrustedKeys | None:
     """The keys as they are given to the public functions: None trusts whoever writes to the store."""
     return None if keys is None else TrustedKeys(keys)

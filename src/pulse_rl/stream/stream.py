@@ -15,6 +15,7 @@ from .._util.threads import ordered_map
 from ..errors import (
     CorruptManifest,
     DigestMismatch,
+    EmptyStream,
     FormatError,
     InputError,
     NotFound,
@@ -86,6 +87,10 @@ class Stream:
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
         self._accepted: int | None = None
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Reads only versions of the stream that ``manifest`` is of from now on, unless it is known whose it is."""
+        self.stream_id = self.stream_id or manifest.stream_id
 
     def limited(self, seconds: float = DEFAULT_LATE_SECONDS) -> AbstractContextManager[None]:
         """The span of one call: within it, reads of the store raise StoreUnavailable once they were late by so many
@@ -182,6 +187,13 @@ class Stream:
     def forget_manifests(self) -> None:
         """Forgets the manifests that were read."""
         self._manifests = ManifestCache()
+
+    def require_newest(self) -> Manifest:
+        """The newest version. Raises EmptyStream where there is none, and what is wrong with one that is refused."""
+        found = self.newest()
+        if found.manifest is None:
+            raise found.error or EmptyStream(f"stream {self.name!r} has no versions")
+        return found.manifest
 
     def forget(self) -> None:
         """Forgets the manifests that were read, and which stream they were of."""

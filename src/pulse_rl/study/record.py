@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import codec as codecs
-from ..codec import Changes, Past
+from ..codec import CODECS, Changes, Past
 from ..patch.blocks import Block
 from ..patch.build import entry_of
 from ..patch.header import BlockEntry
@@ -91,7 +91,6 @@ class BlockHistory:
             yield EarlierBlock(k, now, touched)
 
 
-CODECS = ("auto", "zstd")
 WITH_HISTORY = ("history", "auto")
 """The codecs of steps from one state to the next where history counts."""
 

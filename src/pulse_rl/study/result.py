@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..codec import HISTORY
+from ..codec import CODECS, HISTORY
 from ..patch.blocks import Block, cut
 from ..patch.header import BlockEntry, PatchHeader, all_of
 from ..patch.history import HistoryName
 from ..plan.model import bandwidth_for
 from ..state.tensors import TensorSpec
-from .record import CODECS, WITH_HISTORY, BlockRecord, ChangeCount, Pair, PricedBlock, PricedStep
+from .record import WITH_HISTORY, BlockRecord, ChangeCount, Pair, PricedBlock, PricedStep
 from .recurrence import HistoryTally, first_step
 from .theory import ClassCounts, exponent_rows
 

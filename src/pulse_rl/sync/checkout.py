@@ -12,7 +12,7 @@ from typing import Any, Self
 from .._util.serial import Closing, NotCopyable
 from .._util.threads import ordered_map
 from ..errors import EmptyStream, InputError
-from ..events import FallbackUsed, Listener, Metadata
+from ..events import Listener, Metadata, fell_back
 from ..patch.undo import Trail
 from ..state.tensors import State
 from ..store import Store
@@ -40,9 +40,7 @@ class _Reader(Subscriber):
             try:
                 files[SIGNATURE] = self._failover.fetch(anchor.attestation, FILE)
             except UNREADABLE as error:  # the weights are what was asked for
-                if self._listener:
-                    link = f"the attestation of version {self.version}"
-                    self._listener(FallbackUsed(self.stream.name, link, str(error), error.kind))
+                fell_back(self._listener, self.stream.name, f"the attestation of version {self.version}", error)
         return files
 
     def versions(self) -> list[int]:

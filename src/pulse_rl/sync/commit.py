@@ -38,13 +38,6 @@ _SIDE_BY_SIDE = 4
 """So many shards are hashed at once by a thread: the SHA-256 of one is a chain of steps."""
 
 
-class Uploaded(NamedTuple):
-    """What a manifest says of the payloads of its version; at least one of the two is there."""
-
-    patch: PatchRef | None
-    anchor: AnchorRef | None
-
-
 class Stored(NamedTuple):
     """What one rank has stored: its file of the patch and its shards; and what it says of a history."""
 
@@ -173,13 +166,13 @@ def store_anchor(
     return payloads
 
 
-def uploaded(stored: Sequence[Stored], base: tuple[int, str] | None) -> Uploaded:
+def uploaded(stored: Sequence[Stored], base: tuple[int, str] | None) -> tuple[PatchRef | None, AnchorRef | None]:
     """What a manifest says of the payloads of all ranks, of a patch from ``base``, (version, root), if there is one."""
     parts = tuple(payload for of in stored for payload in of.parts)
     shards = tuple(payload for of in stored for payload in of.shards)
     changed = sum(of.changed for of in stored)
     patch = PatchRef(base[0], base[1], changed, parts) if base else None
-    return Uploaded(patch, AnchorRef(shards) if shards else None)
+    return patch, AnchorRef(shards) if shards else None
 
 
 def _hashed(chunks: Iterable[bytes | memoryview]) -> Payload:
@@ -214,16 +207,18 @@ def _chunks(draft: PendingVersion, group: tuple[Segment, ...]) -> Iterator[bytes
 
 
 class Content(NamedTuple):
-    """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``;
-    ``remembers``: the spans of what the next patch may be coded by; ``files`` are those beside the
+    """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``; of its payloads, of which
+    at least one is there; ``remembers``: the spans of what the next patch may be coded by; ``files``: those beside the
     weights."""
 
     root: str
     elements: int
     nbytes: int
     aliases: dict[str, str]
-    remembers: tuple[int, ...] = ()
-    files: tuple[FileRef, ...] = ()
+    patch: PatchRef | None
+    anchor: AnchorRef | None
+    remembers: tuple[int, ...]
+    files: tuple[FileRef, ...]
 
 
 class Committer:
@@ -284,7 +279,7 @@ class Committer:
         self._find_head(lost=True)
         self._claim()
 
-    def manifest(self, content: Content, uploaded: Uploaded, metadata: Metadata) -> Manifest:
+    def manifest(self, content: Content, metadata: Metadata) -> Manifest:
         """The manifest of the version after the head, sealed but not signed."""
         return Manifest(
             format=manifests.FORMAT,
@@ -301,8 +296,8 @@ class Committer:
             aliases=content.aliases,
             metadata=metadata,
             files=content.files,
-            patch=uploaded.patch,
-            anchor=uploaded.anchor,
+            patch=content.patch,
+            anchor=content.anchor,
             digest="",
             signature=None,
         ).sealed()
@@ -324,9 +319,7 @@ class Committer:
         head then, or by what is no version of this stream, which is passed over.
         """
         # The last look before the manifest: whoever claimed the stream later goes on from the head, and this one stops.
-        newer = self._stream.claims.after(self.epoch, self.publisher, self._stream.stream_id or "")
-        if newer:
-            self._refuse(f"another publisher has taken over {self._stream.name!r} with epoch {newer}")
+        self._require_newest()
         # Creation decides between two publishers that both came here.
         if not self._stream.commit(manifest):
             with suppress(*UNREADABLE):
@@ -340,7 +333,7 @@ class Committer:
         if manifest.anchor:
             # Listed for new workers. The manifest names it too, so failing to list it does not fail the publish.
             with suppress(StoreError):
-                self._stream.put_anchor_link(manifest.version, sum(p.bytes for p in manifest.anchor.shards))
+                self._stream.put_anchor_link(manifest.version, manifests.anchor_bytes(manifest))
         return True
 
     def _require_newest(self) -> None:
@@ -357,7 +350,7 @@ class Committer:
             found = self._stream.newest()
         if found.manifest:
             self.head = found.manifest
-            self._stream.stream_id = self._stream.stream_id or found.manifest.stream_id or None
+            self._stream.adopt(found.manifest)
         elif found.listed and begins:  # all are damaged, or a stranger's
             self._minted = self._stream.claims.stream_id() or self._minted
         last = -1 if self.version is None else self.version
@@ -468,12 +461,10 @@ class StreamHead:
         kept = self._files.held(named)
         return kept, tuple(ref for ref in named if ref not in kept)
 
-    def commit(
-        self, content: Content, uploaded: Uploaded, metadata: Metadata, whole: WholeState | None = None
-    ) -> Manifest | None:
+    def commit(self, content: Content, metadata: Metadata, whole: WholeState | None = None) -> Manifest | None:
         """The manifest of the next version, if it was committed; None if its number is taken. ``whole``: its state,
         wherever an attestation may be made of it."""
-        manifest = self.committer.manifest(content, uploaded, metadata)
+        manifest = self.committer.manifest(content, metadata)
         # As all payloads before the manifest, which names it: whoever is stopped in between leaves no anchor without.
         if self._attest and manifest.anchor and self._signer and whole:
             manifest = manifest.with_attestation(store_attestation(self._stream, self._signer, manifest, whole))
@@ -506,7 +497,7 @@ class StreamHead:
             if manifest.anchor:
                 self._since_anchor, self._anchor_due = 0, False
             else:
-                self._since_anchor += sum(p.bytes for p in manifest.patch.parts) if manifest.patch else 0
+                self._since_anchor += manifests.patch_bytes(manifest)
             return manifest
 
 
@@ -520,7 +511,7 @@ def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int
         manifest = stream.manifest(version)
         if manifest.anchor or not manifest.patch or total > anchor_ratio * manifest.dense_bytes:
             return total
-        total += sum(p.bytes for p in manifest.patch.parts)
+        total += manifests.patch_bytes(manifest)
         version = manifest.patch.base
 
 
@@ -534,8 +525,8 @@ def published_as(manifest: Manifest, timer: PhaseTimer, reason: str, blocked_sec
         elements=manifest.elements,
         changed=manifest.patch.changed if manifest.patch else None,
         dense_bytes=manifest.dense_bytes,
-        patch_bytes=sum(p.bytes for p in manifest.patch.parts) if manifest.patch else 0,
-        anchor_bytes=sum(p.bytes for p in manifest.anchor.shards) if manifest.anchor else 0,
+        patch_bytes=manifests.patch_bytes(manifest),
+        anchor_bytes=manifests.anchor_bytes(manifest),
         seconds=seconds,
         phases=timer.seconds,
         metadata=manifest.metadata,

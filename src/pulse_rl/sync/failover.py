@@ -5,23 +5,22 @@ Each store is read as if it were the only one, so that nothing that is wrong in 
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from ..errors import FormatError, IntegrityError, PulseError, StoreError, StreamError, StreamRecreated
-from ..events import FallbackUsed, Listener
+from ..events import Listener, fell_back
 from ..store.wrappers import DEFAULT_LATE_SECONDS
 from ..stream.manifest import Manifest, Payload
 from ..stream.stream import Head, Stream
 from ..stream.unreadable import UNREADABLE
 from .host_state import HostState, catch_up
+from .polling import jittered
 
 DEFAULT_PATIENCE_SECONDS = 30.0
 _PASSED = (StoreError, StreamError, FormatError, IntegrityError)
-_JITTER = 0.25
 
 T = TypeVar("T")
 
@@ -132,12 +131,12 @@ class Failover:
         for stream in self.streams:
             stream.forget()
         self._ahead = None
-        self.adopt_id(newest.stream_id if newest else "")
+        self.adopt_id(newest.stream_id if newest else None)
 
-    def adopt_id(self, stream_id: str) -> None:
-        """Says whose stream it is in all stores, "" where nothing says so."""
+    def adopt_id(self, stream_id: str | None) -> None:
+        """Says whose stream it is in all stores, None where nothing says so."""
         for stream in self.streams:
-            stream.stream_id = stream_id or None
+            stream.stream_id = stream_id
 
     # -- one store
 
@@ -160,7 +159,7 @@ class Failover:
         try:
             if known is None:
                 with suppress(*UNREADABLE):
-                    stream.stream_id = stream.manifest(target).stream_id or None
+                    stream.adopt(stream.manifest(target))
             phases = catch_up(host, stream, target)
         except BaseException:
             stream.stream_id = known  # what could not be reached decides nothing
@@ -169,7 +168,7 @@ class Failover:
         return phases
 
     def _agree_with(self, stream: Stream, host: HostState) -> None:
-        self.adopt_id(stream.stream_id or "")
+        self.adopt_id(stream.stream_id)
         if host.version != self._at:
             self._followed, self._at = stream, host.version
 
@@ -208,7 +207,7 @@ class Failover:
         farther = self.streams[place + 1 :]
         # A list of another region is not for every look; when they look differs between workers.
         if farther and now >= self._look_at:
-            self._look_at = now + self.patience_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
+            self._look_at = now + jittered(self.patience_seconds)
             for there, stream in enumerate(farther, place + 1):
                 try:
                     with stream.limited(self.patience_seconds):
@@ -224,7 +223,6 @@ class Failover:
         return bool(farther) and self._ahead is not None and now - self._ahead[1] >= self.patience_seconds
 
     def _pass(self, place: int, error: PulseError) -> PulseError:
-        if self._listener:
-            where = f"store {place + 1} of {len(self.streams)}"
-            self._listener(FallbackUsed(self.streams[place].name, where, str(error), error.kind))
+        where = f"store {place + 1} of {len(self.streams)}"
+        fell_back(self._listener, self.streams[place].name, where, error)
         return error

@@ -15,8 +15,8 @@ from .._util.serial import shield
 from .._util.settings import checked_collection
 from .._util.threads import ordered_map
 from ..codec import Changes
-from ..errors import InputError, PulseError
-from ..events import CallFailed, Event, Folded
+from ..errors import InputError
+from ..events import CallFailed, Event, Folded, kind_of
 from ..patch.build import encode_proved
 from ..patch.undo import UndoLog
 from ..stream.manifest import Payload
@@ -125,9 +125,8 @@ class FoldMaker:
         try:
             nbytes = self._fold(log, patch_bytes, at)
         except Exception as error:  # whatever it is: the version is there, and so is its patch
-            kind = error.kind if isinstance(error, PulseError) else PulseError.kind
             fold = f"the fold {log.base}->{at.version}"
-            return CallFailed(self._stream.name, "fold", kind, f"{fold}: {error}")
+            return CallFailed(self._stream.name, "fold", kind_of(error), f"{fold}: {error}")
         return Folded(self._stream.name, log.base, at.version, nbytes, patch_bytes)
 
     def _fold(self, log: UndoLog, patch_bytes: int, at: Baseline) -> int:

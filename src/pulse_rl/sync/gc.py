@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from .._util.serial import shield
 from .._util.settings import checked_count, checked_number
-from ..errors import ChainGap, EmptyStream, NotFound, PulseError
-from ..events import CallFailed, Hint, Listener, hint_to
+from ..errors import ChainGap, EmptyStream, NotFound
+from ..events import CallFailed, Hint, Listener, hint_to, kind_of
 from ..store import Store, open_store
 from ..store.base import ObjectInfo
 from ..stream.manifest import Manifest, Payload
@@ -252,7 +252,7 @@ def _readable(stream: Stream) -> Iterator[Manifest]:
     for version in reversed(stream.versions()):
         with suppress(*UNREADABLE):
             manifest = stream.manifest(version)
-            stream.stream_id = stream.stream_id or manifest.stream_id or None
+            stream.adopt(manifest)
             yield manifest
 
 
@@ -329,8 +329,8 @@ class Retention:
             with shield():
                 gc_stream(store, name, keep=self.keep, trusted_keys=self._keys, stream_id=self._stream.stream_id)
         except Exception as error:  # whatever it is: the version is there
-            kind, hint = getattr(error, "kind", PulseError.kind), getattr(error, "hint", "It is tried again later.")
+            hint = getattr(error, "hint", "It is tried again later.")
             if self._listener:
-                self._listener(CallFailed(name, "gc", kind, str(error)))
+                self._listener(CallFailed(name, "gc", kind_of(error), str(error)))
             else:
                 hint_to(None, Hint(name, self._newest, "retention", f"old versions stay: {error}", hint))

@@ -32,7 +32,7 @@ from ..errors import (
     WrongBase,
     WrongHistory,
 )
-from ..events import FallbackUsed, Listener, PhaseTimer, progress_to
+from ..events import Listener, PhaseTimer, fell_back, progress_to
 from ..patch import AppliedPatch, Patch, apply_patch, parse_patch
 from ..patch.apply import swap_changes
 from ..patch.header import MAX_HEADER_BYTES
@@ -364,8 +364,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     try:
         host.retrace(target)
     except DigestMismatch as error:
-        if host.listener:
-            host.listener(FallbackUsed(stream.name, "the bits that are kept", str(error), error.kind))
+        fell_back(host.listener, stream.name, "the bits that are kept", error)
         host.recover()
     timer, route = PhaseTimer(), Planner(stream, target)
     beside: HostState | None = None
@@ -411,8 +410,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     wanting = isinstance(error, WrongHistory) or (knew and not follower.knows)
                     if not (wanting and route.lacks_history(item.planned, item.link)):
                         route.avoid(item.planned, item.link, error)
-                    if host.listener:
-                        host.listener(FallbackUsed(stream.name, str(item.link), str(error), error.kind))
+                    fell_back(host.listener, stream.name, str(item.link), error)
                     break
                 finally:
                     timer.end("restore" if item.link.base is None else "apply")
@@ -447,7 +445,7 @@ def adopt_kept(
         return False
     try:
         if kept.stream != stream.name or stream.stream_id not in (None, kept.stream_id):
-            raise StateMismatch(f"it is of stream {kept.stream!r} with the ID {kept.stream_id or 'none'}")
+            raise StateMismatch(f"it is of stream {kept.stream!r} with the ID {kept.stream_id}")
         if newest is not None and kept.version > newest:
             raise StateMismatch(f"it is version {kept.version}, and the newest is {newest}")
         manifest = manifest_of(kept.version)
@@ -458,8 +456,7 @@ def adopt_kept(
         raise
     except PulseError as error:
         host.folder.drop()
-        if host.listener:
-            host.listener(FallbackUsed(stream.name, f"the state in {host.folder.path}", str(error), error.kind))
+        fell_back(host.listener, stream.name, f"the state in {host.folder.path}", error)
         return False
     host.adopt(manifest, state, digest, history=history, is_new=True)
     return True

@@ -95,7 +95,7 @@ class PendingVersion:
         """This rank's file of the patch to ``root``, in chunks: its header, and a payload a block."""
         assert self.base is not None
         header, coded = smallest(
-            partial(self._header, self.base, root),
+            partial(self.base.header, self.base.root, root),
             self.blocks,
             self.state,
             self.coded,
@@ -138,11 +138,6 @@ class PendingVersion:
         hit("baseline.written")
         of = self.layout, self.segments, self.blocks, self.state, self.leaves
         return Baseline(version, root, *of, self.history, self.sampled), undo
-
-    def _header(
-        self, base: Baseline, root: str, coded: Sequence[codecs.Encoded], name: HistoryName | None
-    ) -> PatchHeader:
-        return base.header(base.root, root, coded, name)
 
     def _changes_in(self, segment: Segment) -> tuple[np.ndarray, UIntArray, int] | None:
         """(positions, values, position of the segment's first element) of its changes; None if there are none."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch
-from ..stream.manifest import Key, Link, Manifest, links_of
+from ..stream.manifest import Key, Link, Manifest, links_of, patch_bytes
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 
@@ -167,7 +167,7 @@ class Planner:
             return links_of(manifest)
         if manifest.patch.base == have:
             return links_of(manifest)
-        guess = _nbytes(manifest)
+        guess = patch_bytes(manifest)
         if have is not None and self._target - have < _FAR:
             return [Link(v - 1, v, guess) for v in range(have + 1, self._target + 1)]
         links = [link for link in self._stream.links(have) if link.version <= self._target]
@@ -176,7 +176,7 @@ class Planner:
         if manifest.remembers and have is not None and versions:
             # The first patches after a history began anew are larger than the target's.
             with suppress(*BROKEN_LINK):
-                guess = (guess + _nbytes(self._stream.manifest(versions[0]))) // 2
+                guess = (guess + patch_bytes(self._stream.manifest(versions[0]))) // 2
         return [*links, *(Link(v - 1, v, guess) for v in versions)]
 
     def _from_manifests(self, have: int | None, reasons: list[str]) -> list[Link]:
@@ -207,7 +207,3 @@ class Planner:
 
     def _usable(self, link: Link) -> bool:
         return link.key not in self._avoided
-
-
-def _nbytes(manifest: Manifest) -> int:
-    return sum(part.bytes for part in manifest.patch.parts) if manifest.patch else 0

@@ -12,12 +12,11 @@ from itertools import count, islice
 
 from ..errors import StoreError
 from ..store import Store
-from ..store.http import MAX_WAITED
+from ..store.http import MAX_WAIT_SECONDS, MAX_WAITED
 from ..store.wrappers import notifier_of
 
 LONGEST_POLL = 1e6
 """Of what callers give, in seconds."""
-_LONGEST_WAIT = 25.0
 
 
 def jittered(seconds: float) -> float:
@@ -113,7 +112,7 @@ class PollTimer:
         began = time.monotonic()
         self._told.intersection_update(after)
         waited_for = list(islice((name for name in after if name not in self._told), MAX_WAITED))
-        seconds = min(self.max_seconds, _LONGEST_WAIT, max_seconds)
+        seconds = min(self.max_seconds, MAX_WAIT_SECONDS, max_seconds)
         if len(waited_for) < len(after):  # the others are polled
             seconds = min(seconds, poll_seconds)
         if self._notifier is not None and waited_for and seconds > 0:

@@ -18,13 +18,13 @@ from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import ConcurrentUse, InputError, PulseError
-from ..events import FallbackUsed, Listener, Metadata, Published, checked_listener, failures_to, one_at_a_time
+from ..events import Listener, Metadata, Published, checked_listener, failures_to, fell_back, one_at_a_time
 from ..state.checkpoint import StateSource
 from ..state.companions import Files
 from ..state.quantise import Quantise
 from ..store import Store, open_store
 from ..stream.manifest import Manifest, begun_from
-from ..stream.signing import Signer, TrustedKeys
+from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream, checked_stream_id
 from .beside import Done, check_beside, publish_beside
 from .checkout import Checkout
@@ -188,7 +188,7 @@ class Publisher(Closing, NotCopyable):
         if signer is not None and not isinstance(signer, Signer):
             raise InputError(f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file).")
         trusted = checked_collection("trusted_keys", given.get("trusted_keys", ()), "[key]")
-        keys = [*([signer.public_key] if signer else ()), *trusted]
+        keys = keys_of(signer, trusted)
         attest = given.get("attest", False)
         if not isinstance(attest, bool):
             raise InputError(f"attest must be True or False, not {attest!r}", hint="The key is the signer's.")
@@ -197,11 +197,11 @@ class Publisher(Closing, NotCopyable):
         opened = Stream(
             open_store(store),
             stream,
-            TrustedKeys(keys) if keys else None,
+            trusted_by(keys),
             signer=signer,
             on_refused=partial(weak_callback(self._refused), stream),
         )
-        settings = Settings(codec, anchor_ratio, spans, keep, tuple(sorted({*keys})), signer, attest, threads)
+        settings = Settings(codec, anchor_ratio, spans, keep, tuple(keys or ()), signer, attest, threads)
         return opened, settings
 
     def publish(
@@ -501,8 +501,7 @@ class Publisher(Closing, NotCopyable):
         return found.manifest
 
     def _refused(self, stream: str, version: int, error: PulseError) -> None:
-        if self._listener:
-            self._listener(FallbackUsed(stream, f"version {version}", str(error), error.kind))
+        fell_back(self._listener, stream, f"version {version}", error)
 
     def _raise_unasked(self) -> None:
         """Raises an error that nobody has asked for. Ranks, which would part, leave that to `wait` and `close`."""

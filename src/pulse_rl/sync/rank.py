@@ -22,7 +22,17 @@ from .. import codec as codecs
 from .._util.collective import Bytes, RankGroup
 from .._util.serial import shield
 from ..errors import DigestMismatch, InputError, NotFound, PublisherConflict, PulseError, RankLost
-from ..events import BaselineRestored, Event, FallbackUsed, Listener, PhaseTimer, Published, progress_shown, progress_to
+from ..events import (
+    BaselineRestored,
+    Event,
+    FallbackUsed,
+    Listener,
+    PhaseTimer,
+    Published,
+    fell_back,
+    progress_shown,
+    progress_to,
+)
 from ..state.companions import of_quantised
 from ..state.quantise_formats import Shared
 from ..state.tensors import Segment, State
@@ -440,9 +450,7 @@ class RankPublisher:
         """Drops what the folder keeps."""
         assert self._folder is not None
         self._folder.drop()
-        self._events.append(
-            FallbackUsed(self._stream.name, f"the state in {self._folder.path}", str(error), error.kind)
-        )
+        fell_back(self._events.append, self._stream.name, f"the state in {self._folder.path}", error)
 
     def _restored(self, layout: Layout, head: Manifest, host: HostState) -> Baseline | str:
         if self._ranks.size > 1:
@@ -602,10 +610,11 @@ class RankPublisher:
         # 3. The manifest makes the version. Whether it was created may stay unknown: `_pending` is kept until that is
         # settled, here or at the begin of the next publish.
         def commit() -> Manifest | None:
-            content = Content(built.root, layout.elements, layout.nbytes, layout.aliases, draft.history.spans, files[0])
+            state = built.root, layout.elements, layout.nbytes, layout.aliases
             made = uploaded(stored, (base.version, base.root) if base else None)
+            content = Content(*state, *made, draft.history.spans, files[0])
             whole = WholeState(built.tree, draft.whole() if self._ranks.size == 1 else None) if built.tree else None
-            return self._head.commit(content, made, request.metadata, whole)
+            return self._head.commit(content, request.metadata, whole)
 
         self._pending = draft
         manifest = self._advance(self._ranks.from_rank0(commit, _to_message, self._parsed))
@@ -630,16 +639,15 @@ class RankPublisher:
             )
             self._keep(baseline, manifest)
             if self._folds.wanted:
-                patch_bytes = sum(part.bytes for part in manifest.patch.parts) if manifest.patch else 0
-                self._folds.advanced(pending.base, patch_bytes, undo, baseline)
+                self._folds.advanced(pending.base, manifests.patch_bytes(manifest), undo, baseline)
             self._devices.follow(pending.resident, baseline)
             self._baseline = baseline
         self._stream.stream_id = manifest.stream_id
         return manifest
 
-    def _keep(self, baseline: Baseline, manifest: Manifest | None) -> None:
+    def _keep(self, baseline: Baseline, manifest: Manifest) -> None:
         """Has the baseline found again in the folder, as the version of ``manifest``."""
-        if self._folder and manifest:
+        if self._folder:
             part = part_of(baseline.layout, self._ranks)
             self._folder.keep(baseline.state, manifest, baseline.history, part)
 

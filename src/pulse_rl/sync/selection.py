@@ -13,7 +13,7 @@ from ..patch.reader import Patch, PatchFiles, widened
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State, TensorSpec
 from ..stream import anchor
-from ..stream.digest_trees import digests_in, read_digests, read_tree
+from ..stream.digest_trees import read_digests, read_tree
 from ..stream.manifest import Link, Manifest
 from ..stream.stream import Stream
 
@@ -94,7 +94,7 @@ class Selection:
 
 
 def _part_of(tree: StateDigest, held: tuple[TensorSpec, ...]) -> PartDigest:
-    return PartDigest(held, {spec.name: tree.leaves[spec.name] for spec in held}, tree.specs, digests_in(tree))
+    return PartDigest(held, {spec.name: tree.leaves[spec.name] for spec in held}, tree.specs, tree.tensor_digests)
 
 
 def _of(aliases: Mapping[str, str], held: tuple[TensorSpec, ...]) -> dict[str, str]:

@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
-from ..events import FallbackUsed, Listener, Synced, checked_listener, failures_to, progress_shown
+from ..events import Listener, Synced, checked_listener, failures_to, fell_back, progress_shown
 from ..patch.blocks import cut
 from ..patch.history import History
 from ..patch.history_file import beside, load_history, save_history, specs_of
@@ -22,7 +22,7 @@ from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.folder import metadata_of, replace_folder, write_checkpoint
 from ..state.tensors import State
 from ..state.version_folders import Layout, add_version
-from ..store import Store, open_store
+from ..store import Store, open_stores
 from ..store.wrappers import BoundedStore, CachedStore
 from ..stream.manifest import Manifest
 from ..stream.names import FILE, payload_digest
@@ -86,10 +86,7 @@ class Subscriber(Closing, NotCopyable):
         checked_listener(on_event)
         if allow_recreated and stream_id is not None:
             raise InputError("allow_recreated contradicts a fixed stream_id", hint="Give one of the two.")
-        given: Sequence[Any] = store if isinstance(store, list | tuple) else [store]
-        opened = [BoundedStore(open_store(each)) for each in given]
-        if not opened:
-            raise InputError("no store was given", hint="Give a store, or several in order of preference.")
+        opened = [BoundedStore(each) for each in open_stores(store)]
         if select is not None and cache is not None:
             raise InputError(
                 "select and cache do not go together: what is selected is fetched in ranges, which are not kept",
@@ -159,8 +156,8 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def stream_id(self) -> str | None:
-        """The ID of the stream that is followed, 32 hexadecimal digits; None until the first sync, and in streams
-        without one (docs/format.md, 5)."""
+        """The ID of the stream that is followed, 32 hexadecimal digits (docs/format.md, 5); None until the first
+        sync."""
         return self.stream.stream_id
 
     @property
@@ -374,8 +371,7 @@ class Subscriber(Closing, NotCopyable):
             return self._failover.follow(self._host)
 
     def _refused(self, version: int, error: PulseError) -> None:
-        if self._listener:
-            self._listener(FallbackUsed(self.stream.name, f"version {version}", str(error), error.kind))
+        fell_back(self._listener, self.stream.name, f"version {version}", error)
 
     def _manifest(self) -> Manifest:
         version = self._ready().version

@@ -16,10 +16,10 @@ from .._util.serial import Closing, NotCopyable, Operation, mark_worker
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import Stopped
 from ..errors import ConcurrentUse, InputError, PulseError
-from ..events import Event, Listener, checked_listener
+from ..events import Listener, checked_listener, one_at_a_time
 from ..state.checkpoint import StateSource
-from ..store import Store, open_store
-from ..store.http import MAX_WAITED
+from ..store import Store, open_stores
+from ..store.http import MAX_WAIT_SECONDS, MAX_WAITED
 from ..store.wrappers import Pace, PacedStore, notifier_of
 from .failover import DEFAULT_PATIENCE_SECONDS
 from .polling import Schedule, Turn, jittered
@@ -28,7 +28,7 @@ from .update import Update
 
 _MAX_BACKOFF = 60.0
 _CLOSE_SECONDS = 5.0
-_SHORTEST_WAIT, _LONGEST_WAIT = 1.0, 25.0
+_SHORTEST_WAIT = 1.0
 _WAITED_FOR_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
 
@@ -106,10 +106,7 @@ class Subscribers(Closing, NotCopyable):
         self._poll = checked_number("poll_seconds", poll_seconds, minimum=0.01, maximum=1e6)
         rate = _checked_rate(bytes_per_second)
         self._patience = checked_number("patience_seconds", patience_seconds)
-        given: Sequence[Any] = store if isinstance(store, list | tuple) else [store]
-        if not given:
-            raise InputError("no store was given", hint="Give a store, or several in order of preference.")
-        opened = [open_store(each) for each in given]
+        opened = open_stores(store)
         self._notifier = notifier_of(opened[0])
         self._several = len(opened) > 1
         self._stores = opened
@@ -119,7 +116,7 @@ class Subscribers(Closing, NotCopyable):
             "trusted_keys": trusted_keys,
             "allow_recreated": allow_recreated,
             "threads": 1,
-            "on_event": _one_at_a_time(checked_listener(on_event)),
+            "on_event": one_at_a_time(checked_listener(on_event)),
         }
         self._followed: dict[str, _Followed] = {}
         self._schedule = Schedule()
@@ -310,7 +307,7 @@ class Subscribers(Closing, NotCopyable):
             can_be_told = ((name, each) for name, each in after.items() if _can_be_told(each, name))
             waited_for = dict(islice(can_be_told, MAX_WAITED))
             polled = sum(not each.failures for each in followed) > len(waited_for)
-            seconds = _SHORTEST_WAIT if polled else min(2 * seconds, _LONGEST_WAIT)
+            seconds = _SHORTEST_WAIT if polled else min(2 * seconds, MAX_WAIT_SECONDS)
             began = time.monotonic()
             told = self._wait_for(waited_for, seconds)
             for name, each in told.items():
@@ -349,15 +346,3 @@ def _can_be_told(each: _Followed, after: str) -> bool:
 
 def _checked_rate(value: float | None) -> float:
     return math.inf if value is None else checked_number("bytes_per_second", value, minimum=1.0)
-
-
-def _one_at_a_time(listener: Listener | None) -> Listener | None:
-    if listener is None:
-        return None
-    lock = threading.Lock()
-
-    def tell(event: Event) -> None:
-        with lock:
-            listener(event)
-
-    return tell

@@ -15,6 +15,7 @@ from ..._util.settings import checked_number
 from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
 from ...events import Metadata
 from ...rollouts import Rollout, Weights, new_seed
+from ...store.http import MAX_WAIT_SECONDS
 from ...sync.polling import LONGEST_POLL, jittered
 from .replay import Replay, replay
 from .transport import WEIGHTS, EngineTransport, Generated, InitInfo, Status, asleep, raise_reported
@@ -22,8 +23,7 @@ from .transport import WEIGHTS, EngineTransport, Generated, InitInfo, Status, as
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
 _LONGEST_LOOK = 1.0
-_MAX_WAIT_SECONDS = 30.0
-_LONGEST_WAIT = 25.0
+_MAX_BACKOFF = 30.0
 _MOST_ROOTS = 1024
 """Of versions that requests in flight may come from."""
 
@@ -194,7 +194,7 @@ class EngineHandle(Closing):
         `HttpStore`, which it waits for by itself: until it has staged something, for at most 25 seconds; the engine is
         asked every ``poll_seconds`` then, the store is not. Ends with `close`."""
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
-        stop = time.monotonic() + _LONGEST_WAIT
+        stop = time.monotonic() + MAX_WAIT_SECONDS
         while not self._closing.wait(jittered(poll_seconds)) and self._waits and time.monotonic() < stop:
             try:
                 with self._lock:
@@ -564,8 +564,8 @@ class EngineHandle(Closing):
                     on_error(known)
                 if not known.retryable:
                     return
-                wait = min(2 * wait, _MAX_WAIT_SECONDS)
-                self._closing.wait(wait)
+                wait = min(2 * wait, _MAX_BACKOFF)
+                self._closing.wait(jittered(wait))
             else:
                 wait = poll_seconds
                 if done is not None and on_sync is not None:

@@ -16,6 +16,8 @@ from ...errors import ConcurrentUse, EmptyStream, EngineError, EngineUnavailable
 from ...events import Metadata, Published, checked_listener
 from ...rollouts import Weights
 from ...state.checkpoint import unwrapped
+from ...stream.signing import keys_of
+from ...sync.polling import jittered
 from ...sync.publisher import Publisher, PublisherSettings
 from ..engines.handle import EngineSync
 from ..engines.transport import Client, Generated
@@ -58,9 +60,7 @@ class ServerLink:
         self._store = store if "://" in store else str(Path(store).absolute())  # the server runs in another folder
         listener = logged(log, checked_listener(publisher.get("on_event")))
         self._settings: dict[str, Any] = {**publisher, "stream": stream, "on_event": listener}
-        signer = publisher.get("signer")
-        keys = [*([signer.public_key] if signer else ()), *publisher.get("trusted_keys", ())]
-        if keys:
+        if keys := keys_of(publisher.get("signer"), publisher.get("trusted_keys")):
             self._engine.setdefault("trusted_keys", keys)
         self._publisher: Publisher | None = None
         self._handle: EngineHandle | None = None
@@ -139,7 +139,7 @@ class ServerLink:
                         error.hint,
                     )
                     said = str(error)
-                time.sleep(min(wait, left))
+                time.sleep(min(jittered(wait), left))
                 wait = min(2 * wait, _MAX_WAIT_SECONDS)
             else:
                 if said:

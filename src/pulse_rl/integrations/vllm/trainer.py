@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from ..._util.settings import checked_number
 from ...errors import InputError
 from ...events import Published
+from ...stream.signing import keys_of
 from ...sync.publisher import Publisher
 from ..engines.transport import InitInfo
 from ..weights import host_copy, torch_dtype
@@ -73,9 +74,11 @@ class PulseTrainerEngine(TrainerWeightTransferEngine):  # without its arguments,
         self._seconds = init_info.timeout_seconds
         store = init_info.store if "://" in init_info.store else str(Path(init_info.store).absolute())
         settings = dict(init_info.publisher)
-        signer = settings.get("signer")
-        keys = [*([signer.public_key] if signer else ()), *settings.get("trusted_keys", ())]
-        session = {"trusted_keys": keys or None, **init_info.engine, "owner": uuid.uuid4().hex}
+        session = {
+            "trusted_keys": keys_of(settings.get("signer"), settings.get("trusted_keys")),
+            **init_info.engine,
+            "owner": uuid.uuid4().hex,
+        }
         try:
             self._session = InitInfo(store, init_info.stream, **session)
         except TypeError as error:
