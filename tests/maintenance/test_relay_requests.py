@@ -71,7 +71,7 @@ def test_an_idle_relay_makes_four_requests_a_minute(
     served: FolderServer, origin: LocalStore, rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list, and a wait of 25 seconds (here of one)."""
-    monkeypatch.setattr("pulse_rl.sync.polling._LONGEST_WAIT", 1.0)
+    monkeypatch.setattr("pulse_rl.sync.polling.MAX_WAIT_SECONDS", 1.0)
     Publisher(origin, stream="policy", threads=1).publish(history(rng, 1)[0])
     store = CountedHttpStore(served.url)
     relay = Relay(store, MemoryStore(), stream="policy", threads=1)

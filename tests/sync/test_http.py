@@ -52,7 +52,7 @@ def test_an_idle_worker_makes_four_requests_a_minute(
     served: FolderServer, publisher: Publisher, rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list, and a wait of 25 seconds (here of one)."""
-    monkeypatch.setattr("pulse_rl.sync.polling._LONGEST_WAIT", 1.0)
+    monkeypatch.setattr("pulse_rl.sync.polling.MAX_WAIT_SECONDS", 1.0)
     publisher.publish(history(rng, 1)[0])
     store = CountedHttpStore(served.url)
     worker = Subscriber(store, stream="policy", threads=1)

@@ -333,7 +333,7 @@ def asked_of_the_store(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.slow
 def test_an_idle_engine_makes_four_requests_a_minute(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list, and a wait of 25 seconds (here of one)."""
-    monkeypatch.setattr("pulse_rl.sync.polling._LONGEST_WAIT", 1.0)
+    monkeypatch.setattr("pulse_rl.sync.polling.MAX_WAIT_SECONDS", 1.0)
     monkeypatch.setattr("pulse_rl.integrations.engines.staging.POLL_SECONDS", 0.05)
     session = world.session(follow=True)
     assert session.staging.waits
