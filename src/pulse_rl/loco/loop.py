@@ -329,6 +329,7 @@ class OuterLoop(NotCopyable):
 
         def restore() -> None:
             load = self.trainer.loaded(state)
+            self.meeting.rest()
 
             def take_up() -> None:
                 load(self._lookahead())

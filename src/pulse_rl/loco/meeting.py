@@ -89,6 +89,9 @@ class Meeting(Protocol):
     def averaged(self) -> Floats:
         """Theta less what all trainers hold back on average. Raises InputError where it cannot be had."""
 
+    def rest(self) -> None:
+        """Ends what goes on behind the inner steps, before another state is loaded."""
+
     def forget_steps(self) -> None:
         """The inner steps under way are discarded."""
 
@@ -193,6 +196,9 @@ class GroupRounds:
             self.leave(error)
             raise
         return found
+
+    def rest(self) -> None:
+        pass
 
     def forget_steps(self) -> None:
         pass  # a message that was sent may have counted with the others, who say so when they meet again

@@ -182,24 +182,30 @@ class Residual:
         self.flat, self.next = self.next, self.flat
         self.forget_message()
 
+    def discard(self) -> None:
+        """Gives up what was not sent, steps that are part of it among them."""
+        self.flat.fill(0)
+        self.forget_message()
+
     def forget_message(self) -> None:
         self.pending_message = self.add_held_back = self._due = None
         self.whole = self.overlap
 
     def settle(self, delivery: Delivery, sent: Sequence[Entries], *, steps: bool) -> None:
         """The end of a round where ``flat`` is whole. The message that was on its way had the entries ``sent``, by
-        block: what has counted leaves ``flat``, and the inner ``steps`` since, if there are any, enter it. Raises
-        NonFinite, with nothing changed."""
+        block: what has counted leaves ``flat``, and the inner ``steps`` since, if there are any, enter it, unless they
+        may have counted as well. Raises NonFinite, with nothing changed."""
         if steps:
             self._require_due()
             self._state.each_block(self._require_finite_steps)
 
         def work(block: FlatBlock) -> None:
             flat = block.of(self.flat)
-            learnt = self._steps(block) if steps else np.zeros_like(flat)
             if delivery == Delivery.UNKNOWN:
                 flat.fill(0)
-            elif delivery == Delivery.COUNTED:
+                return
+            learnt = self._steps(block) if steps else np.zeros_like(flat)
+            if delivery == Delivery.COUNTED:
                 places, values = sent[block.number]
                 flat[places] -= values
             flat += learnt

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import closing
 from hashlib import sha256
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ from .outer import OuterState
 from .parameters import FlatBlock
 from .run_store import RunStore
 from .store_format import (
-    MAX_TRAINERS,
     Part,
     Parts,
     Place,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .store_rounds import StoreExchange
 
 _MAX_POSTS = 64
-"""Of one trainer in a round: its own, and what others put in its name."""
+"""Of one trainer that are looked at at once: its own, and what others put in its name."""
 _TRIES = 3
 MIN_SHARE = 1 << 20
 """Parameters. Of fewer, what a part costs whatever it holds would count."""
@@ -119,25 +119,33 @@ class RoundPosts:
 
     # -- those of all
 
-    def good(self) -> tuple[dict[str, Post], list[Refused]]:
-        """By trainer, the first post that can count; and what cannot."""
+    def good(self, members: Collection[str], most: int) -> tuple[dict[str, Post], list[Refused]]:
+        """By trainer, the first post that can count, of so many trainers at ``most``, ``members`` first; and what
+        cannot, as far as it was looked at."""
         found: dict[str, Post] = {}
         refused: list[Refused] = []
         tried: Counter[str] = Counter()
         posts = list[Post]()
-        for post in self._store.posts(self.place.round):
-            tried[post.trainer] += 1
+        for post in sorted(self._store.posts(self.place.round), key=lambda post: (post.trainer not in members, *post)):
+            tried[post.trainer] += not self._is_refused(post)
             if tried[post.trainer] <= _MAX_POSTS:
                 posts.append(post)
-        for post, read in zip(posts, ordered_map(self._read, posts, self.threads), strict=True):
-            if post.trainer in found or len(found) == MAX_TRAINERS:
-                continue
-            reason = self._why_not(post, read)
-            if reason is None:
-                found[post.trainer] = post
-            elif reason:
-                refused.append(Refused(post.trainer, post.sha256, reason))
+        with closing(ordered_map(self._read, posts, self.threads)) as reads:
+            for post, read in zip(posts, reads, strict=True):
+                if post.trainer not in found:
+                    reason = self._why_not(post, read)
+                    if reason is None:
+                        found[post.trainer] = post
+                    elif reason:
+                        refused.append(Refused(post.trainer, post.sha256, reason))
+                if len(found) == most:
+                    break
         return found, refused
+
+    def _is_refused(self, post: Post) -> bool:
+        """Whether it is known by now that a post cannot count: others in the trainer's name must not hide its own."""
+        found = self._messages.get(post, self._heads.get(post))
+        return isinstance(found, str) or self._damaged[post] >= _TRIES
 
     def _read(self, post: Post) -> PostedMessage | Parts | str:
         """What must be known of a post before it is named, or why it cannot be; "" where it may be good later. One that

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection
 from functools import partial
@@ -18,7 +17,7 @@ from .outer import OuterState
 from .parameters import Floats, is_finite
 from .round_posts import RoundPosts
 from .run_store import RunStore, pause
-from .store_format import MAX_SUMS_HEAD, Close, Post, ShareSums, squares_of
+from .store_format import MAX_SUMS_HEAD, Close, Parts, Post, ShareSums, norm, squares_of
 from .wire import Entries
 
 if TYPE_CHECKING:
@@ -73,8 +72,11 @@ class RoundSums:
             self._gather(exchange)
 
     def _gather(self, exchange: StoreExchange) -> None:
+        for post, head in zip(self.close.posts, ordered_map(self._head, self.close.posts, self._threads), strict=True):
+            if isinstance(head, str):
+                raise cannot_count(self.close, post.trainer, head)
         began = time.monotonic()
-        over, tried = None, set[int]()
+        over, tried = False, set[int]()
         while True:
             there = self._store.sums(self._number)
             shares = range(len(self._posts.shares))
@@ -87,7 +89,7 @@ class RoundSums:
                 return self._require_bound(exchange.max_norm)
             if over:
                 raise NotFound(f"the sums of round {self._number + 1} are gone")
-            if over is None and (over := self._is_over()):
+            if over := self._is_over():
                 continue  # all had been there by then
             now = time.monotonic()
             due = [share for share in missing if share not in tried]
@@ -103,14 +105,21 @@ class RoundSums:
             if not own:
                 pause(began, now)
 
+    def _head(self, post: Post) -> Parts | str | None:
+        """What is known of a post; None where it was damaged or deleted since the round was closed."""
+        try:
+            return self._posts.head(post)
+        except (CorruptMessage, NotFound):
+            return None
+
     def _require_bound(self, max_norm: float | None) -> None:
         if max_norm is None:
             return
-        norm = math.sqrt(sum(squares_of(by_unit) for read in self._read.values() for by_unit in read))
+        found = norm(squares_of(by_unit) for share in sorted(self._read) for by_unit in self._read[share])
         # The coarsest wire rounds 3 to 4.
-        if norm > 4 / 3 * len(self.close.posts) * max_norm:
+        if found > 4 / 3 * len(self.close.posts) * max_norm:
             raise CorruptMessage(
-                f"the sums of round {self._number + 1} have a norm of {norm:g}, more than its messages add up to",
+                f"the sums of round {self._number + 1} have a norm of {found:g}, more than its messages add up to",
                 hint=f"A member does not keep to the rules: see who made those in loco/sums/{self._number:012d}.",
             )
 

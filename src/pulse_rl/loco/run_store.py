@@ -46,6 +46,14 @@ def pause(began: float, now: float) -> None:
         time.sleep(min(left, 0.2))
 
 
+def pieces_of(snapshot: Any) -> set[str]:
+    """The names of the pieces that a snapshot's ``fields`` tell of, as far as they are of this format."""
+    try:
+        return {name for what in ("theta", "momentum") for name in snapshot[what]["pieces"] if is_name(name)}
+    except (KeyError, TypeError):
+        return set()
+
+
 class RunStore:
     """One trainer's view of a run in a ``store``; it signs with ``signer`` and believes the ``trusted`` keys, if any.
 
@@ -144,7 +152,7 @@ class RunStore:
 
     def keep_snapshot(self, number: int) -> None:
         """Stores theta and momentum after so many rounds: who is new or far behind reads less, and older posts go."""
-        before, _ = self.newest_snapshot()
+        before, kept = next(self.snapshots(), (0, {}))
         if before >= number:
             return
         fields = {"run": self.run, **self._put_state(number)}
@@ -156,21 +164,27 @@ class RunStore:
                 of = info.name.split("/")[2]
                 if of.isdecimal() and int(of) < before:
                     self._store.delete(info.name)
+        # Nor the snapshots before it, but the run's first. Pieces may be of several.
+        needed = pieces_of(fields) | pieces_of(kept) | pieces_of(self.beginning().get("snapshot"))
+        for older, its in self.snapshots(before):
+            for piece in sorted(pieces_of(its) - needed):
+                self._store.delete(f"{_PIECES}/{piece}")
+            self._store.delete(f"{_SNAPSHOTS}/{older:012d}.json")
 
-    def newest_snapshot(self) -> tuple[int, dict[str, Any]]:
-        """The newest one that is good, by its round; (0, {}) where there is none but the run's first."""
+    def snapshots(self, below: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Those that can be read, but for the run's first, by their rounds, the newest first; of fewer rounds than
+        ``below``."""
         numbers = []
         for info in islice(self._store.list(_SNAPSHOTS), _MAX_LEFT):
             stem = info.name.rpartition("/")[2].removesuffix(".json")
             numbers += [int(stem)] if stem.isdecimal() and len(stem) == 12 else []
-        for number in sorted(numbers, reverse=True)[:_MAX_SNAPSHOTS]:
+        for number in sorted((n for n in numbers if below is None or n < below), reverse=True)[:_MAX_SNAPSHOTS]:
             try:
                 fields = self._json("snapshot", f"{_SNAPSHOTS}/{number:012d}.json")
             except (CorruptMessage, Untrusted, NotFound):
                 continue
             if (fields.get("run"), fields.get("round")) == (self.run, number):
-                return number, fields
-        return 0, {}
+                yield number, fields
 
     def snapshot(self, fields: Any, number: int, *, unless: str = "") -> tuple[str, Floats, Floats] | None:
         """The root of theta, theta and momentum of the snapshot after ``number`` rounds that ``fields`` tell of; None

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, Self, overload
@@ -103,7 +103,15 @@ def squares_of(entries: Sequence[Entries]) -> float:
 
 def norm_of(parts: Sequence[Part]) -> float:
     """The L2 norm of a post."""
-    return math.sqrt(sum(part.squares for part in parts))
+    return norm(part.squares for part in parts)
+
+
+def norm(squares: Iterable[float]) -> float:
+    """The root of the sum, the same number on every machine and by every Python: `sum` may compensate."""
+    total = 0.0
+    for each in squares:
+        total += each
+    return math.sqrt(total)
 
 
 def head_bytes(shares: int) -> int:
@@ -187,9 +195,11 @@ class Close:
             "round": self.round,
             "theta": self.theta,
             "posts": [list(post) for post in self.posts],
-            "refused": [[each.trainer, each.sha256, each.reason[:_REASON]] for each in self.refused[:MAX_REFUSED]],
         }
-        return sealed("close", fields, signer)
+        refused = [[each.trainer, each.sha256, each.reason[:_REASON]] for each in self.refused[:MAX_REFUSED]]
+        while len(data := sealed("close", {**fields, "refused": refused}, signer)) > MAX_CLOSE_BYTES and refused:
+            refused = refused[: len(refused) // 2]  # letters that take six bytes each
+        return data
 
     @classmethod
     def parse(cls, data: bytes, name: str, run: str, number: int, trusted: TrustedKeys | None) -> Self:

@@ -23,6 +23,7 @@ from .._util.serial import Operation, SerialThread
 from .._util.settings import checked_count, checked_number
 from .._util.threads import ordered_map
 from ..errors import (
+    CorruptMessage,
     Diverged,
     InputError,
     NonFinite,
@@ -43,7 +44,7 @@ from .parameters import Floats
 from .round_posts import RoundPosts, by_block, cut_runs
 from .round_sums import RoundSums, cannot_count
 from .run_store import RunStore, pause
-from .store_format import TRAINER, Close, Place, Post, PostedMessage
+from .store_format import MAX_TRAINERS, TRAINER, Close, Place, Post, PostedMessage
 from .trainer import Trainer, specs_digest
 from .wire import Entries, WireName
 
@@ -150,6 +151,9 @@ class StoreRounds:
         # Why this trainer's messages were not in the last rounds.
         self._left_out: deque[str] = deque(maxlen=4)
         self._since_snapshot = self._told_bytes = 0
+        # Whether its last message was made while others had closed a round without it; whether what it has not sent
+        # makes a message that all would refuse.
+        self._late = self._refused = False
         # The post of the round under way, and, with overlap, the thread that exchanges it and its work.
         self._own: tuple[Post, bytes] | None = None
         self._behind = SerialThread("PulseLoCo exchange").post
@@ -185,7 +189,9 @@ class StoreRounds:
                 )
         self._store.run = str(found.get("run"))
         self._root = self._state.digest(self._state.theta).root
-        if trainer.round == 0:
+        residual = self._reduction.residual
+        is_new = not (trainer.round or trainer.inner_step or residual.pending_message)
+        if trainer.round == 0 and not (is_new and self._take_up_newest(0, lookahead)):
             self._load(self._store.snapshot(found.get("snapshot"), 0, unless=self._root), 0, lookahead)
         if trainer.round and self._store.closed(trainer.round - 1) is None:
             raise StateMismatch(
@@ -193,7 +199,6 @@ class StoreRounds:
                 hint="Give the store of its run, or a new one without rounds below loco/.",
             )
         self._members = self._store.members_before(trainer.round)
-        residual = self._reduction.residual
         if self._own is not None and self._own[0].sha256 != residual.pending_message:
             self._own = None  # of a state before the one that was loaded
         pending = residual.pending_message if residual.whole and not self._own else None
@@ -213,8 +218,12 @@ class StoreRounds:
         raise InputError("over a store there is no averaged state", hint="Keep global_state() instead.")
 
     def forget_steps(self) -> None:
-        if not self._reduction.residual.whole:
-            self._reduction.residual.forget_message()  # one that was put for the round is of steps that are no more
+        residual = self._reduction.residual
+        if self._refused:
+            residual.discard()  # the steps are part of it
+        elif not residual.whole:
+            residual.forget_message()  # one that was put for the round is of steps that are no more
+        self._refused = False
 
     def move(self, group: dist.ProcessGroup | None) -> None:
         if group is not None:
@@ -222,10 +231,14 @@ class StoreRounds:
 
     def leave(self, error: BaseException | None = None) -> None:
         self.joined = False
+        self.rest()
+        self._posts = None
+
+    def rest(self) -> None:
+        self._refused = False
         operation, self._under_way = self._under_way, None
         if operation is not None:
             operation.stop()
-        self._posts = None
 
     # -- a round
 
@@ -242,9 +255,9 @@ class StoreRounds:
 
         def work() -> Round | None:
             with phase("exchange"):
-                if residual.overlap:
+                if not self._late:
                     return self._end_exchange(lookahead())[0]
-                self._put()  # of a trainer that was late: it counts if the others go on
+                self._put()  # it counts if the others go on
                 return None
 
         return self._told(work)
@@ -273,7 +286,7 @@ class StoreRounds:
             done, delivery = self._end_exchange(lookahead())
         if not self._trainer.inner_step:
             return done  # its steps have counted, in the message of a call that failed, or may have
-        late = delivery is Delivery.NOT_COUNTED
+        late = self._late = delivery is Delivery.NOT_COUNTED
         if delivery is not None and not late and not residual.overlap:
             # What was late has counted: it is in step with the others again. Its steps are in the residual.
             self._trainer.inner_step = 0
@@ -285,6 +298,7 @@ class StoreRounds:
             with phase("gate"):
                 if residual.whole:
                     self._serial.run(partial(self._take_steps, lookahead()), whole=True)
+                    self._refused = True  # unless it is not
                 own = self._reduction.message(self._trainer.round)
                 if own.bad is not None:
                     raise NonFinite(f"the pseudo-gradient of {own.bad!r} is not finite")
@@ -292,9 +306,10 @@ class StoreRounds:
                 if isinstance(written, str):
                     raise InputError(
                         f"this trainer's message would be refused by all: {written}",
-                        hint="rewind() discards its steps. Bounds are those of a run.",
+                        hint="rewind() discards its steps, and all it holds back where they are part of that. "
+                        "Bounds are those of a run.",
                     )
-                self._own = written
+                self._own, self._refused = written, False
             # First: it may count although this trainer fails.
             residual.pending_message, residual.whole = written[0].sha256, behind
         if residual.whole:
@@ -343,9 +358,6 @@ class StoreRounds:
                 if operation is None:
                     raise
                 self._exchange()
-        elif operation is not None:  # of a state before the one that was loaded
-            operation.stop()
-            self._under_way = None
         return self._catch_up(lookahead)
 
     def _take_steps(self, lookahead: np.float32) -> None:
@@ -375,17 +387,19 @@ class StoreRounds:
     def _wait(self) -> Close:
         """Waits until the round is closed, and closes it where enough trainers are in."""
         number, exchange = self._trainer.round, self.exchange
+        # No crowd at once, whose messages those who were there would have to read.
+        most = min(max(_FIRST_TRAINERS, 4 * len(self._members), exchange.quorum), MAX_TRAINERS)
         began = time.monotonic()
         quorum_since: float | None = None
         while True:
             if (close := self._store.closed(number)) is not None:
                 return close
-            good, refused = self._round_posts().good()
+            good, refused = self._round_posts().good(self._members, most)
             now = time.monotonic()
             if len(good) >= exchange.quorum:
                 quorum_since = now if quorum_since is None else quorum_since
                 if self._members <= good.keys() or now - quorum_since >= exchange.grace_seconds:
-                    posts = tuple(good[name] for name in self._named_first(good))
+                    posts = tuple(good[name] for name in sorted(good))
                     self._store.close(Close(self._store.run, number, self._root, posts, tuple(refused)))
                     continue
             elif now - began >= exchange.deadline_seconds:
@@ -394,11 +408,6 @@ class StoreRounds:
                     hint="Start more trainers, then call rejoin(): nothing that was learnt is lost.",
                 )
             pause(began, now)
-
-    def _named_first(self, trainers: Collection[str]) -> list[str]:
-        """Whom a close names: all, but no crowd at once, whose messages those who were there would have to read."""
-        most = max(_FIRST_TRAINERS, 4 * len(self._members), self.exchange.quorum)
-        return sorted(sorted(trainers, key=lambda name: (name not in self._members, name))[:most])
 
     def _round_posts(self) -> RoundPosts:
         number, trainer = self._trainer.round, self._trainer
@@ -532,15 +541,7 @@ class StoreRounds:
 
     def _load_newest(self, lookahead: np.float32) -> Delivery:
         """Takes up the newest snapshot; what became of this trainer's messages in the rounds up to it."""
-        began, (newest, fields) = self._trainer.round, self._store.newest_snapshot()
-        if newest <= began:
-            raise StoreError(
-                f"the messages of round {began + 1} are gone, and there is no later snapshot",
-                hint="Is the store damaged? Start from another trainer's checkpoint.",
-            )
-        closes = [self._store.closed(number) for number in range(began, newest)]
-        first, *later = [self._delivery(close) for close in closes if close is not None]
-        delivery = first if all(each == Delivery.NOT_COUNTED for each in later) else Delivery.UNKNOWN
+        began, delivery = self._trainer.round, Delivery.NOT_COUNTED
 
         def settle() -> None:
             residual = self._reduction.residual
@@ -555,8 +556,39 @@ class StoreRounds:
             if self._sums is not None and delivery != Delivery.UNKNOWN:
                 self._sums.add_withheld(residual.flat)
 
-        self._load(self._store.snapshot(fields, newest), newest, lookahead, settle)
+        def find_delivery(newest: int) -> None:
+            nonlocal delivery
+            closes = ordered_map(self._store.closed, range(began, newest), self._round_posts().threads)
+            first, *later = [self._delivery(close) for close in closes if close is not None]
+            delivery = first if all(each == Delivery.NOT_COUNTED for each in later) else Delivery.UNKNOWN
+
+        if not self._take_up_newest(began, lookahead, find_delivery, settle):
+            raise StoreError(
+                f"the messages of round {began + 1} are gone, and there is no later snapshot that can be read",
+                hint="Is the store damaged? Start from another trainer's checkpoint.",
+            )
         return delivery
+
+    def _take_up_newest(
+        self,
+        after: int,
+        lookahead: np.float32,
+        found: Callable[[int], None] = lambda number: None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Takes up the newest snapshot of more than ``after`` rounds that can be read, once ``found`` was told of how
+        many it is; False where there is none."""
+        for number, fields in self._store.snapshots():
+            if number <= after:
+                break
+            try:
+                snapshot = self._store.snapshot(fields, number)
+            except (CorruptMessage, NotFound):  # or deleted meanwhile
+                continue
+            found(number)
+            self._load(snapshot, number, lookahead, settle)
+            return True
+        return False
 
     def _find_due(self) -> list[Entries]:
         """What the message on its way has, or would have, which is part of the residual."""
