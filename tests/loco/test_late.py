@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
+import pytest
 import torch
 
 from pulse_rl import MemoryStore
 from pulse_rl.errors import TrainerLost
 from tests.support.loco_reference import Reference, flat, same
+from tests.support.stores import FaultyStore
 
 from .test_over_store import SECONDS, Member, alone, closes
 
@@ -99,10 +101,14 @@ def test_a_crowd_is_let_in_by_and_by() -> None:
         with suppress(TrainerLost), member.loop:
             member.round()
         waiting.append(member)
-    last = alone(store, names[-1])
+    counted = FaultyStore(store)
+    last = alone(counted, names[-1])
+    last.loop.threads = 1
     with last.loop:
         last.round()
         assert closes(store) == [names[:16]]
+        posts = [name for call, name in counted.calls if call == "get" and name.startswith("loco/posts/")]
+        assert len(posts) == 16, "it reads those that it names"
         held = flat(last.loop.residual()).clone()
         assert held.any()
         for member in waiting:
@@ -113,10 +119,11 @@ def test_a_crowd_is_let_in_by_and_by() -> None:
     assert closes(store)[1:] == [names]
 
 
-def test_who_is_late_when_it_leaves_does_not_wait() -> None:
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_who_is_late_when_it_leaves_does_not_wait(overlap: int) -> None:
     """Its message is there all the same, and counts if the others go on; it comes back and knows."""
     store = MemoryStore()
-    a, c = alone(store), Member(store, "c", quorum=2, grace=0.0)
+    a, c = alone(store), Member(store, "c", quorum=2, grace=0.0, overlap=overlap)
     with a.loop:
         with c.loop:
             a.round()

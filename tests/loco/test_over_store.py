@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -276,11 +277,14 @@ def test_who_is_new_or_far_behind_takes_up_the_run() -> None:
         behind.round()
         saved = behind.loop.state_dict()
     with member.loop:
-        while len(list(store.list("loco/snapshots"))) < 3:
+        while len(closes(store)) < 30:
             member.round()
         newest = member.held()
     kept = {int(info.name.split("/")[2]) for info in store.list("loco/posts")}
     assert 0 < min(kept) < max(kept) == member.loop.round - 1
+    # The run's first snapshot and the two newest ones, and their pieces.
+    assert len(list(store.list("loco/snapshots"))) == 2
+    assert len(list(store.list("loco/pieces"))) == 3 * 2
     for name in ("b", "c"):
         late = alone(store, name)
         if name == "b":
@@ -294,6 +298,64 @@ def test_who_is_new_or_far_behind_takes_up_the_run() -> None:
         assert same(flat(member.loop.global_state()), newest[0])
 
 
+@pytest.mark.parametrize("how", ["damaged", "gone", "deleted meanwhile"])
+def test_a_snapshot_that_cannot_be_read_is_passed_over(how: str) -> None:
+    """The one before it serves, and the messages since that."""
+    store = MemoryStore()
+    member = alone(store)
+    with member.loop:
+        while len(closes(store)) < 30:
+            member.round()
+    newest = list(store.list("loco/snapshots"))[-1].name
+    piece = f"loco/pieces/{json.loads(store.get(newest))['momentum']['pieces'][0]}"
+    if how == "damaged":
+        store.put(piece, bytes(len(store.get(piece))))
+    else:
+        store.delete(piece)
+    if how == "deleted meanwhile":
+        store.delete(newest)
+    late = alone(store, "c")
+    with late.loop:
+        assert late.loop.round == 30
+        assert same(flat(late.loop.global_state()), flat(member.loop.global_state()))
+
+
+def test_who_is_new_reads_no_more_the_longer_the_run() -> None:
+    requests = []
+    for rounds in (20, 40):
+        store = MemoryStore()
+        member = alone(store)
+        with member.loop:
+            while member.loop.round < rounds:
+                member.round()
+        newest = int(list(store.list("loco/snapshots"))[-1].name[-17:-5])
+        counted = FaultyStore(store)
+        with alone(counted, "c").loop:
+            requests.append(len(counted.calls) - 3 * (rounds - newest))
+    assert requests[0] == requests[1]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_steps_that_may_have_counted_are_not_sent_again(overlap: int) -> None:
+    """A checkpoint of mid-round; then its process puts the round's message, and dies: what is saved is part of that."""
+    store = MemoryStore()
+    first = alone(store, overlap=overlap)
+    with suppress(Killed), first.loop:
+        first.job.step(ord("a"))
+        saved, job = first.loop.state_dict(), deepcopy(first.job.state_dict())
+        first.job.step(ord("a"))
+        if overlap:
+            sent_behind(first)
+        raise Killed
+    assert closes(store) == [["a"]]
+    back = alone(store, overlap=overlap)
+    back.job.load_state_dict(job)
+    back.loop.load_state_dict(saved)
+    with back.loop:
+        assert back.loop.round == 1
+        assert not flat(back.loop.residual()).any()
+
+
 def test_steps_that_may_have_counted_are_not_followed_by_an_empty_message() -> None:
     """While a takes its steps, a process of its name runs so far ahead that the messages of a's round are gone."""
     store = MemoryStore()
@@ -301,8 +363,9 @@ def test_steps_that_may_have_counted_are_not_followed_by_an_empty_message() -> N
     with slow.loop:
         slow.job.step(ord("a"))
         with fast.loop:
-            while len(list(store.list("loco/snapshots"))) < 3:
+            while fast.loop.round < 30:
                 fast.round()
+        assert not any(store.list("loco/posts/000000000000"))
         done = len(closes(store))
         slow.job.step(ord("a"))
         assert len(closes(store)) == slow.loop.round == done

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
 from pulse_rl.errors import CorruptMessage, InputError, TrainerLost, Untrusted
 from pulse_rl.loco import StoreExchange
+from pulse_rl.loco.store_format import MAX_CLOSE_BYTES, MAX_TRAINERS, Close, Post, Refused
 from pulse_rl.loco.store_rounds import StoreRounds
 from tests.support.loco_reference import Job, flat, same
 from tests.support.posts import digest_of, not_finite, post_of, posts_of
@@ -113,6 +116,51 @@ def test_posts_of_strangers_are_refused_and_say_why() -> None:
         assert refused.keys() == digests.keys()
         assert all(words in refused[digest] for digest, words in digests.items())
         assert list(close_of(store, 0)[1].values()) == ["it has an invalid signature"]
+
+
+def test_junk_in_a_members_name_does_not_hide_its_message() -> None:
+    """However much of it there is: what is known to be refused is not looked at again."""
+    store = MemoryStore()
+    member = Member(store, MEMBERS[0], quorum=2, deadline_seconds=60.0)
+    other = Member(store, MEMBERS[1], quorum=2, deadline_seconds=60.0)
+    with member.loop, other.loop, ThreadPoolExecutor(1) as pool:
+        for number in range(300):
+            put(store, 0, KEYS[1], b"PLSP%d" % number)
+        of_other = pool.submit(other.round)
+        assert member.round(1) == of_other.result() == ""
+        assert close_of(store, 0)[0] == sorted(KEYS)
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{CJK UNIFIED IDEOGRAPH-4E2D}", "\N{GRINNING FACE}"])
+def test_a_close_that_refuses_many_can_be_read(letter: str) -> None:
+    posts = tuple(Post(f"trainer-{number:04d}", "0" * 64, 10) for number in range(MAX_TRAINERS))
+    refused = tuple(Refused(post.trainer, post.sha256, 400 * letter) for post in posts)
+    data = Close("run", 3, "theta", posts, refused).to_bytes(MEMBERS[0])
+    assert len(data) <= MAX_CLOSE_BYTES
+    found = Close.parse(data, "close", "run", 3, None)
+    assert found.posts == posts
+    assert found.refused
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_who_learns_too_much_rewinds_and_goes_on(overlap: int) -> None:
+    """With overlap its steps are in its residual by then."""
+    store = MemoryStore()
+    over = StoreExchange(store, quorum=1, grace_seconds=0.0, max_norm=1.0)
+    job = Job(lr=1e-3)
+    loop = PulseLoCo(job.model, job.optimizer, sync_every=1, over=over, overlap=overlap)
+    with loop:
+        job.step(0)
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter += 10
+        with pytest.raises(InputError, match="would be refused by all: its norm is"):
+            job.step(0)
+        loop.rewind()
+        assert flat(loop.residual()).square().sum() < 1
+        for _ in range(3):
+            job.step(0)
+    assert loop.round >= 3
 
 
 def test_a_message_in_another_name_is_not_counted_twice() -> None:
