@@ -193,19 +193,18 @@ class Residual:
 
     def settle(self, delivery: Delivery, sent: Sequence[Entries], *, steps: bool) -> None:
         """The end of a round where ``flat`` is whole. The message that was on its way had the entries ``sent``, by
-        block: what has counted leaves ``flat``, and the inner ``steps`` since, if there are any, enter it, unless they
-        may have counted as well. Raises NonFinite, with nothing changed."""
+        block: what has counted, or may have, leaves ``flat``, and the inner ``steps`` since, if there are any, enter
+        it. Raises NonFinite, with nothing changed."""
         if steps:
             self._require_due()
             self._state.each_block(self._require_finite_steps)
 
         def work(block: FlatBlock) -> None:
             flat = block.of(self.flat)
+            learnt = self._steps(block) if steps else np.zeros_like(flat)
             if delivery == Delivery.UNKNOWN:
                 flat.fill(0)
-                return
-            learnt = self._steps(block) if steps else np.zeros_like(flat)
-            if delivery == Delivery.COUNTED:
+            elif delivery == Delivery.COUNTED:
                 places, values = sent[block.number]
                 flat[places] -= values
             flat += learnt

@@ -463,8 +463,8 @@ class StoreRounds:
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
         state, residual = self._state, self._reduction.residual
-        whole, steps = residual.whole, bool(self._trainer.inner_step)
-        entries, delivery = self._gathered(close), self._delivery(close)
+        whole, entries, delivery = residual.whole, self._gathered(close), self._delivery(close)
+        steps = self._has_new_steps(delivery)
         posts, sums = self._round_posts(), self._sums
         own: list[Entries] = []
         back: list[Entries] = []
@@ -529,6 +529,11 @@ class StoreRounds:
         # Else it is a message that this trainer had put before it came back from a checkpoint.
         return Delivery.COUNTED if counted == self._reduction.residual.pending_message else Delivery.UNKNOWN
 
+    def _has_new_steps(self, delivery: Delivery) -> bool:
+        """Whether there are inner steps, none of which may be part of a message that has this ``delivery``."""
+        may_be = delivery == Delivery.UNKNOWN and self._trainer.restored_in == self._trainer.round
+        return bool(self._trainer.inner_step) and not may_be
+
     def _keep_local_steps(self, delivery: Delivery) -> None:
         """Puts what was learnt since the last round into the residual, all of it or, of what may have counted, none."""
         if self._trainer.inner_step or delivery == Delivery.UNKNOWN:
@@ -547,7 +552,7 @@ class StoreRounds:
             residual = self._reduction.residual
             if residual.whole:
                 # The message is gone, what it had is not: it follows from theta and the residual.
-                residual.settle(delivery, self._find_due(), steps=bool(self._trainer.inner_step))
+                residual.settle(delivery, self._find_due(), steps=self._has_new_steps(delivery))
             elif delivery == Delivery.COUNTED:
                 residual.take_next()
             else:

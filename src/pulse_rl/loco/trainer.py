@@ -77,10 +77,10 @@ class Handshake:
 
 
 def specs_digest(specs: Sequence[TensorSpec], untrained: Sequence[tuple[str, str, tuple[int, ...]]] = ()) -> str:
-    """SHA-256 of names, dtypes and shapes in order, 64 hexadecimal digits. Without ``untrained`` tensors those of the
-    trained parameters alone."""
-    trained = repr([(s.name, s.dtype.name, s.shape) for s in specs])
-    return sha256((trained + (repr(list(untrained)) if untrained else "")).encode()).hexdigest()
+    """SHA-256 of names, dtypes and shapes in order, of the trained parameters and of ``untrained`` tensors, 64
+    hexadecimal digits (docs/loco.md, section 5)."""
+    both = [[(s.name, s.dtype.name, s.shape) for s in specs], list(untrained)]
+    return sha256(json.dumps(both, separators=(",", ":")).encode()).hexdigest()
 
 
 def exchange_handshakes(group: TrainerGroup, own: Handshake) -> list[Handshake]:
@@ -156,6 +156,8 @@ class Trainer:
         """The digests of the last round's messages."""
         # The others may have completed rounds since this state was saved, with messages that it knows nothing of.
         self._from_checkpoint = False
+        self.restored_in: int | None = None
+        """The round in which it came back from a checkpoint of inner steps."""
 
     # -- what the model holds
 
@@ -296,6 +298,7 @@ class Trainer:
             for key, flat in self._arrays().items():
                 flat[:] = fresh[key]
             (self.round, self.inner_step), self.messages, self._from_checkpoint = counters, list(messages), True
+            self.restored_in = self.round if self.inner_step else None
             if self.name and isinstance(saved.get("trainer"), str):
                 self.name = saved["trainer"]
             if self.residual is not None:
