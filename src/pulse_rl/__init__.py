@@ -26,7 +26,7 @@ from .sync.checkout import checkout
 from .sync.gc import gc_stream
 from .sync.group import GroupMember
 from .sync.publisher import Publisher
-from .sync.request import Submission
+from .sync.submissions import Submission
 from .sync.subscriber import Subscriber
 from .sync.subscribers import Subscribers
 from .sync.update import TensorUpdate, Update

@@ -40,10 +40,10 @@ def checked_number(name: str, value: Any, *, minimum: float = 0.0, maximum: floa
     return value
 
 
-def checked_count(name: str, value: Any) -> int:
-    """``value`` itself; raises InputError unless it is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+def checked_count(name: str, value: Any, minimum: int = 1) -> int:
+    """``value`` itself; raises InputError unless it is a whole number of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise InputError(f"{name} must be a whole number of at least {minimum}, not {value!r}")
     return value
 
 

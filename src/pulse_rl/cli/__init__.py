@@ -122,7 +122,8 @@ def make_parser() -> argparse.ArgumentParser:
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
     stream = argparse.ArgumentParser(add_help=False, parents=[named])
-    stream.add_argument("store", metavar="STORE", help="a folder, or a file://, hf://, s3://, gs:// or az:// URL; http:// to read")
+    addresses = "a folder, or a file://, hf://, s3://, gs:// or az:// URL; http:// to read"
+    stream.add_argument("store", metavar="STORE", help=addresses)
     keys = argparse.ArgumentParser(add_help=False)
     keys.add_argument(
         "--trust",

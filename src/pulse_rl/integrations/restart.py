@@ -17,7 +17,7 @@ with extra("torch"):
     import torch
 
 from .._util.files import write_atomically
-from .._util.settings import checked_path
+from .._util.settings import checked_count, checked_path
 from ..errors import FormatError, InputError, StateMismatch, UnsupportedTensor
 from ..events import Metadata
 from ..sync.subscriber import Subscriber
@@ -35,8 +35,7 @@ def save_training(file: str | os.PathLike[str], weights: Weights, *, step: int, 
     weights. Call it every few hundred steps, after the version is published. Raises InputError, UnsupportedTensor for a
     DTensor, StoreFull and StoreError.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InputError(f"step must be a whole number from 0 on, not {step!r}")
+    checked_count("step", step, 0)
     path = checked_path(file)
     saved = {
         "step": step,

@@ -38,7 +38,7 @@ from ..store import Store
 from ..stream.signing import keys_of
 from ..sync.beside import check_beside
 from ..sync.publisher import Publisher, PublisherSettings
-from ..sync.request import Submission
+from ..sync.submissions import Submission
 from ..sync.subscriber import Subscriber
 from .restart import moved_to, step_of
 from .torch import host_tensors

@@ -14,7 +14,8 @@ from ..state.read_once import ReadOnce
 from ..stream.names import StreamNames
 from .quantised_shards import quantised
 from .rank import RankPublisher
-from .request import BASELINE, LocalState, PublishRequest, Submission
+from .request import BASELINE, LocalState, PublishRequest
+from .submissions import Submission
 
 
 class Done(NamedTuple):

@@ -21,7 +21,7 @@ from ..patch.build import encode_proved
 from ..patch.undo import UndoLog
 from ..stream.manifest import Payload
 from ..stream.stream import Stream
-from .commit import store_patch
+from .payloads import store_patch
 from .pending import Baseline
 
 DEFAULT_FOLDS = (8, 64)

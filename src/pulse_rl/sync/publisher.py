@@ -27,12 +27,14 @@ from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream, checked_stream_id
 from .beside import Done, check_beside, publish_beside
+from .calls import unlike
 from .checkout import Checkout
 from .folds import checked_folds
 from .polling import jittered
-from .rank import RankPublisher, Settings, unlike
-from .request import LocalState, PublishRequest, Submission, Submissions
+from .rank import RankPublisher, Settings
+from .request import LocalState, PublishRequest
 from .state_folder import StateFolder
+from .submissions import Submission, Submissions
 
 _LOOK_SECONDS = 1.0
 

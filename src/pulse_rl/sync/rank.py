@@ -7,21 +7,18 @@ commit, and the baseline follows.
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
-from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .. import codec as codecs
 from .._util.collective import Bytes, RankGroup
 from .._util.serial import shield
-from ..errors import DigestMismatch, InputError, NotFound, PublisherConflict, PulseError, RankLost
+from ..errors import DigestMismatch, NotFound, PublisherConflict, PulseError
 from ..events import (
     BaselineRestored,
     Event,
@@ -44,17 +41,8 @@ from ..stream.signing import Signer
 from ..stream.stream import Stream
 from .attested import WholeState
 from .baseline import KeptPart, kept_part, part_of, restore_baseline, restore_whole
-from .commit import (
-    Content,
-    Found,
-    Stored,
-    StreamHead,
-    published_as,
-    store_anchor,
-    store_patch,
-    store_while_filled,
-    uploaded,
-)
+from .calls import make_call
+from .commit import Content, Found, StreamHead, published_as
 from .device_diff import DeviceDiff, Scan
 from .folds import FoldMaker
 from .gc import Retention
@@ -72,16 +60,16 @@ from .layout import (
 )
 from .leaves import gather_tree
 from .notices import Notices
+from .payloads import Stored, store_anchor, store_patch, store_while_filled, uploaded
 from .pending import NO_SMALLER, Baseline, Built, PendingVersion, hash_shared_leaves, make_pending
 from .quantised_shards import Blocks, agree, quantised
-from .request import LocalState, PublishRequest, Submission, begin
+from .request import LocalState, PublishRequest
 from .state_folder import StateFolder
+from .submissions import Submission
 
 _MAX_STALE_COMMITS = 8
 _SMALL = 1 << 16
 """Bytes: below that a request costs more than what it carries, and a patch needs no larger state."""
-_SHOWN = 200
-_CALL = struct.Struct("<Q?")  # a call's number, and whether this rank goes on with it
 
 
 class Settings(NamedTuple):
@@ -95,15 +83,6 @@ class Settings(NamedTuple):
     signer: Signer | None
     attest: bool
     threads: int | None
-
-
-def unlike(given: Sequence[Mapping[str, Any]]) -> str:
-    """What was not given to all ranks alike, in words; "" if nothing."""
-    for name, first in given[0].items():
-        for rank, other in enumerate(given):
-            if other[name] != first:
-                return f"{name} is {first!r} on rank 0, but {other[name]!r} on rank {rank}"
-    return ""
 
 
 class RankPublisher:
@@ -246,7 +225,7 @@ class RankPublisher:
         """Does ``work``, which raises on all ranks what it raises on one, before any stream of a call is published.
         Raises as `publish` what has to do with the call: other arguments of other ranks, or a cancelled one."""
         with self._with_others():
-            self._call_together(request, work, number, submission)
+            make_call(self._ranks, self._stream.name, request, work, number, submission)
 
     def _meet(self, request: PublishRequest, number: int, submission: Submission | None) -> LocalState:
         """This rank's part of the state. The ranks tell each other what they were called with, which must be the same,
@@ -268,7 +247,7 @@ class RankPublisher:
             return sha256(held[0]).hexdigest(), len(held[0]), known
 
         # 1. One message each: the call's number, its arguments, and a digest of what the rank has.
-        met = self._call_together(request, describe, number, submission)
+        met = make_call(self._ranks, self._stream.name, request, describe, number, submission)
         if not self.together:
             return made[0]
         if len({at for *_, at in met}) > 1:
@@ -282,56 +261,6 @@ class RankPublisher:
             self._held = [came[rank].tobytes() for rank in range(len(came))]
             self._held_digests = digests
         return made[0] if request.quantise is None else agree(made[0], shared, self._ranks.run_on_all)
-
-    def _call_together(
-        self, request: PublishRequest, work: Callable[[], Any], number: int, submission: Submission | None
-    ) -> list[Any]:
-        """What ``work()`` returns on each rank, as JSON has it, where all make the same call; nothing without others.
-        Raises RankLost, InputError and CancelledError."""
-
-        def describe() -> bytes:
-            goes = submission is None or begin(submission)
-            call = _CALL.pack(number, goes)
-            if not goes:
-                return call
-            found = work()
-            if not self.together:
-                return call
-            arguments = {name: getattr(request, name) for name in ("metadata", "dtype", "anchor", "after", "quantise")}
-            arguments |= {"stream": self._stream.name, "beside": [*request.beside.items()]}
-            return call + json.dumps([arguments, found]).encode()
-
-        said = self._ranks.run_on_all(describe)
-        calls = [_CALL.unpack_from(message) for message in said]
-        for rank, (theirs, _) in enumerate(calls):
-            if theirs != calls[0][0]:
-                raise RankLost(
-                    f"the ranks have parted: rank 0 makes its call {calls[0][0]}, rank {rank} its call {theirs}",
-                    hint="One was interrupted before a call that the others made. Start the ranks again.",
-                )
-        if not all(goes for _, goes in calls):
-            raise self._ranks.mark_collective(CancelledError())
-        if submission:
-            submission.set_running_or_notify_cancel()
-        if not self.together:
-            return []
-        met = [json.loads(message[_CALL.size :]) for message in said]
-        self._compare([arguments for arguments, _ in met])
-        return [found for _, found in met]
-
-    def _compare(self, calls: Sequence[Mapping[str, Any]]) -> None:
-        """Raises RankLost where a rank is at another step, and InputError, on all, where one was called with other
-        arguments."""
-        for (rank, call), what in product(enumerate(calls), ("stream", "metadata")):
-            first, other = calls[0][what], call[what]
-            if other != first:
-                raise RankLost(
-                    f"the ranks have parted: rank 0 publishes {json.dumps(first)[:_SHOWN]}, rank {rank} "
-                    f"{json.dumps(other)[:_SHOWN]}",
-                    hint="One has missed a step, or was given other metadata. Start the ranks again.",
-                )
-        if found := unlike(calls):
-            raise self._ranks.mark_collective(InputError(found, hint="Call all ranks with the same arguments."))
 
     def _commit_together(
         self, request: PublishRequest, local: LocalState, timer: PhaseTimer

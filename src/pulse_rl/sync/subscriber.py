@@ -195,8 +195,8 @@ class Subscriber(Closing, NotCopyable):
         returned and was not is returned again, together with what is newer. ``progress``: show a bar for what takes
         more than half a second, in a terminal or a notebook, with the time left.
         """
-        if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
-            raise InputError(f"a version is a whole number from 0 on, not {target!r}")
+        if target is not None:
+            checked_count("target", target, 0)
         with failures_to(self._listener, self.stream.name, "sync"):
             return self._serial.run(lambda: self._sync_shown(target, progress))
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from ..._util import extra
+from .._util import extra
 
 with extra("torch"):
     import torch
@@ -15,23 +15,23 @@ with extra("torch"):
     from torch import nn
     from torch.distributed.tensor import DTensor
 
-from ..._util.collective import GlooTransport, RankGroup
-from ..._util.settings import checked_number, checked_path
-from ...errors import InputError
-from ...events import Metadata, Published
-from ...state.quantise import Quantise
-from ...state.tensors import State
-from ...store import Store
-from ...sync.checkout import Checkout
-from ...sync.layout import Box
-from ...sync.publisher import Publisher, PublisherSettings
-from ...sync.request import LocalState, require_weights
-from ...sync.state_folder import StateFolder
-from ..dtensor import local_box
-from ..flat import FlatShard
-from ..jax import local_part
-from ..positions import RankSlice
-from ..weights import policy_weights
+from .._util.collective import GlooTransport, RankGroup
+from .._util.settings import checked_number, checked_path
+from ..errors import InputError
+from ..events import Metadata, Published
+from ..state.quantise import Quantise
+from ..state.tensors import State
+from ..store import Store
+from ..sync.checkout import Checkout
+from ..sync.layout import Box
+from ..sync.publisher import Publisher, PublisherSettings
+from ..sync.request import LocalState, require_weights
+from ..sync.state_folder import StateFolder
+from .dtensor import local_box
+from .flat import FlatShard
+from .jax import local_part
+from .positions import RankSlice
+from .weights import policy_weights
 
 __all__ = ["ShardedPublisher"]
 
