@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ import torch
 
 from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
 from pulse_rl._util import faults
-from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
+from pulse_rl.errors import CorruptMessage, StoreError, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, round_posts, run_store
+from pulse_rl.loco.round_posts import RoundPosts
 from pulse_rl.loco.round_sums import RoundSums
-from pulse_rl.loco.store_format import Close, Place, Post, PostedMessage, ShareSums, head_bytes
+from pulse_rl.loco.store_format import Close, Parts, Place, Post, PostedMessage, ShareSums, head_bytes
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import Entries, WireName
 from pulse_rl.store import Data
@@ -334,6 +336,54 @@ def test_sums_that_no_list_shows_yet_are_made_once() -> None:
         with faults.armed("round.waits", wait):
             together(a, b)
     assert [call for call, of in line.calls if of == name and call == "put_new"] == ["put_new"]
+
+
+def test_who_never_sees_sums_stops_once_the_others_have_gone_on() -> None:
+    """Their next round is closed only after it has looked, and has made its own."""
+    store = MemoryStore()
+    line = FaultyStore(store)
+    a, b, c = gated(store, "a", quorum=3), gated(store, "b", quorum=3), gated(line, "c", quorum=3)
+    with a.loop, b.loop, c.loop:
+        together(a, b, c)
+        line.hidden |= {f"loco/sums/{1:012d}/{share:04d}" for share in range(3)}
+        for member in (a, b):
+            member.loop.meeting.exchange = replace(member.loop.meeting.exchange, quorum=2)  # type: ignore[attr-defined]
+
+        def go_on(member: Member) -> None:
+            member.round()
+            member.loop.meeting.exchange = replace(member.loop.meeting.exchange, grace_seconds=0.0)  # type: ignore[attr-defined]
+            member.round()
+
+        def stops() -> None:
+            with pytest.raises(StoreError, match="the messages of round 2 are gone"):
+                c.round()
+
+        at_once(lambda: go_on(a), lambda: go_on(b), stops)
+    assert closes(store) == [["a", "b", "c"], ["a", "b", "c"], ["a", "b"]]
+
+
+def test_all_stop_at_a_close_that_names_what_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those who own no share of it."""
+    store, honest, made = MemoryStore(), RoundPosts.head, RoundSums._make
+    a, b = gated(store, "a", grace=0.0), gated(store, "b", grace=0.0)
+    refused: list[str] = []
+
+    def head(self: RoundPosts, post: Post) -> Parts | str:
+        return "its norm is too large" if refused and self.place.trainer == "b" == post.trainer else honest(self, post)
+
+    with a.loop, b.loop:
+        together(a, b)
+        theta = flat(b.loop.global_state()).clone()
+        monkeypatch.setattr(RoundPosts, "head", head)
+        monkeypatch.setattr(RoundSums, "_make", lambda self, share: made(self, share) if self._name == "a" else None)
+        refused.append("b")
+
+        def stops() -> None:
+            with pytest.raises(CorruptMessage, match="cannot count: its norm is too large"):
+                b.round()
+
+        at_once(a.round, stops)
+        assert same(flat(b.loop.global_state()), theta)
 
 
 def test_names_in_deeper_folders_are_no_sums() -> None:

@@ -63,10 +63,14 @@ class RunStore:
     def __init__(self, store: Store, state: OuterState, signer: Signer | None, trusted: TrustedKeys | None) -> None:
         self.run = ""
         self.sent_bytes = 0
+        self._first_pieces: set[str] = set()
         self._store, self._state, self._signer, self._trusted = store, state, signer, trusted
 
     def beginning(self) -> dict[str, Any]:
-        return self._json("run", _RUN)
+        """What the run began with."""
+        fields = self._json("run", _RUN)
+        self._first_pieces = pieces_of(fields.get("snapshot"))
+        return fields
 
     def begin(self, fields: dict[str, Any]) -> None:
         """Begins a run with these fields, unless another trainer has begun it; ``state`` is its first snapshot."""
@@ -165,7 +169,7 @@ class RunStore:
                 if of.isdecimal() and int(of) < before:
                     self._store.delete(info.name)
         # Nor the snapshots before it, but the run's first. Pieces may be of several.
-        needed = pieces_of(fields) | pieces_of(kept) | pieces_of(self.beginning().get("snapshot"))
+        needed = pieces_of(fields) | pieces_of(kept) | self._first_pieces
         for older, its in self.snapshots(before):
             for piece in sorted(pieces_of(its) - needed):
                 self._store.delete(f"{_PIECES}/{piece}")
