@@ -131,9 +131,9 @@ class TrustedKeys:
 
 
 def keys_of(signer: Signer | None, trusted: Collection[str] | None) -> list[str] | None:
-    """The public keys that whoever signs with ``signer`` and trusts these believes, each once, in order; None for
-    nobody's: whoever can write is trusted."""
-    return sorted({*(trusted or ()), *([signer.public_key] if signer else ())}) or None
+    """The public keys that whoever signs with ``signer`` and trusts these believes, its own first; None without any:
+    whoever can write is trusted."""
+    return [*([signer.public_key] if signer else ()), *(trusted or ())] or None
 
 
 def trusted_by(keys: Collection[str] | None) -> TrustedKeys | None:

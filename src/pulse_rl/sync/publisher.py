@@ -203,7 +203,7 @@ class Publisher(Closing, NotCopyable):
             signer=signer,
             on_refused=partial(weak_callback(self._refused), stream),
         )
-        settings = Settings(codec, anchor_ratio, spans, keep, tuple(keys or ()), signer, attest, threads)
+        settings = Settings(codec, anchor_ratio, spans, keep, tuple(sorted({*(keys or ())})), signer, attest, threads)
         return opened, settings
 
     def publish(
