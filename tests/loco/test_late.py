@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from pulse_rl.errors import TrainerLost
 from tests.support.loco_reference import Reference, flat, same
 from tests.support.stores import FaultyStore
 
-from .test_over_store import SECONDS, Member, alone, closes
+from .test_over_store import SECONDS, Killed, Member, alone, closes, local_steps
 
 
 def test_who_is_late_is_left_out_loses_nothing_and_does_not_wait() -> None:
@@ -88,6 +89,44 @@ def test_who_is_late_is_left_out_loses_nothing_and_does_not_wait() -> None:
         for member, reference in ((a, of_a), (c, of_c)):
             assert all(map(same, member.held(), (reference.theta.data, reference.residual, reference.start())))
     assert closes(stored) == [["a"]] * 3 + [["a", "c"], ["a"], ["a", "c"], ["a", "c"]]
+
+
+def test_who_was_late_comes_back_and_leaves_without_waiting() -> None:
+    store = MemoryStore()
+    a, c = alone(store), Member(store, "c", quorum=2, grace=0.0)
+    with a.loop:
+        with c.loop:
+            a.round()
+            for _ in range(2):
+                c.job.step(ord("c"))
+            saved, job = c.loop.state_dict(), deepcopy(c.job.state_dict())
+        assert isinstance(saved["message"], str)
+        back = Member(store, "c", quorum=2, grace=0.0)
+        back.job.load_state_dict(job)
+        back.loop.load_state_dict(saved)
+        with back.loop:
+            pass  # nobody else is there: who waits here gets TrainerLost in the end
+
+
+def test_steps_behind_a_message_that_never_arrived_stay_what_they_were() -> None:
+    """Of a trainer that was late, and is killed."""
+    store = MemoryStore()
+    line = FaultyStore(store)
+    a, c = alone(store), Member(line, "c", quorum=2, grace=0.0)
+    with a.loop:
+        with suppress(Killed), c.loop:
+            a.round()
+            line.fail_on("put", "posts")
+            for _ in range(3):
+                c.job.step(ord("c"))
+            saved, job, steps = c.loop.state_dict(), deepcopy(c.job.state_dict()), local_steps(c)
+            raise Killed
+        assert line.fired
+        back = Member(store, "c", quorum=2, grace=0.0)
+        back.job.load_state_dict(job)
+        back.loop.load_state_dict(saved)
+        with back.loop:
+            assert same(local_steps(back), steps)
 
 
 def test_a_crowd_is_let_in_by_and_by() -> None:

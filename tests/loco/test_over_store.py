@@ -298,7 +298,7 @@ def test_who_is_new_or_far_behind_takes_up_the_run() -> None:
         assert same(flat(member.loop.global_state()), newest[0])
 
 
-@pytest.mark.parametrize("how", ["damaged", "gone", "deleted meanwhile"])
+@pytest.mark.parametrize("how", ["damaged", "cut", "gone", "deleted meanwhile"])
 def test_a_snapshot_that_cannot_be_read_is_passed_over(how: str) -> None:
     """The one before it serves, and the messages since that."""
     store = MemoryStore()
@@ -310,6 +310,8 @@ def test_a_snapshot_that_cannot_be_read_is_passed_over(how: str) -> None:
     piece = f"loco/pieces/{json.loads(store.get(newest))['momentum']['pieces'][0]}"
     if how == "damaged":
         store.put(piece, bytes(len(store.get(piece))))
+    elif how == "cut":
+        store.put(piece, store.get(piece)[:-4])
     else:
         store.delete(piece)
     if how == "deleted meanwhile":
@@ -318,6 +320,37 @@ def test_a_snapshot_that_cannot_be_read_is_passed_over(how: str) -> None:
     with late.loop:
         assert late.loop.round == 30
         assert same(flat(late.loop.global_state()), flat(member.loop.global_state()))
+
+
+@pytest.mark.parametrize("name", ["b", "c"])
+def test_who_reads_a_snapshot_too_slowly_takes_the_next_one(name: str) -> None:
+    """While it reads the newest one, new or far behind, two more are stored, and that one is deleted."""
+    store = MemoryStore()
+    behind, member = alone(store, "b"), alone(store)
+    with behind.loop:
+        behind.round()
+        saved = behind.loop.state_dict()
+
+    class Slow(FaultyStore):
+        is_waited_for = False
+
+        def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+            if name.startswith("loco/pieces/") and not self.is_waited_for:
+                self.is_waited_for = True
+                there = {info.name for info in store.list("loco/snapshots")}
+                while there & {info.name for info in store.list("loco/snapshots")}:
+                    member.round()
+            return super().get(name, start, stop)
+
+    with member.loop:
+        while len(closes(store)) < 30:
+            member.round()
+        late = alone(Slow(store), name)
+        if name == "b":
+            late.loop.load_state_dict(saved)
+        with late.loop:
+            assert late.loop.round == member.loop.round
+            assert same(flat(late.loop.global_state()), flat(member.loop.global_state()))
 
 
 def test_who_is_new_reads_no_more_the_longer_the_run() -> None:
@@ -354,6 +387,61 @@ def test_steps_that_may_have_counted_are_not_sent_again(overlap: int) -> None:
     with back.loop:
         assert back.loop.round == 1
         assert not flat(back.loop.residual()).any()
+        assert back.loop.inner_step == 0, "no empty message follows"
+
+
+@pytest.mark.parametrize("rewound", [True, False])
+def test_steps_of_a_checkpoint_are_told_from_those_since(rewound: bool) -> None:
+    """The round ends after it has come back: with the message that it had put before."""
+    store = MemoryStore()
+    first = alone(store, overlap=1)
+    with suppress(Killed), first.loop:
+        first.job.step(ord("a"))
+        saved, job = first.loop.state_dict(), deepcopy(first.job.state_dict())
+        first.job.step(ord("a"))
+        sent_behind(first)
+        raise Killed
+    name = f"loco/closed/{0:012d}.json"
+    close = store.get(name)
+    store.delete(name)
+    back = alone(store, overlap=1)
+    back.job.load_state_dict(job)
+    back.loop.load_state_dict(saved)
+    with back.loop:
+        if rewound:
+            back.loop.rewind()
+            back.job.step(ord("b"))
+        store.put(name, close)
+        back.job.step(ord("b"))
+        assert back.loop.round == 1
+        assert flat(back.loop.residual()).any() == rewound
+
+
+def test_overlap_may_begin_in_mid_round() -> None:
+    """From a checkpoint without: its steps are what they were."""
+    store = MemoryStore()
+    first = alone(store)
+    with suppress(Killed), first.loop:
+        for _ in range(3):
+            first.round()
+        first.job.step(ord("a"))
+        saved, job = first.loop.state_dict(), deepcopy(first.job.state_dict())
+        raise Killed
+    steps = [local_steps(first)]
+    second = alone(store, overlap=1)
+    second.job.load_state_dict(job)
+    second.loop.load_state_dict(saved)
+    with second.loop:
+        steps.append(local_steps(second))
+        second.job.step(ord("a"))
+    assert same(*steps)
+
+
+def local_steps(member: Member) -> torch.Tensor:
+    """What the inner steps under way have come to, as the next message counts it."""
+    residual = member.loop.reduction.residual
+    residual._require_due()
+    return torch.cat([torch.from_numpy(residual._steps(block)) for block in member.loop.parameters.blocks])
 
 
 def test_steps_that_may_have_counted_are_not_followed_by_an_empty_message() -> None:

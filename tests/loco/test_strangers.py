@@ -142,22 +142,29 @@ def test_a_close_that_refuses_many_can_be_read(letter: str) -> None:
     assert found.refused
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["within the loop", "after it"])
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_who_learns_too_much_rewinds_and_goes_on(overlap: int) -> None:
+def test_who_learns_too_much_rewinds_and_goes_on(overlap: int, inside: bool) -> None:
     """With overlap its steps are in its residual by then."""
     store = MemoryStore()
     over = StoreExchange(store, quorum=1, grace_seconds=0.0, max_norm=1.0)
     job = Job(lr=1e-3)
     loop = PulseLoCo(job.model, job.optimizer, sync_every=1, over=over, overlap=overlap)
-    with loop:
-        job.step(0)
+
+    def learn_too_much() -> None:
         with torch.no_grad():
             for parameter in job.model.parameters():
                 parameter += 10
-        with pytest.raises(InputError, match="would be refused by all: its norm is"):
+        with nullcontext() if not inside else pytest.raises(InputError, match="would be refused by all: its norm is"):
             job.step(0)
+
+    with nullcontext() if inside else pytest.raises(InputError, match="would be refused by all: its norm is"), loop:
+        job.step(0)
+        learn_too_much()
         loop.rewind()
-        assert flat(loop.residual()).square().sum() < 1
+    loop.rewind()
+    assert flat(loop.residual()).square().sum() < 1
+    with loop:
         for _ in range(3):
             job.step(0)
     assert loop.round >= 3

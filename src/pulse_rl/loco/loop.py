@@ -206,7 +206,8 @@ class OuterLoop(NotCopyable):
         self._join(move)
 
     def rewind(self) -> None:
-        """Gives the model the start of the round and the last common buffers, and discards the local steps since."""
+        """Gives the model the start of the round and the last common buffers, and discards the local steps since; where
+        these are in a message that all would refuse, also what was held back, which they are part of."""
 
         def rewind() -> None:
             self.buffers.require()

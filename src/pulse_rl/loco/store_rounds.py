@@ -23,8 +23,8 @@ from .._util.serial import Operation, SerialThread
 from .._util.settings import checked_count, checked_number
 from .._util.threads import ordered_map
 from ..errors import (
-    CorruptMessage,
     Diverged,
+    FormatError,
     InputError,
     NonFinite,
     NotFound,
@@ -49,6 +49,7 @@ from .trainer import Trainer, specs_digest
 from .wire import Entries, WireName
 
 _FIRST_TRAINERS = 16
+_SNAPSHOT_TRIES = 10
 _MOST_SECONDS = 30 * 86400.0  # torch counts in microseconds
 _NOTHING: Entries = (np.empty(0, np.uint32), np.empty(0, np.float32))
 
@@ -207,6 +208,7 @@ class StoreRounds:
             arrived = self._store.has_post(trainer.round, trainer.name, pending)
             if not arrived and self._store.closed(trainer.round) is None:
                 residual.forget_message()
+                residual.whole = True  # as it was: so its steps began
         self._catch_up(lookahead)
         self._told_bytes = self._store.sent_bytes
         self.joined = True
@@ -231,11 +233,14 @@ class StoreRounds:
 
     def leave(self, error: BaseException | None = None) -> None:
         self.joined = False
-        self.rest()
+        self._stop()
         self._posts = None
 
     def rest(self) -> None:
         self._refused = False
+        self._stop()
+
+    def _stop(self) -> None:
         operation, self._under_way = self._under_way, None
         if operation is not None:
             operation.stop()
@@ -255,7 +260,7 @@ class StoreRounds:
 
         def work() -> Round | None:
             with phase("exchange"):
-                if not self._late:
+                if residual.overlap and not self._late:
                     return self._end_exchange(lookahead())[0]
                 self._put()  # it counts if the others go on
                 return None
@@ -296,7 +301,7 @@ class StoreRounds:
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
             with phase("gate"):
-                if residual.whole:
+                if residual.whole or behind:
                     self._serial.run(partial(self._take_steps, lookahead()), whole=True)
                     self._refused = True  # unless it is not
                 own = self._reduction.message(self._trainer.round)
@@ -373,14 +378,12 @@ class StoreRounds:
         done, delivery = None, None
         while (close := self._store.closed(self._trainer.round)) is not None:
             due, delivery = self._trainer.inner_step, self._delivery(close)
-            stays = delivery == Delivery.NOT_COUNTED or self._reduction.residual.whole
+            whole, restored = self._reduction.residual.whole, self._trainer.restored_in == self._trainer.round
             try:
                 done = self._apply(close, lookahead)
             except NotFound:  # its messages are gone: a later snapshot has what they led to
-                whole = self._reduction.residual.whole
                 delivery = self._load_newest(lookahead)
-                stays = delivery == Delivery.NOT_COUNTED or whole
-            if stays:
+            if delivery == Delivery.NOT_COUNTED or (whole and not (restored and delivery == Delivery.UNKNOWN)):
                 self._trainer.inner_step = due
         return done, delivery
 
@@ -583,16 +586,21 @@ class StoreRounds:
     ) -> bool:
         """Takes up the newest snapshot of more than ``after`` rounds that can be read, once ``found`` was told of how
         many it is; False where there is none."""
-        for number, fields in self._store.snapshots():
-            if number <= after:
-                break
-            try:
-                snapshot = self._store.snapshot(fields, number)
-            except (CorruptMessage, NotFound):  # or deleted meanwhile
-                continue
-            found(number)
-            self._load(snapshot, number, lookahead, settle)
-            return True
+        for _ in range(_SNAPSHOT_TRIES):
+            newest = None
+            for number, fields in self._store.snapshots():
+                newest = newest or number
+                if number <= after:
+                    break
+                try:
+                    snapshot = self._store.snapshot(fields, number)
+                except (FormatError, NotFound):  # or deleted meanwhile
+                    continue
+                found(number)
+                self._load(snapshot, number, lookahead, settle)
+                return True
+            if next(self._store.snapshots(), (None, {}))[0] == newest:
+                break  # no later ones have taken their place
         return False
 
     def _find_due(self) -> list[Entries]:

@@ -178,6 +178,7 @@ class Trainer:
     def rewind(self, lookahead: np.float32) -> None:
         """Gives the model the start of the round and the last common buffers."""
         self.inner_step = 0
+        self.restored_in = None
         self.write_start(lookahead)
         self.buffers.restore()
 
@@ -303,8 +304,8 @@ class Trainer:
                 self.name = saved["trainer"]
             if self.residual is not None:
                 self.residual.forget_message()
-                if self.name and "message" in saved:
-                    self.residual.pending_message, self.residual.whole = message, True
+                if self.name:  # over a store
+                    self.residual.pending_message, self.residual.whole = message, "message" in saved
                 self.residual.started_with = np.float32(ahead)
             self.buffers.load(buffers)
             if self.inner_step == 0:  # in mid-round the model is left to its own checkpoint

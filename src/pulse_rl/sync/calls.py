@@ -12,7 +12,7 @@ from typing import Any
 from .._util.collective import RankGroup
 from ..errors import InputError, RankLost
 from .request import PublishRequest
-from .submissions import Submission
+from .submissions import Submission, begin
 
 _CALL = struct.Struct("<Q?")  # a call's number, and whether this rank goes on with it
 _SHOWN = 200
@@ -30,7 +30,7 @@ def make_call(
     ``stream``; nothing without others. Raises RankLost, InputError, and CancelledError where one is cancelled."""
 
     def describe() -> bytes:
-        goes = submission is None or submission.begin_()
+        goes = submission is None or begin(submission)
         call = _CALL.pack(number, goes)
         if not goes:
             return call

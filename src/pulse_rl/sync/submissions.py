@@ -38,8 +38,7 @@ class Submission(Future[Published]):
         with self._condition:
             return not self._begun and super().cancel()
 
-    def begin_(self) -> bool:
-        """Whether the version is not cancelled. From now on it cannot be. For the publisher alone."""
+    def _begin(self) -> bool:
         with self._condition:
             self._begun = True
             return not self.cancelled()
@@ -61,6 +60,11 @@ class Submission(Future[Published]):
     @property
     def _failed_unasked(self) -> bool:
         return not self._asked and self.done() and not self.cancelled() and super().exception() is not None
+
+
+def begin(submission: Submission) -> bool:
+    """Whether the version is not cancelled. From now on it cannot be."""
+    return submission._begin()
 
 
 class _Entry(NamedTuple, Generic[T]):
@@ -92,7 +96,7 @@ class Submissions(Generic[T]):
     ) -> Submission:
         """Makes room, takes a state by ``take``, into memory that is no longer needed, and returns; ``publish`` does
         the rest behind, and hands back the memory that it no longer needs. Room is made by waiting, or, to ``replace``,
-        by cancelling the version that has not begun. ``publish`` begins the submission (`begin_`), and raises
+        by cancelling the version that has not begun. ``publish`` begins the submission (`begin`), and raises
         CancelledError where that fails; what was taken for it may be gone then.
         """
         # 1. Room: by cancelling what waits, or by waiting for what is in flight.
