@@ -16,7 +16,7 @@ from pulse_rl.errors import TrainerLost
 from tests.support.loco_reference import Reference, flat, same
 from tests.support.stores import FaultyStore
 
-from .test_over_store import SECONDS, Killed, Member, alone, closes, local_steps
+from .test_over_store import SECONDS, Killed, Member, alone, closes, local_steps, sent_behind
 
 
 def test_who_is_late_is_left_out_loses_nothing_and_does_not_wait() -> None:
@@ -117,8 +117,10 @@ def test_steps_behind_a_message_that_never_arrived_stay_what_they_were() -> None
         with suppress(Killed), c.loop:
             a.round()
             line.fail_on("put", "posts")
-            for _ in range(3):
+            for _ in range(2):
                 c.job.step(ord("c"))
+            sent_behind(c)
+            c.job.step(ord("c"))
             saved, job, steps = c.loop.state_dict(), deepcopy(c.job.state_dict()), local_steps(c)
             raise Killed
         assert line.fired
