@@ -9,6 +9,6 @@ with extra("torch"):
     from .exchange import Exchange
     from .meeting import Round
     from .pulseloco import DiLoCo, PulseLoCo
-    from .store_rounds import StoreExchange
+    from .store_exchange import StoreExchange
 
 __all__ = ["DiLoCo", "Exchange", "PulseLoCo", "Round", "StoreExchange"]

@@ -20,7 +20,8 @@ from .loop import OuterLoop
 from .meeting import GroupRounds, Round
 from .outer import OuterState, Residual
 from .parameters import Parameters, parts
-from .store_rounds import StoreExchange, StoreRounds, rank_seconds_of, store_exchange_of, travel_of
+from .store_exchange import StoreExchange, rank_seconds_of, store_exchange_of, travel_of
+from .store_rounds import StoreRounds
 from .trainer import MAX_SCALE
 
 

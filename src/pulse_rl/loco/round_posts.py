@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 from hashlib import sha256
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from .exchange import GatedReduction
 from .outer import OuterState
 from .parameters import FlatBlock
 from .run_store import RunStore
+from .store_exchange import StoreExchange
 from .store_format import (
     Part,
     Parts,
@@ -33,9 +33,6 @@ from .store_format import (
     write_head,
 )
 from .wire import Entries, Unit
-
-if TYPE_CHECKING:
-    from .store_rounds import StoreExchange
 
 _MAX_POSTS = 64
 """Of one trainer that are looked at at once: its own, and what others put in its name."""

@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING
 
 from .._native import sum_entries
 from .._util.threads import ordered_map
@@ -17,11 +16,9 @@ from .outer import OuterState
 from .parameters import Floats, is_finite
 from .round_posts import RoundPosts
 from .run_store import RunStore, pause
+from .store_exchange import StoreExchange
 from .store_format import MAX_SUMS_HEAD, Close, Parts, Post, ShareSums, norm, squares_of
 from .wire import Entries
-
-if TYPE_CHECKING:
-    from .store_rounds import StoreExchange
 
 
 class RoundSums:
