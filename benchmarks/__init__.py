@@ -1,1 +1,2 @@
-"""Benchmarks of pulse-rl: a recorded real trace, synthetic states, peers' layouts, entropy bounds."""
+"""Benchmarks of pulse-rl: a recorded real trace, synthetic states, peers' layouts, entropy
+bounds."""

@@ -2,7 +2,8 @@
 
     make bench-adapters
 
-Trains LoRA on all linear layers of a small Qwen2 by AdamW on random tokens, and publishes both ways after each step.
+Trains LoRA on all linear layers of a small Qwen2 by AdamW on random tokens, and publishes both ways
+after each step.
 """
 
 from __future__ import annotations
@@ -36,15 +37,20 @@ def base(width: int) -> Qwen2ForCausalLM:
 
 
 def run(width: int, rank: int, lr: float, wide: bool) -> None:
-    """Prints one line of the table. ``wide``: the adapter is trained in FP32, as PEFT has it by default."""
-    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    """Prints one line of the table. ``wide``: the adapter is trained in FP32, as PEFT has it by
+    default."""
+    lora = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     model = get_peft_model(base(width), lora, autocast_adapter_dtype=wide)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
     merged, adapter = (Publisher(MemoryStore(), stream=name) for name in ("merged", "adapter"))
     results: list[tuple[Published, Published]] = []
     for step in range(STEPS + 1):
         weights = policy_weights(model, "BF16"), adapter_weights(model, "BF16")[0]
-        results.append((merged.publish(weights[0], dtype="BF16"), adapter.publish(weights[1], dtype="BF16")))
+        results.append(
+            (merged.publish(weights[0], dtype="BF16"), adapter.publish(weights[1], dtype="BF16"))
+        )
         tokens = torch.randint(0, 1024, (4, 32), generator=torch.Generator().manual_seed(step))
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
@@ -52,17 +58,28 @@ def run(width: int, rank: int, lr: float, wide: bool) -> None:
     kept = list(zip(*results[1 + SKIPPED :], strict=True))
     figures = [(mean(p.patch_bytes for p in side), mean(p.density for p in side)) for side in kept]
     cells = [f"{size / 1e3:.1f} kB, {density:.1%}" for size, density in figures]
-    facts = [str(width), str(rank), "FP32" if wide else "BF16", f"{lr:g}", f"{results[0][1].dense_bytes / 1e3:.0f} kB"]
+    facts = [
+        str(width),
+        str(rank),
+        "FP32" if wide else "BF16",
+        f"{lr:g}",
+        f"{results[0][1].dense_bytes / 1e3:.0f} kB",
+    ]
     print("| " + " | ".join([*facts, *cells]) + " |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     settings = parser.parse_args()
-    print("| width | rank | trained in | learning rate | adapter, BF16 | merged: a step | adapter: a step |")
+    print(
+        "| width | rank | trained in | learning rate | adapter, BF16 | merged: a step | adapter: "
+        "a step |"
+    )
     print("|---|---|---|---|---|---|---|")
     for width in settings.widths:
         for rank in settings.ranks:

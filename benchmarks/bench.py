@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench [--quick] [--data NAME ...] [--json FILE]
 
-Every decoded state is compared bit for bit before its row is printed. GB/s are of model bytes (2 per parameter), best
-of a few repetitions. What publish and sync cost as a whole: `benchmarks.speed`. A trace that has not been recorded yet
-is recorded first (some five minutes on one core).
+Every decoded state is compared bit for bit before its row is printed. GB/s are of model bytes (2
+per parameter), best of a few repetitions. What publish and sync cost as a whole:
+`benchmarks.speed`. A trace that has not been recorded yet is recorded first (some five minutes on
+one core).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Data:
 class Row:
     """One codec on one data set; bytes and seconds are sums over the pairs.
 
-    `file_per_changed` counts the library's whole patch file: names, shapes, roots and a SHA-256 per block as well.
+    `file_per_changed` counts the library's whole patch file: names, shapes, roots and a SHA-256 per
+    block as well.
     """
 
     codec: str
@@ -73,7 +75,10 @@ def trace_data(run: str, label: str, steps: tuple[int, ...]) -> Data:
 
         for step in steps:
             path = TRACE / run / f"step{step:05d}"
-            yield read_state(Path(f"{path}.old.safetensors")), read_state(Path(f"{path}.new.safetensors"))
+            yield (
+                read_state(Path(f"{path}.old.safetensors")),
+                read_state(Path(f"{path}.new.safetensors")),
+            )
 
     return Data(f"real trace {run}, {label} (steps {', '.join(map(str, steps))})", load)
 
@@ -135,7 +140,9 @@ def core_counts() -> dict[str, int]:
     return {"": 1} | ({"_all": default_threads()} if default_threads() > 1 else {})
 
 
-def measure(peer: Peer, old: list[np.ndarray], new: list[np.ndarray], times: int, into: Measure) -> None:
+def measure(
+    peer: Peer, old: list[np.ndarray], new: list[np.ndarray], times: int, into: Measure
+) -> None:
     for key, workers in core_counts().items():
         seconds, data = best_of(times, partial(peer.encode, old, new, workers))
         into.seconds["encode" + key] += seconds
@@ -153,7 +160,8 @@ def measure(peer: Peer, old: list[np.ndarray], new: list[np.ndarray], times: int
 
 
 def library_codec(name: str, old: Mapping16) -> Peer:
-    """Diff and encode, decode and apply, block by block as in a patch, without digests or header."""
+    """Diff and encode, decode and apply, block by block as in a patch, without digests or
+    header."""
     specs = state_of(old).specs
     blocks: list[Block] = cut(specs)
 
@@ -175,7 +183,9 @@ def library_codec(name: str, old: Mapping16) -> Peer:
         def one(item: tuple[Block, Encoded]) -> None:
             block, part = item
             if part.codec_id != SAME:
-                changes = decode_block(part.codec_id, memoryview(part.payload), block.read(state), block.layout)
+                changes = decode_block(
+                    part.codec_id, memoryview(part.payload), block.read(state), block.layout
+                )
                 scatter(block, state, changes)
 
         list(ordered_map(one, zip(blocks, encoded, strict=True), workers))
@@ -194,12 +204,19 @@ def run_data(data: Data, times: int) -> dict[str, Any]:
         repeats = times if sum(v.size for v in old.values()) < 1 << 27 else 1
         arrays = list(old.values()), [new[name] for name in old]
         for peer in found:
-            measure(peer, *([v.reshape(-1) for v in state] for state in arrays), repeats, measures[peer.name])
+            measure(
+                peer,
+                *([v.reshape(-1) for v in state] for state in arrays),
+                repeats,
+                measures[peer.name],
+            )
         for name in CODECS:
             measure(library_codec(name, old), *arrays, repeats, measures[name])
             a, b = state_of(old), state_of(new)
             measures[name].file_bytes += build_patch(a, b, state_digest(a), codec=name).nbytes
-    total = EntropyBound(*(sum(getattr(b, f) for b in bounds) for f in EntropyBound.__dataclass_fields__))
+    total = EntropyBound(
+        *(sum(getattr(b, f) for b in bounds) for f in EntropyBound.__dataclass_fields__)
+    )
     rows = [m.row(2 * total.elements, total) for m in measures.values()]
     return {
         "data": data.name,
@@ -213,15 +230,23 @@ def run_data(data: Data, times: int) -> dict[str, Any]:
 
 
 def print_data(result: dict[str, Any], workers: int) -> None:
-    print(f"\n{result['data']}: {result['elements'] / 1e6:.1f} M elements, density {result['density']:.4%}")
     print(
-        f"order-0 entropy: {result['bound_bytes_per_changed']:.4f} bytes per changed weight given tensor and "
+        f"\n{result['data']}: {result['elements'] / 1e6:.1f} M elements, density "
+        f"{result['density']:.4%}"
+    )
+    print(
+        f"order-0 entropy: {result['bound_bytes_per_changed']:.4f} bytes per changed weight "
+        "given tensor and "
         f"exponent, {result['unconditional_bound_bytes_per_changed']:.4f} without"
     )
     print(f"{'':14} bytes per   whole   times  ratio to   1 core, GB/s     {workers} cores, GB/s")
     print(f"{'':14}   changed    file   bound full sync   encode  decode   encode  decode")
     for r in sorted(result["rows"], key=lambda r: -r["bytes"]):
-        cells = [(r["bytes_per_changed"], 10, 4), (r["file_per_changed"], 8, 4), (r["times_bound"], 8, 2)]
+        cells = [
+            (r["bytes_per_changed"], 10, 4),
+            (r["file_per_changed"], 8, 4),
+            (r["times_bound"], 8, 2),
+        ]
         cells += [(r["ratio"], 10, 1), (r["encode_gb_s"], 9, 2), (r["decode_gb_s"], 8, 2)]
         cells += [(r["encode_all_gb_s"], 9, 2), (r["decode_all_gb_s"], 8, 2)]
         print(f"{r['codec']:14}" + "".join(_cell(*c) for c in cells), flush=True)
@@ -235,7 +260,11 @@ def machine() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [x.split(":", 1)[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
+        models = [
+            x.split(":", 1)[1].strip()
+            for x in info.read_text().splitlines()
+            if x.startswith("model name")
+        ]
         model = models[0] if models else model
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -248,8 +277,12 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="compare codecs and peers on the same data")
-    parser.add_argument("--quick", action="store_true", help="one pair per data set, a 93 M state instead of 494 M")
-    parser.add_argument("--data", nargs="+", default=[""], help="only data sets whose name contains one of these")
+    parser.add_argument(
+        "--quick", action="store_true", help="one pair per data set, a 93 M state instead of 494 M"
+    )
+    parser.add_argument(
+        "--data", nargs="+", default=[""], help="only data sets whose name contains one of these"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
     about = machine()
@@ -262,7 +295,9 @@ def main() -> None:
         if any(word in data.name for word in args.data):
             report["data"].append(run_data(data, times=3))
             print_data(report["data"][-1], about["cores"])
-    report["peers"] = real_peers.report("30m" if args.quick else "100m", 3e-6, 2, list(real_peers.PEERS))
+    report["peers"] = real_peers.report(
+        "30m" if args.quick else "100m", 3e-6, 2, list(real_peers.PEERS)
+    )
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -11,8 +11,8 @@ from pulse_rl.store import Data, ObjectInfo
 
 
 class CountedStore:
-    """``store``; ``count``: requests by call, the "bytes" that were read and the names "listed"; ``read``: the bytes of
-    each object."""
+    """``store``; ``count``: requests by call, the "bytes" that were read and the names "listed";
+    ``read``: the bytes of each object."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

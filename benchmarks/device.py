@@ -1,11 +1,13 @@
 """What publishing and applying cost a trainer and an engine whose weights are on a device.
 
-    python -m benchmarks.device [--device cuda] [--shape 0.5b] [--updates 5] [--on-device copy|baseline]
+    python -m benchmarks.device [--device cuda] [--shape 0.5b] [--updates 5] [--on-device
+    copy|baseline]
 
-A step of the trainer flips one element in 100 in place. ``held up``: how much later than without a submission the
-device has ended the next step. ``publish``: from submission to commit, through memory. ``apply``: `apply_` of the
-update to a model on the device, until the device has ended. Medians. Without a GPU it runs on the CPU, where a
-submission is a copy by the host and nothing is learnt about devices.
+A step of the trainer flips one element in 100 in place. ``held up``: how much later than without a
+submission the device has ended the next step. ``publish``: from submission to commit, through
+memory. ``apply``: `apply_` of the update to a model on the device, until the device has ended.
+Medians. Without a GPU it runs on the CPU, where a submission is a copy by the host and nothing is
+learnt about devices.
 """
 
 from __future__ import annotations
@@ -55,14 +57,19 @@ def seconds(device: str, work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.device", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=NAMES, default="0.5b")
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--on-device", choices=["copy", "baseline"])
     arguments = parser.parse_args()
     device = arguments.device
-    made = ((name, torch.randn(dims, device=device, dtype=torch.bfloat16)) for name, dims in tensors(arguments.shape))
+    made = (
+        (name, torch.randn(dims, device=device, dtype=torch.bfloat16))
+        for name, dims in tensors(arguments.shape)
+    )
     trained = {name: weight.mul_(0.02) for name, weight in made}
     live = {name: torch.empty_like(tensor) for name, tensor in trained.items()}
     store = MemoryStore()
@@ -92,7 +99,8 @@ def main() -> None:
     size = sum(tensor.nbytes for tensor in trained.values()) / 1e9
     print(
         f"{device}, {arguments.shape}, {size:.2f} GB, on_device {arguments.on_device}: "
-        f"held up {median(held):.3f} s, publish {median(published):.3f} s, apply {median(applied):.3f} s"
+        f"held up {median(held):.3f} s, publish {median(published):.3f} s, apply "
+        f"{median(applied):.3f} s"
     )
 
 

@@ -1,11 +1,12 @@
 """The pause of a live vLLM engine, beside vLLM's own sparse patches on the same update.
 
-Run it in the environment of `make test-vllm`: ``.venv-vllm/bin/python -m benchmarks.engines``. The model has the shape
-of Qwen2.5-0.5B, or with ``--shape`` that of a small Qwen3-MoE or of a Qwen3, and random weights; 1% of them change.
-What `connect` takes, with the map and its proofs, is told beside the pause, in seconds and in those of the workers'
-CPUs, which other programs do not lengthen. ``--bandwidth`` limits what the engine's worker reads from the
-store, in Mbit/s: the pause must not depend on it. Memory is that of the engine's processes beside what they had before
-the stream was opened, in states (bytes of the BF16 weights); each page that they share counts once.
+Run it in the environment of `make test-vllm`: ``.venv-vllm/bin/python -m benchmarks.engines``. The
+model has the shape of Qwen2.5-0.5B, or with ``--shape`` that of a small Qwen3-MoE or of a Qwen3,
+and random weights; 1% of them change. What `connect` takes, with the map and its proofs, is told
+beside the pause, in seconds and in those of the workers' CPUs, which other programs do not
+lengthen. ``--bandwidth`` limits what the engine's worker reads from the store, in Mbit/s: the pause
+must not depend on it. Memory is that of the engine's processes beside what they had before the
+stream was opened, in states (bytes of the BF16 weights); each page that they share counts once.
 """
 
 from __future__ import annotations
@@ -55,9 +56,16 @@ _MOE = _DENSE | {
 }
 
 
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> tuple[Any, Any, dict[str, Any]]:
+def _qwen3(
+    hidden: int, intermediate: int, layers: int, heads: int, tied: bool
+) -> tuple[Any, Any, dict[str, Any]]:
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": tied}
+    sizes |= {
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": tied,
+    }
     return Qwen3ForCausalLM, Qwen3Config, _DENSE | sizes
 
 
@@ -77,7 +85,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: those of the shape")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--updates", type=int, default=3)
-    parser.add_argument("--bandwidth", type=float, help="Mbit/s from the store (default: unlimited)")
+    parser.add_argument(
+        "--bandwidth", type=float, help="Mbit/s from the store (default: unlimited)"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--quantization", help="as vLLM's own, such as fp8_per_channel")
     arguments = parser.parse_args()
@@ -95,7 +105,11 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     kind, configuration, sizes = SHAPES[arguments.shape]
-    model = kind(configuration(**sizes | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})))
+    model = kind(
+        configuration(
+            **sizes | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})
+        )
+    )
     torch.set_default_dtype(torch.float32)
     store = str(folder / "store")
     publisher = pulse_rl.Publisher(store, stream="policy")
@@ -117,7 +131,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     begun, busy = time.perf_counter(), llm.collective_rpc(cpu_seconds)
     with Memory(llm) as memory, connect(llm, store=store, stream="policy") as handle:
         opened = time.perf_counter() - begun
-        spent = max(now - then for now, then in zip(llm.collective_rpc(cpu_seconds), busy, strict=True))
+        spent = max(
+            now - then for now, then in zip(llm.collective_rpc(cpu_seconds), busy, strict=True)
+        )
         print(f"connect, with the map and its proofs: {opened:.2f} s (CPU {spent:.2f})")
         for _ in range(arguments.updates):
             old = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -127,25 +143,42 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
             done = handle.sync()
             assert done is not None
             took = time.perf_counter() - started
-            busy = [now - then for now, then in zip(llm.collective_rpc(cpu_seconds), busy, strict=True)]
-            audit = "" if done.audit_seconds is None else f", of which audit {done.audit_seconds:.2f} s"
+            busy = [
+                now - then for now, then in zip(llm.collective_rpc(cpu_seconds), busy, strict=True)
+            ]
+            audit = (
+                "" if done.audit_seconds is None else f", of which audit {done.audit_seconds:.2f} s"
+            )
             print(
-                f"version {done.version}: {done.fetched_bytes / 1e6:.1f} MB in {took:.2f} s (CPU {max(busy):.2f}, "
+                f"version {done.version}: {done.fetched_bytes / 1e6:.1f} MB in {took:.2f} s (CPU "
+                f"{max(busy):.2f}, "
                 f"fetch {done.fetch_seconds:.2f}, verify {done.verify_seconds:.2f}), "
-                f"pause {1e3 * done.pause_seconds:.0f} ms, apply {1e3 * done.apply_seconds:.0f} ms{audit}",
+                f"pause {1e3 * done.pause_seconds:.0f} ms, apply {1e3 * done.apply_seconds:.0f} "
+                f"ms{audit}",
                 flush=True,
             )
-            print(f"  memory: {memory.now() / (2 * weights):.2f} states, at most {memory.most / (2 * weights):.2f}")
-            if arguments.tensor_parallel == 1 and arguments.shape != "moe" and not arguments.quantization:
+            print(
+                f"  memory: {memory.now() / (2 * weights):.2f} states, at most "
+                f"{memory.most / (2 * weights):.2f}"
+            )
+            if (
+                arguments.tensor_parallel == 1
+                and arguments.shape != "moe"
+                and not arguments.quantization
+            ):
                 torch.save(patches(old, model), folder / "patches")
                 seconds = llm.collective_rpc(patch, args=(str(folder / "patches"),))[0]
-                print(f"  the same by load_checkpoint_weight_patches: {1e3 * seconds:.0f} ms", flush=True)
+                print(
+                    f"  the same by load_checkpoint_weight_patches: {1e3 * seconds:.0f} ms",
+                    flush=True,
+                )
         assert handle.audit() == ()
     llm.llm_engine.engine_core.shutdown()
 
 
 class Memory:
-    """Anonymous and shared memory of an engine's workers beyond what they have now, in bytes; sampled in a thread."""
+    """Anonymous and shared memory of an engine's workers beyond what they have now, in bytes;
+    sampled in a thread."""
 
     def __init__(self, llm: Any) -> None:
         self._processes = llm.collective_rpc(process_id)
@@ -168,7 +201,11 @@ class Memory:
     def _taken(self) -> int:
         files = [Path(f"/proc/{process}/smaps_rollup") for process in self._processes]
         lines = [line for file in files for line in file.read_text().splitlines()]
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+        return sum(
+            int(line.split()[1]) << 10
+            for line in lines
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+        )
 
     def _sample(self) -> None:
         while not self._end.wait(0.1):
@@ -198,7 +235,9 @@ def change(model: torch.nn.Module, density: float) -> None:
             flat[torch.randint(int(1 / density), ()) :: int(1 / density)] += 1
 
 
-def patches(old: dict[str, torch.Tensor], model: torch.nn.Module) -> list[tuple[str, Any, Any, Any]]:
+def patches(
+    old: dict[str, torch.Tensor], model: torch.nn.Module
+) -> list[tuple[str, Any, Any, Any]]:
     """(name, shape, indices, values) of what changed."""
     found = []
     for name, weight in model.named_parameters():
@@ -215,7 +254,9 @@ def patch(worker: Any, file: str) -> float:
         load_checkpoint_weight_patches,
     )
 
-    wanted = [CheckpointWeightPatch(name, shape, v.dtype, v, i) for name, shape, i, v in torch.load(file)]
+    wanted = [
+        CheckpointWeightPatch(name, shape, v.dtype, v, i) for name, shape, i, v in torch.load(file)
+    ]
     started = time.perf_counter()
     load_checkpoint_weight_patches(worker.get_model(), wanted)
     return time.perf_counter() - started

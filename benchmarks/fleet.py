@@ -1,16 +1,19 @@
-"""A fleet against one S3-compatible store, and through relays: requests, bytes, seconds to the last worker.
+"""A fleet against one S3-compatible store, and through relays: requests, bytes, seconds to the last
+worker.
 
-    python -m benchmarks.fleet [--workers 1 10 100 400] [--regions 2] [--versions 6] [--every 4] [--json FILE]
-    python -m benchmarks.fleet --link 2e6 [--workers 1 10 100]
+    python -m benchmarks.fleet [--workers 1 10 100 400] [--regions 2] [--versions 6] [--every 4]
+    [--json FILE] python -m benchmarks.fleet --link 2e6 [--workers 1 10 100]
 
-Real subscribers with a small state each, as threads of a few processes; a server of the S3 protocol (moto, one process
-of Python) as the origin; a relay for each region, which keeps a folder. Workers read the folder ("relays"), or wait at
-a server that shows it ("served"). A version is published every few seconds. What each worker and relay asks of the
-origin is counted where it asks. Beside it stands what is expected: bytes and requests; and of the seconds, until when
-the relays had the version. A first version that all have is not counted.
+Real subscribers with a small state each, as threads of a few processes; a server of the S3 protocol
+(moto, one process of Python) as the origin; a relay for each region, which keeps a folder. Workers
+read the folder ("relays"), or wait at a server that shows it ("served"). A version is published
+every few seconds. What each worker and relay asks of the origin is counted where it asks. Beside it
+stands what is expected: bytes and requests; and of the seconds, until when the relays had the
+version. A first version that all have is not counted.
 
-``--link``: workers behind one relay, whose origin is a served folder, too; each has a link of its own of so many bit/s,
-and the time that a version's bytes take on that link stands beside what is measured.
+``--link``: workers behind one relay, whose origin is a served folder, too; each has a link of its
+own of so many bit/s, and the time that a version's bytes take on that link stands beside what is
+measured.
 
 What is expected of fleets that no machine here holds: ``pulse plan --workers``.
 """
@@ -50,7 +53,9 @@ def origin(address: str) -> Store:
     if endpoint == address:
         return open_store(address)
     keys = {"access_key_id": "key", "secret_access_key": "secret", "region": "us-east-1"}
-    return open_store("s3://bucket/fleet", endpoint=endpoint, client_options={"allow_http": True}, **keys)
+    return open_store(
+        "s3://bucket/fleet", endpoint=endpoint, client_options={"allow_http": True}, **keys
+    )
 
 
 def serve(pipe: Any) -> None:
@@ -63,15 +68,26 @@ def serve(pipe: Any) -> None:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")
+    ).close()
     pipe.send(f"http://{host}:{port}")
     pipe.recv()
     os._exit(0)
 
 
-def workers(address: str, stream: str, near: str | None, count: int, last: int, link: float | None, pipe: Any) -> None:
-    """So many subscribers; sends when each of them had each version, and what they asked of the origin. ``link``: what
-    each reads of its nearest store at most, in bit/s (None: as fast as it can)."""
+def workers(
+    address: str,
+    stream: str,
+    near: str | None,
+    count: int,
+    last: int,
+    link: float | None,
+    pipe: Any,
+) -> None:
+    """So many subscribers; sends when each of them had each version, and what they asked of the
+    origin. ``link``: what each reads of its nearest store at most, in bit/s (None: as fast as it
+    can)."""
     store = CountedStore(origin(address))
     had: list[dict[int, float]] = [{} for _ in range(count)]
 
@@ -115,8 +131,8 @@ class LinkedStore(HttpStore):
 
 
 def relay(address: str, stream: str, near: str, pipe: Any) -> None:
-    """A relay until the other end of ``pipe`` says so; sends when it had each version, and what it asked of the origin
-    since the first one."""
+    """A relay until the other end of ``pipe`` says so; sends when it had each version, and what it
+    asked of the origin since the first one."""
     store = CountedStore(origin(address))
     copy = Relay(store, near, stream=stream, threads=1)
     while copy.sync() is None:
@@ -134,10 +150,11 @@ def relay(address: str, stream: str, near: str, pipe: Any) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """Per version: ``seconds`` from the commit until the last worker had it (mean and ``worst``), of which the relays
-    had it after ``at_relays``; ``requests``, lists apart, and ``megabytes`` at the origin, and what they would be if
-    each worker, or each relay, asked for the manifest, the patch's size and the patch. ``lists`` are those of a
-    minute. ``link_seconds``: what its bytes take on a worker's own link, None without one.
+    """Per version: ``seconds`` from the commit until the last worker had it (mean and ``worst``),
+    of which the relays had it after ``at_relays``; ``requests``, lists apart, and ``megabytes`` at
+    the origin, and what they would be if each worker, or each relay, asked for the manifest, the
+    patch's size and the patch. ``lists`` are those of a minute. ``link_seconds``: what its bytes
+    take on a worker's own link, None without one.
     """
 
     workers: int
@@ -155,7 +172,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """``origin``: an address of `origin`; ``writer``: where the trainer publishes; ``link``: of each worker, bit/s."""
+    """``origin``: an address of `origin`; ``writer``: where the trainer publishes; ``link``: of
+    each worker, bit/s."""
 
     origin: str
     writer: Store
@@ -170,7 +188,9 @@ class Run:
         rng = np.random.default_rng(number)
         bits = (rng.standard_normal(ELEMENTS, np.float32).view(np.uint32) >> 16).astype(np.uint16)
         state = {"w": Bits(bits.reshape(-1, 500), "BF16")}
-        codec = "auto" if self.link is None else "zstd"  # many bytes, for which 100 workers compute little
+        codec = (
+            "auto" if self.link is None else "zstd"
+        )  # many bytes, for which 100 workers compute little
         publisher = Publisher(self.writer, stream=stream, codec=codec, anchor_ratio=1e9, threads=1)
         publisher.publish(state)
         with ExitStack() as stack:
@@ -184,9 +204,20 @@ class Run:
             near: list[str | None] = [str(place) for place in places] or [None]
             if way == SERVED:
                 near = [stack.enter_context(FolderServer(place)).url for place in places]
-            shares = [number // self.processes + (i < number % self.processes) for i in range(self.processes)]
+            shares = [
+                number // self.processes + (i < number % self.processes)
+                for i in range(self.processes)
+            ]
             followers = [
-                start(workers, self.origin, stream, near[i % len(near)], share, self.versions, self.link)
+                start(
+                    workers,
+                    self.origin,
+                    stream,
+                    near[i % len(near)],
+                    share,
+                    self.versions,
+                    self.link,
+                )
                 for i, share in enumerate(shares)
                 if share
             ]
@@ -233,9 +264,11 @@ class Run:
 
 
 def last_after(committed: dict[int, float], had: list[dict[int, float]]) -> list[float]:
-    """For each version the seconds from its commit until the last one ``had`` it, or a later one."""
+    """For each version the seconds from its commit until the last one ``had`` it, or a later
+    one."""
     return [
-        max((min(at for v, at in found.items() if v >= version) for found in had), default=began) - began
+        max((min(at for v, at in found.items() if v >= version) for found in had), default=began)
+        - began
         for version, began in committed.items()
     ]
 
@@ -248,7 +281,9 @@ def start(work: Any, *arguments: Any) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a fleet against one S3-compatible store, and through relays")
+    parser = argparse.ArgumentParser(
+        description="a fleet against one S3-compatible store, and through relays"
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 400])
     parser.add_argument("--regions", type=int, default=2)
     parser.add_argument("--versions", type=int, default=6)
@@ -266,8 +301,22 @@ def against_one_server(args: argparse.Namespace) -> list[Row]:
     server, pipe = start(serve)
     address = "s3:" + pipe.recv()
     run = Run(address, origin(address), args.regions, args.versions, args.every, args.processes)
-    print(f"{ELEMENTS:,} weights, {DENSITY:.1%} changed, a version every {args.every:g} s; at the origin, a version:")
-    heads = ("workers", "way", "last has it", "worst", "relays", "requests", "(plan)", "MB", "(plan)", "lists/min")
+    print(
+        f"{ELEMENTS:,} weights, {DENSITY:.1%} changed, a version every {args.every:g} s; at the "
+        "origin, a version:"
+    )
+    heads = (
+        "workers",
+        "way",
+        "last has it",
+        "worst",
+        "relays",
+        "requests",
+        "(plan)",
+        "MB",
+        "(plan)",
+        "lists/min",
+    )
     print("{:>8} {:8} {:>12} {:>8} {:>8} {:>9} {:>8} {:>8} {:>8} {:>10}".format(*heads))
     rows = []
     for number in args.workers:
@@ -276,7 +325,8 @@ def against_one_server(args: argparse.Namespace) -> list[Row]:
             rows.append(row)
             times = f"{row.seconds:10.2f} s {row.worst:6.2f} s {row.at_relays:6.2f} s"
             asked = (
-                f"{row.requests:9.1f} {row.expected_requests:8.0f} {row.megabytes:8.3f} {row.expected_megabytes:8.3f}"
+                f"{row.requests:9.1f} {row.expected_requests:8.0f} {row.megabytes:8.3f} "
+                f"{row.expected_megabytes:8.3f}"
             )
             print(f"{number:8} {way:8} {times} {asked} {row.lists:10,.0f}", flush=True)
     pipe.send("end")
@@ -285,19 +335,27 @@ def against_one_server(args: argparse.Namespace) -> list[Row]:
 
 
 def behind_links(args: argparse.Namespace) -> list[Row]:
-    print(f"one relay; each worker behind a link of its own, {args.link / 1e6:g} Mbit/s; a version:")
-    print(" workers    MB  its link takes  relay has it  last has it (worst)  over it  MB at the origin (once)")
+    print(
+        f"one relay; each worker behind a link of its own, {args.link / 1e6:g} Mbit/s; a version:"
+    )
+    print(
+        " workers    MB  its link takes  relay has it  last has it (worst)  over it  MB at the "
+        "origin (once)"
+    )
     rows = []
     for number in args.workers:
         with tempfile.TemporaryDirectory() as folder, FolderServer(folder) as server:
             every = 1.5 * 16 * ELEMENTS / args.link
-            run = Run(server.url, LocalStore(folder), 1, args.versions, every, args.processes, args.link)
+            run = Run(
+                server.url, LocalStore(folder), 1, args.versions, every, args.processes, args.link
+            )
             row = run.measure(number, SERVED)
         assert row.link_seconds is not None
         rows.append(row)
         over = row.seconds / row.link_seconds - 1
         times = (
-            f"{row.link_seconds:13.2f} s {row.at_relays:11.2f} s {row.seconds:10.2f} s ({row.worst:.2f} s) {over:8.1%}"
+            f"{row.link_seconds:13.2f} s {row.at_relays:11.2f} s {row.seconds:10.2f} s "
+            f"({row.worst:.2f} s) {over:8.1%}"
         )
         mb = row.expected_megabytes
         print(f"{number:8} {mb:5.2f} {times} {row.megabytes:8.3f} ({mb:.3f})", flush=True)

@@ -1,10 +1,12 @@
-"""A stream of a real run that is coded by what changed before, and one that is not: bytes, speed, what is remembered.
+"""A stream of a real run that is coded by what changed before, and one that is not: bytes, speed,
+what is remembered.
 
     python -m benchmarks.history [--lr 1e-6] [--bf16] [--steps 60] [--from 28] [--save]
 
-The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights); each of its states is published by both
-and followed by a worker each, through memory, in turns. --bf16: pure BF16 weights; without: FP32 masters.
-Counted are the steps after --from: whole patch files, seconds of the clock and of the processor.
+The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights); each of its states is
+published by both and followed by a worker each, through memory, in turns. --bf16: pure BF16
+weights; without: FP32 masters. Counted are the steps after --from: whole patch files, seconds of
+the clock and of the processor.
 """
 
 from __future__ import annotations
@@ -84,34 +86,57 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="pure BF16 weights")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--from", type=int, default=28, dest="start")
-    parser.add_argument("--save", action="store_true", help="write a log of the steps to benchmarks/results")
+    parser.add_argument(
+        "--save", action="store_true", help="write a log of the steps to benchmarks/results"
+    )
     args = parser.parse_args()
     both = {way: Measured(way) for way in _WAYS}
     elements, rows = 0, []
     for step, found in enumerate(states(args), 1):
-        tensors = {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in found.items()}
+        tensors = {
+            name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+            for name, bits in found.items()
+        }
         state = State.of(tensors).copy()
         elements = state.elements
         for way in _WAYS if step % 2 else _WAYS[::-1]:
             density, nbytes = both[way].take(state, step > args.start)
-            rows.append({"step": step, "way": way, "density": density, "bytes": nbytes, "elements": elements})
+            rows.append(
+                {
+                    "step": step,
+                    "way": way,
+                    "density": density,
+                    "bytes": nbytes,
+                    "elements": elements,
+                }
+            )
     counted = args.steps - args.start
-    print(f"{'pure BF16' if args.bf16 else 'FP32 masters'}, lr {args.lr}, steps {args.start + 1} to {args.steps}:")
+    print(
+        f"{'pure BF16' if args.bf16 else 'FP32 masters'}, lr {args.lr}, steps {args.start + 1} "
+        f"to {args.steps}:"
+    )
     for way, each in both.items():
         publish, sync = 1000 * each.clock / counted
         print(
-            f"  {way:8} {each.nbytes / each.changed:.3f} bytes a change at {each.changed / elements / counted:.3%}, "
-            f"publish {publish:.1f} ms, sync {sync:.1f} ms, remembered at most {each.remembered:.1%} of the state"
+            f"  {way:8} {each.nbytes / each.changed:.3f} bytes a change at "
+            f"{each.changed / elements / counted:.3%}, "
+            f"publish {publish:.1f} ms, sync {sync:.1f} ms, remembered at most "
+            f"{each.remembered:.1%} of the state"
         )
     plain, history = both["plain"], both["history"]
     clock, processor = history.clock / plain.clock, history.processor / plain.processor
     print(
-        f"  bytes x {history.nbytes / plain.nbytes:.3f}; publish x {clock[0]:.2f} (processor {processor[0]:.2f}), "
+        f"  bytes x {history.nbytes / plain.nbytes:.3f}; publish x {clock[0]:.2f} (processor "
+        f"{processor[0]:.2f}), "
         f"sync x {clock[1]:.2f} ({processor[1]:.2f})"
     )
     if args.save:
         name = f"history-{args.lr}{'-bf16' if args.bf16 else ''}"
-        results.save(name, f"python -m benchmarks.history --lr {args.lr}{' --bf16' if args.bf16 else ''}", rows)
+        results.save(
+            name,
+            f"python -m benchmarks.history --lr {args.lr}{' --bf16' if args.bf16 else ''}",
+            rows,
+        )
 
 
 if __name__ == "__main__":

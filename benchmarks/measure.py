@@ -24,7 +24,9 @@ def state_of(tensors: Mapping16) -> State:
     return State.of({name: Bits(bits, "BF16") for name, bits in tensors.items()})
 
 
-def best_of(times: int, run: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> tuple[float, Any]:
+def best_of(
+    times: int, run: Callable[[], Any], prepare: Callable[[], Any] = lambda: None
+) -> tuple[float, Any]:
     """(shortest seconds, last result) of `run`, with `prepare` before each outside the clock."""
     best = float("inf")
     for _ in range(times):
@@ -37,7 +39,8 @@ def best_of(times: int, run: Callable[[], Any], prepare: Callable[[], Any] = lam
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the clock and of the processor, all threads; ``peak``: bytes of memory beyond what was held before."""
+    """Seconds of the clock and of the processor, all threads; ``peak``: bytes of memory beyond what
+    was held before."""
 
     wall: float
     cpu: float
@@ -55,7 +58,8 @@ def timed(run: Callable[[], Any]) -> tuple[Cost, Any]:
 
 
 def reset_peak() -> None:
-    """Start a new high-water mark at what is resident now, after giving freed heap back to the system."""
+    """Start a new high-water mark at what is resident now, after giving freed heap back to the
+    system."""
     if sys.platform == "linux":
         with suppress(AttributeError):  # musl has no malloc_trim and keeps no freed heap
             ctypes.CDLL(None).malloc_trim(0)
@@ -63,7 +67,8 @@ def reset_peak() -> None:
 
 
 def memory(field: str) -> int:
-    """VmRSS (now) or VmHWM (peak since `reset_peak`, not on Linux: since the start) of this process in bytes."""
+    """VmRSS (now) or VmHWM (peak since `reset_peak`, not on Linux: since the start) of this process
+    in bytes."""
     if sys.platform == "linux":
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field + ":"):

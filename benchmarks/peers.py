@@ -1,9 +1,11 @@
-"""Layouts of other systems, written from their descriptions, so that one run compares all on the same data.
+"""Layouts of other systems, written from their descriptions, so that one run compares all on the
+same data.
 
-Every layout is a pair of functions on a whole state, given as lists of flat uint16 arrays (BF16 bit patterns, one
-array per tensor): encode(old, new, workers) -> bytes, and decode(state, data, workers), which turns the old state into
-the new one in place. They are plain numpy and made for honest sizes; where a description leaves a choice, the smaller
-one is taken. Names, shapes and checksums are not counted.
+Every layout is a pair of functions on a whole state, given as lists of flat uint16 arrays (BF16 bit
+patterns, one array per tensor): encode(old, new, workers) -> bytes, and decode(state, data,
+workers), which turns the old state into the new one in place. They are plain numpy and made for
+honest sizes; where a description leaves a choice, the smaller one is taken. Names, shapes and
+checksums are not counted.
 
 int32+bf16    int32 flat index and new value of each change (verl, vime, AstraFlow, prime-rl)
 xor+zstd1     old ^ new through zstd level 1, per tensor (SkyRL, slime, Miles, ModelExpress, stitch)
@@ -33,7 +35,8 @@ State = Sequence[U16]
 
 @dataclass(frozen=True)
 class Peer:
-    """``encode`` and ``decode`` get the number of workers, too; ``size``: bytes of what was encoded."""
+    """``encode`` and ``decode`` get the number of workers, too; ``size``: bytes of what was
+    encoded."""
 
     name: str
     encode: Callable[[State, State, int], Any]
@@ -41,8 +44,11 @@ class Peer:
     size: Callable[[Any], int] = len
 
 
-def _per_tensor(name: str, encode: Callable[[U16, U16], bytes], decode: Callable[[U16, bytes], None]) -> Peer:
-    """A peer from functions on one tensor: payloads one after another, each behind its uint32 length."""
+def _per_tensor(
+    name: str, encode: Callable[[U16, U16], bytes], decode: Callable[[U16, bytes], None]
+) -> Peer:
+    """A peer from functions on one tensor: payloads one after another, each behind its uint32
+    length."""
 
     def encode_state(old: State, new: State, workers: int) -> bytes:
         with ThreadPoolExecutor(workers) as pool:
@@ -89,7 +95,9 @@ def _zipnn() -> Peer:
         return bytes(codec().compress(new.tobytes(), delta_second_data=old.tobytes()))
 
     def decode(tensor: U16, data: bytes) -> None:
-        tensor[:] = np.frombuffer(codec().decompress(data, delta_second_data=tensor.tobytes()), np.uint16)
+        tensor[:] = np.frombuffer(
+            codec().decompress(data, delta_second_data=tensor.tobytes()), np.uint16
+        )
 
     return _per_tensor("zipnn", encode, decode)
 

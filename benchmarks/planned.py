@@ -1,10 +1,11 @@
-"""What a sync of well-known models is by the planner, beside what was run: the rows of docs/evidence.md.
+"""What a sync of well-known models is by the planner, beside what was run: the rows of
+docs/evidence.md.
 
     python -m benchmarks.planned [--save]
 
-A planned row takes its density from a public measurement at the nearest size and learning rate. Seconds are those of a
-sync over a link of the named rate with 8 cores at either end. A measured row is a real patch of a recorded or synthetic
-step on this machine; its plan stands beside it.
+A planned row takes its density from a public measurement at the nearest size and learning rate.
+Seconds are those of a sync over a link of the named rate with 8 cores at either end. A measured row
+is a real patch of a recorded or synthetic step on this machine; its plan stands beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ RATES = (200e6, 1e9, 10e9)
 
 @dataclass(frozen=True)
 class Model:
-    """``params`` as published, BF16. ``density`` of a step as ``source`` has it, at ``lr`` where it is known."""
+    """``params`` as published, BF16. ``density`` of a step as ``source`` has it, at ``lr`` where it
+    is known."""
 
     name: str
     params: float
@@ -54,8 +56,15 @@ def planned(model: Model) -> dict[str, Any]:
     for rate in RATES:
         plan = make_plan(Scenario(round(model.params), model.density, 50.0, rate))
         full, ours = plan.methods["full"], plan.methods["auto"]
-        row |= {"full_bytes": full.sync_bytes, "bytes": ours.sync_bytes, "zstd_bytes": plan.methods["zstd"].sync_bytes}
-        row |= {f"seconds_{rate / 1e6:.0f}": ours.sync_seconds, f"full_seconds_{rate / 1e6:.0f}": full.sync_seconds}
+        row |= {
+            "full_bytes": full.sync_bytes,
+            "bytes": ours.sync_bytes,
+            "zstd_bytes": plan.methods["zstd"].sync_bytes,
+        }
+        row |= {
+            f"seconds_{rate / 1e6:.0f}": ours.sync_seconds,
+            f"full_seconds_{rate / 1e6:.0f}": full.sync_seconds,
+        }
     return row
 
 
@@ -67,29 +76,46 @@ def measured(name: str, folder: Path, at: str) -> dict[str, Any]:
         done = publisher.publish(new)
     assert done.changed is not None
     plan = make_plan(Scenario(done.elements, done.density, 50.0, 1e9)).methods["auto"]
-    row = {"model": name, "kind": "measured", "params": done.elements, "density": done.density, "at": at}
-    return row | {"full_bytes": done.dense_bytes, "bytes": done.patch_bytes, "planned_bytes": plan.sync_bytes}
+    row = {
+        "model": name,
+        "kind": "measured",
+        "params": done.elements,
+        "density": done.density,
+        "at": at,
+    }
+    return row | {
+        "full_bytes": done.dense_bytes,
+        "bytes": done.patch_bytes,
+        "planned_bytes": plan.sync_bytes,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/planned.jsonl")
+    parser.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/planned.jsonl"
+    )
     arguments = parser.parse_args()
     runs = trace.ensure(runs=["lr1e-6", "lr3e-6"])
     rows = [
-        measured(f"MiniLM, {run}", runs / run, f"step{step:05d}") for run in ("lr1e-6", "lr3e-6") for step in (40, 120)
+        measured(f"MiniLM, {run}", runs / run, f"step{step:05d}")
+        for run in ("lr1e-6", "lr3e-6")
+        for step in (40, 120)
     ]
     rows += [planned(model) for model in MODELS]
     for tenths in range(10, 51):  # 10 Mbit/s to 100 Gbit/s
         rate = 1e6 * 10 ** (tenths / 10)
         plan = make_plan(Scenario(7_000_000_000, 0.0086, 50.0, rate)).methods
-        rows.append({"kind": "link", "rate": rate, **{name: plan[name].sync_seconds for name in plan}})
+        rows.append(
+            {"kind": "link", "rate": rate, **{name: plan[name].sync_seconds for name in plan}}
+        )
     for row in rows:
         if row["kind"] == "link":
             continue
         print(
             f"{row['model']:16} {row['kind']:9}{row['params'] / 1e9:9.3f}B {row['density']:7.2%}"
-            f"{row['full_bytes'] / 1e6:12,.1f} MB{row['bytes'] / 1e6:10,.2f} MB{row['full_bytes'] / row['bytes']:7.0f}x"
+            f"{row['full_bytes'] / 1e6:12,.1f} MB{row['bytes'] / 1e6:10,.2f} "
+            f"MB{row['full_bytes'] / row['bytes']:7.0f}x"
             + "".join(f"{row.get(f'seconds_{rate / 1e6:.0f}', 0):9.1f}" for rate in RATES)
         )
     if arguments.save:

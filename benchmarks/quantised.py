@@ -1,14 +1,17 @@
-"""Streams of quantised states of a real run beside its BF16 stream: bytes a step, what changes, and XOR + zstd.
+"""Streams of quantised states of a real run beside its BF16 stream: bytes a step, what changes, and
+XOR + zstd.
 
-    python -m benchmarks.quantised [--lr 1e-6] [--steps 40] [--last 10] [--keep-embeddings] [--speed | --beside]
+    python -m benchmarks.quantised [--lr 1e-6] [--steps 40] [--last 10] [--keep-embeddings] [--speed
+    | --beside]
 
-The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights, FP32 masters). Each step is published by one
-publisher a format, quantised from the masters; counted are whole patch files of the last steps. All matrices are
-quantised, embeddings too, unless they are to be kept in BF16 as engines keep them: they are half of this model, and a
-tenth or less of a large one. XOR + zstd codes the same codes, tensor by tensor, without scales.
---speed: gigabytes of weights a second that are quantised, by one core and by all, and the memory that takes.
---beside: a BF16 stream and a quantised one of the same weights, by one publisher and by two, taking turns: what a step
-costs that changes 1% of the BF16 weights.
+The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights, FP32 masters). Each step
+is published by one publisher a format, quantised from the masters; counted are whole patch files of
+the last steps. All matrices are quantised, embeddings too, unless they are to be kept in BF16 as
+engines keep them: they are half of this model, and a tenth or less of a large one. XOR + zstd codes
+the same codes, tensor by tensor, without scales. --speed: gigabytes of weights a second that are
+quantised, by one core and by all, and the memory that takes. --beside: a BF16 stream and a
+quantised one of the same weights, by one publisher and by two, taking turns: what a step costs that
+changes 1% of the BF16 weights.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ class Stream:
     name: str
     store: MemoryStore = field(default_factory=MemoryStore)
     nbytes: int = 0
-    kinds: dict[str, list[int]] = field(default_factory=dict)  # elements, changed, bytes of payloads
+    kinds: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # elements, changed, bytes of payloads
     header: int = 0
     xor: list[int] = field(default_factory=lambda: [0] * len(_LEVELS))
     codes: int = 0  # that changed; of four bits each where they are packed
@@ -83,7 +88,12 @@ class Stream:
             if spec.dtype.width == 1 and kind_of(spec) != "scales":
                 xor = old.read(spec.name) ^ new.read(spec.name)
                 packed = spec.name.endswith("_packed")
-                self.codes += int(sum((xor & part).astype(bool).sum() for part in ((15, 240) if packed else (255,))))
+                self.codes += int(
+                    sum(
+                        (xor & part).astype(bool).sum()
+                        for part in ((15, 240) if packed else (255,))
+                    )
+                )
                 for k, level in enumerate(_LEVELS):
                     self.xor[k] += len(zstd.compress(xor.tobytes(), level))
 
@@ -95,7 +105,10 @@ def states(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
     policy, generator = trace.Policy(), torch.Generator().manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         trace.load_start(policy, (args.start or Path(folder)) / "start.pt", 0)
-    adam, prompts = trace.AdamW(policy, trace.Run("quantised", args.lr)), trace.Prompts(policy.vocabulary, 0)
+    adam, prompts = (
+        trace.AdamW(policy, trace.Run("quantised", args.lr)),
+        trace.Prompts(policy.vocabulary, 0),
+    )
     assert adam.master is not None
     for _ in range(args.steps):
         policy.policy_gradient(prompts, generator)
@@ -104,7 +117,9 @@ def states(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
         named = zip(policy.shapes.items(), parts, strict=True)
         # Names that no rule keeps, unless embeddings are to be kept.
         yield {
-            name if args.keep_embeddings else name.replace("embeddings", "table").replace("Norm", "N"): part.view(shape)
+            name
+            if args.keep_embeddings
+            else name.replace("embeddings", "table").replace("Norm", "N"): part.view(shape)
             for (name, shape), part in named
         }
 
@@ -113,22 +128,29 @@ def print_streams(streams: Sequence[Stream], args: argparse.Namespace) -> None:
     dense, *others = streams
     steps = args.last
     changed, elements = dense.kinds["BF16"][1], dense.kinds["BF16"][0]
-    print(f"\nlr {args.lr:g}, FP32 masters, the last {steps} of {args.steps} steps, a step in the mean:")
     print(
-        f"BF16: {changed / elements:.3%} changed, {dense.nbytes / steps / 1e3:.1f} kB, {dense.nbytes / changed:.3f} B"
+        f"\nlr {args.lr:g}, FP32 masters, the last {steps} of {args.steps} steps, a step in the "
+        "mean:"
+    )
+    print(
+        f"BF16: {changed / elements:.3%} changed, {dense.nbytes / steps / 1e3:.1f} kB, "
+        f"{dense.nbytes / changed:.3f} B"
     )
     print("| | kB a step | smaller | codes changed | bytes a code | scales changed "
-          "| kB of codes + scales + header + rest | XOR + zstd-1, bytes a code | zstd-9 |")  # fmt: skip
+          "| kB of codes + scales + header + rest | XOR + zstd-1, bytes a code | zstd-9 |")  # fmt: skip  # noqa: E501
     print("|---|---|---|---|---|---|---|---|---|")
     for of in others:
         codes = next(kind for name, kind in of.kinds.items() if name in ("F8_E4M3", "U8"))
         scales, rest = of.kinds["scales"], of.kinds["BF16"]
-        sizes = " + ".join(f"{n / steps / 1e3:.2f}" for n in (codes[2], scales[2], of.header, rest[2]))
+        sizes = " + ".join(
+            f"{n / steps / 1e3:.2f}" for n in (codes[2], scales[2], of.header, rest[2])
+        )
         whole = codes[0] * (2 if "U8" in of.kinds else 1)
         xor = " | ".join(f"{n / of.codes:.2f}" for n in of.xor)
         print(
             f"| {of.name} | {of.nbytes / steps / 1e3:.1f} | {dense.nbytes / of.nbytes:.1f} times | "
-            f"{of.codes / whole:.4%} | {codes[2] / of.codes:.2f} | {scales[1] / scales[0]:.1%} | {sizes} | {xor} |"
+            f"{of.codes / whole:.4%} | {codes[2] / of.codes:.2f} | {scales[1] / scales[0]:.1%} | "
+            f"{sizes} | {xor} |"
         )
 
 
@@ -151,21 +173,26 @@ def speed() -> None:
             runs = [timed(run) for _ in range(3)]
             seconds, cost = min((seconds, cost) for cost, seconds in runs)
             print(f"{name:10} {threads} threads: {state.nbytes / seconds / 1e9:5.2f} GB/s, a core "
-                  f"{state.nbytes / cost.cpu / 1e9:.2f} GB/s, {cost.peak / state.nbytes:.3f} states more")  # fmt: skip
+                  f"{state.nbytes / cost.cpu / 1e9:.2f} GB/s, {cost.peak / state.nbytes:.3f} "
+                  "states more")  # fmt: skip
 
 
 class Turns:
-    """A BF16 stream and one quantised by ``how``, of one publisher (``True``) and of two (``False``)."""
+    """A BF16 stream and one quantised by ``how``, of one publisher (``True``) and of two
+    (``False``)."""
 
     def __init__(self, how: str) -> None:
-        one, two, three = (Publisher(MemoryStore(), stream=name) for name in ("policy", "policy", "policy-q"))
+        one, two, three = (
+            Publisher(MemoryStore(), stream=name) for name in ("policy", "policy", "policy-q")
+        )
         self.calls: dict[bool, Any] = {
             True: [(one, {"beside": {"policy-q": how}})],
             False: [(two, {}), (three, {"quantise": how})],
         }
 
     def take(self, call: str, state: Any, first: bool) -> dict[bool, Any]:
-        """What a step costs each, who take it one after another, and how long it holds up the caller."""
+        """What a step costs each, who take it one after another, and how long it holds up the
+        caller."""
         found, roots = {}, {}
         for which in (first, not first):
             held = 0.0
@@ -196,12 +223,25 @@ def beside(repeats: int = 7) -> None:
                 for tensor in masters.values():
                     tensor.mul_(1 + 2e-5 * torch.randn_like(tensor))
                 state = {name: tensor.to(kind) for name, tensor in masters.items()}
-                (a, held), (b, of_two) = itemgetter(True, False)(turns.take(call, state, bool(turn % 2)))
-                rows.append((a.wall / b.wall, a.cpu / b.cpu, b.cpu, held / of_two, a.peak / 1e6, b.peak / 1e6))
+                (a, held), (b, of_two) = itemgetter(True, False)(
+                    turns.take(call, state, bool(turn % 2))
+                )
+                rows.append(
+                    (
+                        a.wall / b.wall,
+                        a.cpu / b.cpu,
+                        b.cpu,
+                        held / of_two,
+                        a.peak / 1e6,
+                        b.peak / 1e6,
+                    )
+                )
             # The first ones make baselines, and buffers.
             wall, cpu, seconds, held, peak, of_two = np.median(rows[1:], 0)
-            print(f"{str(kind)[6:]:8} {how:9} {call:7}: wall {wall:.2f}, processor {cpu:.2f} of {seconds:.2f} s, "
-                  f"caller held up {held:.2f}, peak {peak:.0f} MB, of two {of_two:.0f} MB", flush=True)  # fmt: skip
+            print(f"{str(kind)[6:]:8} {how:9} {call:7}: wall {wall:.2f}, processor {cpu:.2f} of "
+                  f"{seconds:.2f} s, "
+                  f"caller held up {held:.2f}, peak {peak:.0f} MB, of two {of_two:.0f} MB",
+                  flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -210,7 +250,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--last", type=int, default=10)
     parser.add_argument("--keep-embeddings", action="store_true")
-    parser.add_argument("--start", type=Path, help="a folder that keeps the fitted start for the next run")
+    parser.add_argument(
+        "--start", type=Path, help="a folder that keeps the fitted start for the next run"
+    )
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--beside", action="store_true")
     args = parser.parse_args()
@@ -224,7 +266,9 @@ def main() -> None:
         for of in streams:
             if step >= args.steps - args.last:
                 how = "fp8_block" if of.name == "BF16" else of.name
-                state = QuantisedState(source, how if of is not streams[0] else lambda *_: None, DTYPES["BF16"])
+                state = QuantisedState(
+                    source, how if of is not streams[0] else lambda *_: None, DTYPES["BF16"]
+                )
                 of.take(state.copy(), step > args.steps - args.last)
     print_streams(streams, args)
     return None

@@ -1,19 +1,22 @@
-"""The library beside the peers, on the same state in one run: bytes, speed, memory, calling lines, and who hashes what.
+"""The library beside the peers, on the same state in one run: bytes, speed, memory, calling lines,
+and who hashes what.
 
-    python -m benchmarks.real_peers [--shape 30m] [--lr 3e-6] [--times 2] [--peers NAME ...] [--save]
+    python -m benchmarks.real_peers [--shape 30m] [--lr 3e-6] [--times 2] [--peers NAME ...]
+    [--save]
 
-PEER_GRAIL=CHECKOUT   of one-covenant/grail, the PULSE paper's code; its packages are zstandard and xxhash
-PEER_SLIME=CHECKOUT   of THUDM/slime: its disk delta (xor), and its patch of SGLang, which receives; the same packages
-PEER_NEMO=CHECKOUT    of NVIDIA-NeMo/RL: its sparse refit (xor); its package is zstandard
-PEER_VLLM=PYTHON      of an environment with vLLM: what its sparse weight transfer sends, and its loader of that
-zipnn                 the package, with its own delta mode
+PEER_GRAIL=CHECKOUT   of one-covenant/grail, the PULSE paper's code; its packages are zstandard and
+xxhash PEER_SLIME=CHECKOUT   of THUDM/slime: its disk delta (xor), and its patch of SGLang, which
+receives; the same packages PEER_NEMO=CHECKOUT    of NVIDIA-NeMo/RL: its sparse refit (xor); its
+package is zstandard PEER_VLLM=PYTHON      of an environment with vLLM: what its sparse weight
+transfer sends, and its loader of that zipnn                 the package, with its own delta mode
 zstd, rsync           the programs, on files of the states in memory
 
-A peer's own code runs, on a CPU; of its frameworks (Ray, Megatron, NCCL) stand-ins are imported, since none of them
-touches the bytes. "layout": written from a description (`benchmarks.peers`). One that is not to be had is named as
-absent. publish: from two states in memory to what would be sent; consume: from that and the old state to the new one;
-rsync does both at once. Every peer is measured in a process of its own; every result is compared bit for bit. GB are of
-model bytes, seconds the best of some rounds by turns; cpu: of the processor for both, all threads; peaks are in states,
+A peer's own code runs, on a CPU; of its frameworks (Ray, Megatron, NCCL) stand-ins are imported,
+since none of them touches the bytes. "layout": written from a description (`benchmarks.peers`). One
+that is not to be had is named as absent. publish: from two states in memory to what would be sent;
+consume: from that and the old state to the new one; rsync does both at once. Every peer is measured
+in a process of its own; every result is compared bit for bit. GB are of model bytes, seconds the
+best of some rounds by turns; cpu: of the processor for both, all threads; peaks are in states,
 beyond the old and new one. Lines are those of the peer's class here, set-up and stand-ins included.
 """
 
@@ -87,7 +90,10 @@ class Pulse(RealPeer):
 
     def prepare(self) -> None:
         store = MemoryStore()
-        self.publisher, self.subscriber = Publisher(store, stream="peers"), Subscriber(store, stream="peers")
+        self.publisher, self.subscriber = (
+            Publisher(store, stream="peers"),
+            Subscriber(store, stream="peers"),
+        )
         self.publisher.publish(self.states[0])
         if update := self.subscriber.sync():
             update.acknowledge()
@@ -110,12 +116,17 @@ class Grail(RealPeer):
     def __init__(self, old: Mapping16, new: Mapping16) -> None:
         super().__init__(old, new)
         folder = _checkout("PEER_GRAIL") / "grail" / "infrastructure"
-        self.codec, self.delta = _module(folder / "sparse_codec.py"), _module(folder / "delta_checkpoint.py")
+        self.codec, self.delta = (
+            _module(folder / "sparse_codec.py"),
+            _module(folder / "delta_checkpoint.py"),
+        )
         self.a, self.b = _bf16(old), _bf16(new)
         self.base, self.data, self.digest, self.made = self.a, b"", "", self.a
 
     def prepare(self) -> None:
-        self.base = {name: tensor.clone() for name, tensor in self.a.items()}  # it is patched in place
+        self.base = {
+            name: tensor.clone() for name, tensor in self.a.items()
+        }  # it is patched in place
 
     def publish(self) -> int:
         sparse, shapes, _ = self.delta.compute_sparse_delta(self.b, self.base)
@@ -133,7 +144,8 @@ class Grail(RealPeer):
 
 
 class Slime(RealPeer):
-    """The trainer's half of its class runs in a group of one; SGLang's half is in the patch that slime brings."""
+    """The trainer's half of its class runs in a group of one; SGLang's half is in the patch that
+    slime brings."""
 
     hashes = "changed tensors once on either side: xxh3-128"
 
@@ -152,13 +164,19 @@ class Slime(RealPeer):
             get_rank=lambda: 0, get_world_size=lambda: 1, barrier=lambda group: None, **ones
         )
         patch = (root / "docker/patch/latest/sglang-pull_weights.patch").read_text()
-        added = patch.partition("+++ b/python/sglang/srt/weight_sync/local_checkpoint.py\n")[2].partition(
-            "\ndiff --git"
-        )[0]
-        (_FOLDER / "peer_sglang.py").write_text("\n".join(x[1:] for x in added.splitlines() if x[:1] == "+"))
+        added = patch.partition("+++ b/python/sglang/srt/weight_sync/local_checkpoint.py\n")[
+            2
+        ].partition("\ndiff --git")[0]
+        (_FOLDER / "peer_sglang.py").write_text(
+            "\n".join(x[1:] for x in added.splitlines() if x[:1] == "+")
+        )
         self.receiver = _module(_FOLDER / "peer_sglang.py")
         self.sender = object.__new__(sender.UpdateWeightFromDiskDelta)
-        self.sender.__dict__ |= {"delta_dir": str(_FOLDER / "deltas"), "delta_encoding": "xor", "weight_version": 1}
+        self.sender.__dict__ |= {
+            "delta_dir": str(_FOLDER / "deltas"),
+            "delta_encoding": "xor",
+            "weight_version": 1,
+        }
         self.sender.__dict__ |= {"checksum_algorithm": "xxh3-128", "_is_pp_src_rank": True}
         self.sender._iter_hf_tensors = lambda: iter(_bf16(new).items())
         self.checkpoint, self.local = _FOLDER / "base", _FOLDER / "local"
@@ -169,7 +187,9 @@ class Slime(RealPeer):
             folder.mkdir()
         _write(self.old, self.checkpoint / "model.safetensors")
         self.receiver.pull(str(self.local), str(self.checkpoint), self.sender.delta_dir, 0)
-        self.sender._snapshot = {name: bits.reshape(-1).view(np.uint8).copy() for name, bits in self.old.items()}
+        self.sender._snapshot = {
+            name: bits.reshape(-1).view(np.uint8).copy() for name, bits in self.old.items()
+        }
 
     def publish(self) -> int:
         self.sender._publish()
@@ -183,7 +203,8 @@ class Slime(RealPeer):
 
 
 class Nemo(RealPeer):
-    """The transport collects what would be sent; the receiver is its applier, by a loader without fusion."""
+    """The transport collects what would be sent; the receiver is its applier, by a loader without
+    fusion."""
 
     hashes = "payload: blake2b-128"
 
@@ -192,7 +213,9 @@ class Nemo(RealPeer):
 
         super().__init__(old, new)
         utils = _checkout("PEER_NEMO") / "nemo_rl/utils"
-        stand_in = _stand_ins("nemo_rl.utils", "nemo_rl.utils.nsys", "nemo_rl.models.generation.vllm.config")
+        stand_in = _stand_ins(
+            "nemo_rl.utils", "nemo_rl.utils.nsys", "nemo_rl.models.generation.vllm.config"
+        )
         _stand_ins("nemo_rl.utils.packed_tensor", "nemo_rl.utils.weight_transfer_http")
         sys.modules["nemo_rl.utils.nsys"].wrap_with_nvtx_name = lambda name: lambda call: call  # type: ignore[attr-defined]
         self.codec = stand_in.weight_transfer_sparse_codec = _module(
@@ -201,14 +224,18 @@ class Nemo(RealPeer):
         self.stream = _module(utils / "weight_transfer_stream.py")
         applier = _module(utils.parent / "models/generation/vllm/vllm_sparse_delta.py")
         # Its own defaults; two workers for two cores.
-        delta = SimpleNamespace(encoding="xor", sparse_bucket_size_bytes=512 << 20, zstd_threads={"s3": 0})
+        delta = SimpleNamespace(
+            encoding="xor", sparse_bucket_size_bytes=512 << 20, zstd_threads={"s3": 0}
+        )
         delta.export_chunk_bytes = {"s3": 64 << 20}
         self.config = SimpleNamespace(delta_compression=delta, verify_samples_per_payload=0)
         self.config.baseline = SimpleNamespace(in_memory=True, mmap_dir=None)
         self.config.tuning = SimpleNamespace(encode_workers={"s3": default_threads()})
         self.a, self.b, self.bodies = _bf16(old), _bf16(new), list[bytes]()
         self.model = _loader(torch, self.a)
-        self.applier = applier.VllmSparseDeltaApplier(SimpleNamespace(model=self.model), torch.device("cpu"))
+        self.applier = applier.VllmSparseDeltaApplier(
+            SimpleNamespace(model=self.model), torch.device("cpu")
+        )
 
     def prepare(self) -> None:
         self.tracker = self.codec.DeltaCompressionTracker(self.config)
@@ -222,7 +249,12 @@ class Nemo(RealPeer):
             return {"receiver": {}}
 
         transport = self.stream.SparseRefitTransport("s3", 2, send, lambda: None)
-        one = {"delta_tracker": self.tracker, "transport": transport, "shard_rank": 0, "shard_count": 1}
+        one = {
+            "delta_tracker": self.tracker,
+            "transport": transport,
+            "shard_rank": 0,
+            "shard_count": 1,
+        }
         self.stream.stream_sparse_delta_payloads(iter(self.b.items()), **one)
         self.tracker.on_sync_succeeded()
         self.tracker._wait_for_baseline_commits()
@@ -239,7 +271,8 @@ class Nemo(RealPeer):
 
 
 class Vllm(RealPeer):
-    """Its trainer takes patches that the user makes; NCCL would send each patch's indices and values as they are."""
+    """Its trainer takes patches that the user makes; NCCL would send each patch's indices and
+    values as they are."""
 
     hashes = "nothing; indices are checked"
 
@@ -250,7 +283,9 @@ class Vllm(RealPeer):
             from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
             from vllm.model_executor.model_loader import checkpoint_weight_patch
         except ImportError as error:
-            raise Absent("PEER_VLLM is not set to the Python of an environment with vLLM") from error
+            raise Absent(
+                "PEER_VLLM is not set to the Python of an environment with vLLM"
+            ) from error
         self.torch, self.make, self.loader = torch, SparseWeightPatch, checkpoint_weight_patch
         self.a, self.b = _bf16(old), _bf16(new)
         self.model = _loader(torch, self.a)
@@ -261,14 +296,18 @@ class Vllm(RealPeer):
     def publish(self) -> int:
         self.patches = []
         for name, new in self.b.items():
-            index = (new.view(-1).view(self.torch.int16) != self.a[name].view(-1).view(self.torch.int16)).nonzero()
+            index = (
+                new.view(-1).view(self.torch.int16) != self.a[name].view(-1).view(self.torch.int16)
+            ).nonzero()
             index = index.view(-1).to(self.torch.int32)
             self.patches.append(self.make(name, index, new.view(-1)[index], tuple(new.shape)))
         return sum(patch.indices.nbytes + patch.values.nbytes for patch in self.patches)
 
     def consume(self) -> None:
         one = self.loader.CheckpointWeightPatch
-        patches = [one(p.name, p.full_shape, p.values.dtype, p.values, p.indices) for p in self.patches]
+        patches = [
+            one(p.name, p.full_shape, p.values.dtype, p.values, p.indices) for p in self.patches
+        ]
         self.loader.load_checkpoint_weight_patches(self.model, patches)
 
     def check(self) -> None:
@@ -284,7 +323,10 @@ class Layout(RealPeer):
         if not found:
             raise Absent("the package is not installed")
         self.layout, self.data = found[0], b""
-        self.a, self.b = [v.reshape(-1) for v in old.values()], [v.reshape(-1) for v in new.values()]
+        self.a, self.b = (
+            [v.reshape(-1) for v in old.values()],
+            [v.reshape(-1) for v in new.values()],
+        )
         self.made = [v.copy() for v in self.a]
 
     def publish(self) -> int:
@@ -320,11 +362,32 @@ class PatchFrom(RealPeer):
         _write(new, self.b)
 
     def publish(self) -> int:
-        _run("zstd", "-q", "-f", "-1", "-T0", "--long=31", f"--patch-from={self.a}", self.b, "-o", _FOLDER / "patch")
+        _run(
+            "zstd",
+            "-q",
+            "-f",
+            "-1",
+            "-T0",
+            "--long=31",
+            f"--patch-from={self.a}",
+            self.b,
+            "-o",
+            _FOLDER / "patch",
+        )
         return (_FOLDER / "patch").stat().st_size
 
     def consume(self) -> None:
-        _run("zstd", "-q", "-f", "-d", "--long=31", f"--patch-from={self.a}", _FOLDER / "patch", "-o", self.made)
+        _run(
+            "zstd",
+            "-q",
+            "-f",
+            "-d",
+            "--long=31",
+            f"--patch-from={self.a}",
+            _FOLDER / "patch",
+            "-o",
+            self.made,
+        )
 
     def check(self) -> None:
         _compare(self.made, self.new)
@@ -337,8 +400,13 @@ class Rsync(PatchFrom):
         shutil.copyfile(self.a, self.made)
 
     def publish(self) -> int:
-        said = _run("rsync", "--no-whole-file", "--inplace", "--ignore-times", "--stats", self.b, self.made)
-        return sum(int(n.replace(",", "")) for n in re.findall(r"Total bytes (?:sent|received): ([\d,]+)", said))
+        said = _run(
+            "rsync", "--no-whole-file", "--inplace", "--ignore-times", "--stats", self.b, self.made
+        )
+        return sum(
+            int(n.replace(",", ""))
+            for n in re.findall(r"Total bytes (?:sent|received): ([\d,]+)", said)
+        )
 
     def consume(self) -> None:
         pass
@@ -382,7 +450,10 @@ def _module(path: Path, name: str = "") -> ModuleType:
 def _bf16(state: Mapping16) -> dict[str, Any]:
     import torch
 
-    return {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in state.items()}
+    return {
+        name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+        for name, bits in state.items()
+    }
 
 
 def _loader(torch: Any, state: dict[str, Any]) -> Any:
@@ -396,7 +467,9 @@ def _loader(torch: Any, state: dict[str, Any]) -> Any:
                 self.register_buffer(f"b{at}", tensor)
 
         def load_weights(self, weights: Any) -> set[str]:
-            return {name for name, tensor in weights if self.tensors[name].copy_(tensor) is not None}
+            return {
+                name for name, tensor in weights if self.tensors[name].copy_(tensor) is not None
+            }
 
     return Model()
 
@@ -404,7 +477,10 @@ def _loader(torch: Any, state: dict[str, Any]) -> Any:
 def _equal(made: dict[str, Any], new: dict[str, Any]) -> None:
     import torch
 
-    assert all(torch.equal(made[name].view(torch.int16), tensor.view(torch.int16)) for name, tensor in new.items())
+    assert all(
+        torch.equal(made[name].view(torch.int16), tensor.view(torch.int16))
+        for name, tensor in new.items()
+    )
 
 
 def _write(state: Mapping16, path: Path) -> None:
@@ -451,7 +527,12 @@ def measure(name: str, shape: str, lr: float) -> dict[str, Any]:
             peer = kind(old, new)
         except Absent as absent:
             return {"peer": name, "absent": str(absent)}
-        found: dict[str, Any] = {"peer": name, "kind": kind.kind, "hashes": kind.hashes, "lines": lines}
+        found: dict[str, Any] = {
+            "peer": name,
+            "kind": kind.kind,
+            "hashes": kind.hashes,
+            "lines": lines,
+        }
         for _ in range(_ROUNDS):
             peer.prepare()
             before = _children()
@@ -460,7 +541,10 @@ def measure(name: str, shape: str, lr: float) -> dict[str, Any]:
             peer.check()
             spent = _children()
             peak = spent[1] if kind.kind == "program" else max(published.peak, consumed.peak)
-            figures = {"publish": nbytes / published.wall / 1e9, "consume": nbytes / consumed.wall / 1e9}
+            figures = {
+                "publish": nbytes / published.wall / 1e9,
+                "consume": nbytes / consumed.wall / 1e9,
+            }
             figures["cpu"] = (published.cpu + consumed.cpu + spent[0] - before[0]) / nbytes * 1e9
             found |= _best(found, figures | {"peak": peak / nbytes})
     found |= {"bytes": size, "bytes_per_changed": size / changed, "density": 2 * changed / nbytes}
@@ -483,21 +567,42 @@ def _children() -> tuple[float, int]:
 
 def report(shape: str, lr: float, times: int, names: list[str]) -> list[dict[str, Any]]:
     """Measures and prints one row a peer."""
-    print(f"\nbeside others, {shape}, lr {lr:g}; GB/s of model bytes, processor seconds a GB, peak in states")
+    print(
+        f"\nbeside others, {shape}, lr {lr:g}; GB/s of model bytes, processor seconds a GB, peak "
+        "in states"
+    )
     found: dict[str, dict[str, Any]] = {}
     for name in names * times:  # by turns: what else the machine does meets all of them
-        python = os.environ.get("PEER_VLLM", sys.executable) if PEERS[name] is Vllm else sys.executable
-        command = [python, "-m", "benchmarks.real_peers", "--shape", shape, "--lr", str(lr), "--measure", name]
+        python = (
+            os.environ.get("PEER_VLLM", sys.executable) if PEERS[name] is Vllm else sys.executable
+        )
+        command = [
+            python,
+            "-m",
+            "benchmarks.real_peers",
+            "--shape",
+            shape,
+            "--lr",
+            str(lr),
+            "--measure",
+            name,
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         row = json.loads(done.stdout.splitlines()[-1])
         found[name] = row | ({} if "absent" in row else _best(found.get(name, {}), row))
-    head = f"{'':22}{'bytes':>12}{'a change':>10}{'publish':>9}{'consume':>9}{'cpu':>7}{'peak':>7}{'lines':>6}"
+    head = (
+        f"{'':22}{'bytes':>12}{'a change':>10}{'publish':>9}{'consume':>9}"
+        f"{'cpu':>7}{'peak':>7}{'lines':>6}"
+    )
     print(f"{head}  whose; hash")
     for name, r in found.items():
         if "absent" in r:
             print(f"{name:22}absent: {r['absent']}")
             continue
-        cells = f"{r['bytes']:12,}{r['bytes_per_changed']:10.3f}{r['publish']:9.2f}{r['consume']:9.2f}{r['cpu']:7.2f}"
+        cells = (
+            f"{r['bytes']:12,}{r['bytes_per_changed']:10.3f}{r['publish']:9.2f}"
+            f"{r['consume']:9.2f}{r['cpu']:7.2f}"
+        )
         print(f"{name:22}{cells}{r['peak']:7.2f}{r['lines']:6}  {r['kind']}; {r['hashes']}")
     return list(found.values())
 

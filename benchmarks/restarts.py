@@ -1,13 +1,16 @@
-"""A training that dies twenty times, with exact weights and an optimizer state of every so many steps, beside plain
-checkpoints of every so many steps and a training that does not die (docs/restart.md).
+"""A training that dies twenty times, with exact weights and an optimizer state of every so many
+steps, beside plain checkpoints of every so many steps and a training that does not die
+(docs/restart.md).
 
-    python -m benchmarks.restarts [--steps 4000] [--every 200] [--crashes 20] [--seeds 2] [--lr 1e-5] [--log NAME]
+    python -m benchmarks.restarts [--steps 4000] [--every 200] [--crashes 20] [--seeds 2] [--lr
+    1e-5] [--log NAME]
 
-A policy (46,000 weights, FP32, published in BF16) was pretrained to choose one of 96 actions as a teacher does. The
-teacher has changed since: the action that is right now has reward 1. It learns by REINFORCE and AdamW: 64 states a
-step, 8 actions sampled for each, with their mean reward as the baseline. States and actions are functions of the step.
-Each way gets the same number of steps of work and dies after the same ones; what it does again is not progress.
-Measured on 4,096 fixed states: ``reward``, the mean probability of the right action; ``loss``, the mean of minus its
+A policy (46,000 weights, FP32, published in BF16) was pretrained to choose one of 96 actions as a
+teacher does. The teacher has changed since: the action that is right now has reward 1. It learns by
+REINFORCE and AdamW: 64 states a step, 8 actions sampled for each, with their mean reward as the
+baseline. States and actions are functions of the step. Each way gets the same number of steps of
+work and dies after the same ones; what it does again is not progress. Measured on 4,096 fixed
+states: ``reward``, the mean probability of the right action; ``loss``, the mean of minus its
 logarithm.
 """
 
@@ -42,7 +45,11 @@ COLUMNS = {"step": ",.0f", "reward": ".4f", "loss": ".4f"}
 def network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, ACTIONS)
+        nn.Linear(INPUTS, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, ACTIONS),
     )
 
 
@@ -117,14 +124,22 @@ def plain(training: Training, args: argparse.Namespace, folder: Path) -> int:
             step, done = step + 1, done + 1
             training.step(model, optimizer, step)
             if step % args.every == 0:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, file)
+                torch.save(
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "step": step,
+                    },
+                    file,
+                )
             if done % (args.steps // POINTS) == 0:
                 training.measure(model, done, step)
     return file.stat().st_size if file.exists() else 0
 
 
 def exact(training: Training, args: argparse.Namespace, states: bool, folder: Path) -> int:
-    """The same with a stream. Without ``states`` there is nothing but the stream: fresh moments, weights as in BF16."""
+    """The same with a stream. Without ``states`` there is nothing but the stream: fresh moments,
+    weights as in BF16."""
     store, file, done = f"{folder}/store", folder / "training.pt", 0
     for work in lives(args.steps, args.crashes, training.seed):
         model, optimizer = training.new()
@@ -146,7 +161,9 @@ def exact(training: Training, args: argparse.Namespace, states: bool, folder: Pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--every", type=int, default=200)
     parser.add_argument("--crashes", type=int, default=20)
@@ -179,7 +196,9 @@ def main() -> None:
     for name in dict.fromkeys(row["way"] for row in rows):
         last = [row for row in rows if row["way"] == name and row["work"] == args.steps]
         cells = [f"{mean(row[key] for row in last):{spec}}" for key, spec in COLUMNS.items()]
-        print(f"| {name} | {' | '.join(cells)} | {mean(row['bytes'] for row in last) / 1e6:.2f} MB |")
+        print(
+            f"| {name} | {' | '.join(cells)} | {mean(row['bytes'] for row in last) / 1e6:.2f} MB |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The logs in benchmarks/results/: figures of the docs, with their command, machine, date and revision.
+"""The logs in benchmarks/results/: figures of the docs, with their command, machine, date and
+revision.
 
-A log is JSON lines: the first says how the rest was made (`save`). ``python -m docs.make_evidence`` draws what
-docs/evidence.md shows from these files alone.
+A log is JSON lines: the first says how the rest was made (`save`). ``python -m docs.make_evidence``
+draws what docs/evidence.md shows from these files alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ def machine() -> dict[str, Any]:
     """In generic words: the processor's name, cores, memory in GB, operating system, Python."""
     cpu = platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
-        cpu = next((s.partition(":")[2].strip() for s in info.read_text().splitlines() if "model name" in s), cpu)
+        cpu = next(
+            (
+                s.partition(":")[2].strip()
+                for s in info.read_text().splitlines()
+                if "model name" in s
+            ),
+            cpu,
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return {
         "cpu": cpu,
@@ -39,7 +47,9 @@ def revision() -> str:
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=here, check=False, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=here, check=False, capture_output=True, text=True
+        ).stdout.strip()
 
     changed = git("status", "--porcelain", "--", "../src", ".", ":!results")
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
@@ -57,5 +67,7 @@ def save(name: str, command: str, rows: Iterable[dict[str, Any]], **facts: Any) 
 
 def load(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(How it was made, the rows)."""
-    about, *rows = [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
+    about, *rows = [
+        json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()
+    ]
     return about, rows

@@ -1,7 +1,9 @@
-"""What publishing from 1, 2 and 4 ranks costs: seconds, CPU seconds, bytes, host memory of the slowest or largest rank.
+"""What publishing from 1, 2 and 4 ranks costs: seconds, CPU seconds, bytes, host memory of the
+slowest or largest rank.
 
-Run by `make bench-sharded`. Every rank has its rows of the same BF16 weights, of which a hundredth moves by one step
-between two versions; each uses one thread. With as many ranks as cores, or fewer, seconds are those of the method.
+Run by `make bench-sharded`. Every rank has its rows of the same BF16 weights, of which a hundredth
+moves by one step between two versions; each uses one thread. With as many ranks as cores, or fewer,
+seconds are those of the method.
 """
 
 from __future__ import annotations
@@ -30,13 +32,21 @@ COLUMNS = 2048
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--elements", type=int, default=192 * MIB, help="of the state (default: %(default)s)")
     parser.add_argument(
-        "--versions", type=int, default=5, help="with a patch, the median counts (default: %(default)s)"
+        "--elements", type=int, default=192 * MIB, help="of the state (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--versions",
+        type=int,
+        default=5,
+        help="with a patch, the median counts (default: %(default)s)",
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     args = parser.parse_args()
-    print(f"{args.elements / 1e6:.0f} M BF16 weights, {len(os.sched_getaffinity(0))} cores, one thread a rank")
+    print(
+        f"{args.elements / 1e6:.0f} M BF16 weights, {len(os.sched_getaffinity(0))} cores, one "
+        "thread a rank"
+    )
     print(
         "| ranks | a version, s | CPU, s a rank | CPU, s in all "
         "| patch, bytes | first version, s | host memory / share |"
@@ -46,7 +56,8 @@ def main() -> None:
         found = _measure(size, args.elements, args.versions)
         cpu = [rank["cpu"] for rank in found]
         print(
-            f"| {size} | {max(rank['seconds'] for rank in found):.2f} | {max(cpu):.2f} | {sum(cpu):.2f} "
+            f"| {size} | {max(rank['seconds'] for rank in found):.2f} | {max(cpu):.2f} | "
+            f"{sum(cpu):.2f} "
             f"| {found[0]['bytes']:,} | {max(rank['first'] for rank in found):.2f} "
             f"| {max(rank['memory'] for rank in found):.2f} |"
         )
@@ -74,7 +85,9 @@ def _rank(rank: int, size: int, folder: str, elements: int, versions: int) -> di
     share = sum(tensor.to_local().nbytes for tensor in state.values())
     before, seconds, cpu = memory("VmRSS"), [], []
     reset_peak()
-    with ShardedPublisher(LocalStore(Path(folder) / "store"), stream="policy", threads=1) as publisher:
+    with ShardedPublisher(
+        LocalStore(Path(folder) / "store"), stream="policy", threads=1
+    ) as publisher:
         for _ in range(1 + versions):
             dist.barrier()
             began, busy = time.perf_counter(), time.process_time()

@@ -1,12 +1,14 @@
-"""Shapes of real models, published and followed with mapped states: seconds, peak memory, a kill in the middle.
+"""Shapes of real models, published and followed with mapped states: seconds, peak memory, a kill in
+the middle.
 
-``python -m benchmarks.sizes --shape 8b --dir DIR --log benchmarks/results/FILE`` needs twice the state's bytes on DIR,
-and ``--pool`` GB. Each part is a process of its own. The trainer's weights are views of a mapped file of ``--pool`` GB,
-which overlap: as of weights that are on a device, hardly any of them are in this machine's memory.
+``python -m benchmarks.sizes --shape 8b --dir DIR --log benchmarks/results/FILE`` needs twice the
+state's bytes on DIR, and ``--pool`` GB. Each part is a process of its own. The trainer's weights
+are views of a mapped file of ``--pool`` GB, which overlap: as of weights that are on a device,
+hardly any of them are in this machine's memory.
 
-A first publish is killed when it has hashed half of the state, and begins again; then ``--steps`` versions, each
-changing ``--density`` of the weights; then a first sync, which is killed, too, the newest version, and a restart.
-``--memory`` holds the states in memory instead.
+A first publish is killed when it has hashed half of the state, and begins again; then ``--steps``
+versions, each changing ``--density`` of the weights; then a first sync, which is killed, too, the
+newest version, and a restart. ``--memory`` holds the states in memory instead.
 """
 
 from __future__ import annotations
@@ -54,7 +56,12 @@ class Shape(NamedTuple):
         yield "model.embed_tokens.weight", (self.vocabulary, h)
         for i in range(self.layers):
             layer = f"model.layers.{i}."
-            for name, shape in (("q_proj", (q, h)), ("k_proj", (kv, h)), ("v_proj", (kv, h)), ("o_proj", (h, q))):
+            for name, shape in (
+                ("q_proj", (q, h)),
+                ("k_proj", (kv, h)),
+                ("v_proj", (kv, h)),
+                ("o_proj", (h, q)),
+            ):
                 yield f"{layer}self_attn.{name}.weight", shape
             for name in ("q_norm", "k_norm"):
                 yield f"{layer}self_attn.{name}.weight", (self.head,)
@@ -99,12 +106,16 @@ class Weights:
         if new:
             for start in range(0, elements, _STEP):
                 rng = np.random.default_rng(start)
-                found = rng.standard_normal(min(_STEP, elements - start), np.float32) * np.float32(0.02)
+                found = rng.standard_normal(min(_STEP, elements - start), np.float32) * np.float32(
+                    0.02
+                )
                 self.pool[start : start + _STEP] = found.view(np.uint32) >> 16
         self.tensors, at = {}, 0
         for number, (name, dims) in enumerate(tensors):
             size = prod(dims)
-            if at + size > elements:  # around, one element further each time, so that no two are the same
+            if (
+                at + size > elements
+            ):  # around, one element further each time, so that no two are the same
                 at = number
             self.tensors[name] = pulse_rl.Bits(self.pool[at : at + size].reshape(dims), "BF16")
             at += size
@@ -116,12 +127,14 @@ class Weights:
             chunk = self.pool[start : start + _STEP]
             positions = np.cumsum(rng.geometric(density, int(len(chunk) * density * 1.1)))
             positions = positions[: np.searchsorted(positions, len(chunk))]
-            chunk[positions] += np.where(rng.random(len(positions)) < 0.5, 1, -1).astype(np.int16).view(np.uint16)
+            chunk[positions] += (
+                np.where(rng.random(len(positions)) < 0.5, 1, -1).astype(np.int16).view(np.uint16)
+            )
 
 
 class Peaks:
-    """The most anonymous memory and mapped files that this process had within a ``with``, in bytes; and its seconds, by
-    the clock and of the processor."""
+    """The most anonymous memory and mapped files that this process had within a ``with``, in bytes;
+    and its seconds, by the clock and of the processor."""
 
     def __enter__(self) -> Self:
         self.anonymous = self.mapped = 0
@@ -150,7 +163,11 @@ class Peaks:
 
 def _resident() -> tuple[int, int]:
     """(RssAnon, RssFile) in bytes."""
-    said = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    said = dict(
+        line.split(":")
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if ":" in line
+    )
     return tuple(int(said[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))  # type: ignore[return-value]
 
 
@@ -162,7 +179,11 @@ def _killed_at(share: float, stages: tuple[str, ...]) -> Callable[[Event], None]
     """Kills this process when one of the ``stages`` has done so much."""
 
     def listen(event: Event) -> None:
-        if isinstance(event, Progress) and event.stage in stages and event.done >= share * event.total:
+        if (
+            isinstance(event, Progress)
+            and event.stage in stages
+            and event.done >= share * event.total
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
     return listen
@@ -175,7 +196,9 @@ def publish(given: argparse.Namespace) -> None:
     folder = None if given.memory else given.dir / "p"
     events: list[Event] = []
     listen = _killed_at(0.5, ("digest", "upload")) if given.kill else events.append
-    with pulse_rl.Publisher(str(given.dir / "store"), stream="policy", baseline=folder, on_event=listen) as publisher:
+    with pulse_rl.Publisher(
+        str(given.dir / "store"), stream="policy", baseline=folder, on_event=listen
+    ) as publisher:
         for number in range(given.first, given.first + given.steps):
             if number:
                 weights.step(number, given.density)
@@ -217,7 +240,9 @@ def follow(given: argparse.Namespace) -> None:
     events: list[Event] = []
     listen = _killed_at(0.5, ("restore",)) if given.kill else events.append
     folder = None if given.memory else given.dir / "s"
-    with pulse_rl.Subscriber(str(given.dir / "store"), stream="policy", state=folder, on_event=listen) as worker:
+    with pulse_rl.Subscriber(
+        str(given.dir / "store"), stream="policy", state=folder, on_event=listen
+    ) as worker:
         for target in range(given.first, given.first + given.steps):
             events.clear()
             with Peaks() as peaks:
@@ -229,7 +254,9 @@ def follow(given: argparse.Namespace) -> None:
             del update
             fetched = sum(e.fetched_bytes for e in events if isinstance(e, Synced))
             not_used = [e.reason for e in events if isinstance(e, FallbackUsed)]
-            phases = {k: round(s, 2) for e in events if isinstance(e, Synced) for k, s in e.phases.items()}
+            phases = {
+                k: round(s, 2) for e in events if isinstance(e, Synced) for k, s in e.phases.items()
+            }
             _tell(
                 "sync",
                 **peaks.said(
@@ -244,9 +271,21 @@ def follow(given: argparse.Namespace) -> None:
             )
 
 
-def _run(log: list[dict[str, Any]], given: argparse.Namespace, role: str, name: str, **options: Any) -> None:
+def _run(
+    log: list[dict[str, Any]], given: argparse.Namespace, role: str, name: str, **options: Any
+) -> None:
     """One process; what it says goes into ``log``."""
-    command = [sys.executable, "-m", "benchmarks.sizes", "--role", role, "--shape", given.shape, "--dir", given.dir]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.sizes",
+        "--role",
+        role,
+        "--shape",
+        given.shape,
+        "--dir",
+        given.dir,
+    ]
     command += ["--pool", str(given.pool), "--density", str(given.density)]
     command += [f"--{key}={value}" for key, value in options.items() if not isinstance(value, bool)]
     command += ["--kill"] * options.get("kill", False) + ["--memory"] * given.memory
@@ -254,7 +293,9 @@ def _run(log: list[dict[str, Any]], given: argparse.Namespace, role: str, name: 
     done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != (-signal.SIGKILL if options.get("kill") else 0):
         raise SystemExit(f"{name} ended with {done.returncode}")
-    said = [json.loads(line) for line in done.stdout.splitlines()] or [{"what": role, "killed": True}]
+    said = [json.loads(line) for line in done.stdout.splitlines()] or [
+        {"what": role, "killed": True}
+    ]
     for each in said:
         log.append({"part": name, "process_seconds": round(time.perf_counter() - began, 1)} | each)
         print(_line(log[-1]), flush=True)
@@ -264,7 +305,9 @@ def _line(said: dict[str, Any]) -> str:
     nbytes = 2 * sum(prod(dims) for _, dims in SHAPES[_SHAPE[0]].tensors())
     if "seconds" not in said:
         return f"{said['part']:40} {said}"
-    shares = f"anonymous {said['anonymous'] / nbytes:5.3f} states, mapped {said['mapped'] / 1e9:5.1f} GB"
+    shares = (
+        f"anonymous {said['anonymous'] / nbytes:5.3f} states, mapped {said['mapped'] / 1e9:5.1f} GB"
+    )
     times = f"{said['seconds']:7.2f} s {said['cpu']:7.2f} cpu"
     return f"{said['part']:40} {times}  {shares}  {said['phases']} {said['root'][:8]}"
 
@@ -275,10 +318,14 @@ _SHAPE = [""]
 def machine() -> dict[str, Any]:
     """This machine in words, the date and the revision."""
     cpu = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
     ]
     total = int(Path("/proc/meminfo").read_text().split()[1]) << 10
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    revision = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {
         "cores": os.cpu_count(),
         "processor": cpu[0] if cpu else platform.machine(),
@@ -291,7 +338,9 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument("--dir", type=Path, required=True, help="a folder on a disk; what it makes there it deletes")
+    parser.add_argument(
+        "--dir", type=Path, required=True, help="a folder on a disk; what it makes there it deletes"
+    )
     parser.add_argument("--pool", type=float, default=4.0, help="GB")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=3)

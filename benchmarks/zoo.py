@@ -1,4 +1,5 @@
-"""Model families in a real vLLM: small random models follow a stream, and are compared with engines that load the same.
+"""Model families in a real vLLM: small random models follow a stream, and are compared with engines
+that load the same.
 
 ``python -m benchmarks.zoo [FAMILY …]`` prints the table of docs/vllm.md as it is measured here.
 """
@@ -27,7 +28,8 @@ from pulse_rl.errors import PulseError
 
 SCALE = 0.06
 UPDATES = 10
-"""Of which the fifth and the eighth change most of the weights; before the last one the engine forgets its version."""
+"""Of which the fifth and the eighth change most of the weights; before the last one the engine
+forgets its version."""
 
 _SMALL = {
     "vocab_size": 512,
@@ -92,7 +94,13 @@ FAMILIES: dict[str, Config] = {
     "Gemma 3": _of("Gemma3TextConfig", head_dim=32, query_pre_attn_scalar=32),
     "Phi 3": _of("Phi3Config"),
     "GPT-2": lambda **options: transformers.GPT2Config(
-        vocab_size=512, n_positions=256, n_embd=128, n_layer=2, n_head=4, initializer_range=SCALE, **options
+        vocab_size=512,
+        n_positions=256,
+        n_embd=128,
+        n_layer=2,
+        n_head=4,
+        initializer_range=SCALE,
+        **options,
     ),
     "OPT": lambda **options: transformers.OPTConfig(
         vocab_size=512,
@@ -119,7 +127,10 @@ FAMILIES: dict[str, Config] = {
     ),
     "Qwen2.5-VL": lambda **options: transformers.Qwen2_5_VLConfig(
         text_config=_SMALL
-        | {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}, "tie_word_embeddings": False}
+        | {
+            "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+            "tie_word_embeddings": False,
+        }
         | options,
         vision_config={
             "depth": 2,
@@ -137,14 +148,24 @@ FAMILIES: dict[str, Config] = {
         **options,
     ),
 }
-UNTIED_ONLY = {"Qwen3-MoE", "Mixtral", "OLMoE", "GPT-OSS", "DeepSeek V2", "DeepSeek V3", "Phi 3", "Qwen2.5-VL"}
+UNTIED_ONLY = {
+    "Qwen3-MoE",
+    "Mixtral",
+    "OLMoE",
+    "GPT-OSS",
+    "DeepSeek V2",
+    "DeepSeek V3",
+    "Phi 3",
+    "Qwen2.5-VL",
+}
 """Families of which tied models are not made."""
 TIED_ONLY = {"Gemma 2", "Gemma 3"}
 """Families of which vLLM takes no head of their own."""
 
 
 class Trained:
-    """A small model of ``family``, changed by steps large enough to tell, and published as it is saved."""
+    """A small model of ``family``, changed by steps large enough to tell, and published as it is
+    saved."""
 
     def __init__(self, folder: Path, family: str, *, tied: bool) -> None:
         torch.manual_seed(0)
@@ -152,7 +173,9 @@ class Trained:
         config = FAMILIES[family](tie_word_embeddings=tied)
         config.dtype = torch.bfloat16
         generic = (
-            transformers.AutoModelForImageTextToText if family == "Qwen2.5-VL" else transformers.AutoModelForCausalLM
+            transformers.AutoModelForImageTextToText
+            if family == "Qwen2.5-VL"
+            else transformers.AutoModelForCausalLM
         )
         self.model = generic.from_config(config).to(torch.bfloat16)
         for name, buffer in self.model.named_buffers():
@@ -169,7 +192,9 @@ class Trained:
         """Writes a checkpoint with a tokenizer of one word a token, and returns its path."""
         self.model.save_pretrained(self.folder / name)
         words = WordLevel({f"t{token}": token for token in range(512)}, unk_token="t0")
-        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(self.folder / name)
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(
+            self.folder / name
+        )
         return str(self.folder / name)
 
     def publish(self, checkpoint: str) -> int:
@@ -195,8 +220,9 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one family: ``refused`` (why), or the largest difference of log-probabilities to a fresh engine
-    after all updates, by how much these have ``moved``, the tensors that differ by the audit, and the last pause."""
+    """What became of one family: ``refused`` (why), or the largest difference of log-probabilities
+    to a fresh engine after all updates, by how much these have ``moved``, the tensors that differ
+    by the audit, and the last pause."""
 
     family: str
     tied: bool
@@ -209,7 +235,9 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        return not self.refused and self.difference == 0 and not self.differing and self.moved > 0.05
+        return (
+            not self.refused and self.difference == 0 and not self.differing and self.moved > 0.05
+        )
 
 
 def forget(worker: Any) -> None:
@@ -217,12 +245,16 @@ def forget(worker: Any) -> None:
     worker.weight_transfer_engine.worker._session.live.version = None
 
 
-def measure(folder: Path, family: str, *, tied: bool = False, tensor_parallel: int = 1, **options: Any) -> Row:
+def measure(
+    folder: Path, family: str, *, tied: bool = False, tensor_parallel: int = 1, **options: Any
+) -> Row:
     from pulse_rl.integrations.vllm import connect
     from tests.engines.engines import answer, engine
 
     trained = Trained(folder, family, tied=tied)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(tensor_parallel > 1))  # a process less to start
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(
+        int(tensor_parallel > 1)
+    )  # a process less to start
     with engine(trained.checkpoint, tensor_parallel=tensor_parallel, **options) as llm:
         begun = answer(llm)[0]
         try:
@@ -260,7 +292,9 @@ def rows(families: Iterable[str], sizes: Iterable[int]) -> Iterable[Row]:
                 with tempfile.TemporaryDirectory() as folder:
                     try:
                         yield measure(Path(folder), family, tied=tied, tensor_parallel=size)
-                    except Exception as error:  # the engine does not start here, which is an answer too
+                    except (
+                        Exception
+                    ) as error:  # the engine does not start here, which is an answer too
                         reason = " ".join(str(error).split())[:120]
                         yield Row(family, tied, size, f"not run: {type(error).__name__}: {reason}")
 
@@ -270,12 +304,17 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--tensor-parallel", type=int, nargs="+", default=[1], metavar="N")
     arguments = parser.parse_args()
-    print("| family | head | TP | to a fresh engine, after 10 updates | audit |\n|---|---|---|---|---|", flush=True)
+    print(
+        "| family | head | TP | to a fresh engine, after 10 updates | audit "
+        "|\n|---|---|---|---|---|",
+        flush=True,
+    )
     for row in rows(arguments.families, arguments.tensor_parallel):
         found = row.refused or f"{row.difference:.3g} (moved by {row.moved:.2g})"
         audit = "" if row.refused else (", ".join(row.differing) or "()")
         print(
-            f"| {row.family} | {'tied' if row.tied else 'untied'} | {row.tensor_parallel} | {found} | {audit} |",
+            f"| {row.family} | {'tied' if row.tied else 'untied'} | {row.tensor_parallel} | "
+            f"{found} | {audit} |",
             flush=True,
         )
 

@@ -1,4 +1,5 @@
-"""The documentation site, `make docs`. A name in single backticks is a reference; one that leads nowhere fails it."""
+"""The documentation site, `make docs`. A name in single backticks is a reference; one that leads
+nowhere fails it."""
 
 from __future__ import annotations
 
@@ -32,10 +33,17 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_mock_imports = ["axolotl", "nemo_rl", "verl"]
-autodoc_default_options = {"members": True, "undoc-members": True, "exclude-members": "__new__, __init__"}
+autodoc_default_options = {
+    "members": True,
+    "undoc-members": True,
+    "exclude-members": "__new__, __init__",
+}
 # Aliases and types of other libraries, whose documentation is not at hand when this one is built.
 nitpick_ignore_regex = [
-    (r"py:class", r"pulse_rl\..*\.(Publisher|Subscriber|Update)(Settings|Options)"),  # keywords that a call hands on
+    (
+        r"py:class",
+        r"pulse_rl\..*\.(Publisher|Subscriber|Update)(Settings|Options)",
+    ),  # keywords that a call hands on
     (
         r"py:.*",
         r"(numpy|np|npt|torch|dist|msgspec|prometheus_client|collections|typing|os|pathlib|abc|axolotl|nemo_rl|verl)\b.*",
@@ -47,18 +55,28 @@ nitpick_ignore_regex = [
 ]
 
 
-def resolve(app: Sphinx, env: BuildEnvironment, node: Any, content: nodes.TextElement) -> nodes.Node | None:
+def resolve(
+    app: Sphinx, env: BuildEnvironment, node: Any, content: nodes.TextElement
+) -> nodes.Node | None:
     """A reference by a name's last part, where only one object of the public interface has it."""
     if node.get("refdomain") != "py":
         return None
     name = node["reftarget"].lstrip(".~")
     domain = env.get_domain("py")
-    found = {entry.docname: key for key, entry in domain.data["objects"].items() if f".{key}".endswith(f".{name}")}
+    found = {
+        entry.docname: key
+        for key, entry in domain.data["objects"].items()
+        if f".{key}".endswith(f".{name}")
+    }
     keys = sorted(set(found.values()), key=len)
     if not keys:
         return None
     entry = domain.data["objects"][keys[0]]
-    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", keys[0], node, content) if entry else None
+    return (
+        domain.resolve_xref(env, node["refdoc"], app.builder, "obj", keys[0], node, content)
+        if entry
+        else None
+    )
 
 
 def outside_the_sidebar(app: Sphinx, docname: str, content: list[str]) -> None:
@@ -67,21 +85,32 @@ def outside_the_sidebar(app: Sphinx, docname: str, content: list[str]) -> None:
         content[0] = f"---\norphan: true\n---\n\n{content[0]}"
 
 
-def parameter_lists(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Makes entries of the sentences that begin with a parameter's name, and of those that say what is raised."""
+def parameter_lists(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Makes entries of the sentences that begin with a parameter's name, and of those that say what
+    is raised."""
     try:
         parameters = inspect.signature(obj).parameters
     except (TypeError, ValueError):
         return
-    begins = re.compile(rf"(?:^|(?<=[.;)] ))``({'|'.join(parameters)})``(?:: |(?= ))|(?:^|(?<=\. ))(Raises) ")
+    begins = re.compile(
+        rf"(?:^|(?<=[.;)] ))``({'|'.join(parameters)})``(?:: |(?= ))|(?:^|(?<=\. ))(Raises) "
+    )
     paragraphs, entries = "\n".join(lines).split("\n\n"), []
     for at, paragraph in enumerate(paragraphs):
         text = " ".join(paragraph.split())
-        found = list(begins.finditer(text)) if parameters and not paragraph.startswith((" ", "*", "-")) else []
+        found = (
+            list(begins.finditer(text))
+            if parameters and not paragraph.startswith((" ", "*", "-"))
+            else []
+        )
         if not any(match[1] for match in found):
             continue
         paragraphs[at] = text[: found[0].start()]
-        for match, end in zip(found, [*(match.start() for match in found[1:]), len(text)], strict=True):
+        for match, end in zip(
+            found, [*(match.start() for match in found[1:]), len(text)], strict=True
+        ):
             field = f":param {match[1]}:" if match[1] else ":raises:"
             entries.append(f"{field} {text[match.end() : end].strip()}")
     if entries:

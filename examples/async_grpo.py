@@ -1,10 +1,12 @@
-"""The asynchronous loop in a hundred lines: a trainer and two workers in processes of their own, joined by a folder.
+"""The asynchronous loop in a hundred lines: a trainer and two workers in processes of their own,
+joined by a folder.
 
     python examples/async_grpo.py [STEPS]
 
-Workers generate with the newest weights that they have, and never wait for the trainer; the trainer learns from
-rollouts that are a few versions old, drops older ones, and publishes behind the next step. The task is a toy: eight
-contexts, each with one right action out of eight. `examples/grpo` does the same with a language model and restarts.
+Workers generate with the newest weights that they have, and never wait for the trainer; the trainer
+learns from rollouts that are a few versions old, drops older ones, and publishes behind the next
+step. The task is a toy: eight contexts, each with one right action out of eight. `examples/grpo`
+does the same with a language model and restarts.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ def train(store: str, rollouts: Queue[Any], steps: int) -> str:
                     break
                 dropped += 1
             advantages = torch.from_numpy(rewards - rewards.mean(1, keepdims=True))
-            logits = torch.func.functional_call(served, dict(zip(names, masters, strict=True)), contexts)
+            logits = torch.func.functional_call(
+                served, dict(zip(names, masters, strict=True)), contexts
+            )
             chosen = logits.log_softmax(1).gather(1, torch.from_numpy(actions))
             optimizer.zero_grad()
             (-(advantages * chosen).mean()).backward()
@@ -94,7 +98,11 @@ def train(store: str, rollouts: Queue[Any], steps: int) -> str:
             submitted = publisher.submit(served.state_dict(), metadata={"step": step})
             if step % max(1, steps // 10) == 0:
                 lag = newest - version
-                print(f"step {step}: reward {rewards.mean():.2f}, {lag} versions old, {dropped} dropped", flush=True)
+                print(
+                    f"step {step}: reward {rewards.mean():.2f}, {lag} versions old, {dropped} "
+                    "dropped",
+                    flush=True,
+                )
         last = submitted.result()
     print(f"version {last.version}: {last.density:.1%} of the weights changed")
     return last.root
@@ -102,7 +110,11 @@ def train(store: str, rollouts: Queue[Any], steps: int) -> str:
 
 def main(steps: int) -> None:
     processes = multiprocessing.get_context("spawn")
-    rollouts, roots, ended = processes.Queue(maxsize=2 * WORKERS), processes.Queue(), processes.Event()
+    rollouts, roots, ended = (
+        processes.Queue(maxsize=2 * WORKERS),
+        processes.Queue(),
+        processes.Event(),
+    )
     with tempfile.TemporaryDirectory() as store:
         workers = [
             processes.Process(target=work, args=(store, name, rollouts, roots, ended), daemon=True)

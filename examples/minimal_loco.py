@@ -1,4 +1,5 @@
-"""PULSELoCo in fifty lines: two trainers with data of their own stay bit-identical while sending little.
+"""PULSELoCo, the smallest run: two trainers with data of their own stay bit-identical while sending
+little.
 
 python examples/minimal_loco.py                      two processes on this machine
 torchrun --nproc-per-node 4 examples/minimal_loco.py as many as you like, on as many machines
@@ -30,14 +31,16 @@ def train() -> None:
             batch = torch.randn(32, 64, generator=data)
             optimizer.zero_grad()
             (model(batch) - batch).square().mean().backward()
-            optimizer.step()  # every SYNC_EVERY-th call runs a round: theta has then the same bits on all
+            # every SYNC_EVERY-th call runs a round: theta has then the same bits on all
+            optimizer.step()
 
 
 def report(done: Round) -> None:
     if dist.get_rank() == 0:
         dense_bytes = 4 * done.parameters
         print(
-            f"round {done.number}: {done.payload_bytes:,} bytes a trainer, not {dense_bytes:,}; root {done.root[:16]}…"
+            f"round {done.number}: {done.payload_bytes:,} bytes a trainer, not {dense_bytes:,}; "
+            f"root {done.root[:16]}…"
         )
 
 

@@ -1,12 +1,14 @@
-"""GRPO on a Ray cluster of any size: a trainer and rollout workers as actors, and workers that come and go meanwhile.
+"""GRPO on a Ray cluster of any size: a trainer and rollout workers as actors, and workers that come
+and go meanwhile.
 
-    python -m examples.ray_fleet                                  # this machine
-    ray job submit --working-dir . -- python -m examples.ray_fleet --store s3://bucket/run --workers 64
+    python -m examples.ray_fleet                                  # this machine ray job submit
+    --working-dir . -- python -m examples.ray_fleet --store s3://bucket/run --workers 64
 
-Ray places the actors, restarts those that die, and starts nodes for those that do not fit. Rollouts go from a worker to
-the trainer as Ray objects. The weights go through a stream: whoever begins, late or again, takes what it lacks from
-there, and nobody keeps a list of who has which weights. On the way one worker is killed, one is added, and one leaves.
-At the end every worker and the trainer must hold the same bits.
+Ray places the actors, restarts those that die, and starts nodes for those that do not fit. Rollouts
+go from a worker to the trainer as Ray objects. The weights go through a stream: whoever begins,
+late or again, takes what it lacks from there, and nobody keeps a list of who has which weights. On
+the way one worker is killed, one is added, and one leaves. At the end every worker and the trainer
+must hold the same bits.
 
 The policy, the task (adding two numbers) and the loss are those of examples/grpo.
 """
@@ -58,8 +60,9 @@ class Step:
 class Trainer:
     """Trains on the rollouts that it is called with, and publishes the weights after each step.
 
-    Restarted by Ray, it takes its weights from the stream, as a worker does. The FP32 masters are as good as the BF16
-    weights then, and Adam's moments are gone; a trainer that must lose nothing writes a checkpoint besides.
+    Restarted by Ray, it takes its weights from the stream, as a worker does. The FP32 masters are
+    as good as the BF16 weights then, and Adam's moments are gone; a trainer that must lose nothing
+    writes a checkpoint besides.
     """
 
     def __init__(self, store: str, warm_up: int) -> None:
@@ -70,19 +73,33 @@ class Trainer:
             if update is not None:
                 apply_(self.model, update)
         self.weights = policy.MasterWeights(self.model)
-        if update is None:  # supervised steps: without any right answers there is no reward to learn from
+        if (
+            update is None
+        ):  # supervised steps: without any right answers there is no reward to learn from
             grpo.warm_up(self.weights, "warm-up", steps=warm_up, accuracy=2.0)
         self.newest = self.publisher.publish(self.model.state_dict())
 
     def train(self, rollouts: Rollouts) -> Step:
         """One step of GRPO, and one version."""
         advantages = grpo.group_advantages(rollouts.rewards, GROUP)
-        torch.autograd.backward(grpo.grpo_loss(self.model, rollouts.tokens, rollouts.log_probs, advantages))
+        torch.autograd.backward(
+            grpo.grpo_loss(self.model, rollouts.tokens, rollouts.log_probs, advantages)
+        )
         self.weights.step(LR)
         lag = self.newest.version - rollouts.version
         reward = float(rollouts.rewards.mean())
-        done = self.newest = self.publisher.publish(self.model.state_dict(), metadata={"reward": reward})
-        return Step(done.version, lag, reward, done.density, done.patch_bytes, done.dense_bytes, rollouts.worker)
+        done = self.newest = self.publisher.publish(
+            self.model.state_dict(), metadata={"reward": reward}
+        )
+        return Step(
+            done.version,
+            lag,
+            reward,
+            done.density,
+            done.patch_bytes,
+            done.dense_bytes,
+            rollouts.worker,
+        )
 
     def held(self) -> tuple[int, str]:
         """The newest version, and the root of this model's own weights."""
@@ -163,14 +180,28 @@ class Fleet:
         self._made += 1
 
     def held(self) -> dict[str, tuple[int, str] | None]:
-        """What everybody holds at the end, by name: version and root, None where Ray has found no place in time."""
-        asked = {actor.held.remote(): name for name, actor in {"trainer": self.trainer, **self.workers}.items()}
+        """What everybody holds at the end, by name: version and root, None where Ray has found no
+        place in time."""
+        asked = {
+            actor.held.remote(): name
+            for name, actor in {"trainer": self.trainer, **self.workers}.items()
+        }
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=PATIENCE_SECONDS)
-        return {name: ray.get(answer) if answer in ready else None for answer, name in asked.items()}
+        return {
+            name: ray.get(answer) if answer in ready else None for answer, name in asked.items()
+        }
 
 
 def run(
-    store: str, *, workers: int, steps: int, warm_up: int, cpus: float, kill_at: int, add_at: int, remove_at: int
+    store: str,
+    *,
+    workers: int,
+    steps: int,
+    warm_up: int,
+    cpus: float,
+    kill_at: int,
+    add_at: int,
+    remove_at: int,
 ) -> bool:
     """The whole job; whether all ended with the same bits."""
     print(f"warm-up: {warm_up} supervised steps")
@@ -180,7 +211,8 @@ def run(
     for step in range(1, steps + 1):
         done = fleet.step()
         print(
-            f"step {step:3}  version {done.version:3}  {done.worker:9}  {done.lag} behind  reward {done.reward:.2f}  "
+            f"step {step:3}  version {done.version:3}  {done.worker:9}  {done.lag} behind  "
+            f"reward {done.reward:.2f}  "
             f"{done.density:6.2%} changed  {done.patch_bytes:7,} of {done.dense_bytes:,} bytes",
             flush=True,
         )
@@ -196,22 +228,45 @@ def run(
             print(f"{name} has left", flush=True)
     held = fleet.held()
     for name, answer in held.items():
-        print(f"{name:9}  " + ("version {:3}  root {}".format(*answer) if answer else "has no place: see `ray status`"))
+        print(
+            f"{name:9}  "
+            + (
+                "version {:3}  root {}".format(*answer)
+                if answer
+                else "has no place: see `ray status`"
+            )
+        )
     same = len(set(held.values())) == 1
     print("the same bits everywhere" if same else "NOT the same bits everywhere")
     return same
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", help="an address that all nodes reach; default: a temporary folder of this machine")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--store",
+        help="an address that all nodes reach; default: a temporary folder of this machine",
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-up", type=int, default=100, help="supervised steps (default 100)")
-    parser.add_argument("--cpus", type=float, default=0.5, help="CPUs that Ray sets aside for an actor (default 0.5)")
-    parser.add_argument("--kill-at", type=int, default=20, help="the step after which a worker is killed (0: never)")
-    parser.add_argument("--add-at", type=int, default=40, help="the step after which a worker is added (0: never)")
-    parser.add_argument("--remove-at", type=int, default=50, help="the step after which a worker leaves (0: never)")
+    parser.add_argument(
+        "--cpus",
+        type=float,
+        default=0.5,
+        help="CPUs that Ray sets aside for an actor (default 0.5)",
+    )
+    parser.add_argument(
+        "--kill-at", type=int, default=20, help="the step after which a worker is killed (0: never)"
+    )
+    parser.add_argument(
+        "--add-at", type=int, default=40, help="the step after which a worker is added (0: never)"
+    )
+    parser.add_argument(
+        "--remove-at", type=int, default=50, help="the step after which a worker leaves (0: never)"
+    )
     options = vars(parser.parse_args())
     ray.init()
     try:

@@ -1,7 +1,9 @@
-"""Train, generate, stop. Later: a rollout of an earlier step, its exact weights in a live vLLM, the same logprobs.
+"""Train, generate, stop. Later: a rollout of an earlier step, its exact weights in a live vLLM, the
+same logprobs.
 
-Runs on a CPU in the environment of `make test-vllm`: ``.venv-vllm/bin/python -m examples.replay``. The two parts are
-processes of their own, and share a folder: a store, and a file of rollout records (docs/replay.md).
+Runs on a CPU in the environment of `make test-vllm`: ``.venv-vllm/bin/python -m examples.replay``.
+The two parts are processes of their own, and share a folder: a store, and a file of rollout records
+(docs/replay.md).
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ def engine(folder: Path) -> Any:
     """vLLM, on the checkpoint that the training began with."""
     from vllm import LLM
 
-    options = {"weight_transfer_config": {"backend": "pulse"}, "enforce_eager": True, "skip_tokenizer_init": True}
+    options = {
+        "weight_transfer_config": {"backend": "pulse"},
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+    }
     return LLM(str(folder / "model"), dtype="bfloat16", max_model_len=64, max_num_seqs=1, **options)
 
 
@@ -57,9 +63,14 @@ def train(folder: Path) -> None:
             optimizer.zero_grad()
             publisher.publish(model.state_dict(), dtype="BF16", metadata={"step": step})
             handle.sync()
-            rollout = handle.generate(PROMPT, {"temperature": 1.0, "max_tokens": 8}, metadata={"step": step})
+            rollout = handle.generate(
+                PROMPT, {"temperature": 1.0, "max_tokens": 8}, metadata={"step": step}
+            )
             rollout.append(folder / "rollouts.jsonl")
-            print(f"step {step}: version {rollout.weights[0].version} has generated {list(rollout.token_ids)}")
+            print(
+                f"step {step}: version {rollout.weights[0].version} has generated "
+                f"{list(rollout.token_ids)}"
+            )
 
 
 def again(folder: Path, step: int) -> int:
@@ -67,18 +78,27 @@ def again(folder: Path, step: int) -> int:
     rollout = next(r for r in Rollout.read(folder / "rollouts.jsonl") if r.metadata["step"] == step)
     with connect(engine(folder), store=str(folder / "store"), stream="policy") as handle:
         handle.sync()
-        print(f"version {handle.version} is live; the rollout is of version {rollout.weights[0].version}")
+        print(
+            f"version {handle.version} is live; the rollout is of version "
+            f"{rollout.weights[0].version}"
+        )
         replay = handle.replay(rollout)
     print("token  logprob then          logprob now")
     for token, then, now in zip(replay.token_ids, rollout.logprobs, replay.logprobs, strict=True):
         print(f"{token!s:5}  {then!s:20}  {now!s:20}")
-    print("the same, to the last bit" if replay.same else f"tokens {replay.differing} differ. {replay.reason}")
+    print(
+        "the same, to the last bit"
+        if replay.same
+        else f"tokens {replay.differing} differ. {replay.reason}"
+    )
     return 0 if replay.same else 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", nargs="?", choices=["train", "again"], help="default: both, one after the other")
+    parser.add_argument(
+        "part", nargs="?", choices=["train", "again"], help="default: both, one after the other"
+    )
     parser.add_argument("--folder", type=Path, help="what they share (default: a new one)")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="pulse-replay-"))
@@ -91,7 +111,9 @@ def main() -> int:
     if args.part == "again":
         return again(folder, STEP)
     for part in ("train", "again"):
-        subprocess.run([sys.executable, "-m", "examples.replay", part, "--folder", str(folder)], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "examples.replay", part, "--folder", str(folder)], check=True
+        )
     return 0
 
 

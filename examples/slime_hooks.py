@@ -9,8 +9,8 @@ Put this file on the PYTHONPATH of both sides, and name its functions by import 
     pulse follow s3://bucket/run --stream policy --out DIR --layout slime --keep 2
     … --sglang-custom-pull-weights-pre-read-hook slime_hooks.before_read
 
-Miles, and slime's delta mode, write only what changed, in a format of their own. Their `pull`, which is in the SGLang
-that they ship, makes a checkpoint of it for the publisher.
+Miles, and slime's delta mode, write only what changed, in a format of their own. Their `pull`,
+which is in the SGLang that they ship, makes a checkpoint of it for the publisher.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _publisher: pulse_rl.Publisher | None = None
 
 
 def after_write(args: Any, version_dir: str, rollout_engines: object) -> None:
-    """Publishes what was written. All ranks call this; Miles also calls it before the first version."""
+    """Publishes what was written. All ranks call this; Miles also calls it before the first
+    version."""
     global _publisher
     folder = Path(version_dir)
     number = re.fullmatch(r"weight_v(\d{6,})", folder.name)
@@ -55,6 +56,7 @@ def before_read(source_dir: str, target_version: int) -> None:
     while not folder.is_dir():
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"{folder} has not come within {WAIT_SECONDS:.0f} s: does pulse follow run on this host?"
+                f"{folder} has not come within {WAIT_SECONDS:.0f} s: does pulse follow run on "
+                "this host?"
             )
         time.sleep(0.1)

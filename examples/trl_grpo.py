@@ -1,9 +1,11 @@
 """TRL's GRPO with a vLLM server that generates with the trainer's newest weights, on one machine.
 
-    python -m examples.trl_grpo            # GRPOTrainer and pulse_rollout; runs on a CPU
-    python -m examples.trl_grpo --async    # AsyncGRPOTrainer and PulseWeightTransfer; its attention kernel needs a GPU
+    python -m examples.trl_grpo            # GRPOTrainer and pulse_rollout; runs on a CPU python -m
+    examples.trl_grpo --async    # AsyncGRPOTrainer and PulseWeightTransfer; its attention kernel
+    needs a GPU
 
-Needs vLLM, TRL and pulse-rl in one environment. The policy is made on the spot; nothing is downloaded.
+Needs vLLM, TRL and pulse-rl in one environment. The policy is made on the spot; nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 import pulse_rl
@@ -47,8 +54,12 @@ def save_policy(folder: str) -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="w3"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.add_special_tokens([AddedToken(word, special=True) for word in special])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<|im_end|>")
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<|im_end|>"
+    )
+    tokenizer.chat_template = (
+        Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+    ).read_text()
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -56,8 +67,24 @@ def save_policy(folder: str) -> PreTrainedTokenizerFast:
 @contextmanager
 def vllm_server(checkpoint: str, log: Path, port: int) -> Iterator[str]:
     """The URL of a server that is up."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "16"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        checkpoint,
+        "--port",
+        str(port),
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--enforce-eager",
+        "--max-model-len",
+        "128",
+        "--max-num-seqs",
+        "16",
+    ]
     command += ["--weight-transfer-config", '{"backend": "pulse"}']
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
     with log.open("wb") as output:
@@ -87,10 +114,15 @@ def distinct_words(completions: list[Any], **_: Any) -> list[float]:
 def show(event: pulse_rl.events.Event) -> None:
     if isinstance(event, pulse_rl.Published):
         stored = event.patch_bytes or event.anchor_bytes
-        print(f"version {event.version}: {event.density:.2%} changed, {stored:,} of {event.dense_bytes:,} bytes")
+        print(
+            f"version {event.version}: {event.density:.2%} changed, {stored:,} of "
+            f"{event.dense_bytes:,} bytes"
+        )
 
 
-def train(arguments: argparse.Namespace, folder: Path, url: str, tokenizer: PreTrainedTokenizerFast) -> Any:
+def train(
+    arguments: argparse.Namespace, folder: Path, url: str, tokenizer: PreTrainedTokenizerFast
+) -> Any:
     """Returns the trainer, when the server has its last weights."""
     checkpoint, store = str(folder / "policy"), str(folder / "store")
     settings: dict[str, Any] = {
@@ -116,7 +148,9 @@ def train(arguments: argparse.Namespace, folder: Path, url: str, tokenizer: PreT
 
         trainer = AsyncGRPOTrainer(
             args=AsyncGRPOConfig(**settings, vllm_server_base_url=url),
-            train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": p}]} for p in prompts]),
+            train_dataset=Dataset.from_list(
+                [{"prompt": [{"role": "user", "content": p}]} for p in prompts]
+            ),
             weight_transfer=PulseWeightTransfer(url, store, STREAM, on_event=show),
             **common,
         )
@@ -132,7 +166,9 @@ def train(arguments: argparse.Namespace, folder: Path, url: str, tokenizer: PreT
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--port", type=int, default=8077)
     parser.add_argument("--async", dest="asynchronous", action="store_true")
@@ -148,8 +184,13 @@ def main(arguments: list[str] | None = None) -> None:
             assert update is not None
             apply_(served, update)
         held = served.state_dict()
-        assert all(torch.equal(t.bfloat16(), held[name]) for name, t in trainer.model.state_dict().items())
-        print(f"after {options.steps} steps a follower holds the trainer's weights in BF16, bit for bit")
+        assert all(
+            torch.equal(t.bfloat16(), held[name]) for name, t in trainer.model.state_dict().items()
+        )
+        print(
+            f"after {options.steps} steps a follower holds the trainer's weights in BF16, bit "
+            "for bit"
+        )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.commands import Pulse
 
-# The same examples on every machine and run: a red suite stays red until it is repaired. More examples, and new ones:
-# pytest --hypothesis-profile=search
+# The same examples on every machine and run: a red suite stays red until it is repaired. More
+# examples, and new ones: pytest --hypothesis-profile=search
 settings.register_profile(
     "suite",
     deadline=None,
@@ -34,20 +34,29 @@ settings.register_profile("search", deadline=None, max_examples=2000)
 settings.register_profile("few", settings.get_profile("suite"), max_examples=10)
 settings.load_profile("suite")
 
-# In all processes that tests start, too: models as small as these are faster without torch's threads.
+# In all processes that tests start, too: models as small as these are faster without torch's
+# threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Stores are folders and sync what they write, 8 ms on some disks: they are in memory where there is enough of it.
-if "TMPDIR" not in os.environ and os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 4 << 30:
+# Stores are folders and sync what they write, 8 ms on some disks: they are in memory where there is
+# enough of it.
+if (
+    "TMPDIR" not in os.environ
+    and os.access("/dev/shm", os.W_OK)
+    and shutil.disk_usage("/dev/shm").free > 4 << 30
+):
     os.environ["TMPDIR"] = tempfile.tempdir = "/dev/shm"
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # A shell starts background jobs so; the tests that interrupt themselves need Python's own handler.
+    # A shell starts background jobs so; the tests that interrupt themselves need Python's own
+    # handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--few", action="store_true", help="the last of many parameters, and few examples")
+    parser.addoption(
+        "--few", action="store_true", help="the last of many parameters, and few examples"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,7 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    """What is imported stays: looking through torch takes a garbage collection 0.3 s, and some tests ask for one."""
+    """What is imported stays: looking through torch takes a garbage collection 0.3 s, and some
+    tests ask for one."""
     gc.disable()
     done = yield
     gc.freeze()
@@ -78,10 +88,15 @@ def pytest_collection() -> Iterator[Any]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A quick run does not import what it would leave out as a whole: some of it imports transformers, for seconds."""
+    """A quick run does not import what it would leave out as a whole: some of it imports
+    transformers, for seconds."""
     if config.getoption("markexpr") != "not slow":
         return None
-    files = [collection_path] if collection_path.suffix == ".py" else list(collection_path.rglob("test_*.py"))
+    files = (
+        [collection_path]
+        if collection_path.suffix == ".py"
+        else list(collection_path.rglob("test_*.py"))
+    )
     slow = ["\npytestmark = pytest.mark.slow" in file.read_text() for file in files]
     return True if slow and all(slow) else None
 
@@ -97,12 +112,15 @@ def pulse(capsys: pytest.CaptureFixture[str]) -> Pulse:
 
 
 def _one_conditional_write_at_a_time(app: Callable[..., Any]) -> Callable[..., Any]:
-    """moto looks whether an object is there, and then stores it: two threads can both find nothing."""
+    """moto looks whether an object is there, and then stores it: two threads can both find
+    nothing."""
     lock = threading.Lock()
 
     def served(environ: dict[str, Any], start_response: Any) -> Any:
         conditional = "HTTP_IF_NONE_MATCH" in environ or "HTTP_IF_MATCH" in environ
-        with lock if conditional and environ["REQUEST_METHOD"] in ("PUT", "POST") else nullcontext():
+        with (
+            lock if conditional and environ["REQUEST_METHOD"] in ("PUT", "POST") else nullcontext()
+        ):
             return app(environ, start_response)
 
     return served
@@ -118,6 +136,8 @@ def s3() -> Iterator[str]:
     listening: Any = server._server
     listening.app = _one_conditional_write_at_a_time(listening.app)
     host, port = server.get_host_and_port()
-    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")
+    ).close()
     yield f"http://{host}:{port}"
     server.stop()

@@ -1,4 +1,5 @@
-"""What was written once is read for ever: the files of tests/golden, literal roots and literal bytes."""
+"""What was written once is read for ever: the files of tests/golden, literal roots and literal
+bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def test_a_signed_stream_is_followed() -> None:
     for version, root in enumerate(roots):
         update = follower.sync(version)
         assert update is not None
-        assert (update.root, update.metadata) == (root, {"step": version, "reward": 0.5, "note": "é"})
+        assert (update.root, update.metadata) == (
+            root,
+            {"step": version, "reward": 0.5, "note": "é"},
+        )
     late = Subscriber(store, stream="golden", trusted_keys=[KEY], stream_id=STREAM_ID)
     late.sync(0)
     (fold,) = [link for link in late.stream.links() if link.base is not None]

@@ -1,4 +1,5 @@
-"""The corpus of hostile files (tests/hostile/): every way in refuses each with a typed error, in little memory."""
+"""The corpus of hostile files (tests/hostile/): every way in refuses each with a typed error, in
+little memory."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber, as_state, state_root, verify_stream
+from pulse_rl import (
+    MemoryStore,
+    Publisher,
+    PulseError,
+    Subscriber,
+    as_state,
+    state_root,
+    verify_stream,
+)
 from pulse_rl.store import Data
 from tests.hostile import make, pieces
 from tests.support.manifests import show_next
@@ -16,8 +25,9 @@ from tests.support.states import LIMIT_MEMORY, run_python, taken
 CORPUS = Path(__file__).parent / "hostile"
 
 SPARE_BYTES = 448 << 20
-"""What all files together may allocate: twice the cap of a patch's header (128 MiB plain, decoded and joined), and some
-for Python's own pools. A file that gets what it claims needs a thousand times more."""
+"""What all files together may allocate: twice the cap of a patch's header (128 MiB plain, decoded
+and joined), and some for Python's own pools. A file that gets what it claims needs a thousand times
+more."""
 
 
 def files(kind: str) -> list[Path]:
@@ -53,8 +63,8 @@ def named_by(store: MemoryStore, path: Path) -> None:
 
 
 def through_sync(path: Path) -> None:
-    """A worker at version 0 meets the file in the store, and rests where it was; so does a newcomer, who reads more.
-    A manifest is passed over, unless it is asked for."""
+    """A worker at version 0 meets the file in the store, and rests where it was; so does a
+    newcomer, who reads more. A manifest is passed over, unless it is asked for."""
     store = stream()
     worker = Subscriber(store, stream="policy", threads=1)
     assert taken(worker)
@@ -71,7 +81,11 @@ def through_sync(path: Path) -> None:
     try:
         worker.sync(target=newest)
     finally:
-        assert (worker.status, worker.version, worker.root) == ("ready", 0, state_root(pieces.base()))
+        assert (worker.status, worker.version, worker.root) == (
+            "ready",
+            0,
+            state_root(pieces.base()),
+        )
 
 
 WAYS: dict[str, dict[str, Callable[[Path], object]]] = {
@@ -82,7 +96,8 @@ WAYS: dict[str, dict[str, Callable[[Path], object]]] = {
 
 
 def refuse_all(kind: str, way: str) -> list[str]:
-    """What went wrong with the files of a kind, by one way in; run under a memory limit by the test."""
+    """What went wrong with the files of a kind, by one way in; run under a memory limit by the
+    test."""
     wrong = [expect_typed(path, lambda path=path: WAYS[kind][way](path)) for path in files(kind)]  # type: ignore[misc]
     return [text for text in wrong if text]
 
@@ -90,7 +105,8 @@ def refuse_all(kind: str, way: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(WAYS))
 def test_every_hostile_file_is_refused_in_bounded_memory(kind: str) -> None:
-    """In a process of its own, native code included: more than the bound is a MemoryError, which is not typed."""
+    """In a process of its own, native code included: more than the bound is a MemoryError, which is
+    not typed."""
     code = LIMIT_MEMORY + (
         "import sys; sys.path[:0] = sys.argv[3:]\n"
         "from tests import test_hostile\n"
@@ -106,7 +122,8 @@ def test_every_hostile_file_is_refused_in_bounded_memory(kind: str) -> None:
 
 @pytest.mark.parametrize("path", files("links"), ids=lambda path: path.stem)
 def test_false_links_are_survived(path: Path) -> None:
-    """Links are hints: a newcomer and a worker reach the head without them, and verify finds nothing wrong."""
+    """Links are hints: a newcomer and a worker reach the head without them, and verify finds
+    nothing wrong."""
     store = stream(head=12)
     for line in path.read_text().splitlines():
         store.put(f"policy/links/{line}", b"0" * 64 + b" 1\n")
@@ -133,7 +150,9 @@ class Names(MemoryStore):
         found = list(super().list(folder, start_after))
         first = next(iter(super().list("policy")))
         found += [first._replace(name=f"{folder}/{name}") for name in self._strange]
-        return iter(sorted(info for info in found if start_after is None or info.name > start_after))
+        return iter(
+            sorted(info for info in found if start_after is None or info.name > start_after)
+        )
 
 
 def test_names_of_a_hostile_listing_lead_nowhere() -> None:
@@ -155,12 +174,15 @@ def test_names_of_a_hostile_listing_lead_nowhere() -> None:
 @pytest.mark.slow
 def test_the_corpus_is_what_its_program_writes() -> None:
     """By name: compressed bytes may differ between versions of zstd, and are kept as they were."""
-    assert {path.name for kind in (*WAYS, "links") for path in files(kind)} == {title for title, _ in make.corpus()}
+    assert {path.name for kind in (*WAYS, "links") for path in files(kind)} == {
+        title for title, _ in make.corpus()
+    }
     assert sum(len(files(kind)) for kind in (*WAYS, "links")) > 200
 
 
 def test_the_same_files_unharmed_are_accepted(tmp_path: Path) -> None:
-    """What the corpus is made from is good, so that each file is refused for what is wrong with it."""
+    """What the corpus is made from is good, so that each file is refused for what is wrong with
+    it."""
     honest = tmp_path / "honest.patch"
     honest.write_bytes(pieces.honest())
     store = stream()

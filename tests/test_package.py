@@ -23,7 +23,8 @@ ELSEWHERE = {
     "pulse_rl.integrations.vllm.trainer",
     "pulse_rl.integrations.scatter_kernel",
 }
-"""Imported by an engine's own process only (`make test-vllm`), or where Triton is (`make test-trainers`)."""
+"""Imported by an engine's own process only (`make test-vllm`), or where Triton is (`make
+test-trainers`)."""
 
 
 def modules() -> Iterator[str]:
@@ -35,7 +36,8 @@ def modules() -> Iterator[str]:
 
 
 def test_the_map_of_the_code_is_true() -> None:
-    """docs/architecture.md names each module of the folders that it lists by module, and only files that are there."""
+    """docs/architecture.md names each module of the folders that it lists by module, and only files
+    that are there."""
     root = Path(__file__).parents[1]
     page = (root / "docs" / "architecture.md").read_text()
     for folder in ("_util", "loco", "maintenance", "patch", "state", "store", "stream", "sync"):
@@ -50,7 +52,13 @@ def test_the_map_of_the_code_is_true() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
-    ["pulse_rl", "pulse_rl.cli", "pulse_rl.state.checkpoint", "pulse_rl.maintenance.verify", "pulse_rl.testing"],
+    [
+        "pulse_rl",
+        "pulse_rl.cli",
+        "pulse_rl.state.checkpoint",
+        "pulse_rl.maintenance.verify",
+        "pulse_rl.testing",
+    ],
 )
 def test_importing_needs_neither_torch_nor_safetensors(module: str) -> None:
     """In a fresh interpreter: workers without torch, and a command line that starts at once."""
@@ -79,7 +87,9 @@ def test_all_is_sorted_complete_and_can_be_imported() -> None:
     done = run_python("from pulse_rl import *; print(*sorted(set(dir()) - {'__annotations__'}))")
     assert done.returncode == 0, done.stderr
     assert set(pulse_rl.__all__) - {"__version__"} <= set(done.stdout.split())
-    assert {"Publisher", "Subscriber", "open_store", "state_root", "verify_stream"} <= set(pulse_rl.__all__)
+    assert {"Publisher", "Subscriber", "open_store", "state_root", "verify_stream"} <= set(
+        pulse_rl.__all__
+    )
 
 
 def test_what_is_exported_has_a_docstring() -> None:
@@ -104,7 +114,9 @@ def test_the_version_is_the_distributions() -> None:
 def error_classes() -> list[type[PulseError]]:
     found = [PulseError]
     for parent in found:
-        found += [child for child in parent.__subclasses__() if child.__module__.startswith("pulse_rl")]
+        found += [
+            child for child in parent.__subclasses__() if child.__module__.startswith("pulse_rl")
+        ]
     return found
 
 
@@ -118,7 +130,12 @@ def test_kinds_are_distinct_and_stable() -> None:
     """Programs depend on these words."""
     kinds = {c.__name__: c.kind for c in error_classes()}
     assert len(set(kinds.values())) == len(kinds)
-    plain = {"PulseError": "error", "InputError": "input", "FormatError": "format", "IntegrityError": "integrity"}
+    plain = {
+        "PulseError": "error",
+        "InputError": "input",
+        "FormatError": "format",
+        "IntegrityError": "integrity",
+    }
     plain |= {"StoreError": "store", "StreamError": "stream", "EngineError": "engine"}
     for name, kind in kinds.items():
         assert kind == plain.get(name, re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
@@ -146,7 +163,10 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
         del parents[depth:]
         drawn.append((match[2], parents[-1] if parents else ""))
         parents.append(match[2])
-    real = [(c.__name__, c.__bases__[0].__name__ if c is not PulseError else "") for c in error_classes()]
+    real = [
+        (c.__name__, c.__bases__[0].__name__ if c is not PulseError else "")
+        for c in error_classes()
+    ]
     assert sorted(drawn) == sorted(real)
 
 

@@ -1,6 +1,7 @@
 """What is public: listed in one place, public_api.txt, complete, and documented.
 
-After a change of the interface: python -m tests.test_public > tests/public_api.txt, and a line in the changelog.
+After a change of the interface: python -m tests.test_public > tests/public_api.txt, and a line in
+the changelog.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ MODULES = (
     "pulse_rl.study",
     "pulse_rl.testing",
 )
-"""Whatever their ``__all__`` names is public, or without one the classes that they define, and nothing else is."""
+"""Whatever their ``__all__`` names is public, or without one the classes that they define, and
+nothing else is."""
 
 MOST_NAMES, MOST_AT_THE_ROOT = 123, 45
 
@@ -88,7 +90,8 @@ HANDED_OUT = {
     "pulse_rl.sync.gc.GcPlan",
     "pulse_rl.sync.publisher.PublisherSettings",
 }
-"""Types that users receive and never make, and those of keywords: documented in docs/reference, and not exported."""
+"""Types that users receive and never make, and those of keywords: documented in docs/reference, and
+not exported."""
 
 STORE_CALLS = ("put", "put_new", "get", "head", "list", "delete")
 """Documented once, by the protocol `Store`."""
@@ -98,7 +101,11 @@ SAME_EVERYWHERE = {"stream", "version", "base", "root", "seconds", "reason", "me
 
 
 def exported_by(module: types.ModuleType) -> list[str]:
-    defined = [n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
+    defined = [
+        n
+        for n, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
     return getattr(module, "__all__", None) or sorted(n for n in defined if not n.startswith("_"))
 
 
@@ -139,7 +146,11 @@ def signature(value: Any) -> str:
 
 
 def listing() -> str:
-    errors = [name for name, value in public() if inspect.isclass(value) and issubclass(value, BaseException)]
+    errors = [
+        name
+        for name, value in public()
+        if inspect.isclass(value) and issubclass(value, BaseException)
+    ]
     lines = textwrap.wrap("errors: " + ", ".join(errors), 120)
     for name, value in public():
         if name in errors:
@@ -158,7 +169,11 @@ def listing() -> str:
     return "\n".join(lines) + "\n"
 
 
-CLASSES = [(name, value) for name, value in public() if inspect.isclass(value) and not issubclass(value, Exception)]
+CLASSES = [
+    (name, value)
+    for name, value in public()
+    if inspect.isclass(value) and not issubclass(value, Exception)
+]
 FUNCTIONS = [(name, value) for name, value in public() if inspect.isfunction(value)]
 METHODS = [(f"{name}.{member}", of) for name, value in CLASSES for member, of in members(value)]
 
@@ -175,7 +190,8 @@ def test_it_is_small() -> None:
 
 
 def test_no_call_takes_more_than_twelve_arguments() -> None:
-    """Records that the library makes are not counted, nor a plan's inputs, each of which has its default."""
+    """Records that the library makes are not counted, nor a plan's inputs, each of which has its
+    default."""
     received = {"Published", "EngineSync", "Round", "Scenario"}
     made = [(name, value) for name, value in CLASSES if value.__name__ not in received]
     for name, value in [*made, *FUNCTIONS, *METHODS]:
@@ -216,7 +232,11 @@ def test_every_type_of_a_public_signature_is_public() -> None:
         for hint in (hint for argument, hint in hints.items() if not argument.startswith("_")):
             for found in types_in(hint):
                 full_name = f"{found.__module__}.{found.__name__}"
-                if full_name.startswith("pulse_rl") and id(found) not in exported and full_name not in HANDED_OUT:
+                if (
+                    full_name.startswith("pulse_rl")
+                    and id(found) not in exported
+                    and full_name not in HANDED_OUT
+                ):
                     hidden.add(f"{full_name} in {name}")
     assert not hidden
 
@@ -239,17 +259,26 @@ def test_what_is_public_says_what_it_takes(name: str, value: Any) -> None:
     assert text, f"{name} has no docstring"
     if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, enum.Enum)):
         return
-    if inspect.isclass(value) and (value.__init__ is object.__init__ or getattr(value, "_is_protocol", False)):
+    if inspect.isclass(value) and (
+        value.__init__ is object.__init__ or getattr(value, "_is_protocol", False)
+    ):
         return
     try:
         taken = inspect.signature(value).parameters.values()
     except (ValueError, TypeError):
         return
-    names = {p.name for p in taken if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - {"self", "cls"}
+    names = {p.name for p in taken if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - {
+        "self",
+        "cls",
+    }
     if inspect.isclass(value) and value.__module__ == "pulse_rl.events":
         names -= SAME_EVERYWHERE
     if inspect.isclass(value):  # a subclass may leave to its parent what it hands on
-        text += "".join(parent.__doc__ or "" for parent in value.__mro__ if parent.__module__.startswith("pulse_rl"))
+        text += "".join(
+            parent.__doc__ or ""
+            for parent in value.__mro__
+            if parent.__module__.startswith("pulse_rl")
+        )
     missing = {n for n in names if not re.search(rf"``{n}\b", text)}
     assert not missing, f"{name} does not say what {sorted(missing)} is"
 
@@ -259,7 +288,14 @@ def test_what_owns_something_can_be_closed_and_used_with() -> None:
     from pulse_rl.metrics import JsonLines
     from pulse_rl.study import SparsityMeter
 
-    for owner in (pulse_rl.Publisher, pulse_rl.Subscriber, SparsityMeter, JsonLines, PulseLoCo, DiLoCo):
+    for owner in (
+        pulse_rl.Publisher,
+        pulse_rl.Subscriber,
+        SparsityMeter,
+        JsonLines,
+        PulseLoCo,
+        DiLoCo,
+    ):
         for member in ("close", "__enter__", "__exit__"):
             assert callable(getattr(owner, member)), f"{owner.__name__}.{member}"
 
@@ -273,7 +309,12 @@ def test_a_traceback_shows_what_to_do() -> None:
         pulse_rl.state_root(object())  # type: ignore[arg-type]
     shown = "".join(traceback.format_exception(refused.value))
     assert f"Hint: {refused.value.hint}" in shown
-    assert "".join(traceback.format_exception(pickle.loads(pickle.dumps(refused.value)))).count("Hint: ") == 1
+    assert (
+        "".join(traceback.format_exception(pickle.loads(pickle.dumps(refused.value)))).count(
+            "Hint: "
+        )
+        == 1
+    )
 
 
 def test_what_needs_torch_is_at_the_root_too() -> None:

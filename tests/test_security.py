@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TABLE = (ROOT / "SECURITY.md").read_text().partition("### What a co-writer")[2].partition("\n\n[")[0]
-ROWS = [line.split("|")[1:4] for line in TABLE.splitlines() if line.startswith("| ") and "::" in line]
+TABLE = (
+    (ROOT / "SECURITY.md").read_text().partition("### What a co-writer")[2].partition("\n\n[")[0]
+)
+ROWS = [
+    line.split("|")[1:4] for line in TABLE.splitlines() if line.startswith("| ") and "::" in line
+]
 
 
 def test_every_row_is_shown() -> None:
@@ -24,4 +28,6 @@ def test_what_shows_it_exists(row: list[str]) -> None:
     assert named
     for file, test in named:
         tree = ast.parse((ROOT / file).read_text())
-        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file} has no {test}"
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
+            f"{file} has no {test}"
+        )

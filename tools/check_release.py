@@ -1,6 +1,7 @@
 """Whether the checkout may be released under a tag: python tools/check_release.py v1.2.3
 
-The tag, the version in the package and the changelog's newest section, which needs a date, must agree.
+The tag, the version in the package and the changelog's newest section, which needs a date, must
+agree.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def problems(tag: str, package: str, changelog: str) -> list[str]:
-    """What speaks against ``tag``, given the text of the package's __init__.py and of CHANGELOG.md."""
+    """What speaks against ``tag``, given the text of the package's __init__.py and of
+    CHANGELOG.md."""
     found = re.search(r'^__version__ = "([^"]+)"$', package, re.MULTILINE)
     version = found[1] if found else "none"
     newest = re.search(r"^## (.*)$", changelog, re.MULTILINE)

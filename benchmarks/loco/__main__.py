@@ -19,13 +19,21 @@ DEFAULT = ("links", "methods", "heldout", "H", "trainers", "scaling", "sites")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loco", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=DEFAULT, help="only these parts")
     parser.add_argument(
-        "--quick", action="store_true", help="fewer rounds, seeds and rates: to see that all of it works"
+        "--only", nargs="+", choices=PARTS, default=DEFAULT, help="only these parts"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer rounds, seeds and rates: to see that all of it works",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all numbers to this file"
+    )
     parser.add_argument("--rounds", type=int, help="of a run of a group; each has its own default")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of groups (default 0 1 2)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="of groups (default 0 1 2)"
+    )
     arguments = parser.parse_args()
     # SIGTERM unwinds like Ctrl-C, so that trainers and network are taken down.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -38,7 +46,9 @@ def main() -> int:
             facts["links"] = [asdict(row) for row in rows]
         groups = [group for part, group in learning.GROUPS.items() if part in arguments.only]
         if groups:
-            seeds, rounds = (arguments.seeds[:1], 2) if arguments.quick else (arguments.seeds, arguments.rounds)
+            seeds, rounds = (
+                (arguments.seeds[:1], 2) if arguments.quick else (arguments.seeds, arguments.rounds)
+            )
             found = list(learning.run(groups, seeds, rounds, quick=arguments.quick))
             print("\n" + "\n\n".join(map(tables.text, tables.by_task(found))))
             facts["groups"] = [asdict(outcome) for outcome in found]

@@ -1,12 +1,12 @@
-"""What it costs that a trainer is late, slow or away, or that rounds are exchanged behind the inner steps: over a
-store, trainers as threads of one process.
+"""What it costs that a trainer is late, slow or away, or that rounds are exchanged behind the inner
+steps: over a store, trainers as threads of one process.
 
     python -m benchmarks.loco.absent [--seeds 0 1 2] [--rounds 32] [--json FILE]
 
-The last of four trainers is late in every third round: that closes without it, and what it has learnt is in the next
-one. Or it is three times slower than the others, and in every third round. Or it is killed after round 10 in the
-middle of its steps, and comes back from its checkpoint five rounds later. The reward is that of theta on held-out
-problems, over the last five rounds.
+The last of four trainers is late in every third round: that closes without it, and what it has
+learnt is in the next one. Or it is three times slower than the others, and in every third round. Or
+it is killed after round 10 in the middle of its steps, and comes back from its checkpoint five
+rounds later. The reward is that of theta on held-out problems, over the last five rounds.
 """
 
 from __future__ import annotations
@@ -47,13 +47,17 @@ def run(how: str, seed: int, rounds: int) -> float:
     store, rewards = MemoryStore(), list[float]()
 
     def wait_until_closed(number: int) -> None:
-        while not any(True for _ in store.list("loco/closed", f"loco/closed/{number - 1:012d}.json")):
+        while not any(
+            True for _ in store.list("loco/closed", f"loco/closed/{number - 1:012d}.json")
+        ):
             time.sleep(0.01)
 
     def train(rank: int) -> None:
         job, last = tasks.TASKS[tasks.ARITHMETIC](seed, rank), rank == TRAINERS - 1
         optimizer = torch.optim.AdamW(job.masters.values(), lr=LR, weight_decay=0.0)
-        exchange = StoreExchange(store, trainer=f"trainer-{rank}", quorum=TRAINERS, grace_seconds=0.0)
+        exchange = StoreExchange(
+            store, trainer=f"trainer-{rank}", quorum=TRAINERS, grace_seconds=0.0
+        )
         loop = PulseLoCo(
             job.masters,
             optimizer,
@@ -73,7 +77,10 @@ def run(how: str, seed: int, rounds: int) -> float:
                 number = loop.round
                 if last and how == AWAY and number == KILLED and not was_killed:
                     if loop.inner_step == 0:
-                        saved = loop.state_dict(), {k: v.detach().clone() for k, v in job.masters.items()}
+                        saved = (
+                            loop.state_dict(),
+                            {k: v.detach().clone() for k, v in job.masters.items()},
+                        )
                     elif loop.inner_step == SYNC_EVERY // 2:
                         was_killed = True
                         with torch.no_grad():
@@ -86,13 +93,19 @@ def run(how: str, seed: int, rounds: int) -> float:
                         continue
                 if loop.inner_step == SYNC_EVERY - 1:
                     if last:
-                        # Where its last message is on the way these steps are for the round after that one.
-                        due = number + (how in (LATE, SLOW) and loop.reduction.residual.pending_message is not None)
+                        # Where its last message is on the way these steps are for the round after
+                        # that one.
+                        due = number + (
+                            how in (LATE, SLOW)
+                            and loop.reduction.residual.pending_message is not None
+                        )
                         if is_out(how, due):
                             back = next(n for n in count(due) if not is_out(how, n))
                             wait_until_closed(min(back, rounds) - 1)
                     else:
-                        loop.meeting.exchange = replace(exchange, quorum=TRAINERS - is_out(how, number))
+                        loop.meeting.exchange = replace(
+                            exchange, quorum=TRAINERS - is_out(how, number)
+                        )
                 take_step(job, optimizer, step, LR)
                 step += 1
                 if loop.inner_step == 0 and loop.round > rounds - LAST:
@@ -107,7 +120,9 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rounds", type=int, default=32)
     parser.add_argument("--only", nargs="+", choices=HOW, default=HOW, metavar="HOW")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rewards to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the rewards to this file"
+    )
     arguments = parser.parse_args()
     tasks.ensure(tasks.ARITHMETIC)
     found: dict[str, list[float]] = {how: [] for how in arguments.only}
@@ -115,7 +130,10 @@ def main() -> None:
         for how, rewards in found.items():
             began = time.monotonic()
             rewards.append(run(how, seed, arguments.rounds))
-            print(f"seed {seed}, {how}: {rewards[-1]:.4f} ({time.monotonic() - began:.0f} s)", flush=True)
+            print(
+                f"seed {seed}, {how}: {rewards[-1]:.4f} ({time.monotonic() - began:.0f} s)",
+                flush=True,
+            )
     if len(arguments.seeds) > 1:
         for how, rewards in found.items():
             print(f"{how}: {fmean(rewards):.4f} +- {stdev(rewards):.4f}")

@@ -1,4 +1,5 @@
-"""What PULSELoCo is compared with: DDP, DiLoCo with few bits, SparseLoCo and two ablations, in the library's loop."""
+"""What PULSELoCo is compared with: DDP, DiLoCo with few bits, SparseLoCo and two ablations, in the
+library's loop."""
 
 from __future__ import annotations
 
@@ -36,13 +37,19 @@ class NoFeedbackGate(Gate):
     """An ablation: what the gate holds back is dropped, not carried over to the next round."""
 
     def select(
-        self, state: OuterState, block: FlatBlock, residual: Floats, s: Floats, lookahead: np.float32
+        self,
+        state: OuterState,
+        block: FlatBlock,
+        residual: Floats,
+        s: Floats,
+        lookahead: np.float32,
     ) -> Positions | None:
         return super().select(state, block, np.zeros_like(residual), s, lookahead)
 
 
 class CastDifferenceGate(Gate):
-    """An ablation that failed in the paper: sends ``cast(theta) - cast(theta - s)`` instead of ``s``."""
+    """An ablation that failed in the paper: sends ``cast(theta) - cast(theta - s)`` instead of
+    ``s``."""
 
     def values(self, theta: Floats, s: Floats) -> Floats:
         before, after = (torch.from_numpy(x).to(self.dtype).float() for x in (theta, theta - s))
@@ -60,11 +67,13 @@ def gated(gate: Gate, model: Any, optimizer: Any, **settings: Any) -> PulseLoCo:
 
 
 class SparseReduction:
-    """SparseLoCo (arXiv 2508.15706, Algorithm 1): of each chunk of 4096 parameters the entries of largest magnitude,
-    with two bits for a value, and a residual that decays, which takes the place of outer momentum.
+    """SparseLoCo (arXiv 2508.15706, Algorithm 1): of each chunk of 4096 parameters the entries of
+    largest magnitude, with two bits for a value, and a residual that decays, which takes the place
+    of outer momentum.
 
-    ``residual = decay * residual + (theta - w)``; what is sent leaves it. An entry takes 14 bits: its place in the
-    chunk, and which of four means its value is near to (a block's values by four equal ranges of six deviations)."""
+    ``residual = decay * residual + (theta - w)``; what is sent leaves it. An entry takes 14 bits:
+    its place in the chunk, and which of four means its value is near to (a block's values by four
+    equal ranges of six deviations)."""
 
     def __init__(self, state: OuterState, fraction: float, decay: float) -> None:
         self.fraction, self.decay = fraction, np.float32(decay)
@@ -111,7 +120,9 @@ class SparseReduction:
         s[:] = self.decay * block.of(self.residual.flat) + (start - s)
         if not is_finite(s).all():
             raise NonFinite("the pseudo-gradient is not finite")
-        places = np.concatenate([first + self._largest(s[first : first + CHUNK]) for first in range(0, len(s), CHUNK)])
+        places = np.concatenate(
+            [first + self._largest(s[first : first + CHUNK]) for first in range(0, len(s), CHUNK)]
+        )
         levels, means = quantize(s[places])
         s[places] -= means[levels]
         return _pack(places % CHUNK, _PLACE_BITS) + _pack(levels, 2) + means.tobytes()
@@ -147,7 +158,13 @@ class SparseReduction:
 
 
 def sparse_loco(
-    model: Any, optimizer: Any, *, fraction: float, decay: float = 0.95, outer_lr: float = 1.0, **settings: Any
+    model: Any,
+    optimizer: Any,
+    *,
+    fraction: float,
+    decay: float = 0.95,
+    outer_lr: float = 1.0,
+    **settings: Any,
 ) -> OuterLoop:
     state = OuterState(Parameters(model, optimizer), outer_lr, 0.0)
     reduction = SparseReduction(state, fraction, decay)
@@ -156,12 +173,12 @@ def sparse_loco(
 
 
 class QuantisedReduction:
-    """DiLoCo whose outer gradients travel in few bits, and are added in FP32: each trainer sends every other one a
-    part of its pseudo-gradient, which that one adds, and sends all the sums of in as many bits. What rounding loses is
-    lost.
+    """DiLoCo whose outer gradients travel in few bits, and are added in FP32: each trainer sends
+    every other one a part of its pseudo-gradient, which that one adds, and sends all the sums of in
+    as many bits. What rounding loses is lost.
 
-    "int8": 255 equal steps of a tensor's largest magnitude in each 4096 values. "FP4": a sign and one of seven powers
-    of two below it, or 0 (E3M0, as in Streaming DiLoCo, arXiv 2501.18512)."""
+    "int8": 255 equal steps of a tensor's largest magnitude in each 4096 values. "FP4": a sign and
+    one of seven powers of two below it, or 0 (E3M0, as in Streaming DiLoCo, arXiv 2501.18512)."""
 
     def __init__(self, state: OuterState, code: Literal["int8", "FP4"]) -> None:
         self.code, self.residual, self._state = code, None, state
@@ -179,8 +196,13 @@ class QuantisedReduction:
             for block in parameters.blocks:
                 now = np.empty_like(block.of(own))
                 parameters.read_block(block, now)
-                np.subtract(parameters.as_written(block, block.of(state.theta)), now, out=block.of(own))
-            cuts = [CHUNK * (parameters.count // CHUNK * rank // group.size) for rank in range(group.size)]
+                np.subtract(
+                    parameters.as_written(block, block.of(state.theta)), now, out=block.of(own)
+                )
+            cuts = [
+                CHUNK * (parameters.count // CHUNK * rank // group.size)
+                for rank in range(group.size)
+            ]
             shares = list(pairwise([*cuts, parameters.count]))
             messages = [to_few_bits(own[start:stop], self.code) for start, stop in shares]
         most = 4 * parameters.count + 4096
@@ -192,7 +214,10 @@ class QuantisedReduction:
                 total += from_few_bits(message, stop - start, self.code)
             sums = group.all_gather(to_few_bits(total, self.code), max_bytes=most)
         summed = np.concatenate(
-            [from_few_bits(m, stop - start, self.code) for m, (start, stop) in zip(sums, shares, strict=True)]
+            [
+                from_few_bits(m, stop - start, self.code)
+                for m, (start, stop) in zip(sums, shares, strict=True)
+            ]
         )
         if name := parameters.first_non_finite(summed):
             raise NonFinite(f"the sum of the pseudo-gradients of {name!r} is not finite")
@@ -205,15 +230,20 @@ class QuantisedReduction:
         return PendingRound(parameters.count, sum(map(len, messages)), apply, [])
 
 
-def quantised_diloco(model: Any, optimizer: Any, *, code: Literal["int8", "FP4"], **settings: Any) -> OuterLoop:
-    state = OuterState(Parameters(model, optimizer), settings.pop("outer_lr"), settings.pop("outer_momentum"))
+def quantised_diloco(
+    model: Any, optimizer: Any, *, code: Literal["int8", "FP4"], **settings: Any
+) -> OuterLoop:
+    state = OuterState(
+        Parameters(model, optimizer), settings.pop("outer_lr"), settings.pop("outer_momentum")
+    )
     reduction = QuantisedReduction(state, code)
     meet = partial(GroupRounds, exchange_of(settings.pop("group", None)), reduction)
     return OuterLoop(state, reduction, meet, **{"on_round": None, **settings})
 
 
 def to_few_bits(values: Floats, code: Literal["int8", "FP4"]) -> bytes:
-    """Each `CHUNK` of values: the largest magnitude, FP32, then the codes. An empty chunk has none."""
+    """Each `CHUNK` of values: the largest magnitude, FP32, then the codes. An empty chunk has
+    none."""
     chunks = np.zeros((-(-len(values) // CHUNK), CHUNK), np.float32)
     chunks.ravel()[: len(values)] = values
     most = np.abs(chunks).max(axis=1, initial=0.0)
@@ -237,7 +267,9 @@ def from_few_bits(message: bytes, count: int, code: Literal["int8", "FP4"]) -> F
         raise CorruptMessage(f"a message of {len(message)} bytes does not hold {count} values")
     most = np.repeat(np.frombuffer(message, np.float32, scales), CHUNK)[:count]
     if code == "int8":
-        return most * (np.frombuffer(message, np.int8, offset=4 * scales).astype(np.float32) / np.float32(127))
+        return most * (
+            np.frombuffer(message, np.int8, offset=4 * scales).astype(np.float32) / np.float32(127)
+        )
     packed = np.frombuffer(message, np.uint8, offset=4 * scales)
     codes = np.stack([packed & 15, packed >> 4], axis=1).ravel()[:count]
     level = (codes & 7).astype(np.int32)
@@ -246,11 +278,13 @@ def from_few_bits(message: bytes, count: int, code: Literal["int8", "FP4"]) -> F
 
 
 def quantize(values: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
-    """(the range of each value, the mean of each range): four equal ranges of six standard deviations about the mean,
-    the outer ones open."""
+    """(the range of each value, the mean of each range): four equal ranges of six standard
+    deviations about the mean, the outer ones open."""
     exact = values.astype(np.float64)
     width = _SIGMAS / _LEVELS * max(exact.std(), 1e-300)
-    levels = np.clip(np.floor((exact - exact.mean()) / width) + _LEVELS // 2, 0, _LEVELS - 1).astype(np.int64)
+    levels = np.clip(
+        np.floor((exact - exact.mean()) / width) + _LEVELS // 2, 0, _LEVELS - 1
+    ).astype(np.int64)
     sums, counts = np.bincount(levels, exact, _LEVELS), np.bincount(levels, minlength=_LEVELS)
     return levels, (sums / np.maximum(counts, 1)).astype(np.float32)
 
@@ -266,13 +300,14 @@ def _unpack(data: Bits, bits: int, count: int) -> npt.NDArray[np.int64]:
 
 
 class Ddp:
-    """Data parallelism: the mean of the FP32 gradients before every step of ``inner_optimizer``, which trains
-    ``model``.
+    """Data parallelism: the mean of the FP32 gradients before every step of ``inner_optimizer``,
+    which trains ``model``.
 
     A context manager like `PulseLoCo`, among all of torch.distributed.
 
-    A parameter without a gradient on a trainer counts as having a zero gradient there. ``payload_bytes`` counts the
-    gradients so far, ``sent_bytes`` everything that left this process. Raises TrainerLost and InputError.
+    A parameter without a gradient on a trainer counts as having a zero gradient there.
+    ``payload_bytes`` counts the gradients so far, ``sent_bytes`` everything that left this process.
+    Raises TrainerLost and InputError.
     """
 
     def __init__(
@@ -304,7 +339,10 @@ class Ddp:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

@@ -1,11 +1,13 @@
-"""What is learnt and what is sent for it, by method, H, trainers and settings: trainers as threads of one process.
+"""What is learnt and what is sent for it, by method, H, trainers and settings: trainers as threads
+of one process.
 
     python -m benchmarks.loco.learning [--only GROUP ...] [--seeds 0 1] [--rounds 32] [--log NAME]
 
-``methods`` are all of them on the arithmetic task, ``heldout`` those of interest on pretrained weights, by held-out
-cloze prompts; ``scaling`` (more trainers), ``sites`` (two of them) and the others change one setting. Rounds are of
-`SYNC_EVERY` inner steps; with another H a run has as many steps. 32 of 4 trainers take two to three minutes of a core
-on the arithmetic task, ten on pretrained weights.
+``methods`` are all of them on the arithmetic task, ``heldout`` those of interest on pretrained
+weights, by held-out cloze prompts; ``scaling`` (more trainers), ``sites`` (two of them) and the
+others change one setting. Rounds are of `SYNC_EVERY` inner steps; with another H a run has as many
+steps. 32 of 4 trainers take two to three minutes of a core on the arithmetic task, ten on
+pretrained weights.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ import torch
 from benchmarks import results
 from benchmarks.loco import tables, tasks
 from benchmarks.loco.baselines import Ddp
-from benchmarks.loco.jobs import LAST, LR, LR_DDP, PRETRAINED_RATES, STEADY_FROM, SYNC_EVERY, TRAINERS
+from benchmarks.loco.jobs import (
+    LAST,
+    LR,
+    LR_DDP,
+    PRETRAINED_RATES,
+    STEADY_FROM,
+    SYNC_EVERY,
+    TRAINERS,
+)
 from benchmarks.loco.methods import (
     DDP,
     DILOCO,
@@ -39,8 +49,8 @@ from pulse_rl.loco.loop import OuterLoop
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with changed ``settings``, the loop's and the exchange's. ``sites``: the trainers are in so many, of
-    equal size."""
+    """A method with changed ``settings``, the loop's and the exchange's. ``sites``: the trainers
+    are in so many, of equal size."""
 
     method: str = PULSE
     task: str = tasks.ARITHMETIC
@@ -55,13 +65,16 @@ class Variant:
         facts = [self.method, "" if self.task == tasks.ARITHMETIC else self.task, f"lr {self.lr:g}"]
         facts += [f"R {self.trainers}" if self.trainers != TRAINERS else ""]
         facts += [f"H {self.sync_every}" if self.sync_every != SYNC_EVERY else ""]
-        facts += [f"{name} {str(value).removeprefix('torch.')}" for name, value in self.settings.items()]
+        facts += [
+            f"{name} {str(value).removeprefix('torch.')}" for name, value in self.settings.items()
+        ]
         return ", ".join(fact for fact in facts if fact)
 
 
 @dataclass(frozen=True)
 class Group:
-    """``rounds`` of a run unless others are asked for; not ``evaluated`` where only bytes are of interest."""
+    """``rounds`` of a run unless others are asked for; not ``evaluated`` where only bytes are of
+    interest."""
 
     variants: list[Variant]
     rounds: int = 32
@@ -80,9 +93,16 @@ def pulse(**settings: Any) -> Variant:
 SPARSE = "SparseLoCo 3%"
 
 GROUPS: dict[str, Group] = {
-    "methods": Group([Variant(m, lr=LR_DDP if m == DDP else LR) for m in METHODS if m != ONE_LEVEL]),
-    "H": Group([Variant(m, sync_every=h) for h in (30, 100) for m in (DILOCO, SPARSE, PULSE, INT2, SWEPT)], rounds=75),
-    "trainers": Group([Variant(m, trainers=n) for n in (8, 16) for m in (DILOCO, SPARSE, PULSE, INT2)]),
+    "methods": Group(
+        [Variant(m, lr=LR_DDP if m == DDP else LR) for m in METHODS if m != ONE_LEVEL]
+    ),
+    "H": Group(
+        [Variant(m, sync_every=h) for h in (30, 100) for m in (DILOCO, SPARSE, PULSE, INT2, SWEPT)],
+        rounds=75,
+    ),
+    "trainers": Group(
+        [Variant(m, trainers=n) for n in (8, 16) for m in (DILOCO, SPARSE, PULSE, INT2)]
+    ),
     "data": Group([Variant(m, task=tasks.APART) for m in (DILOCO, PULSE, INT2)]),
     "heldout": Group(
         [
@@ -92,27 +112,38 @@ GROUPS: dict[str, Group] = {
         ],
         rounds=16,
     ),
-    "lookahead": Group([Variant(DILOCO), *(pulse(lookahead=c) for c in (0.0, 1.33, 3.0, 7.0, 14.0))]),
+    "lookahead": Group(
+        [Variant(DILOCO), *(pulse(lookahead=c) for c in (0.0, 1.33, 3.0, 7.0, 14.0))]
+    ),
     "gate": Group([pulse(gate_scale=k) for k in (0.25, 0.5, 2.0)]),
-    "momentum": Group([v for mu in (0.0, 0.5, 0.95) for v in both(settings={"outer_momentum": mu})]),
+    "momentum": Group(
+        [v for mu in (0.0, 0.5, 0.95) for v in both(settings={"outer_momentum": mu})]
+    ),
     "lr": Group([v for lr in (1e-5, 1e-4) for v in both(lr=lr)]),
     "low lr": Group([Variant(lr=1e-5, settings={"lookahead": c}) for c in (0.0, 3.0, 14.0)]),
     "scaling": Group(
-        [Variant(task=tasks.PRETRAINED, lr=lr, trainers=trainers) for lr in PRETRAINED_RATES for trainers in (4, 8)],
+        [
+            Variant(task=tasks.PRETRAINED, lr=lr, trainers=trainers)
+            for lr in PRETRAINED_RATES
+            for trainers in (4, 8)
+        ],
         rounds=STEADY_FROM,
         evaluated=False,
     ),
-    "sites": Group([Variant(m, trainers=8, sites=2) for m in (DILOCO, ONE_LEVEL, PULSE)], rounds=16),
+    "sites": Group(
+        [Variant(m, trainers=8, sites=2) for m in (DILOCO, ONE_LEVEL, PULSE)], rounds=16
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run. Means over trainers: ``payloads`` and ``links``, bytes of its messages and of all that left a process, and
-    ``rewards`` and ``losses``, held out, by theta, of each round; ``density`` and ``summed`` (of all parameters),
-    ``payload``, ``link`` and ``between`` (bytes that leave a site) of a round of the last ones; ``ring``: what a dense
-    ring all-reduce sends; ``reward``, ``loss`` and ``ahead`` (by the weights that the inner steps start from) of the
-    last ones; ``consensus``: after the last one, by the mean of these."""
+    """A run. Means over trainers: ``payloads`` and ``links``, bytes of its messages and of all that
+    left a process, and ``rewards`` and ``losses``, held out, by theta, of each round; ``density``
+    and ``summed`` (of all parameters), ``payload``, ``link`` and ``between`` (bytes that leave a
+    site) of a round of the last ones; ``ring``: what a dense ring all-reduce sends; ``reward``,
+    ``loss`` and ``ahead`` (by the weights that the inner steps start from) of the last ones;
+    ``consensus``: after the last one, by the mean of these."""
 
     title: str
     method: str
@@ -148,8 +179,10 @@ class Outcome:
 
 
 HEADING = (
-    "MB of a round: a message, what leaves a process, what leaves a site; of a run; times less than a dense ring\n"
-    f"{'method':52} seed  density  summed  payload     link  between      run   less    reward      loss     ahead "
+    "MB of a round: a message, what leaves a process, what leaves a site; of a run; times less "
+    "than a dense ring\n"
+    f"{'method':52} seed  density  summed  payload     link  between      run   less    reward   "
+    "   loss     ahead "
     "consensus"
 )
 
@@ -160,10 +193,25 @@ def measure(variant: Variant, seed: int, rounds: int, evaluate: bool) -> Outcome
 
     def make(rank: int, masters: Masters, optimizer: torch.optim.Optimizer) -> Ddp | OuterLoop:
         site = {"site": f"site {rank // members}"} if variant.sites > 1 else {}
-        return make_loop(variant.method, masters, optimizer, sync_every=variant.sync_every, **variant.settings, **site)
+        return make_loop(
+            variant.method,
+            masters,
+            optimizer,
+            sync_every=variant.sync_every,
+            **variant.settings,
+            **site,
+        )
 
     steps = rounds * SYNC_EVERY
-    done = train(variant.task, variant.trainers, make, lr=variant.lr, steps=steps, seed=seed, evaluate=evaluate)
+    done = train(
+        variant.task,
+        variant.trainers,
+        make,
+        lr=variant.lr,
+        steps=steps,
+        seed=seed,
+        evaluate=evaluate,
+    )
     last = -max(1, LAST * SYNC_EVERY // variant.sync_every) if evaluate else -1
     steady = [r for trained in done for r in trained.rounds[last:]]
     count = done[0].loop.parameters.count
@@ -175,7 +223,10 @@ def measure(variant: Variant, seed: int, rounds: int, evaluate: bool) -> Outcome
     of_last = [found for of_round in held_out[last:] for found in of_round]
 
     def means(name: str) -> list[float]:
-        return [fmean(of_round) for of_round in zip(*(getattr(trained, name) for trained in done), strict=True)]
+        return [
+            fmean(of_round)
+            for of_round in zip(*(getattr(trained, name) for trained in done), strict=True)
+        ]
 
     payloads, links = means("payloads"), means("links")
     return Outcome(
@@ -210,8 +261,8 @@ def _mean(values: list[float]) -> float | None:
 def run(
     groups: Iterable[Group], seeds: list[int], rounds: int | None = None, *, quick: bool = False
 ) -> Iterator[Outcome]:
-    """Each variant of the groups on each seed, seed by seed, so that a run that is ended early has whole ones; prints
-    as it goes. ``quick``: all of it on the arithmetic task."""
+    """Each variant of the groups on each seed, seed by seed, so that a run that is ended early has
+    whole ones; prints as it goes. ``quick``: all of it on the arithmetic task."""
     print(HEADING, flush=True)
     for group in groups:
         for seed in seeds:
@@ -224,21 +275,32 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loco.learning", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loco.learning", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--rounds", type=int, help="of a run; each group has its own default")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="of a group only these")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, metavar="METHOD", help="of a group only these"
+    )
     parser.add_argument("--lr", type=float, help="of a group only this learning rate")
-    parser.add_argument("--log", metavar="NAME", help="also write a log of that name to benchmarks/results")
+    parser.add_argument(
+        "--log", metavar="NAME", help="also write a log of that name to benchmarks/results"
+    )
     arguments = parser.parse_args()
 
     def kept(group: Group) -> Group:
         methods, lr = arguments.methods or METHODS, arguments.lr
-        return replace(group, variants=[v for v in group.variants if v.method in methods and lr in (None, v.lr)])
+        return replace(
+            group,
+            variants=[v for v in group.variants if v.method in methods and lr in (None, v.lr)],
+        )
 
     found: list[Outcome] = []
-    for outcome in run([kept(GROUPS[name]) for name in arguments.only], arguments.seeds, arguments.rounds):
+    for outcome in run(
+        [kept(GROUPS[name]) for name in arguments.only], arguments.seeds, arguments.rounds
+    ):
         found.append(outcome)
         if arguments.log:  # so far: a run may take hours
             command = " ".join(["python -m benchmarks.loco.learning", *_quoted(sys.argv[1:])])

@@ -1,11 +1,13 @@
-"""What a round takes on a link: its bytes and its seconds by method, among trainers with recorded inner steps.
+"""What a round takes on a link: its bytes and its seconds by method, among trainers with recorded
+inner steps.
 
     python -m benchmarks.loco.links [--quick] [--log loco-links]
 
-The inner steps of real training on pretrained weights (`recorded`) are replayed, the same for all methods, so that a
-round is timed apart from them: the first ones on open links, which fill the residuals, then some on each link. A round
-of DDP is one step's all-reduce, times `SYNC_EVERY`: that is computed, not measured. Its bytes and those of other dense
-methods, and of SparseLoCo, are the same at every learning rate; they have the first one's rows.
+The inner steps of real training on pretrained weights (`recorded`) are replayed, the same for all
+methods, so that a round is timed apart from them: the first ones on open links, which fill the
+residuals, then some on each link. A round of DDP is one step's all-reduce, times `SYNC_EVERY`: that
+is computed, not measured. Its bytes and those of other dense methods, and of SparseLoCo, are the
+same at every learning rate; they have the first one's rows.
 """
 
 from __future__ import annotations
@@ -20,9 +22,22 @@ from statistics import fmean, median
 
 from benchmarks import results
 from benchmarks.loco import recorded, tasks
-from benchmarks.loco.jobs import PRETRAINED_RATES, STEADY_FROM, SYNC_EVERY, TRAINERS, Job, RoundRecord
+from benchmarks.loco.jobs import (
+    PRETRAINED_RATES,
+    STEADY_FROM,
+    SYNC_EVERY,
+    TRAINERS,
+    Job,
+    RoundRecord,
+)
 from benchmarks.loco.methods import DDP, DENSE, DILOCO, INT2, SWEPT, WIRES
-from benchmarks.loco.processes import ENDPOINT, Link, TrainerProcesses, start_trainers, why_no_network
+from benchmarks.loco.processes import (
+    ENDPOINT,
+    Link,
+    TrainerProcesses,
+    start_trainers,
+    why_no_network,
+)
 
 CARRIED = (Link(10e6, 0.08), Link(100e6, 0.04))
 SWITCHED = Link(1e9, None)
@@ -34,10 +49,11 @@ _LONG = 30.0
 
 @dataclass(frozen=True)
 class Row:
-    """Means over trainers and rounds of bytes: ``payload``, one trainer's message; ``link``, all that left its process;
-    ``interface``, that left its network interface. ``seconds`` of each round, of the slowest trainer from the moment
-    that all are there; ``exchange``: of the trainer that waited least for the others, what the exchange takes of it.
-    ``rate`` and ``round_trip``: of the link; None: no link, and the time of a switch."""
+    """Means over trainers and rounds of bytes: ``payload``, one trainer's message; ``link``, all
+    that left its process; ``interface``, that left its network interface. ``seconds`` of each
+    round, of the slowest trainer from the moment that all are there; ``exchange``: of the trainer
+    that waited least for the others, what the exchange takes of it. ``rate`` and ``round_trip``: of
+    the link; None: no link, and the time of a switch."""
 
     method: str
     lr: float
@@ -74,7 +90,10 @@ def row(method: str, lr: float, link: Link | None, rounds: Sequence[Sequence[Rou
         interface=times * fmean(interface) if interface else None,
         seconds=[times * max(r.seconds for r in of_round) for of_round in rounds],
         exchange=[times * min(r.phases["exchange"] for r in of_round) for of_round in rounds],
-        phases={p: median(fmean(r.phases[p] for r in of_round) for of_round in rounds) for p in records[0].phases},
+        phases={
+            p: median(fmean(r.phases[p] for r in of_round) for of_round in rounds)
+            for p in records[0].phases
+        },
     )
 
 
@@ -95,9 +114,13 @@ def jobs(quick: bool, store: str | None) -> list[tuple[str, Job]]:
 
 
 def measure(
-    trainers: TrainerProcesses, links: Sequence[Link | None], jobs: Iterable[tuple[str, Job]], most: int
+    trainers: TrainerProcesses,
+    links: Sequence[Link | None],
+    jobs: Iterable[tuple[str, Job]],
+    most: int,
 ) -> Iterator[Row]:
-    """At most so many rounds of each job on each link, one where it takes long; prints as it goes."""
+    """At most so many rounds of each job on each link, one where it takes long; prints as it
+    goes."""
     for method, job in jobs:
         trainers.begin(job)
         for link in links:
@@ -117,7 +140,10 @@ def run(quick: bool) -> Iterator[Row]:
         recorded.ensure(lr)
     most = 1 if quick else _ROUNDS
     if missing := why_no_network():
-        print(f"{missing}\nHere: the loopback interface, bytes by the processes' own count, no link to time.")
+        print(
+            f"{missing}\nHere: the loopback interface, bytes by the processes' own count, no "
+            "link to time."
+        )
         with start_trainers(None) as trainers:
             yield from measure(trainers, [None], jobs(quick, None), most)
         return
@@ -127,9 +153,12 @@ def run(quick: bool) -> Iterator[Row]:
 
 
 HEADING = (
-    f"A round of {SYNC_EVERY} inner steps, {TRAINERS} trainers: bytes of one trainer (a message, what left its process,"
-    "\nwhat left its interface), median seconds of the round and of its exchange; times less than DiLoCo.\n"
-    f"{'method':26} {'lr':>6} {'Mbit/s':>6} {'ms':>4} {'density':>8} {'payload':>11} {'link':>12} {'interface':>12} "
+    f"A round of {SYNC_EVERY} inner steps, {TRAINERS} trainers: bytes of one trainer (a message, "
+    "what left its process,"
+    "\nwhat left its interface), median seconds of the round and of its exchange; times less "
+    "than DiLoCo.\n"
+    f"{'method':26} {'lr':>6} {'Mbit/s':>6} {'ms':>4} {'density':>8} {'payload':>11} "
+    f"{'link':>12} {'interface':>12} "
     f"{'seconds':>8} {'exchange':>8} {'bytes':>7} {'seconds':>7}"
 )
 
@@ -140,9 +169,12 @@ def line(row: Row, diloco: Row | None) -> str:
     seen = "-" if row.interface is None else f"{row.interface:,.0f}"
     less = ""
     if diloco is not None:
-        less = f" {diloco.link / row.link:>7.1f} {median(diloco.seconds) / median(row.seconds):>7.1f}"
+        less = (
+            f" {diloco.link / row.link:>7.1f} {median(diloco.seconds) / median(row.seconds):>7.1f}"
+        )
     return (
-        f"{row.method:26} {row.lr:>6g} {rate:>6} {far:>4} {row.density:>8.3%} {row.payload:>11,.0f} {row.link:>12,.0f} "
+        f"{row.method:26} {row.lr:>6g} {rate:>6} {far:>4} {row.density:>8.3%} "
+        f"{row.payload:>11,.0f} {row.link:>12,.0f} "
         f"{seen:>12} {median(row.seconds):>8.2f} {median(row.exchange):>8.2f}{less}"
     )
 
@@ -158,14 +190,24 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loco.links", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one learning rate and one round; residuals are not full")
-    parser.add_argument("--log", metavar="NAME", help="also write a log of that name to benchmarks/results")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loco.links", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one learning rate and one round; residuals are not full",
+    )
+    parser.add_argument(
+        "--log", metavar="NAME", help="also write a log of that name to benchmarks/results"
+    )
     arguments = parser.parse_args()
     # SIGTERM unwinds like Ctrl-C, so that trainers and network are taken down.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     found: list[Row] = []
-    seconds = {task: recorded.inner_step_seconds(task) for task in (tasks.PRETRAINED, tasks.ARITHMETIC)}
+    seconds = {
+        task: recorded.inner_step_seconds(task) for task in (tasks.PRETRAINED, tasks.ARITHMETIC)
+    }
     command = " ".join(["python -m benchmarks.loco.links", *sys.argv[1:]])
     for of_link in run(arguments.quick):
         found.append(of_link)

@@ -1,12 +1,15 @@
-"""Rounds over a store among many trainers: what each of them sends, fetches and asks for, and what a round costs.
+"""Rounds over a store among many trainers: what each of them sends, fetches and asks for, and what
+a round costs.
 
-    python -m benchmarks.loco.many [--trainers 4 16 64] [--parameters 4194304] [--share 65536] [--rounds 6]
+    python -m benchmarks.loco.many [--trainers 4 16 64] [--parameters 4194304] [--share 65536]
+    [--rounds 6]
 
-Trainers are threads of one process, each with a counted line to one store in memory; their inner steps are random, of
-a size that opens about two in a hundred gates, so that bytes and requests are a run's, and nothing is learnt. Shares
-may be shorter here than the library's million parameters, so that there are as many as trainers; what each costs
-whatever it holds counts for more then. The second table is arithmetic: real sizes of models by bytes a parameter as
-measured on pretrained weights.
+Trainers are threads of one process, each with a counted line to one store in memory; their inner
+steps are random, of a size that opens about two in a hundred gates, so that bytes and requests are
+a run's, and nothing is learnt. Shares may be shorter here than the library's million parameters, so
+that there are as many as trainers; what each costs whatever it holds counts for more then. The
+second table is arithmetic: real sizes of models by bytes a parameter as measured on pretrained
+weights.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ STEP = 4e-7
 
 @dataclass(frozen=True)
 class Simulated:
-    """Means over trainers and the second half of the rounds, of one round: bytes ``up`` and ``down``, of a ``message``,
-    ``requests`` by kind, ``most`` requests of one trainer, and processor ``seconds`` of one trainer."""
+    """Means over trainers and the second half of the rounds, of one round: bytes ``up`` and
+    ``down``, of a ``message``, ``requests`` by kind, ``most`` requests of one trainer, and
+    processor ``seconds`` of one trainer."""
 
     trainers: int
     parameters: int
@@ -52,7 +56,9 @@ class Simulated:
     seconds: float
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{count:.1f} {kind}" for kind, count in sorted(self.requests.items()) if count)
+        kinds = ", ".join(
+            f"{count:.1f} {kind}" for kind, count in sorted(self.requests.items()) if count
+        )
         per = (self.message, self.up, self.down)
         return (
             f"{self.trainers:>8} {self.wire:>5} "
@@ -63,7 +69,8 @@ class Simulated:
 
 
 HEADING = (
-    "Bytes a parameter and round of one trainer; nanoseconds of a core for each parameter and message\n"
+    "Bytes a parameter and round of one trainer; nanoseconds of a core for each parameter and "
+    "message\n"
     "trainers  wire  message       up     down  requests   most      ns   of them"
 )
 
@@ -117,7 +124,8 @@ def simulate(trainers: int, parameters: int, rounds: int, wire: WireName) -> Sim
 
 @dataclass(frozen=True)
 class Prices:
-    """Dollars: of a million requests that write or list, of a million that read, and of a GB that leaves the store."""
+    """Dollars: of a million requests that write or list, of a million that read, and of a GB that
+    leaves the store."""
 
     name: str
     writes: float
@@ -131,15 +139,17 @@ PRICES = (Prices("S3, over the internet", 5.0, 0.4, 0.09), Prices("R2", 4.5, 0.3
 BYTES = {"FP32": 0.0504, "int2": 0.0151}
 """Of a message, a parameter, at lr 1e-6 and H = 8: docs/loco-guide.md, "Bits of a value"."""
 SUMS = 1.1
-"""Of the gated sums of all shares, times a message: docs/loco-guide.md, "Bytes among many trainers"."""
+"""Of the gated sums of all shares, times a message: docs/loco-guide.md, "Bytes among many
+trainers"."""
 LOOKS = 30
 """Of a trainer that waits for a minute, two requests each, half of them that write or list."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A round of one trainer among so many: bytes ``up`` and ``down``, ``seconds`` on links of 100 and 1,000 Mbit/s
-    by the busier direction, and ``cents`` by the name of the store; a group has none."""
+    """A round of one trainer among so many: bytes ``up`` and ``down``, ``seconds`` on links of 100
+    and 1,000 Mbit/s by the busier direction, and ``cents`` by the name of the store; a group has
+    none."""
 
     parameters: float
     trainers: int
@@ -152,9 +162,10 @@ class Cost:
 
 
 def cost(parameters: float, trainers: int, where: str, wire: str) -> Cost:
-    """Over a store, by docs/loco.md, section 7: one message up, over many rounds as much again for snapshots; all
-    others' messages down, or, by 7.3, their heads, parts of them, and the sums of all shares. In a group with gated
-    sums, by section 4.3: parts of messages and the sums of a share."""
+    """Over a store, by docs/loco.md, section 7: one message up, over many rounds as much again for
+    snapshots; all others' messages down, or, by 7.3, their heads, parts of them, and the sums of
+    all shares. In a group with gated sums, by section 4.3: parts of messages and the sums of a
+    share."""
     message, cents = BYTES[wire] * parameters, dict[str, float]()
     if where == "store":
         up, down = 2 * message, (trainers - 1) * message
@@ -165,7 +176,9 @@ def cost(parameters: float, trainers: int, where: str, wire: str) -> Cost:
             down = (1 - 1 / trainers) * (1 + SUMS) * message + trainers * head_bytes(shares)
             writes, reads = writes + 2, 2 * trainers + shares + LOOKS
         for price in PRICES:
-            dollars = (price.writes * writes + price.reads * reads) / 1e6 + price.leaving * down / 1e9
+            dollars = (
+                price.writes * writes + price.reads * reads
+            ) / 1e6 + price.leaving * down / 1e9
             cents[price.name] = 100 * dollars
     else:
         up = down = (1 - 1 / trainers) * (1 + SUMS) * message
@@ -182,12 +195,18 @@ def arithmetic() -> Iterator[Cost]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loco.many", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loco.many", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--trainers", nargs="+", type=int, default=[4, 16, 64])
     parser.add_argument("--parameters", type=int, default=1 << 22)
-    parser.add_argument("--share", type=int, default=1 << 16, help="parameters of a share, at least")
+    parser.add_argument(
+        "--share", type=int, default=1 << 16, help="parameters of a share, at least"
+    )
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all numbers to this file"
+    )
     arguments = parser.parse_args()
     round_posts.MIN_SHARE = arguments.share
     print(HEADING, flush=True)
@@ -198,13 +217,19 @@ def main() -> None:
             print(simulated[-1], flush=True)
     found = list(arithmetic())
     names = [price.name for price in PRICES]
-    print("\nOne trainer and round: GB up, GB down, seconds at 100 and at 1,000 Mbit/s, cents: " + "; ".join(names))
+    print(
+        "\nOne trainer and round: GB up, GB down, seconds at 100 and at 1,000 Mbit/s, cents: "
+        + "; ".join(names)
+    )
     for c in found:
         numbers = [c.up / 1e9, c.down / 1e9, *c.seconds.values(), *c.cents.values()]
         columns = " ".join(f"{number:>10.3f}" for number in numbers)
         print(f"{c.parameters / 1e9:>4.0f}B {c.where} {c.wire:>5} {c.trainers:>5} {columns}")
     if arguments.json:
-        facts = {"simulated": [asdict(s) for s in simulated], "arithmetic": [asdict(c) for c in found]}
+        facts = {
+            "simulated": [asdict(s) for s in simulated],
+            "arithmetic": [asdict(c) for c in found],
+        }
         arguments.json.write_text(json.dumps(facts) + "\n")
 
 

@@ -1,4 +1,5 @@
-"""The methods by name, each on the same parameters, with the same inner optimizer and outer settings."""
+"""The methods by name, each on the same parameters, with the same inner optimizer and outer
+settings."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import Any, get_args
 
 import torch
 
-from benchmarks.loco.baselines import CastDifferenceGate, Ddp, NoFeedbackGate, gated, quantised_diloco, sparse_loco
+from benchmarks.loco.baselines import (
+    CastDifferenceGate,
+    Ddp,
+    NoFeedbackGate,
+    gated,
+    quantised_diloco,
+    sparse_loco,
+)
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM
 from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo
 from pulse_rl.loco.exchange import Sites
@@ -21,7 +29,8 @@ Parameters = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """What makes a loop, and its settings, the exchange's among them. ``outer``: it takes the common outer ones."""
+    """What makes a loop, and its settings, the exchange's among them. ``outer``: it takes the
+    common outer ones."""
 
     make: Callable[..., Ddp | OuterLoop]
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +57,10 @@ METHODS = {
     DILOCO_INT8: Method(partial(quantised_diloco, code="int8")),
     DILOCO_FP4: Method(partial(quantised_diloco, code="FP4")),
     # As published: no outer momentum, an outer lr of 1; 1 to 3% of entries are what it is for.
-    **{name: Method(partial(sparse_loco, fraction=share), outer=False) for name, share in SPARSELOCO.items()},
+    **{
+        name: Method(partial(sparse_loco, fraction=share), outer=False)
+        for name, share in SPARSELOCO.items()
+    },
     **{name: Method(PulseLoCo, {"wire": wire}) for name, wire in WIRES.items()},
     SWEPT: Method(PulseLoCo, {"wire": "int2", "sweep": 4}),
     PAPER: Method(PulseLoCo, {"lookahead": 0.0}),
@@ -61,9 +73,15 @@ _TIMEOUT_SECONDS = 900.0
 
 
 def make_loop(
-    name: str, parameters: Parameters, optimizer: torch.optim.Optimizer, *, sync_every: int, **changed: Any
+    name: str,
+    parameters: Parameters,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sync_every: int,
+    **changed: Any,
 ) -> Ddp | OuterLoop:
-    """The method's context manager, its settings ``changed``. Trainers share few cores, so each gets one thread."""
+    """The method's context manager, its settings ``changed``. Trainers share few cores, so each
+    gets one thread."""
     method = METHODS[name]
     if method.make is Ddp:
         return Ddp(parameters, optimizer, timeout_seconds=_TIMEOUT_SECONDS)

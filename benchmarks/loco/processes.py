@@ -27,8 +27,9 @@ MTU = 1500
 
 @dataclass(frozen=True)
 class Link:
-    """Of each trainer: bit/s, up and down, and seconds. A ``round_trip`` of None is that of a switch in the kernel:
-    there is no process that carries packets, which could not carry so many."""
+    """Of each trainer: bit/s, up and down, and seconds. A ``round_trip`` of None is that of a
+    switch in the kernel: there is no process that carries packets, which could not carry so
+    many."""
 
     rate: float
     round_trip: float | None
@@ -77,7 +78,9 @@ class TrainerProcesses:
         assert child.stdout is not None
         line = child.stdout.readline()
         if not line:
-            raise SystemExit(f"a trainer ended with status {child.wait()}:\n{self._log.read_text()[-3000:]}")
+            raise SystemExit(
+                f"a trainer ended with status {child.wait()}:\n{self._log.read_text()[-3000:]}"
+            )
         return json.loads(line)
 
 
@@ -92,21 +95,31 @@ def why_no_network() -> str | None:
 
 @contextmanager
 def start_trainers(link: Link | None) -> Iterator[TrainerProcesses]:
-    """Four trainers of one thread each, and a store on an unshaped link, each in a namespace of its own; without a
-    ``link`` on the loopback interface, without the store."""
+    """Four trainers of one thread each, and a store on an unshaped link, each in a namespace of its
+    own; without a ``link`` on the loopback interface, without the store."""
     folder = Path(tempfile.mkdtemp(prefix="pulse-loco-"))
     log = folder / "trainers.log"
-    nodes = [Node(f"trainer{rank}", rank + 1, link.rate if link else None) for rank in range(TRAINERS)]
+    nodes = [
+        Node(f"trainer{rank}", rank + 1, link.rate if link else None) for rank in range(TRAINERS)
+    ]
     rendezvous, carried = f"file://{folder / 'rendezvous'}", None
     try:
         with ExitStack() as stack:
             output = stack.enter_context(log.open("w"))
 
             def start(command: list[str]) -> Child:
-                settings = {"GLOO_SOCKET_IFNAME": INTERFACE if link else "lo", "OMP_NUM_THREADS": "1"}
+                settings = {
+                    "GLOO_SOCKET_IFNAME": INTERFACE if link else "lo",
+                    "OMP_NUM_THREADS": "1",
+                }
                 pipe = subprocess.PIPE
                 child = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=output, text=True, env=os.environ | settings
+                    command,
+                    stdin=pipe,
+                    stdout=pipe,
+                    stderr=output,
+                    text=True,
+                    env=os.environ | settings,
                 )
                 stack.callback(_end, child)
                 return child
@@ -116,9 +129,13 @@ def start_trainers(link: Link | None) -> Iterator[TrainerProcesses]:
                 if link.round_trip is None:
                     stack.enter_context(built(build_commands(everyone)))
                 else:
-                    stack.enter_context(built(carrier.build_commands(everyone, mtu=MTU, congestion="cubic")))
+                    stack.enter_context(
+                        built(carrier.build_commands(everyone, mtu=MTU, congestion="cubic"))
+                    )
                     carried = start(carrier.command(everyone, link.round_trip, mtu=MTU))
-                stack.enter_context(process(STORE.inside(s3_server(STORE.address)), folder / "store.log"))
+                stack.enter_context(
+                    process(STORE.inside(s3_server(STORE.address)), folder / "store.log")
+                )
             children = []
             for rank, node in enumerate(nodes):
                 command = [sys.executable, "-m", "benchmarks.loco.trainer", str(rank), rendezvous]
@@ -129,7 +146,8 @@ def start_trainers(link: Link | None) -> Iterator[TrainerProcesses]:
 
 
 def _end(child: Child) -> None:
-    """At the end of its input a trainer ends by itself; one that waits for a lost trainer is not waited for."""
+    """At the end of its input a trainer ends by itself; one that waits for a lost trainer is not
+    waited for."""
     for pipe in (child.stdin, child.stdout):
         assert pipe is not None
         with suppress(BrokenPipeError):

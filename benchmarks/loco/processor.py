@@ -1,9 +1,11 @@
-"""What a round takes of a processor, over a local folder and over gloo: each trainer a process, in turns.
+"""What a round takes of a processor, over a local folder and over gloo: each trainer a process, in
+turns.
 
-    python -m benchmarks.loco.processor [--trainers 4 8] [--parameters 16777216] [--repeat 2] [--json FILE]
+    python -m benchmarks.loco.processor [--trainers 4 8] [--parameters 16777216] [--repeat 2]
+    [--json FILE]
 
-Inner steps are random, of a size that opens about two in a hundred gates. Time is that of a trainer's process and its
-threads in the call that ends a round, a mean over trainers and rounds.
+Inner steps are random, of a size that opens about two in a hundred gates. Time is that of a
+trainer's process and its threads in the call that ends a round, a mean over trainers and rounds.
 """
 
 from __future__ import annotations
@@ -30,14 +32,22 @@ FIRST, ROUNDS = 3, 8
 GLOO, FOLDER = "gloo", "folder"
 
 
-def work(rank: int, where: str, trainers: int, parameters: int, wire: Any, place: str, spent: Any) -> None:
+def work(
+    rank: int, where: str, trainers: int, parameters: int, wire: Any, place: str, spent: Any
+) -> None:
     """One trainer's rounds; puts its seconds of a round."""
     torch.set_num_threads(1)
-    kind: dict[str, Any] = {"over": StoreExchange(place, trainer=f"trainer-{rank}", quorum=trainers, wire=wire)}
+    kind: dict[str, Any] = {
+        "over": StoreExchange(place, trainer=f"trainer-{rank}", quorum=trainers, wire=wire)
+    }
     if where == GLOO:
-        dist.init_process_group("gloo", init_method=f"tcp://{place}", rank=rank, world_size=trainers)
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://{place}", rank=rank, world_size=trainers
+        )
         kind = {"group": Exchange(wire=wire)}
-    weights = torch.nn.Parameter(0.02 * torch.randn(parameters, generator=torch.Generator().manual_seed(0)))
+    weights = torch.nn.Parameter(
+        0.02 * torch.randn(parameters, generator=torch.Generator().manual_seed(0))
+    )
     noise = torch.Generator().manual_seed(1 + rank)
     optimizer = torch.optim.SGD([weights], lr=1.0)
     loop = PulseLoCo({"w": weights}, optimizer, sync_every=1, **kind)
@@ -66,11 +76,15 @@ def measure(where: str, trainers: int, parameters: int, wire: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loco.processor", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loco.processor", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--trainers", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--parameters", type=int, default=1 << 24)
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all numbers to this file"
+    )
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     found = []
@@ -78,11 +92,18 @@ def main() -> None:
     for trainers in arguments.trainers:
         for wire in ("FP32", "int2"):
             for _ in range(arguments.repeat):
-                gloo, folder = (measure(where, trainers, arguments.parameters, wire) for where in (GLOO, FOLDER))
+                gloo, folder = (
+                    measure(where, trainers, arguments.parameters, wire) for where in (GLOO, FOLDER)
+                )
                 found.append({"trainers": trainers, "wire": wire, GLOO: gloo, FOLDER: folder})
-                print(f"{trainers:>8} {wire:>5} {gloo:>7.3f} {folder:>7.3f} {folder / gloo:>14.2f}", flush=True)
+                print(
+                    f"{trainers:>8} {wire:>5} {gloo:>7.3f} {folder:>7.3f} {folder / gloo:>14.2f}",
+                    flush=True,
+                )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"parameters": arguments.parameters, "measured": found}) + "\n")
+        arguments.json.write_text(
+            json.dumps({"parameters": arguments.parameters, "measured": found}) + "\n"
+        )
 
 
 if __name__ == "__main__":

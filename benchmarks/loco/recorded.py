@@ -1,5 +1,5 @@
-"""The inner steps of real training, recorded once, so that rounds are timed apart from them: of each trainer the start
-of the first round, and what its inner steps took off the weights in each."""
+"""The inner steps of real training, recorded once, so that rounds are timed apart from them: of
+each trainer the start of the first round, and what its inner steps took off the weights in each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def ensure(lr: float) -> None:
         def before(*_: object) -> None:
             if steps % SYNC_EVERY == 0:
                 start = {name: master.detach().clone() for name, master in masters.items()}
-                kept[rank] += [{name: tensor.clone() for name, tensor in start.items()}] if not kept[rank] else []
+                kept[rank] += (
+                    [{name: tensor.clone() for name, tensor in start.items()}]
+                    if not kept[rank]
+                    else []
+                )
                 kept[rank].append(start)
 
         @torch.no_grad()

@@ -1,4 +1,5 @@
-"""What is trained: FP32 masters, a forward pass on their BF16 cast, and a policy gradient of verifiable rewards."""
+"""What is trained: FP32 masters, a forward pass on their BF16 cast, and a policy gradient of
+verifiable rewards."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Task(Protocol):
 
 
 class Pretrained:
-    """Real pretrained weights on cloze prompts (`benchmarks.trace`), the same start for all seeds and trainers."""
+    """Real pretrained weights on cloze prompts (`benchmarks.trace`), the same start for all seeds
+    and trainers."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._policy = trace.Policy()
@@ -94,7 +96,8 @@ class SplitPrompts(trace.Prompts):
 
 
 class PretrainedSplit(Pretrained):
-    """The same without the held-out prompts, of which those count that the starting weights were not fitted on."""
+    """The same without the held-out prompts, of which those count that the starting weights were
+    not fitted on."""
 
     def __init__(self, seed: int, rank: int) -> None:
         super().__init__(seed, rank)
@@ -107,7 +110,9 @@ class PretrainedSplit(Pretrained):
     def evaluate(self) -> tuple[float, float]:
         """The expected reward of a sampled token, and the cross-entropy of the right ones."""
         policy = self._policy
-        texts, answers = zip(*held_out_prompts(policy.vocabulary)[self._rank :: TRAINERS], strict=True)
+        texts, answers = zip(
+            *held_out_prompts(policy.vocabulary)[self._rank :: TRAINERS], strict=True
+        )
         answer = torch.tensor(policy.tokenizer.convert_tokens_to_ids(list(answers)))
         log_p = policy.log_probabilities(list(texts))
         right = log_p.gather(1, answer[:, None]).squeeze(1)
@@ -116,7 +121,8 @@ class PretrainedSplit(Pretrained):
 
 
 def held_out_prompts(vocabulary: list[str]) -> list[tuple[str, str]]:
-    """`HELD_OUT_PROMPTS` prompts and answers; all of them are of words, as the fit has seen most of the others."""
+    """`HELD_OUT_PROMPTS` prompts and answers; all of them are of words, as the fit has seen most of
+    the others."""
     fit = trace.Prompts(vocabulary, trace.FIT_SEED)
     fitted = {fit.one()[0] for _ in range(trace.FIT_STEPS * trace.PROMPTS)}
     prompts = SplitPrompts(vocabulary, 0, held_out=True)
@@ -129,13 +135,16 @@ def held_out_prompts(vocabulary: list[str]) -> list[tuple[str, str]]:
 
 
 class Arithmetic:
-    """The policy and the task of examples/grpo, from one warm-started checkpoint, without the held-out problems."""
+    """The policy and the task of examples/grpo, from one warm-started checkpoint, without the
+    held-out problems."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._seed, self._rank = seed, rank
         self._model = policy.build_model(0)
         saved = torch.load(WARM_START, weights_only=True)
-        self.masters = {name: Parameter(saved[name].clone()) for name, _ in self._model.named_parameters()}
+        self.masters = {
+            name: Parameter(saved[name].clone()) for name, _ in self._model.named_parameters()
+        }
         self._held_out = held_out()
         self._without = set(self._held_out)
         self.cast()
@@ -161,14 +170,15 @@ class Arithmetic:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
-        """The reward is the expected one, the probability of the right answer at temperature 1: no sampling noise. The
-        loss is the cross-entropy of the right answers' tokens."""
+        """The reward is the expected one, the probability of the right answer at temperature 1: no
+        sampling noise. The loss is the cross-entropy of the right answers' tokens."""
         problems = self._held_out[self._rank :: TRAINERS]
         return expected_reward(self._model, problems), float(supervised_loss(self._model, problems))
 
 
 class ArithmeticApart(Arithmetic):
-    """Each trainer is trained on its own quarter of the first summands; what is held out has all of them."""
+    """Each trainer is trained on its own quarter of the first summands; what is held out has all of
+    them."""
 
     def __init__(self, seed: int, rank: int) -> None:
         super().__init__(seed, rank)
@@ -177,7 +187,9 @@ class ArithmeticApart(Arithmetic):
 
 def of_others(rank: int) -> set[task.Problem]:
     """The problems whose first summand is of another trainer's quarter."""
-    return {(a, b) for a in range(100) for b in range(100) if a * TRAINERS // 100 != rank % TRAINERS}
+    return {
+        (a, b) for a in range(100) for b in range(100) if a * TRAINERS // 100 != rank % TRAINERS
+    }
 
 
 # Each from the seed and the trainer's rank.
@@ -231,7 +243,8 @@ def ensure(task_name: str) -> None:
 
 
 def _warm_up() -> None:
-    """Supervised steps until about a third of the answers are right, so that rewards vary within a group."""
+    """Supervised steps until about a third of the answers are right, so that rewards vary within a
+    group."""
     model = policy.build_model(0)
     weights = policy.MasterWeights(model)
     without = held_out()

@@ -35,7 +35,8 @@ MakeLoop = Callable[[int, Masters, torch.optim.Optimizer], Ddp | OuterLoop]
 
 
 class ThreadedGroup(TrainerGroup):
-    """The collectives among threads. What would leave a process is counted as `TrainerGroup` counts it."""
+    """The collectives among threads. What would leave a process is counted as `TrainerGroup` counts
+    it."""
 
     def __init__(self, rank: int, size: int, places: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(timeout_seconds=_WAIT_SECONDS)
@@ -66,9 +67,10 @@ class ThreadedGroup(TrainerGroup):
 
 @dataclass
 class Trained:
-    """What one trainer did: its loop and its rounds (none of DDP), in each round the bytes of its messages and of all
-    that left it, and after each, where asked for, (reward, loss) of its share of the held-out problems, by theta and by
-    where its next inner steps start; after the last one by the mean of those starts."""
+    """What one trainer did: its loop and its rounds (none of DDP), in each round the bytes of its
+    messages and of all that left it, and after each, where asked for, (reward, loss) of its share
+    of the held-out problems, by theta and by where its next inner steps start; after the last one
+    by the mean of those starts."""
 
     loop: Ddp | OuterLoop
     rounds: list[Round] = field(default_factory=list)
@@ -91,11 +93,21 @@ class Trained:
 
 
 def train(
-    task: str, trainers: int, make_loop: MakeLoop, *, lr: float, steps: int, seed: int = 0, evaluate: bool = False
+    task: str,
+    trainers: int,
+    make_loop: MakeLoop,
+    *,
+    lr: float,
+    steps: int,
+    seed: int = 0,
+    evaluate: bool = False,
 ) -> list[Trained]:
-    """So many inner steps of so many trainers, by rank; of DDP each `SYNC_EVERY` steps count as a round. ``evaluate``:
-    the first `TRAINERS` share what is held out."""
-    from benchmarks.loco.tasks import TASKS, evaluate_theta  # transformers, which a test of threads does without
+    """So many inner steps of so many trainers, by rank; of DDP each `SYNC_EVERY` steps count as a
+    round. ``evaluate``: the first `TRAINERS` share what is held out."""
+    from benchmarks.loco.tasks import (
+        TASKS,
+        evaluate_theta,
+    )  # transformers, which a test of threads does without
 
     found: list[Trained | None] = [None] * trainers
 
@@ -115,13 +127,19 @@ def train(
                 done.end_round()
                 if evaluate and rank < TRAINERS:
                     done.held_out.append(evaluate_theta(loop, job))
-                    done.ahead.append(job.evaluate() if isinstance(loop, PulseLoCo) else done.held_out[-1])
+                    done.ahead.append(
+                        job.evaluate() if isinstance(loop, PulseLoCo) else done.held_out[-1]
+                    )
             if evaluate and isinstance(loop, PulseLoCo):
                 done.consensus = _evaluate_consensus(job, loop.averaged_state())
 
     started = time.monotonic()
     as_threads(run, trainers)
-    print(f"{task}, lr {lr:g}, {trainers} trainers: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"{task}, lr {lr:g}, {trainers} trainers: {time.monotonic() - started:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     return [done for done in found if done is not None]
 
 
@@ -151,7 +169,8 @@ def take_step(job: Task, optimizer: torch.optim.Optimizer, step: int, lr: float)
 
 
 def as_threads(run: Callable[[int], None], trainers: int) -> None:
-    """``run`` for every rank, each in a thread that meets the others; the first error of any of them ends all."""
+    """``run`` for every rank, each in a thread that meets the others; the first error of any of
+    them ends all."""
     barrier = threading.Barrier(trainers)
     with _exchanges(trainers, barrier) as rank_of:
 
@@ -162,8 +181,11 @@ def as_threads(run: Callable[[int], None], trainers: int) -> None:
         in_threads(meeting, trainers, barrier.abort)
 
 
-def in_threads(run: Callable[[int], None], trainers: int, abort: Callable[[], None] = lambda: None) -> None:
-    """``run`` for every rank in a thread; after the first error of any of them ``abort`` ends what others wait for."""
+def in_threads(
+    run: Callable[[int], None], trainers: int, abort: Callable[[], None] = lambda: None
+) -> None:
+    """``run`` for every rank in a thread; after the first error of any of them ``abort`` ends what
+    others wait for."""
     errors: list[BaseException] = []
 
     def guarded(rank: int) -> None:
@@ -174,7 +196,9 @@ def in_threads(run: Callable[[int], None], trainers: int, abort: Callable[[], No
             errors.append(error)
             abort()
 
-    threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(trainers)]
+    threads = [
+        threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(trainers)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -197,5 +221,8 @@ def _exchanges(trainers: int, barrier: threading.Barrier) -> Iterator[threading.
     def make(*_: object, **__: object) -> TrainerGroup:
         return ThreadedGroup(rank_of.value, trainers, places, barrier)
 
-    with mock.patch.object(meeting, "TrainerGroup", make), mock.patch.object(baselines, "TrainerGroup", make):
+    with (
+        mock.patch.object(meeting, "TrainerGroup", make),
+        mock.patch.object(baselines, "TrainerGroup", make),
+    ):
         yield rank_of

@@ -1,5 +1,5 @@
-"""The process of one trainer: each line of its standard input is a `Job`, "round" for the next round of it, or "end",
-and it answers each with a line, a round with a `RoundRecord`.
+"""The process of one trainer: each line of its standard input is a `Job`, "round" for the next
+round of it, or "end", and it answers each with a line, a round with a `RoundRecord`.
 
 python -m benchmarks.loco.trainer RANK RENDEZVOUS [INTERFACE]
 """
@@ -32,8 +32,8 @@ from pulse_rl.loco.loop import OuterLoop
 def replayed(
     job: Job, start: Tensors, steps: list[Tensors], interface: str | None = None
 ) -> Iterator[Callable[[], RoundRecord]]:
-    """Takes the next round of the job, in which the inner steps take ``steps`` off the weights; those of the second
-    half come again and again."""
+    """Takes the next round of the job, in which the inner steps take ``steps`` off the weights;
+    those of the second half come again and again."""
     weights = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in start.items()}
     optimizer = torch.optim.SGD(weights.values(), lr=1.0)
     loop = _loop(job, weights, optimizer)
@@ -42,7 +42,9 @@ def replayed(
     def take() -> RoundRecord:
         nonlocal number
         half = len(steps) // 2
-        taken = steps[number if number < len(steps) else half + (number - half) % (len(steps) - half)]
+        taken = steps[
+            number if number < len(steps) else half + (number - half) % (len(steps) - half)
+        ]
         number += 1
         for name, weight in weights.items():
             weight.grad = taken[name].clone()
@@ -56,12 +58,21 @@ def replayed(
         dist.barrier()
         after = _interface_bytes(interface)
         if isinstance(loop, Ddp):
-            facts: dict[str, Any] = {"entries": loop.parameters.count, "phases": {"exchange": seconds}, "root": None}
-            facts |= {"sent_bytes": loop.sent_bytes - before[0], "payload_bytes": loop.payload_bytes - before[1]}
+            facts: dict[str, Any] = {
+                "entries": loop.parameters.count,
+                "phases": {"exchange": seconds},
+                "root": None,
+            }
+            facts |= {
+                "sent_bytes": loop.sent_bytes - before[0],
+                "payload_bytes": loop.payload_bytes - before[1],
+            }
         else:
             done = loop.last_round
             assert done is not None
-            facts = {k: getattr(done, k) for k in ("entries", "payload_bytes", "sent_bytes", "root")}
+            facts = {
+                k: getattr(done, k) for k in ("entries", "payload_bytes", "sent_bytes", "root")
+            }
             facts["phases"] = done.seconds
         return RoundRecord(
             parameters=loop.parameters.count,
@@ -76,7 +87,9 @@ def replayed(
         yield take
 
 
-def _loop(job: Job, weights: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Ddp | OuterLoop:
+def _loop(
+    job: Job, weights: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Ddp | OuterLoop:
     if job.store is None:
         return make_loop(job.method, weights, optimizer, sync_every=1)
     make_bucket(job.store)
@@ -87,13 +100,24 @@ def _loop(job: Job, weights: dict[str, torch.nn.Parameter], optimizer: torch.opt
         grace_seconds=0.0,
         wire=METHODS[job.method].settings["wire"],
     )
-    loop = PulseLoCo(weights, optimizer, sync_every=1, outer_lr=OUTER_LR, outer_momentum=OUTER_MOMENTUM, over=over)
+    loop = PulseLoCo(
+        weights,
+        optimizer,
+        sync_every=1,
+        outer_lr=OUTER_LR,
+        outer_momentum=OUTER_MOMENTUM,
+        over=over,
+    )
     loop.threads = 1
     return loop
 
 
 def _interface_bytes(interface: str | None) -> int | None:
-    return None if interface is None else int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+    return (
+        None
+        if interface is None
+        else int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+    )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Weight sync over a long way on one machine: patches, the paper's codec, full syncs and rsync, beside the planner.
+"""Weight sync over a long way on one machine: patches, the paper's codec, full syncs and rsync,
+beside the planner.
 
     sudo python -m benchmarks.network [--quick] [--save] [--congestion bbr]
 

@@ -1,13 +1,14 @@
-"""A network with latency: a TUN device in each node's namespace, and one process that carries the packets between them,
-since not every kernel has netem.
+"""A network with latency: a TUN device in each node's namespace, and one process that carries the
+packets between them, since not every kernel has netem.
 
-A packet leaves its node at the node's rate, travels for half of the round trip, and enters the other node at that one's
-rate; each of these ends has a queue as long as the round trip, and what would have to wait longer is lost, as are
-packets at random. TCP is the kernel's own.
+A packet leaves its node at the node's rate, travels for half of the round trip, and enters the
+other node at that one's rate; each of these ends has a queue as long as the round trip, and what
+would have to wait longer is lost, as are packets at random. TCP is the kernel's own.
 
     python -m benchmarks.network.carrier NODES ROUND_TRIP LOSS MTU
 
-A line "RATE ROUND_TRIP" on the standard input changes both: bit/s of all nodes that have a rate, and seconds.
+A line "RATE ROUND_TRIP" on the standard input changes both: bit/s of all nodes that have a rate,
+and seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _BATCH = 64
 _MIN_QUEUE_SECONDS = 0.05
 
 
-def build_commands(nodes: Sequence[shape.Node], *, mtu: int, congestion: str) -> list[shape.Command]:
+def build_commands(
+    nodes: Sequence[shape.Node], *, mtu: int, congestion: str
+) -> list[shape.Command]:
     """What builds the nodes, without the process between them."""
     commands: list[shape.Command] = []
     for node in nodes:
@@ -45,23 +48,41 @@ def build_commands(nodes: Sequence[shape.Node], *, mtu: int, congestion: str) ->
             ["ip", "-n", space, "tuntap", "add", "dev", shape.INTERFACE, "mode", "tun"],
             ["ip", "-n", space, "addr", "add", f"{node.address}/24", "dev", shape.INTERFACE],
             [*link, shape.INTERFACE, "mtu", str(mtu), "txqueuelen", "10000", "up"],
-            ["ip", "-n", space, "route", "replace", shape.SUBNET, "dev", shape.INTERFACE, "congctl", congestion],
+            [
+                "ip",
+                "-n",
+                space,
+                "route",
+                "replace",
+                shape.SUBNET,
+                "dev",
+                shape.INTERFACE,
+                "congctl",
+                congestion,
+            ],
         ]
     return commands
 
 
-def command(nodes: Sequence[shape.Node], round_trip: float, *, loss: float = 0.0, mtu: int) -> shape.Command:
+def command(
+    nodes: Sequence[shape.Node], round_trip: float, *, loss: float = 0.0, mtu: int
+) -> shape.Command:
     """What carries packets between the nodes until it is killed."""
     return [
-        *(sys.executable, "-m", "benchmarks.network.carrier", json.dumps([asdict(node) for node in nodes])),
+        *(
+            sys.executable,
+            "-m",
+            "benchmarks.network.carrier",
+            json.dumps([asdict(node) for node in nodes]),
+        ),
         *(str(round_trip), str(loss), str(mtu)),
     ]
 
 
 @dataclass
 class _End:
-    """A node's interface. ``seconds``: of a byte on its link; ``up`` and ``down``: when the last packet has left, and
-    has come in."""
+    """A node's interface. ``seconds``: of a byte on its link; ``up`` and ``down``: when the last
+    packet has left, and has come in."""
 
     file: int
     shaped: bool
@@ -72,11 +93,16 @@ class _End:
 
 def carry(nodes: Sequence[shape.Node], round_trip: float, loss: float, mtu: int) -> None:
     os.nice(-10)
-    ends = [_End(_tunnel(n.namespace), n.rate is not None, 8 / n.rate if n.rate else 0.0) for n in nodes]
+    ends = [
+        _End(_tunnel(n.namespace), n.rate is not None, 8 / n.rate if n.rate else 0.0) for n in nodes
+    ]
     by_file = {end.file: end for end in ends}
-    by_address = {bytes(map(int, n.address.split("."))): end for n, end in zip(nodes, ends, strict=True)}
+    by_address = {
+        bytes(map(int, n.address.split("."))): end for n, end in zip(nodes, ends, strict=True)
+    }
     chance, order = random.Random(0), count()
-    # (When, order of arrival, where to, packet, whether it has come in): first at the far end of the way, then in.
+    # (When, order of arrival, where to, packet, whether it has come in): first at the far end of
+    # the way, then in.
     under_way: list[tuple[float, int, _End, bytes, bool]] = []
     watched = [*by_file, sys.stdin.fileno()]
     longest = max(round_trip, _MIN_QUEUE_SECONDS)
@@ -107,7 +133,9 @@ def carry(nodes: Sequence[shape.Node], round_trip: float, loss: float, mtu: int)
                 if target is None or leaves - now > longest or (loss and chance.random() < loss):
                     continue
                 end.up = leaves
-                heapq.heappush(under_way, (leaves + round_trip / 2, next(order), target, packet, False))
+                heapq.heappush(
+                    under_way, (leaves + round_trip / 2, next(order), target, packet, False)
+                )
         now = time.monotonic()
         while under_way and under_way[0][0] <= now:
             when, _, target, packet, is_in = heapq.heappop(under_way)
@@ -121,14 +149,21 @@ def carry(nodes: Sequence[shape.Node], round_trip: float, loss: float, mtu: int)
 
 
 def _tunnel(namespace: str) -> int:
-    """The file of the TUN device in a namespace; it stays there when this process goes on to another one."""
+    """The file of the TUN device in a namespace; it stays there when this process goes on to
+    another one."""
     with open(f"/run/netns/{namespace}") as space:
         if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     tunnel = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(tunnel, _TUNSETIFF, struct.pack("16sH22x", shape.INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))
+    fcntl.ioctl(
+        tunnel, _TUNSETIFF, struct.pack("16sH22x", shape.INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI)
+    )
     return tunnel
 
 
 if __name__ == "__main__":
-    carry([shape.Node(**node) for node in json.loads(sys.argv[1])], *map(float, sys.argv[2:4]), int(sys.argv[4]))
+    carry(
+        [shape.Node(**node) for node in json.loads(sys.argv[1])],
+        *map(float, sys.argv[2:4]),
+        int(sys.argv[4]),
+    )

@@ -1,4 +1,5 @@
-"""Full syncs and patches behind one face: a trainer publishes `Weights`, a worker's `Weights` follow."""
+"""Full syncs and patches behind one face: a trainer publishes `Weights`, a worker's `Weights`
+follow."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CONNECTIONS = 8
 
 
 class Weights:
-    """A state of BF16 bits in one flat array [elements] uint16; ``state`` names its pieces, in their shapes."""
+    """A state of BF16 bits in one flat array [elements] uint16; ``state`` names its pieces, in
+    their shapes."""
 
     def __init__(self, flat: np.ndarray, shapes: Mapping[str, Sequence[int]]) -> None:
         self.flat = flat
@@ -55,8 +57,8 @@ class Trainer(Protocol):
 
 
 class Worker(Protocol):
-    """``sync`` moves the weights to the newest version; ``root`` is their digest, as `Version` has it. ``fallbacks``
-    counts the ways that failed before another one led there."""
+    """``sync`` moves the weights to the newest version; ``root`` is their digest, as `Version` has
+    it. ``fallbacks`` counts the ways that failed before another one led there."""
 
     version: int
     fallbacks: int
@@ -73,12 +75,14 @@ def trainer(method: str, store: Store | Path, weights: Weights) -> Trainer:
 
 
 def worker(method: str, store: Store, weights: Weights) -> Worker:
-    """One whose weights are version 0, as a worker has them that starts from the trainer's checkpoint."""
+    """One whose weights are version 0, as a worker has them that starts from the trainer's
+    checkpoint."""
     return FullWorker(store, weights) if method == "full" else PatchWorker(store, weights)
 
 
 class FullTrainer:
-    """A full sync at its best: one object a version, fetched over some connections and hashed once on each side."""
+    """A full sync at its best: one object a version, fetched over some connections and hashed once
+    on each side."""
 
     def __init__(self, store: Store, weights: Weights) -> None:
         self._store, self._weights, self._next = store, weights, 0
@@ -102,7 +106,9 @@ class FullWorker:
         if int(version) == self.version:
             return
         cuts = [self._weights.flat.nbytes * part // CONNECTIONS for part in range(CONNECTIONS + 1)]
-        data = b"".join(self._pool.map(lambda start, stop: self._store.get(newest, start, stop), cuts, cuts[1:]))
+        data = b"".join(
+            self._pool.map(lambda start, stop: self._store.get(newest, start, stop), cuts, cuts[1:])
+        )
         if sha256(data).hexdigest() != digest:
             raise SystemExit(f"{newest} is damaged")
         self._weights.flat[:] = np.frombuffer(data, np.uint16)
@@ -128,7 +134,9 @@ class PatchWorker:
     def __init__(self, store: Store, weights: Weights) -> None:
         self._weights, self.version, self.fallbacks = weights, 0, 0
         heard = self._heard
-        self._subscriber = Subscriber(store, stream=STREAM, base=weights.state, threads=THREADS, on_event=heard)
+        self._subscriber = Subscriber(
+            store, stream=STREAM, base=weights.state, threads=THREADS, on_event=heard
+        )
         self._subscriber.sync(0)
 
     def sync(self) -> None:
@@ -136,7 +144,9 @@ class PatchWorker:
         if update is None:
             return
         for name, indices, values in update:
-            self._weights.state[name].array.reshape(-1)[slice(None) if indices is None else indices] = values
+            self._weights.state[name].array.reshape(-1)[
+                slice(None) if indices is None else indices
+            ] = values
         self.version = update.version
 
     def root(self) -> str:
@@ -149,7 +159,8 @@ class PatchWorker:
 
 
 class RsyncTrainer:
-    """A safetensors file of the bits in a folder that an rsync daemon shows. Its header holds the version."""
+    """A safetensors file of the bits in a folder that an rsync daemon shows. Its header holds the
+    version."""
 
     def __init__(self, folder: Path, weights: Weights) -> None:
         self._file, self._weights, self._next = folder / MODEL, weights, 0
@@ -157,7 +168,9 @@ class RsyncTrainer:
     def publish(self) -> Version:
         unfinished = self._file.with_suffix(".new")
         write_file(unfinished, self._weights, self._next)
-        done = Version(self._next, sha256(self._weights.flat.data).hexdigest(), unfinished.stat().st_size, None)
+        done = Version(
+            self._next, sha256(self._weights.flat.data).hexdigest(), unfinished.stat().st_size, None
+        )
         unfinished.replace(self._file)
         self._next += 1
         return done
@@ -168,13 +181,19 @@ class RsyncWorker:
 
     def __init__(self, daemon: str, folder: Path, weights: Weights) -> None:
         folder.mkdir()
-        self._source, self._file, self._weights = f"rsync://{daemon}/run/{MODEL}", folder / MODEL, weights
+        self._source, self._file, self._weights = (
+            f"rsync://{daemon}/run/{MODEL}",
+            folder / MODEL,
+            weights,
+        )
         self.version, self.fallbacks = 0, 0
         write_file(self._file, weights, 0)
         os.utime(self._file, (0, 0))
 
     def sync(self) -> None:
-        subprocess.run(["rsync", "--times", "--no-whole-file", self._source, str(self._file)], check=True)
+        subprocess.run(
+            ["rsync", "--times", "--no-whole-file", self._source, str(self._file)], check=True
+        )
         with safe_open(self._file, "numpy") as file:
             if (version := int(file.metadata()["version"])) != self.version:
                 for name, bits in self._weights.state.items():

@@ -1,13 +1,14 @@
-"""Two regions and the long way between them: a trainer and an S3-compatible store in one, a worker in the other.
+"""Two regions and the long way between them: a trainer and an S3-compatible store in one, a worker
+in the other.
 
 The way is made by `carrier`. The trainer publishes a version a step; the worker waits for it and
-moves to it at once. ``newest``: seconds from the call of publish until the worker has the version. ``idle``: what the
-worker's own sync takes of that, so what a step waits that needs it. Two copies of the recorded run, each at another of
-its steps, make 45 M weights.
+moves to it at once. ``newest``: seconds from the call of publish until the worker has the version.
+``idle``: what the worker's own sync takes of that, so what a step waits that needs it. Two copies
+of the recorded run, each at another of its steps, make 45 M weights.
 
-rsync carries the safetensors file from a daemon beside the trainer, with its own search for equal parts
-(``--no-whole-file``), as often as it takes to see a new version. Full syncs are fetched in ranges over eight
-connections.
+rsync carries the safetensors file from a daemon beside the trainer, with its own search for equal
+parts (``--no-whole-file``), as often as it takes to see a new version. Full syncs are fetched in
+ranges over eight connections.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ SECONDS = {"auto": 50.0, "zstd": 50.0, "full": 75.0, "rsync": 250.0}
 _MTU = 1500
 
 
-def run(method: str, rate: float, *, trace: Path, folder: Path, congestion: str, scale: float = 1.0) -> dict[str, Any]:
+def run(
+    method: str, rate: float, *, trace: Path, folder: Path, congestion: str, scale: float = 1.0
+) -> dict[str, Any]:
     """One row: ``method`` over a way of ``rate``, for `SECONDS`, times ``scale``."""
     regions = store, worker = shape.Node("store", 1, rate), shape.Node("worker", 2, rate)
     folder.mkdir(parents=True)
@@ -53,14 +56,24 @@ def run(method: str, rate: float, *, trace: Path, folder: Path, congestion: str,
     spec = Spec(method, STEP_SECONDS, where, str(trace), str(folder), copies=COPIES)
     path, python = str(spec.save()), [sys.executable, "-m"]
     with ExitStack() as stack:
-        stack.enter_context(shape.built(carrier.build_commands(regions, mtu=_MTU, congestion=congestion)))
+        stack.enter_context(
+            shape.built(carrier.build_commands(regions, mtu=_MTU, congestion=congestion))
+        )
         link = carrier.command(regions, ROUND_TRIP, loss=LOSS, mtu=_MTU)
         children = [stack.enter_context(process(link, folder / "link.log"))]
         server = s3_server(store.address)
         if method == "rsync":
-            (folder / "daemon").write_text(f"use chroot = no\nuid = 0\n[run]\npath = {folder}/shown\nread only = yes\n")
+            (folder / "daemon").write_text(
+                f"use chroot = no\nuid = 0\n[run]\npath = {folder}/shown\nread only = yes\n"
+            )
             (folder / "shown").mkdir()
-            server = ["rsync", "--daemon", "--no-detach", f"--config={folder}/daemon", f"--address={store.address}"]
+            server = [
+                "rsync",
+                "--daemon",
+                "--no-detach",
+                f"--config={folder}/daemon",
+                f"--address={store.address}",
+            ]
             server.append(f"--port={STORE_PORT}")
         children.append(stack.enter_context(process(store.inside(server), folder / "store.log")))
         for role, node in (("trainer", store), ("worker", worker)):
@@ -82,18 +95,25 @@ def run(method: str, rate: float, *, trace: Path, folder: Path, congestion: str,
 
 def _retransmitted(pid: int) -> int:
     """TCP segments that the namespace of a process has sent again."""
-    names, values = [s.split() for s in Path(f"/proc/{pid}/net/snmp").read_text().splitlines() if s[:4] == "Tcp:"]
+    names, values = [
+        s.split() for s in Path(f"/proc/{pid}/net/snmp").read_text().splitlines() if s[:4] == "Tcp:"
+    ]
     return int(values[names.index("RetransSegs")])
 
 
 def summary(spec: Spec, rate: float) -> dict[str, Any]:
     """Measured and planned: medians over the versions that the worker moved to."""
-    published = {e["version"]: e for e in read_log(spec.log("trainer")) if e["event"] == "published"}
+    published = {
+        e["version"]: e for e in read_log(spec.log("trainer")) if e["event"] == "published"
+    }
     lines, trainer = read_log(spec.log("worker")), read_log(spec.log("trainer"))[0]
     ready, synced = lines[0], [e for e in lines if e["event"] == "synced"]
     if not synced:
         raise SystemExit(f"{spec.method}: the worker moved to no version; run for longer")
-    newest = [e["time"] - published[e["version"]]["time"] + published[e["version"]]["seconds"] for e in synced]
+    newest = [
+        e["time"] - published[e["version"]]["time"] + published[e["version"]]["seconds"]
+        for e in synced
+    ]
     densities = [e["density"] for e in published.values() if e["density"] is not None]
     identical = all(e["root"] in (None, published[e["version"]]["root"]) for e in synced)
     return {
@@ -122,20 +142,34 @@ def run_all(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
     from benchmarks import trace  # imports torch, which nothing else here needs
 
     traces, rows = trace.ensure(runs=[trace.CHAIN_RUN]), list[dict[str, Any]]()
-    head = f"{'':8}{'Mbit/s':>7}{'bytes':>13}{'newest s':>10}{'planned':>9}{'idle s':>8}{'planned':>9}"
+    head = (
+        f"{'':8}{'Mbit/s':>7}{'bytes':>13}{'newest s':>10}{'planned':>9}{'idle s':>8}{'planned':>9}"
+    )
     print(f"{head}  versions, resent, bits")
     for method in arguments.methods:
         for rate in arguments.rates:
             scale = 0.3 if arguments.quick else 1.0
             where = folder / f"{method}-{rate:.0f}"
-            row = run(method, rate, trace=traces, folder=where, congestion=arguments.congestion, scale=scale)
+            row = run(
+                method,
+                rate,
+                trace=traces,
+                folder=where,
+                congestion=arguments.congestion,
+                scale=scale,
+            )
             row |= planned(row, next((r["density"] for r in rows if r["density"]), row["density"]))
             rows.append(row)
-            plans = [row.get(name, math.nan) for name in ("planned_newest_seconds", "planned_idle_seconds")]
+            plans = [
+                row.get(name, math.nan)
+                for name in ("planned_newest_seconds", "planned_idle_seconds")
+            ]
             bits = "ok" if row["identical"] else "DIFFER"
             print(
-                f"{method:8}{rate / 1e6:7.0f}{row['bytes']:13,.0f}{row['newest_seconds']:10.2f}{plans[0]:9.2f}"
-                f"{row['idle_seconds']:8.2f}{plans[1]:9.2f}  {row['versions']}, {row['resent_segments']}, {bits}",
+                f"{method:8}{rate / 1e6:7.0f}{row['bytes']:13,.0f}{row['newest_seconds']:10.2f}"
+                f"{plans[0]:9.2f}"
+                f"{row['idle_seconds']:8.2f}{plans[1]:9.2f}  {row['versions']}, "
+                f"{row['resent_segments']}, {bits}",
                 flush=True,
             )
     return rows

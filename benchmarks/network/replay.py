@@ -1,9 +1,10 @@
 """Trainer and worker that replay a recorded RL run over the network in real time.
 
-Each runs in its own namespace and knows the other by the store alone. Computing is a sleep of the step's length: it
-stands for the GPU's work. Publishing, syncing and scattering are real, and so are states, changes and densities: 64
-versions that `benchmarks.trace` recorded, forth, then back, and so on. The trainer publishes a version a step and waits
-for nobody. The worker moves to each version as soon as it can be seen.
+Each runs in its own namespace and knows the other by the store alone. Computing is a sleep of the
+step's length: it stands for the GPU's work. Publishing, syncing and scattering are real, and so are
+states, changes and densities: 64 versions that `benchmarks.trace` recorded, forth, then back, and
+so on. The trainer publishes a version a step and waits for nobody. The worker moves to each version
+as soon as it can be seen.
 
     python -m benchmarks.network.replay trainer|worker SPEC.json NAME
 """
@@ -25,7 +26,8 @@ from benchmarks.network.run import LOOK_SECONDS, Log, Spec, Stop, interface_byte
 from pulse_rl import Store, as_state
 
 RUN = "lr1e-6"
-"""The recorded run that has a chain of consecutive states (`trace.CHAIN_RUN`; importing that would load torch)."""
+"""The recorded run that has a chain of consecutive states (`trace.CHAIN_RUN`; importing that would
+load torch)."""
 
 
 _APART = 16  # steps between two copies
@@ -41,13 +43,18 @@ def start(spec: Spec) -> tuple[Weights, list[Iterator[None]]]:
     for copy, chain in enumerate(chains):
         for _ in range(copy * _APART):
             next(chain)
-    return Weights(flat, {f"{copy}.{name}": shapes[name] for copy in range(spec.copies) for name in shapes}), chains
+    return Weights(
+        flat, {f"{copy}.{name}": shapes[name] for copy in range(spec.copies) for name in shapes}
+    ), chains
 
 
 def step(spec: Spec, flat: np.ndarray) -> Iterator[None]:
-    """Moves the weights, [elements] uint16, along the chain, one version each time, forth and back without end."""
+    """Moves the weights, [elements] uint16, along the chain, one version each time, forth and back
+    without end."""
     with np.load(Path(spec.trace) / RUN / "chain" / "deltas.npz") as deltas:
-        steps = sorted(name.removeprefix("index") for name in deltas.files if name.startswith("index"))
+        steps = sorted(
+            name.removeprefix("index") for name in deltas.files if name.startswith("index")
+        )
         moves = [(deltas["index" + step], deltas["bits" + step]) for step in steps]
     while True:
         back = []
@@ -81,7 +88,8 @@ def train(spec: Spec, log: Log, stop: Stop) -> None:
 
 
 def place(spec: Spec) -> Store | Path:
-    """Where versions are published: the store, once it answers; for rsync the folder that its daemon shows."""
+    """Where versions are published: the store, once it answers; for rsync the folder that its
+    daemon shows."""
     if spec.method == "rsync":
         return Path(spec.folder) / "shown"
     spec.make_bucket()
@@ -93,7 +101,9 @@ def follow(spec: Spec, log: Log, stop: Stop) -> None:
     weights = start(spec)[0]
     if spec.method == "rsync":
         daemon = spec.endpoint.removeprefix("http://")
-        worker: methods.Worker = methods.RsyncWorker(daemon, Path(spec.folder) / "followed", weights)
+        worker: methods.Worker = methods.RsyncWorker(
+            daemon, Path(spec.folder) / "followed", weights
+        )
         host, _, port = daemon.rpartition(":")
         round_trip = ping((host, int(port)))
     else:
@@ -102,7 +112,12 @@ def follow(spec: Spec, log: Log, stop: Stop) -> None:
     log.write("ready", params=weights.flat.size, round_trip=round_trip)
     stop.wait_for(spec.go)
     while not stop:
-        since, received, previous, failed = time.monotonic(), interface_bytes("rx"), worker.version, worker.fallbacks
+        since, received, previous, failed = (
+            time.monotonic(),
+            interface_bytes("rx"),
+            worker.version,
+            worker.fallbacks,
+        )
         worker.sync()
         now = time.monotonic()
         if worker.version == previous:
@@ -110,7 +125,14 @@ def follow(spec: Spec, log: Log, stop: Stop) -> None:
             continue
         facts = {"rx": interface_bytes("rx") - received, "fallbacks": worker.fallbacks - failed}
         facts["phases"] = getattr(worker, "phases", None)
-        log.write("synced", version=worker.version, seconds=now - since, **facts, root=worker.root(), time=now)
+        log.write(
+            "synced",
+            version=worker.version,
+            seconds=now - since,
+            **facts,
+            root=worker.root(),
+            time=now,
+        )
 
 
 def main() -> None:

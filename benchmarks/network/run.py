@@ -34,7 +34,8 @@ STOP_SECONDS = 5.0
 _PINGS = 15
 _START_SECONDS = 120.0
 
-# S3 keeps connections. moto's server closes each, after it has discarded what comes behind a request: the next one.
+# S3 keeps connections. moto's server closes each, after it has discarded what comes behind a
+# request: the next one.
 _SERVER = """
 from unittest.mock import MagicMock
 from werkzeug import serving
@@ -47,16 +48,16 @@ send = Handler.send_header
 Handler.protocol_version, Handler.disable_nagle_algorithm = "HTTP/1.1", True
 Handler.send_header = lambda self, name, value: name.lower() == "connection" or send(self, name, value)
 main()
-"""
+"""  # noqa: E501
 
 Lines = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What both programs know. ``method`` is one of `pulse_rl.plan.model.METHODS` or ``rsync``, ``trace`` is the folder
-    of recorded runs and ``folder`` takes the logs. The state is ``copies`` of the recorded one, each at another of its
-    steps."""
+    """What both programs know. ``method`` is one of `pulse_rl.plan.model.METHODS` or ``rsync``,
+    ``trace`` is the folder of recorded runs and ``folder`` takes the logs. The state is ``copies``
+    of the recorded one, each at another of its steps."""
 
     method: str
     step_seconds: float
@@ -124,7 +125,9 @@ class Log:
 
     def write(self, event: str, **facts: object) -> None:
         counters = {"rx_bytes": interface_bytes("rx"), "tx_bytes": interface_bytes("tx")}
-        self._file.write(json.dumps({"event": event, "time": time.monotonic(), **counters, **facts}) + "\n")
+        self._file.write(
+            json.dumps({"event": event, "time": time.monotonic(), **counters, **facts}) + "\n"
+        )
 
 
 class Stop:
@@ -179,7 +182,11 @@ def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     scratch.mkdir()
     with log.open("wb") as file:
         child = subprocess.Popen(
-            command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(scratch)}
+            command,
+            stdout=file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"TMPDIR": str(scratch)},
         )
     try:
         yield child
@@ -189,7 +196,8 @@ def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_or_kill(child: subprocess.Popen[bytes], deadline: float) -> None:
-    """Until the child has ended, or the deadline: one in the midst of a long download does not hear the signal."""
+    """Until the child has ended, or the deadline: one in the midst of a long download does not hear
+    the signal."""
     try:
         child.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -209,9 +217,16 @@ def wait_until_ready(log: Path, children: list[subprocess.Popen[bytes]]) -> None
 def check(children: list[subprocess.Popen[bytes]]) -> None:
     for child in children:
         if child.poll() is not None:
-            raise SystemExit(f"{child.args!r} ended with status {child.returncode}; see its log in the run's folder")
+            raise SystemExit(
+                f"{child.args!r} ended with status {child.returncode}; see its log in the run's "
+                "folder"
+            )
 
 
 def read_log(path: Path) -> Lines:
     """The whole lines of a log; the last one may be torn."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]

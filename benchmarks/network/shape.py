@@ -1,7 +1,9 @@
-"""Network namespaces on one machine: a bridge, a veth pair to each node, token buckets (tbf) on both ends of it.
+"""Network namespaces on one machine: a bridge, a veth pair to each node, token buckets (tbf) on
+both ends of it.
 
-The commands are made by pure functions; `network` runs them and deletes the namespaces again, however it ends. Every
-namespace's name begins with ``pulse-net-``; `clean` deletes all of these. Linux, root, iproute2.
+The commands are made by pure functions; `network` runs them and deletes the namespaces again,
+however it ends. Every namespace's name begins with ``pulse-net-``; `clean` deletes all of these.
+Linux, root, iproute2.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ Command = list[str]
 
 @dataclass(frozen=True)
 class Node:
-    """A namespace with one interface. ``rate`` is that of its link in bit/s, both ways; None: unshaped."""
+    """A namespace with one interface. ``rate`` is that of its link in bit/s, both ways; None:
+    unshaped."""
 
     name: str
     number: int
@@ -93,7 +96,10 @@ def _bucket(space: str, interface: str, rate: float) -> Command:
 def require_root() -> None:
     """Ends the program, in one line, where namespaces cannot be made."""
     if os.geteuid() != 0:
-        raise SystemExit("the shaped network needs root: it makes network namespaces (try: sudo make bench-network)")
+        raise SystemExit(
+            "the shaped network needs root: it makes network namespaces (try: sudo make "
+            "bench-network)"
+        )
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise SystemExit(f"the shaped network needs {' and '.join(missing)} (package iproute2)")
@@ -109,7 +115,8 @@ def network(nodes: Sequence[Node]) -> AbstractContextManager[None]:
 
 @contextmanager
 def built(commands: Sequence[Command]) -> Iterator[None]:
-    """What ``commands`` build while the context lasts, as `network`; then what still runs in it is ended."""
+    """What ``commands`` build while the context lasts, as `network`; then what still runs in it is
+    ended."""
     with _alone():
         _clean()
         try:
@@ -136,12 +143,18 @@ def _alone() -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SystemExit("another process is using the shaped network; wait until it has ended") from None
+            raise SystemExit(
+                "another process is using the shaped network; wait until it has ended"
+            ) from None
         yield
 
 
 def _clean() -> list[str]:
-    names = [line.split()[0] for line in _output(["ip", "netns", "list"]).splitlines() if line.startswith(PREFIX)]
+    names = [
+        line.split()[0]
+        for line in _output(["ip", "netns", "list"]).splitlines()
+        if line.startswith(PREFIX)
+    ]
     for name in names:
         for process in _output(["ip", "netns", "pids", name]).split():
             with suppress(ProcessLookupError):
@@ -159,5 +172,6 @@ def _run(command: Command) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
-            f"{' '.join(command)}: {done.stderr.strip()} (leftovers? python -m benchmarks.network --clean)"
+            f"{' '.join(command)}: {done.stderr.strip()} (leftovers? python -m "
+            "benchmarks.network --clean)"
         )

@@ -1,6 +1,8 @@
-"""The sparsity study: real reinforcement-learning runs, each state compared with those k before (docs/study.md).
+"""The sparsity study: real reinforcement-learning runs, each state compared with those k before
+(docs/study.md).
 
     python -m benchmarks.study [--json FILE] [--only NAME ...]
 
-`settings` lists the runs, `minilm` and `example` carry them out, `recorder` measures, `tables` prints.
+`settings` lists the runs, `minilm` and `example` carry them out, `recorder` measures, `tables`
+prints.
 """

@@ -21,7 +21,10 @@ def carry_out(settings: Settings, seed: int) -> dict[str, Any]:
     def progress(step: int, reward: float, density: float) -> None:
         if step % 20 == 0 or step == settings.steps:
             seconds = time.perf_counter() - started
-            print(f"{settings.name} step {step:3d} {reward:.3f} density {density:.3%} {seconds:.0f}s", flush=True)
+            print(
+                f"{settings.name} step {step:3d} {reward:.3f} density {density:.3%} {seconds:.0f}s",
+                flush=True,
+            )
 
     module = minilm if settings.model == "minilm" else example
     result = module.run(settings, seed, progress)
@@ -29,7 +32,9 @@ def carry_out(settings: Settings, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description="the sparsity study")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.study", description="the sparsity study"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
     parser.add_argument("--only", nargs="+", choices=[run.name for run in RUNS], metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
@@ -44,7 +49,10 @@ def main() -> None:
             if args.json:
                 args.json.write_text(json.dumps(results))
     print(tables.all_tables(results))
-    print(f"\n{len(results)} runs in {(time.perf_counter() - started) / 60:.1f} minutes, {args.threads} thread(s)")
+    print(
+        f"\n{len(results)} runs in {(time.perf_counter() - started) / 60:.1f} minutes, "
+        f"{args.threads} thread(s)"
+    )
 
 
 if __name__ == "__main__":

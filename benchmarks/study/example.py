@@ -22,7 +22,8 @@ FIT_STEPS, FIT_LR, FIT_BATCH, FIT_ACCURACY = 400, 2e-3, 128, 0.35
 
 
 def build_model(size: str, seed: int) -> PreTrainedModel:
-    """The example's model at another width; the initial weights shrink with the root of it, as there."""
+    """The example's model at another width; the initial weights shrink with the root of it, as
+    there."""
     torch.manual_seed(seed)
     hidden = HIDDEN[size]
     config = Qwen2Config(
@@ -39,8 +40,11 @@ def build_model(size: str, seed: int) -> PreTrainedModel:
     return Qwen2ForCausalLM(config).to(torch.bfloat16)
 
 
-def run(settings: Settings, seed: int, progress: Callable[[int, float, float], None]) -> dict[str, Any]:
-    """Trains and measures; ``progress`` gets step, reward (or loss) and density after each update."""
+def run(
+    settings: Settings, seed: int, progress: Callable[[int, float, float], None]
+) -> dict[str, Any]:
+    """Trains and measures; ``progress`` gets step, reward (or loss) and density after each
+    update."""
     model = build_model(settings.model, seed)
     weights = policy.MasterWeights(model)
     load_start(settings.model, model, weights, seed)
@@ -58,14 +62,17 @@ def run(settings: Settings, seed: int, progress: Callable[[int, float, float], N
 
 
 def load_start(size: str, model: PreTrainedModel, weights: policy.MasterWeights, seed: int) -> None:
-    """Gives the model the weights from which a third of the sampled answers is right, fitting them the first time."""
+    """Gives the model the weights from which a third of the sampled answers is right, fitting them
+    the first time."""
     path = CACHE / f"{size}.pt"
     if not path.exists():
         fit(model, weights, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(weights.state()["masters"], path)
     weights.forget_moments()
-    weights.load({"masters": torch.load(path, weights_only=True), "optimizer": weights.state()["optimizer"]})
+    weights.load(
+        {"masters": torch.load(path, weights_only=True), "optimizer": weights.state()["optimizer"]}
+    )
 
 
 def fit(model: PreTrainedModel, weights: policy.MasterWeights, seed: int) -> None:
@@ -105,10 +112,16 @@ def _rollouts(settings: Settings, model: PreTrainedModel, seed: int) -> Callable
             problems = [p for p in task.draw_problems(rng, PROMPTS) for _ in range(GROUP)]
             prompts = task.prompt_tokens(problems)
             answers, log_probs = policy.sample(model, prompts, generator)
-            batch = torch.cat([prompts, answers], dim=1), log_probs.clone(), task.rewards(problems, answers)
+            batch = (
+                torch.cat([prompts, answers], dim=1),
+                log_probs.clone(),
+                task.rewards(problems, answers),
+            )
             left = settings.updates
         tokens, log_probs, rewards = batch
-        torch.autograd.backward(grpo_loss(model, tokens.clone(), log_probs, group_advantages(rewards, GROUP)))
+        torch.autograd.backward(
+            grpo_loss(model, tokens.clone(), log_probs, group_advantages(rewards, GROUP))
+        )
         left -= 1
         return float(rewards.mean())
 

@@ -17,20 +17,32 @@ _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_
 _CLIP = 0.2
 
 
-def run(settings: Settings, seed: int, progress: Callable[[int, float, float], None]) -> dict[str, Any]:
-    """Trains and measures; ``progress`` gets step, reward (or loss) and density after each update."""
+def run(
+    settings: Settings, seed: int, progress: Callable[[int, float, float], None]
+) -> dict[str, Any]:
+    """Trains and measures; ``progress`` gets step, reward (or loss) and density after each
+    update."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     policy = trace.Policy()
     trace.load_start(policy, trace.CACHE / "start.pt", seed)
     adam = trace.AdamW(
         policy,
-        trace.Run(settings.name, settings.lr, masters=settings.masters, warmup=settings.warmup, betas=settings.betas),
+        trace.Run(
+            settings.name,
+            settings.lr,
+            masters=settings.masters,
+            warmup=settings.warmup,
+            betas=settings.betas,
+        ),
     )
     prompts = trace.Prompts(policy.vocabulary, seed)
     rollouts = _rollouts(settings, policy, prompts, generator)
     fill = _supervised(policy, prompts) if settings.supervised else rollouts
-    recorders = {name: Recorder(settings, state_of(policy, adam, name)) for name in ("BF16", *settings.dtypes)}
+    recorders = {
+        name: Recorder(settings, state_of(policy, adam, name))
+        for name in ("BF16", *settings.dtypes)
+    }
     gradients, rewards = [], []
     for step in range(1, settings.steps + 1):
         rewards.append(fill())
@@ -68,8 +80,8 @@ def _rollouts(
 ) -> Callable[[], float]:
     """Fills a policy gradient; returns the batch's mean reward.
 
-    With several updates a batch the rollouts are of the policy before the first of them, and the clipped ratio corrects
-    for that.
+    With several updates a batch the rollouts are of the policy before the first of them, and the
+    clipped ratio corrects for that.
     """
     if settings.updates == 1:
         return lambda: policy.policy_gradient(prompts, generator)
@@ -84,7 +96,10 @@ def _rollouts(
             with torch.no_grad():
                 log_p = policy.log_probabilities(texts)
             sample, advantage, reward = policy.roll_out(log_p, answer, generator)
-            batch, left = (texts, sample, advantage, log_p.gather(1, sample), reward), settings.updates
+            batch, left = (
+                (texts, sample, advantage, log_p.gather(1, sample), reward),
+                settings.updates,
+            )
         texts, sample, advantage, old, reward = batch
         ratio = (policy.log_probabilities(texts).gather(1, sample) - old).exp()
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - _CLIP, 1 + _CLIP) * advantage)

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 KS = (1, 2, 4, 8, 16, 32)
 WARMUP = 20
 STEADY_FROM = 25
-"""Pairs whose older state is of this step or later count as steady: the warm-up and its peak are over."""
+"""Pairs whose older state is of this step or later count as steady: the warm-up and its peak are
+over."""
 STEPS = 65
 """With STEADY_FROM this gives nine pairs of k = 32."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. ``model`` is "minilm" or a size of the example's Qwen2; ``updates`` are optimizer updates per rollout
-    batch; ``dtypes`` are compute dtypes that are measured beside BF16, from the same FP32 masters.
+    """One run. ``model`` is "minilm" or a size of the example's Qwen2; ``updates`` are optimizer
+    updates per rollout batch; ``dtypes`` are compute dtypes that are measured beside BF16, from the
+    same FP32 masters.
     """
 
     name: str

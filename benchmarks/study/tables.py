@@ -23,7 +23,9 @@ def all_tables(results: list[Result]) -> str:
         ("What history knows of a step: bits and bytes a change, without and with", known(results)),
         ("Sparsity in % by layer type, k = 1 / 32", layers(results)),
     ]
-    parts += [(f"Density in % by exponent, k = 1: {r['settings']['name']}", exponents(r)) for r in results]
+    parts += [
+        (f"Density in % by exponent, k = 1: {r['settings']['name']}", exponents(r)) for r in results
+    ]
     return "\n\n".join(f"{title}\n\n{table}" for title, table in parts if table)
 
 
@@ -85,9 +87,13 @@ def known(results: list[Result]) -> str:
     rows = []
     for name, found in _histories(results):
         cells = [f"{found[kind]:.3f} / {found[f'{kind}_with_history']:.3f}" for kind in kinds]
-        reached = " / ".join(f"{found[f'bytes_per_changed_{codec}']:.3f}" for codec in ("auto", "history"))
+        reached = " / ".join(
+            f"{found[f'bytes_per_changed_{codec}']:.3f}" for codec in ("auto", "history")
+        )
         rows.append([name, *cells, reached])
-    return _table(["run", "position", "sign", "size", "bound, bytes", "files, bytes: context / history"], rows)
+    return _table(
+        ["run", "position", "sign", "size", "bound, bytes", "files, bytes: context / history"], rows
+    )
 
 
 def _histories(results: list[Result]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -110,7 +116,14 @@ def exponents(result: Result) -> str:
     rows = result["study"]["exponents"]
     total = sum(row["elements"] for row in rows)
     shown = [row for row in rows if row["elements"] >= SHOWN_SHARE * total]
-    head = ["weights from", "share", "measured", "if every update were lr", "10 lr", "lr / threshold"]
+    head = [
+        "weights from",
+        "share",
+        "measured",
+        "if every update were lr",
+        "10 lr",
+        "lr / threshold",
+    ]
     lr = result["settings"]["lr"]
     return _table(
         head,

@@ -1,4 +1,5 @@
-"""``python -m examples.fleet``: starts the fleet, kills, cuts and mends, shows it all, compares the final weights."""
+"""``python -m examples.fleet``: starts the fleet, kills, cuts and mends, shows it all, compares the
+final weights."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from statistics import mean
 from pulse_rl._util.settings import format_bytes, format_duration
 
 from ..grpo.rollouts import reported_root
-from ..grpo.run import Event, Orchestrator, RunFailed, RunFolder, compare, newcomer_root, note, orchestrate
+from ..grpo.run import (
+    Event,
+    Orchestrator,
+    RunFailed,
+    RunFolder,
+    compare,
+    newcomer_root,
+    note,
+    orchestrate,
+)
 from .links import cut, near, origin
 from .policies import warm_up
 from .settings import CUT, FIRST, FOLDS, HOMES, JOINING, KILLED, POLICIES, REGIONS, Settings
@@ -31,7 +41,12 @@ class Fleet(Orchestrator):
         self.results: dict[str, Event] = {}
         self.cut_at: dict[str, int | None] = {}
         fifth = settings.steps / 5
-        self.plan = [(fifth, self._kill), (2 * fifth, self._join), (2.5 * fifth, self._cut), (4 * fifth, self._mend)]
+        self.plan = [
+            (fifth, self._kill),
+            (2 * fifth, self._join),
+            (2.5 * fifth, self._cut),
+            (4 * fifth, self._mend),
+        ]
 
     def run(self) -> None:
         """The whole run. Raises RunFailed."""
@@ -39,10 +54,16 @@ class Fleet(Orchestrator):
             for name in POLICIES:
                 for rank in range(self.settings.ranks):
                     options = ("--policy", name, "--rank", str(rank))
-                    self.start(f"trainer-{name}" + (f"-{rank}" if rank else ""), "examples.fleet.trainer", *options)
+                    self.start(
+                        f"trainer-{name}" + (f"-{rank}" if rank else ""),
+                        "examples.fleet.trainer",
+                        *options,
+                    )
             for region in REGIONS:
                 self.start(f"relay-{region}", "examples.fleet.relay", "--region", region)
-            self._await(lambda: all(self.at_relay(r, p) is not None for r in REGIONS for p in POLICIES))
+            self._await(
+                lambda: all(self.at_relay(r, p) is not None for r in REGIONS for p in POLICIES)
+            )
             for name in FIRST:
                 self._worker(name)
             while self.running() or self.plan:
@@ -116,14 +137,22 @@ class Fleet(Orchestrator):
             behind, size = event["version"] - event["previous"], format_bytes(event["bytes"])
             kinds = Counter(link.split()[1] for link in event["links"])
             by = " and ".join(f"{count} {kind}" for kind, count in kinds.items())
-            note(f"the relay of {region} gets {behind} versions of the {event['policy']} by {by}, {size}")
+            note(
+                f"the relay of {region} gets {behind} versions of the {event['policy']} by {by}, "
+                f"{size}"
+            )
 
     def at_relay(self, region: str, policy: str) -> int | None:
         """The newest version that a region's relay has."""
-        return max((event["version"] for event in self.relayed[region] if event["policy"] == policy), default=None)
+        return max(
+            (event["version"] for event in self.relayed[region] if event["policy"] == policy),
+            default=None,
+        )
 
     def _relays_have_all(self) -> bool:
-        return all(self.at_relay(r, p) == self.results[p]["version"] for r in REGIONS for p in POLICIES)
+        return all(
+            self.at_relay(r, p) == self.results[p]["version"] for r in REGIONS for p in POLICIES
+        )
 
     def newest(self, policy: str) -> int:
         return int(self.steps[policy][-1]["version"]) if self.steps[policy] else 0
@@ -136,75 +165,134 @@ class Fleet(Orchestrator):
     def _row(self, step: int) -> None:
         if step == EVERY:
             heads = ("step", "solver", "verifier: true, of right, of wrong", "patch kB", "unsent")
-            print("  {:>4} {:>7}  {:34} {:>9} {:>7}  versions behind, solver/verifier of each worker".format(*heads))
+            print(
+                "  {:>4} {:>7}  {:34} {:>9} {:>7}  versions behind, solver/verifier of each "
+                "worker".format(*heads)
+            )
         solver, verifier = (self.steps[name][-EVERY:] for name in POLICIES)
-        judged = [mean(e[key] for e in verifier) if verifier else 0.0 for key in ("reward", "of_right", "of_wrong")]
+        judged = [
+            mean(e[key] for e in verifier) if verifier else 0.0
+            for key in ("reward", "of_right", "of_wrong")
+        ]
         behind = []
         for region in REGIONS:
             lags = [
-                "/".join(str(self.newest(name) - (event["versions"][name] or 0)) for name in POLICIES)
+                "/".join(
+                    str(self.newest(name) - (event["versions"][name] or 0)) for name in POLICIES
+                )
                 for worker, event in sorted(self.workers.items())
                 if HOMES[worker] == region
             ]
-            behind.append(f"{region}{' (cut off)' if cut(self.folder, region).exists() else ''} {' '.join(lags)}")
+            behind.append(
+                f"{region}{' (cut off)' if cut(self.folder, region).exists() else ''} "
+                f"{' '.join(lags)}"
+            )
         unsent = sum(event["unsent"] for event in self.workers.values())
-        figures = [mean(e["reward"] for e in solver), *judged, mean(e["patch_bytes"] for e in solver) / 1e3, unsent]
+        figures = [
+            mean(e["reward"] for e in solver),
+            *judged,
+            mean(e["patch_bytes"] for e in solver) / 1e3,
+            unsent,
+        ]
         row = "  {:4} {:7.3f}  {:14.3f} {:9.3f} {:9.3f} {:9.1f} {:7}  ".format(step, *figures)
         print(row + "; ".join(behind), flush=True)
 
     # -- the end
 
     def _summarise(self) -> None:
-        """What was learnt; the time that syncs took, and what the same syncs would take over the same links in other
-        layouts, by arithmetic from the counted changes."""
-        print(f"\n{self.settings.steps} steps of each policy, {time.monotonic() - self.started:.0f} s")
+        """What was learnt; the time that syncs took, and what the same syncs would take over the
+        same links in other layouts, by arithmetic from the counted changes."""
+        print(
+            f"\n{self.settings.steps} steps of each policy, {time.monotonic() - self.started:.0f} s"
+        )
         fifth = max(1, self.settings.steps // 5)
         for name, events in self.steps.items():
             patch, dense = mean(e["patch_bytes"] for e in events), events[-1]["dense_bytes"]
             keys = ("reward", "of_right", "of_wrong") if name == "verifier" else ("reward",)
             learnt = ", ".join(f"{key} {_from_to(events, key, fifth)}" for key in keys)
-            print(f"  {name:9} {learnt}; a version {patch / 1e3:.1f} kB instead of {dense / 1e3:.0f} kB")
-        changed = {name: {e["version"]: e["changed"] or 0 for e in self.steps[name]} for name in POLICIES}
-        print("\n  seconds of wall-clock for the syncs of this run, and for the same syncs over the same link with 6")
-        print("  bytes a change and a full state after more than one version (AstraFlow), or with full states:")
+            print(
+                f"  {name:9} {learnt}; a version {patch / 1e3:.1f} kB instead of "
+                f"{dense / 1e3:.0f} kB"
+            )
+        changed = {
+            name: {e["version"]: e["changed"] or 0 for e in self.steps[name]} for name in POLICIES
+        }
+        print(
+            "\n  seconds of wall-clock for the syncs of this run, and for the same syncs over "
+            "the same link with 6"
+        )
+        print(
+            "  bytes a change and a full state after more than one version (AstraFlow), or with "
+            "full states:"
+        )
         for region, rate in REGIONS.items():
             here = [moves for worker, moves in self.synced.items() if HOMES[worker] == region]
             moves = [move for worker in here for move in worker]
-            single = [m for m in moves if m["previous"] is not None and m["version"] == m["previous"] + 1]
-            sparse = sum(6 * changed[m["policy"]][m["version"]] for m in single) + (len(moves) - len(single)) * dense
+            single = [
+                m for m in moves if m["previous"] is not None and m["version"] == m["previous"] + 1
+            ]
+            sparse = (
+                sum(6 * changed[m["policy"]][m["version"]] for m in single)
+                + (len(moves) - len(single)) * dense
+            )
             ours = sum(e["seconds"] for e in self.relayed[region])
             each = mean(sum(m["seconds"] for m in worker) for worker in here)
             crossed = format_bytes(sum(e["bytes"] for e in self.relayed[region]))
             others = [format_duration(8 * nbytes / rate) for nbytes in (sparse, len(moves) * dense)]
             print(
-                f"    {region}, {rate / 1e6:.0f} Mbit/s: the relay {ours:.1f} s for {crossed}, a worker {each:.1f} s;"
+                f"    {region}, {rate / 1e6:.0f} Mbit/s: the relay {ours:.1f} s for {crossed}, a "
+                f"worker {each:.1f} s;"
             )
-            print(f"      {len(moves)} syncs, {len(single)} of them by one version, would take {' and '.join(others)}")
+            print(
+                f"      {len(moves)} syncs, {len(single)} of them by one version, would take "
+                f"{' and '.join(others)}"
+            )
 
     def _compare(self) -> None:
-        """Compares the roots of trainers, live models and newcomers in every store. Raises RunFailed."""
-        stores = {"origin": origin(self.folder)} | {region: near(self.folder, region) for region in REGIONS}
+        """Compares the roots of trainers, live models and newcomers in every store. Raises
+        RunFailed."""
+        stores = {"origin": origin(self.folder)} | {
+            region: near(self.folder, region) for region in REGIONS
+        }
         for policy in POLICIES:
             trained = self.results[policy]
-            print(f"\n  {policy}, version {trained['version']}, its {self.settings.ranks} ranks: {trained['root']}")
+            print(
+                f"\n  {policy}, version {trained['version']}, its {self.settings.ranks} ranks: "
+                f"{trained['root']}"
+            )
             names = [name for name in HOMES if name not in KILLED]
-            roots = {n: reported_root(stores["origin"], f"{n}-{policy}", trained["version"]) for n in names}
-            roots |= {f"a newcomer at {place}": newcomer_root(store, policy) for place, store in stores.items()}
+            roots = {
+                n: reported_root(stores["origin"], f"{n}-{policy}", trained["version"])
+                for n in names
+            }
+            roots |= {
+                f"a newcomer at {place}": newcomer_root(store, policy)
+                for place, store in stores.items()
+            }
             compare(trained["root"], roots)
         print("\nevery worker of both regions holds both policies, bit for bit")
 
     def _require_folds(self) -> None:
         """The region that was cut off has come on by patches and folds alone. Raises RunFailed."""
         for policy, had in self.cut_at.items():
-            since = [e for e in self.relayed[CUT] if e["policy"] == policy and e["version"] > (had or 0)]
+            since = [
+                e for e in self.relayed[CUT] if e["policy"] == policy and e["version"] > (had or 0)
+            ]
             links = [link for event in since for link in event["links"]]
             if any("anchor" in link for link in links):
-                raise RunFailed(f"{CUT} has fetched a full state of the {policy}: {', '.join(links)}")
+                raise RunFailed(
+                    f"{CUT} has fetched a full state of the {policy}: {', '.join(links)}"
+                )
             longest = max(e["version"] - e["previous"] for e in since)
             folds = [link for link in links if "fold" in link]
             if longest >= 2 * FOLDS[0] and not folds:
-                raise RunFailed(f"{CUT} was {longest} versions of the {policy} behind, and has taken no fold")
-            print(f"{CUT}, cut off at version {had} of the {policy}, came back by {len(folds)} folds and no full state")
+                raise RunFailed(
+                    f"{CUT} was {longest} versions of the {policy} behind, and has taken no fold"
+                )
+            print(
+                f"{CUT}, cut off at version {had} of the {policy}, came back by {len(folds)} "
+                "folds and no full state"
+            )
 
 
 def _from_to(events: list[Event], key: str, count: int) -> str:
@@ -216,7 +304,9 @@ def run(settings: Settings, folder: RunFolder) -> None:
     if (folder.root / "origin").exists():
         raise ValueError(f"{folder.root} holds a run already; a fleet begins in a new folder")
     rates = ", ".join(f"{region} {rate / 1e6:.0f} Mbit/s" for region, rate in REGIONS.items())
-    print(f"links: {rates}, simulated: processes wait as long as their bytes would take", flush=True)
+    print(
+        f"links: {rates}, simulated: processes wait as long as their bytes would take", flush=True
+    )
     warm_up(settings, folder)
     Fleet(settings, folder).run()
 

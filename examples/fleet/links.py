@@ -1,5 +1,6 @@
-"""The stores of a run, and the origin as a region has it: over a link that is slow, shared by all processes of the
-region, and sometimes cut. The link is simulated: all wait as long as their bytes would take."""
+"""The stores of a run, and the origin as a region has it: over a link that is slow, shared by all
+processes of the region, and sometimes cut. The link is simulated: all wait as long as their bytes
+would take."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def cut(folder: RunFolder, region: str) -> Path:
 
 
 class Direction:
-    """One direction of a link, of ``bits_per_second`` for all who have the same ``file``: a transfer begins when the
-    one before it has ended."""
+    """One direction of a link, of ``bits_per_second`` for all who have the same ``file``: a
+    transfer begins when the one before it has ended."""
 
     def __init__(self, file: Path, bits_per_second: float) -> None:
         self._file, self._rate = file, bits_per_second

@@ -1,4 +1,5 @@
-"""A region's relay: copies both policies over the region's link once, for all workers of the region."""
+"""A region's relay: copies both policies over the region's link once, for all workers of the
+region."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def work(settings: Settings, folder: RunFolder, alarm: Alarm, region: str) -> No
     events, journal = JsonLines(folder.events(name)), Journal(folder.journal(name))
     threads = []
     for policy in POLICIES:
-        relay = pulse_rl.Relay(link(folder, region), near(folder, region), stream=policy, threads=1, on_event=events)
+        relay = pulse_rl.Relay(
+            link(folder, region), near(folder, region), stream=policy, threads=1, on_event=events
+        )
         threads.append(threading.Thread(target=copy, args=(policy, relay, journal), daemon=True))
         threads[-1].start()
     while all(thread.is_alive() for thread in threads):

@@ -8,7 +8,8 @@ from ..grpo.run import SavedSettings, option
 
 POLICIES = ("solver", "verifier")
 REGIONS = {"near": 50e6, "far": 10e6}
-"""Bits per second of a region's link to the origin, shared by all that is in the region, in each direction."""
+"""Bits per second of a region's link to the origin, shared by all that is in the region, in each
+direction."""
 
 FIRST = {
     "worker-0": "near",
@@ -28,8 +29,8 @@ FOLDS = (8, 64)
 
 @dataclass(frozen=True)
 class Settings(SavedSettings):
-    """The options of a run. Workers are killed after a fifth of the solver's steps and join after two fifths; a region
-    is cut off from a half to four fifths of them."""
+    """The options of a run. Workers are killed after a fifth of the solver's steps and join after
+    two fifths; a region is cut off from a half to four fifths of them."""
 
     steps: int = option(140, "steps of each policy")
     lr: float = option(1e-4, "learning rate of the RL phase")
@@ -37,7 +38,9 @@ class Settings(SavedSettings):
     prompts: int = option(8, "problems in a batch of rollouts")
     group: int = option(8, "answers per problem")
     max_lag: int = option(12, "trainers refuse rollouts that are more versions behind than this")
-    sft_accuracy: float = option(0.5, "the warm-up ends once this share of sampled answers is right")
+    sft_accuracy: float = option(
+        0.5, "the warm-up ends once this share of sampled answers is right"
+    )
     patience: float = option(240.0, "seconds after which a process gives up on its peers")
     seed: int = option(0, "seed of everything random")
 

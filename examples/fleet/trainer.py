@@ -1,4 +1,5 @@
-"""One rank of a policy's trainer: FSDP2, GRPO on the batches that arrive, each optimizer step published in parts.
+"""One rank of a policy's trainer: FSDP2, GRPO on the batches that arrive, each optimizer step
+published in parts.
 
 No rank ever holds the whole model: each publishes the rows that it owns.
 """
@@ -26,27 +27,40 @@ from .policies import Judged, advantages, loss_of
 from .settings import FOLDS, Settings
 
 ANCHOR_RATIO = 100.0
-"""No further full state in a run: whoever joins late, or was cut off, comes by patches and folds."""
+"""No further full state in a run: whoever joins late, or was cut off, comes by patches and
+folds."""
 
 
 class Trainer:
-    def __init__(self, settings: Settings, folder: RunFolder, name: str, rank: int, alarm: Alarm) -> None:
+    def __init__(
+        self, settings: Settings, folder: RunFolder, name: str, rank: int, alarm: Alarm
+    ) -> None:
         self.settings, self.name, self.rank, self.alarm = settings, name, rank, alarm
         self.store = origin(folder)
         self.model = self._sharded(folder)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.lr, weight_decay=0.0
+        )
         self.journal = Journal(folder.journal(f"trainer-{name}")) if rank == 0 else None
         listener = JsonLines(folder.events(f"trainer-{name}")) if rank == 0 else None
         self.publisher = ShardedPublisher(
-            self.store, stream=name, anchor_ratio=ANCHOR_RATIO, folds=FOLDS, threads=1, on_event=listener
+            self.store,
+            stream=name,
+            anchor_ratio=ANCHOR_RATIO,
+            folds=FOLDS,
+            threads=1,
+            on_event=listener,
         )
         self.newest = -1
         self.used = ""
 
     def _sharded(self, folder: RunFolder) -> torch.nn.Module:
-        """The policy's FP32 weights, each rank with its rows of every tensor; computed with in BF16."""
+        """The policy's FP32 weights, each rank with its rows of every tensor; computed with in
+        BF16."""
         model = model_of.build_model(self.settings.seed).float()
-        for weight, start in zip(model.parameters(), torch.load(folder.checkpoint(self.name)), strict=True):
+        for weight, start in zip(
+            model.parameters(), torch.load(folder.checkpoint(self.name)), strict=True
+        ):
             weight.data.copy_(start)
         mesh = init_device_mesh("cpu", (self.settings.ranks,))
         precision = MixedPrecisionPolicy(param_dtype=model_of.ARITHMETIC)
@@ -64,12 +78,16 @@ class Trainer:
             batch = Judged.from_bytes(self.store.get(names[self.rank]))
             counted = torch.ones_like(batch.right) if self.name == "solver" else batch.right
             advantage = advantages(batch.rewards, counted, self.settings.group)
-            torch.autograd.backward(loss_of(self.model, batch.tokens.long(), batch.log_probs, advantage))
+            torch.autograd.backward(
+                loss_of(self.model, batch.tokens.long(), batch.log_probs, advantage)
+            )
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
             wrong = 1 - batch.right
-            sums = torch.stack([batch.rewards.mean(), *(_share(batch.rewards, of) for of in (batch.right, wrong))])
+            sums = torch.stack(
+                [batch.rewards.mean(), *(_share(batch.rewards, of) for of in (batch.right, wrong))]
+            )
             dist.all_reduce(sums)
             reward, of_right, of_wrong = (sums / self.settings.ranks).tolist()
             published = self._publish(step, reward=reward)
@@ -98,7 +116,8 @@ class Trainer:
         return published
 
     def _next_batches(self) -> list[str]:
-        """The names of one batch for each rank, as rank 0 chooses them; what is too old is deleted."""
+        """The names of one batch for each rank, as rank 0 chooses them; what is too old is
+        deleted."""
         found: list[list[str]] = [[]]
         if self.rank == 0:
             found = [wait_for(self._ready, self.alarm, f"batches for the {self.name}")]
@@ -107,7 +126,11 @@ class Trainer:
 
     def _ready(self) -> list[str] | None:
         names = [info.name for info in self.store.list(folder_of(self.name))]
-        for name in [n for n in names if n <= self.used or self.newest - version_of(n) > self.settings.max_lag]:
+        for name in [
+            n
+            for n in names
+            if n <= self.used or self.newest - version_of(n) > self.settings.max_lag
+        ]:
             self.store.delete(name)
             names.remove(name)
         if len(names) < self.settings.ranks:
@@ -118,9 +141,13 @@ class Trainer:
 
     def _report(self) -> None:
         """The root of the whole model as the trainer has it, gathered this once."""
-        whole = {name: weight.full_tensor() for name, weight in self.model.named_parameters()}  # tied ones once
+        whole = {
+            name: weight.full_tensor() for name, weight in self.model.named_parameters()
+        }  # tied ones once
         if self.journal:
-            root = pulse_rl.state_root({name: weight.to(torch.bfloat16) for name, weight in whole.items()})
+            root = pulse_rl.state_root(
+                {name: weight.to(torch.bfloat16) for name, weight in whole.items()}
+            )
             self.journal.write("result", version=self.newest, root=root)
 
 

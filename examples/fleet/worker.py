@@ -1,7 +1,8 @@
-"""A rollout worker of a region: follows both policies, generates with both, sends what it made to the origin.
+"""A rollout worker of a region: follows both policies, generates with both, sends what it made to
+the origin.
 
-It reads the region's own store, which a relay keeps, and the origin only if that stays behind. While the region is cut
-off it goes on generating with what it has.
+It reads the region's own store, which a relay keeps, and the origin only if that stays behind.
+While the region is cut off it goes on generating with what it has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .settings import HOMES, POLICIES, Settings
 PATIENCE_SECONDS = 20.0
 PAUSE_SECONDS = 0.05
 A_VERSION = 2
-"""Batches that a worker makes with one version at once; then it waits for the next one, and makes one now and then."""
+"""Batches that a worker makes with one version at once; then it waits for the next one, and makes
+one now and then."""
 NOW_AND_THEN_SECONDS = 3.0
 
 
@@ -37,7 +39,8 @@ class Worker:
         stores = [near(folder, region), self.origin]
         events = JsonLines(folder.events(name))
         self.followed = {
-            each: pulse_rl.Subscriber(stores, stream=each, threads=1, on_event=events) for each in POLICIES
+            each: pulse_rl.Subscriber(stores, stream=each, threads=1, on_event=events)
+            for each in POLICIES
         }
         for subscriber in self.followed.values():
             subscriber.patience_seconds = PATIENCE_SECONDS
@@ -84,7 +87,11 @@ class Worker:
 
     def _generate(self) -> None:
         rng, generator = policy.seeded(self.settings.seed, self.name, self.sequence)
-        problems = [p for p in task.draw_problems(rng, self.settings.prompts) for _ in range(self.settings.group)]
+        problems = [
+            p
+            for p in task.draw_problems(rng, self.settings.prompts)
+            for _ in range(self.settings.group)
+        ]
         prompts = task.prompt_tokens(problems)
         answers, log_probs = policy.sample(self.models["solver"], prompts, generator)
         right = task.rewards(problems, answers)
@@ -96,13 +103,23 @@ class Worker:
         self.made += 1
 
     def _send(
-        self, name: str, tokens: torch.Tensor, log_probs: torch.Tensor, rewards: torch.Tensor, right: torch.Tensor
+        self,
+        name: str,
+        tokens: torch.Tensor,
+        log_probs: torch.Tensor,
+        rewards: torch.Tensor,
+        right: torch.Tensor,
     ) -> None:
         version = self.followed[name].version
         assert version is not None
         origin = Origin(self.name, version, self.roots[name])
         try:
-            put(self.origin, name, self.sequence, Judged(origin, tokens.to(torch.uint8), log_probs, rewards, right))
+            put(
+                self.origin,
+                name,
+                self.sequence,
+                Judged(origin, tokens.to(torch.uint8), log_probs, rewards, right),
+            )
         except pulse_rl.errors.StoreUnavailable:  # cut off: they would be too old by the time
             self.unsent += 1
             self._note("unsent")
@@ -117,7 +134,9 @@ class Worker:
         for each, model in self.models.items():
             version = self.followed[each].version
             assert version is not None
-            put_report(self.origin, f"{self.name}-{each}", version, pulse_rl.state_root(model.state_dict()))
+            put_report(
+                self.origin, f"{self.name}-{each}", version, pulse_rl.state_root(model.state_dict())
+            )
 
 
 def work(settings: Settings, folder: RunFolder, alarm: Alarm, name: str) -> None:

@@ -1,4 +1,5 @@
-"""``python -m examples.grpo``: starts (and restarts) the processes, shows what they do, compares the final weights."""
+"""``python -m examples.grpo``: starts (and restarts) the processes, shows what they do, compares
+the final weights."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ from statistics import mean, median
 import pulse_rl
 
 from .rollouts import reported_root
-from .run import STREAM, Columns, Event, Orchestrator, RunFailed, RunFolder, compare, newcomer_root, note, orchestrate
+from .run import (
+    STREAM,
+    Columns,
+    Event,
+    Orchestrator,
+    RunFailed,
+    RunFolder,
+    compare,
+    newcomer_root,
+    note,
+    orchestrate,
+)
 from .settings import Settings
 
 RESTARTS = 5
@@ -27,7 +39,16 @@ class Run(Orchestrator):
         self.result: Event | None = None
         self._rewards: deque[float] = deque(maxlen=AVERAGED)
         self._columns = Columns(
-            step=4, reward=6, mean=6, density=8, patch_kB=8, ratio=8, publish_ms=10, sync_ms=7, pause_ms=8, lag=3
+            step=4,
+            reward=6,
+            mean=6,
+            density=8,
+            patch_kB=8,
+            ratio=8,
+            publish_ms=10,
+            sync_ms=7,
+            pause_ms=8,
+            lag=3,
         )
 
     def run(self) -> None:
@@ -41,7 +62,9 @@ class Run(Orchestrator):
                 if self.settings.engine == "vllm":
                     port = str(free_port())
                     server = self.settings.server_names[index]
-                    self.start(server, "examples.grpo.vllm_server", "--name", server, "--port", port)
+                    self.start(
+                        server, "examples.grpo.vllm_server", "--name", server, "--port", port
+                    )
                     self.start(name, "examples.grpo.vllm_worker", "--name", name, "--port", port)
                 else:
                     self.start(name, "examples.grpo.worker", "--name", name)
@@ -57,12 +80,23 @@ class Run(Orchestrator):
     def see(self, role: str, event: Event) -> None:
         match event["event"]:
             case "warm-up":
-                accuracy = f"accuracy {event['accuracy']:.2f} (RL starts at {self.settings.sft_accuracy:.2f})"
-                print(f"warm-up step {event['step']}: loss {event['loss']:.3f}, {accuracy}", flush=True)
+                accuracy = (
+                    f"accuracy {event['accuracy']:.2f} (RL starts at "
+                    f"{self.settings.sft_accuracy:.2f})"
+                )
+                print(
+                    f"warm-up step {event['step']}: loss {event['loss']:.3f}, {accuracy}",
+                    flush=True,
+                )
             case "stream":
-                note(f"step {event['step']} is version {event['version']}, root {event['root'][:12]}")
+                note(
+                    f"step {event['step']} is version {event['version']}, root {event['root'][:12]}"
+                )
             case "resumed":
-                note(f"the stream is at version {event['version']}: {event['how']} {event['reason']}".strip())
+                note(
+                    f"the stream is at version {event['version']}: {event['how']} "
+                    f"{event['reason']}".strip()
+                )
             case "step":
                 self.steps[event["step"]] = event
                 self._show(event)
@@ -79,7 +113,9 @@ class Run(Orchestrator):
             return
         sizes = ["none", f"{event['dense_bytes'] / 1e3:.0f}", "1.0"]
         if event["changed"] is not None:
-            ratio = min(event["dense_bytes"] / max(1, event["patch_bytes"]), 99999.0)  # nothing changed without rewards
+            ratio = min(
+                event["dense_bytes"] / max(1, event["patch_bytes"]), 99999.0
+            )  # nothing changed without rewards
             sizes = [f"{event['density']:.2%}", f"{event['patch_bytes'] / 1e3:.1f}", f"{ratio:.1f}"]
         times = [f"{event[key]:.1f}" for key in ("publish_ms", "sync_ms", "pause_ms")]
         rewards = [f"{event['reward']:.3f}", f"{mean(self._rewards):.3f}"]
@@ -96,34 +132,58 @@ class Run(Orchestrator):
         if not rows:
             return
         fifth = max(1, len(rows) // 5)
-        first, last = (mean(row["reward"] for row in part) for part in (rows[:fifth], rows[-fifth:]))
+        first, last = (
+            mean(row["reward"] for row in part) for part in (rows[:fifth], rows[-fifth:])
+        )
         densities = [row["density"] for row in rows]
         patch, dense = mean(row["patch_bytes"] for row in rows), rows[-1]["dense_bytes"]
-        per_changed = sum(row["patch_bytes"] for row in rows) / max(1, sum(row["changed"] for row in rows))
-        publish, sync, pause = (median(row[key] for row in rows) for key in ("publish_ms", "sync_ms", "pause_ms"))
+        per_changed = sum(row["patch_bytes"] for row in rows) / max(
+            1, sum(row["changed"] for row in rows)
+        )
+        publish, sync, pause = (
+            median(row[key] for row in rows) for key in ("publish_ms", "sync_ms", "pause_ms")
+        )
         reasons: Counter[str] = sum((Counter(row["refused"]) for row in rows), Counter())
         refused = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
         seconds = time.monotonic() - self.started
         print(f"\n{rows[-1]['step']} steps at learning rate {self.settings.lr:g}, {seconds:.0f} s")
-        print(f"  reward    {first:.3f} -> {last:.3f}: means of the first and the last {fifth} steps")
-        print(f"  density   {mean(densities):.2%} of the weights changed in a step; LLMs at 1e-6 to 3e-6: 0.3% to 1.1%")
-        print(f"  patch     {patch / 1e3:.1f} kB instead of {dense / 1e3:.0f} kB: ratio {dense / patch:.1f}, ", end="")
+        print(
+            f"  reward    {first:.3f} -> {last:.3f}: means of the first and the last {fifth} steps"
+        )
+        print(
+            f"  density   {mean(densities):.2%} of the weights changed in a step; LLMs at 1e-6 "
+            "to 3e-6: 0.3% to 1.1%"
+        )
+        print(
+            f"  patch     {patch / 1e3:.1f} kB instead of {dense / 1e3:.0f} kB: ratio "
+            f"{dense / patch:.1f}, ",
+            end="",
+        )
         print(f"{per_changed:.2f} bytes per changed weight")
-        print(f"  medians   publish {publish:.1f} ms, sync {sync:.1f} ms, the model paused for {pause:.1f} ms")
-        print(f"  rollouts  at most {max(row['lag'] for row in rows)} versions behind; refused: {refused}")
+        print(
+            f"  medians   publish {publish:.1f} ms, sync {sync:.1f} ms, the model paused for "
+            f"{pause:.1f} ms"
+        )
+        print(
+            f"  rollouts  at most {max(row['lag'] for row in rows)} versions behind; refused: "
+            f"{refused}"
+        )
         print(f"  restarts  {self.died.total()}")
         print(f"  report    pulse report {self.folder.root} -o report.html\n")
 
 
 def compare_weights(settings: Settings, folder: RunFolder, result: Event | None) -> None:
-    """Compares the roots of the trainer, of all live models and of a newcomer; raises RunFailed where two differ."""
+    """Compares the roots of the trainer, of all live models and of a newcomer; raises RunFailed
+    where two differ."""
     if result is None:
         raise RunFailed("the trainer ended without a result")
     store = pulse_rl.open_store(folder.store_address)
     roots = {"trainer": result["root"]}
     roots |= {name: reported_root(store, name, result["version"]) for name in settings.worker_names}
     compare(result["root"], roots | {"newcomer": newcomer_root(store, STREAM)})
-    live = "the engines' parameters, read back" if settings.engine == "vllm" else "their live models"
+    live = (
+        "the engines' parameters, read back" if settings.engine == "vllm" else "their live models"
+    )
     print(f"  (trainer and workers: {live}; newcomer: restored from the store alone)")
     print("\nevery worker holds the trainer's BF16 weights, bit for bit")
 

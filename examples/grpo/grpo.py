@@ -1,4 +1,5 @@
-"""The two objectives, cross-entropy and group-relative policy optimisation, and the warm-up that uses the first."""
+"""The two objectives, cross-entropy and group-relative policy optimisation, and the warm-up that
+uses the first."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def supervised_loss(model: PreTrainedModel, problems: list[task.Problem]) -> tor
 def group_advantages(rewards: torch.Tensor, group: int) -> torch.Tensor:
     """Rewards normalised within each group of answers to one prompt.
 
-    ``rewards`` [prompts * group], the answers to one prompt side by side; returns the same shape. A group whose
-    answers are all right or all wrong teaches nothing and gets zeros.
+    ``rewards`` [prompts * group], the answers to one prompt side by side; returns the same shape. A
+    group whose answers are all right or all wrong teaches nothing and gets zeros.
     """
     grouped = rewards.view(-1, group)
     centred = grouped - grouped.mean(dim=1, keepdim=True)
@@ -43,9 +44,10 @@ def grpo_loss(
 ) -> torch.Tensor:
     """The clipped policy-gradient loss, averaged over answer tokens.
 
-    ``tokens`` [sequences, PROMPT_TOKENS + ANSWER_TOKENS]; ``old_log_probs`` [sequences, ANSWER_TOKENS], what the
-    worker sampled with; ``advantages`` [sequences]. A worker may be some versions behind: the ratio between the
-    two policies corrects for that, and the clip bounds the correction.
+    ``tokens`` [sequences, PROMPT_TOKENS + ANSWER_TOKENS]; ``old_log_probs`` [sequences,
+    ANSWER_TOKENS], what the worker sampled with; ``advantages`` [sequences]. A worker may be some
+    versions behind: the ratio between the two policies corrects for that, and the clip bounds the
+    correction.
     """
     mask = tokens[:, task.PROMPT_TOKENS :] != task.PAD
     log_probs = log_probabilities(model, tokens)[:, task.PROMPT_TOKENS - 1 :]
@@ -64,10 +66,11 @@ def warm_up(
     measure: Callable[[], float] | None = None,
     report: Callable[[int, float, float], None] = lambda step, loss, accuracy: None,
 ) -> int:
-    """Supervised steps until the share of right answers is ``accuracy``, so that rewards vary within a group.
+    """Supervised steps until the share of right answers is ``accuracy``, so that rewards vary
+    within a group.
 
-    At most ``steps``; returns how many. ``key`` seeds what is drawn. ``measure`` tells the accuracy (default: of
-    sampled answers); ``report`` gets step, loss and accuracy now and then.
+    At most ``steps``; returns how many. ``key`` seeds what is drawn. ``measure`` tells the accuracy
+    (default: of sampled answers); ``report`` gets step, loss and accuracy now and then.
     """
     for step in range(1, steps + 1):
         rng, _ = seeded(*key, step - 1)
@@ -75,7 +78,9 @@ def warm_up(
         torch.autograd.backward(loss)
         weights.step(WARM_UP_LR * min(1.0, step / 30))
         if step % ACCURACY_EVERY == 0 or step == steps:
-            right = measure() if measure else sampled_accuracy(weights.model, ACCURACY_PROBLEMS, *key)
+            right = (
+                measure() if measure else sampled_accuracy(weights.model, ACCURACY_PROBLEMS, *key)
+            )
             report(step, loss.item(), right)
             if right >= accuracy:
                 break
@@ -84,7 +89,8 @@ def warm_up(
 
 
 def sampled_accuracy(model: PreTrainedModel, problems: int, *key: object) -> float:
-    """The share of right answers to problems that are the same in every call with this ``key``: the mean reward."""
+    """The share of right answers to problems that are the same in every call with this ``key``: the
+    mean reward."""
     rng, generator = seeded(*key, "accuracy")
     drawn = task.draw_problems(rng, problems)
     answers, _ = sample(model, task.prompt_tokens(drawn), generator)

@@ -1,7 +1,7 @@
 """The policy: a small Qwen2, how it samples, and the optimizer that keeps its FP32 master weights.
 
-The model itself holds BF16 weights on both sides: what the trainer computes gradients with, what it publishes and what
-the workers sample from are the same bits.
+The model itself holds BF16 weights on both sides: what the trainer computes gradients with, what it
+publishes and what the workers sample from are the same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from . import task
 def build_model(seed: int) -> PreTrainedModel:
     """A Qwen2 of 1.6 million random BF16 weights with tied embeddings.
 
-    The initial weights are wider than Qwen2's 0.02, as a hidden size of 256 asks for (1 / sqrt(256)); it makes the
-    warm-up several times shorter.
+    The initial weights are wider than Qwen2's 0.02, as a hidden size of 256 asks for (1 /
+    sqrt(256)); it makes the warm-up several times shorter.
     """
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -49,8 +49,11 @@ def forward(model: PreTrainedModel, weights: dict[str, torch.Tensor], **inputs: 
 
 
 def for_arithmetic(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's weights rounded to BF16, in ``ARITHMETIC``; gradients flow back to the model's own."""
-    return {name: weight.to(torch.bfloat16).to(ARITHMETIC) for name, weight in model.named_parameters()}
+    """The model's weights rounded to BF16, in ``ARITHMETIC``; gradients flow back to the model's
+    own."""
+    return {
+        name: weight.to(torch.bfloat16).to(ARITHMETIC) for name, weight in model.named_parameters()
+    }
 
 
 def log_probabilities(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -69,8 +72,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples one answer per prompt at temperature 1.
 
-    ``prompts`` int64 [sequences, PROMPT_TOKENS] -> answers int64 [sequences, ANSWER_TOKENS], filled with ``task.PAD``
-    behind the full stop, and their log-probabilities float32 of the same shape.
+    ``prompts`` int64 [sequences, PROMPT_TOKENS] -> answers int64 [sequences, ANSWER_TOKENS], filled
+    with ``task.PAD`` behind the full stop, and their log-probabilities float32 of the same shape.
     """
     weights = for_arithmetic(model)
     answers, log_probs = [], []
@@ -79,7 +82,10 @@ def sample(
     for _ in range(task.ANSWER_TOKENS):
         output = forward(model, weights, input_ids=tokens, past_key_values=cache, use_cache=True)
         log_p = output.logits[:, -1].float().log_softmax(-1)
-        tokens, cache = torch.multinomial(log_p.exp(), 1, generator=generator), output.past_key_values
+        tokens, cache = (
+            torch.multinomial(log_p.exp(), 1, generator=generator),
+            output.past_key_values,
+        )
         log_probs.append(log_p.gather(-1, tokens).squeeze(-1))
         answers.append(tokens.squeeze(-1).masked_fill(stopped, task.PAD))
         stopped = stopped | (answers[-1] == task.STOP)
@@ -89,8 +95,9 @@ def sample(
 class MasterWeights:
     """AdamW on FP32 masters of a BF16 model.
 
-    ``step`` takes the BF16 gradients, updates the masters and casts them back into the model. The cast is where most
-    of an update disappears: it is smaller than half a rounding step of the weight it belongs to.
+    ``step`` takes the BF16 gradients, updates the masters and casts them back into the model. The
+    cast is where most of an update disappears: it is smaller than half a rounding step of the
+    weight it belongs to.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -100,7 +107,9 @@ class MasterWeights:
         self.forget_moments()
 
     def forget_moments(self) -> None:
-        self._optimizer = torch.optim.AdamW(self._masters, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            self._masters, betas=(0.9, 0.999), weight_decay=0.0, fused=True
+        )
 
     def step(self, lr: float, max_norm: float = 1.0) -> float:
         """One update; returns the gradient's norm before clipping."""
@@ -138,7 +147,8 @@ class MasterWeights:
 def seeded(*key: object) -> tuple[random.Random, torch.Generator]:
     """Sources of randomness that depend on ``key`` alone.
 
-    Keyed by the seed, the role and the step, they need no place in a checkpoint and resume by themselves.
+    Keyed by the seed, the role and the step, they need no place in a checkpoint and resume by
+    themselves.
     """
     rng = random.Random("/".join(map(str, key)))
     return rng, torch.Generator().manual_seed(rng.getrandbits(63))

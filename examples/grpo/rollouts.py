@@ -1,8 +1,8 @@
 """What a worker sends to a trainer, by way of the store, and when the trainer refuses it.
 
-Each trainer has an inbox, a folder in the store, and what lies there waits. A trainer deletes what it trained on when
-the step or round is over, and what it refuses at once. Either way a place gets free that the workers fill: the listing
-of the folder is all that the two sides know of each other.
+Each trainer has an inbox, a folder in the store, and what lies there waits. A trainer deletes what
+it trained on when the step or round is over, and what it refuses at once. Either way a place gets
+free that the workers fill: the listing of the folder is all that the two sides know of each other.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from pulse_rl import Store
 class Origin:
     """Which weights made a batch of rollouts, and how the worker came by them.
 
-    ``root`` is the digest of the worker's live model when it generated, not what a manifest claimed. ``sync_ms`` is
-    the time to fetch and verify the version, ``pause_ms`` the part during which the model could not generate.
+    ``root`` is the digest of the worker's live model when it generated, not what a manifest
+    claimed. ``sync_ms`` is the time to fetch and verify the version, ``pause_ms`` the part during
+    which the model could not generate.
     """
 
     worker: str
@@ -37,8 +38,8 @@ class Origin:
 class Rollouts:
     """Answers to some prompts, ``group`` to each, side by side.
 
-    ``tokens`` uint8 [sequences, prompt + answer]; ``log_probs`` float32 [sequences, answer], what the worker sampled
-    with; ``rewards`` float32 [sequences].
+    ``tokens`` uint8 [sequences, prompt + answer]; ``log_probs`` float32 [sequences, answer], what
+    the worker sampled with; ``rewards`` float32 [sequences].
     """
 
     origin: Origin
@@ -48,7 +49,9 @@ class Rollouts:
 
     def to_bytes(self) -> bytes:
         """An ordinary safetensors file with the origin in its metadata."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        tensors = {
+            name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
         return save(tensors, metadata={"origin": json.dumps(asdict(self.origin))})
 
     @classmethod
@@ -64,7 +67,10 @@ def folder_of(trainer: str) -> str:
 def put(store: Store, trainer: str, number: int, rollouts: Rollouts) -> None:
     """Stores a worker's batch ``number`` of its version. Names sort by age."""
     origin = rollouts.origin
-    store.put(f"{folder_of(trainer)}/{origin.version:08d}-{number:06d}-{origin.worker}", rollouts.to_bytes())
+    store.put(
+        f"{folder_of(trainer)}/{origin.version:08d}-{number:06d}-{origin.worker}",
+        rollouts.to_bytes(),
+    )
 
 
 def waiting(store: Store, trainer: str, worker: str) -> int:
@@ -91,7 +97,8 @@ def refusal(origin: Origin, *, roots: Mapping[int, str], newest: int, max_lag: i
 
 
 class Inbox:
-    """The trainer's side. ``refused`` counts, by reason, what was refused since the last `finish`."""
+    """The trainer's side. ``refused`` counts, by reason, what was refused since the last
+    `finish`."""
 
     def __init__(self, store: Store, trainer: str) -> None:
         self.refused: Counter[str] = Counter()

@@ -1,4 +1,5 @@
-"""What the programs of a run share, any of which may be killed at any moment: settings, places, journals, processes."""
+"""What the programs of a run share, any of which may be killed at any moment: settings, places,
+journals, processes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ LOOK_SECONDS = 0.2
 STOP_SECONDS = 40.0
 """Longer than the 30 s that ``torchrun`` gives its processes to end."""
 GAVE_UP = 4
-"""Exit status of a process whose peers did not do their part, so that starting it again is no help."""
+"""Exit status of a process whose peers did not do their part, so that starting it again is no
+help."""
 
 T = TypeVar("T")
 Event = dict[str, Any]
@@ -52,7 +54,8 @@ def option(default: Any, text: str) -> Any:
 
 
 class SavedSettings:
-    """Base of dataclasses that are kept in a run's folder, where every process of the run finds them."""
+    """Base of dataclasses that are kept in a run's folder, where every process of the run finds
+    them."""
 
     def save(self: DataclassInstance, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,11 +70,14 @@ class SavedSettings:
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         for one in fields(cls):  # type: ignore[arg-type]
             text = f"{one.metadata['help']} (default {one.default})"
-            parser.add_argument("--" + one.name.replace("_", "-"), type=type(one.default), help=text)
+            parser.add_argument(
+                "--" + one.name.replace("_", "-"), type=type(one.default), help=text
+            )
 
     @classmethod
     def chosen(cls, arguments: argparse.Namespace, path: Path) -> Self:
-        """The flags that were given, over those that an existing run was started with, over the defaults."""
+        """The flags that were given, over those that an existing run was started with, over the
+        defaults."""
         kept = json.loads(path.read_text()) if path.exists() else {}
         given = {one.name: getattr(arguments, one.name) for one in fields(cls)}  # type: ignore[arg-type]
         return cls(**kept | {name: value for name, value in given.items() if value is not None})
@@ -84,7 +90,8 @@ class SavedSettings:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The places in a run's folder. Trainers and workers share the store alone; the rest has one owner each."""
+    """The places in a run's folder. Trainers and workers share the store alone; the rest has one
+    owner each."""
 
     root: Path
 
@@ -134,7 +141,8 @@ def write_file_atomically(path: Path, write: Callable[[Any], None]) -> None:
 def sole_holder(path: Path, timeout: float = 20.0) -> Iterator[None]:
     """Holds a lock that the system frees when the process dies, however it dies.
 
-    A predecessor gets some seconds to notice that its orchestrator is gone. Raises PeerVanished after that.
+    A predecessor gets some seconds to notice that its orchestrator is gone. Raises PeerVanished
+    after that.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -145,7 +153,9 @@ def sole_holder(path: Path, timeout: float = 20.0) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise PeerVanished(f"another process holds {path}: is this role running already?") from None
+                    raise PeerVanished(
+                        f"another process holds {path}: is this role running already?"
+                    ) from None
                 time.sleep(0.1)
         yield
 
@@ -156,8 +166,8 @@ def sole_holder(path: Path, timeout: float = 20.0) -> Iterator[None]:
 class Alarm:
     """Ends a process whose peers are gone.
 
-    ``parent`` is the process id of the orchestrator, None for a role started by hand. Orphans must not train on beside
-    the processes that a second orchestrator starts.
+    ``parent`` is the process id of the orchestrator, None for a role started by hand. Orphans must
+    not train on beside the processes that a second orchestrator starts.
     """
 
     def __init__(self, patience: float, parent: int | None) -> None:
@@ -169,7 +179,8 @@ class Alarm:
         self._since = time.monotonic()
 
     def check_parent(self) -> None:
-        """Ends an orphan, with status 0: ``torchrun`` takes any other for a reason to start it again."""
+        """Ends an orphan, with status 0: ``torchrun`` takes any other for a reason to start it
+        again."""
         try:
             if self._parent is not None:
                 os.kill(self._parent, 0)
@@ -181,7 +192,9 @@ class Alarm:
         """Raises PeerVanished once ``patience`` seconds passed since the last `reset`."""
         self.check_parent()
         if time.monotonic() - self._since > self.patience:
-            raise PeerVanished(f"waited {self.patience:.0f} s for {waiting_for}; see the other processes' logs")
+            raise PeerVanished(
+                f"waited {self.patience:.0f} s for {waiting_for}; see the other processes' logs"
+            )
 
 
 def wait_for(poll: Callable[[], T | None], alarm: Alarm, what: str) -> T:
@@ -195,11 +208,16 @@ def wait_for(poll: Callable[[], T | None], alarm: Alarm, what: str) -> T:
 
 
 def run_role(work: Callable[..., None], settings: type[SavedSettings], *options: str) -> int:
-    """The ``main`` of a program of a run: ``DIR --parent PID`` and these options. Calls ``work`` with the settings, the
-    run's folder, an alarm and the options' values; returns the exit status."""
+    """The ``main`` of a program of a run: ``DIR --parent PID`` and these options. Calls ``work``
+    with the settings, the run's folder, an alarm and the options' values; returns the exit
+    status."""
     parser = argparse.ArgumentParser(description=sys.modules[work.__module__].__doc__)
-    parser.add_argument("run", type=Path, metavar="DIR", help="the run's folder, with settings.json")
-    parser.add_argument("--parent", type=int, help="the process without which this one must not go on")
+    parser.add_argument(
+        "run", type=Path, metavar="DIR", help="the run's folder, with settings.json"
+    )
+    parser.add_argument(
+        "--parent", type=int, help="the process without which this one must not go on"
+    )
     for name in options:
         parser.add_argument(f"--{name}", required=True)
     arguments = parser.parse_args()
@@ -249,7 +267,9 @@ class JournalReader:
         self._offset += len(complete)
         events = []
         for line in complete.splitlines():
-            with suppress(json.JSONDecodeError):  # torn by a SIGKILL in the middle of a write; it is reported again
+            with suppress(
+                json.JSONDecodeError
+            ):  # torn by a SIGKILL in the middle of a write; it is reported again
                 events.append(json.loads(line))
         return events
 
@@ -258,8 +278,8 @@ class JournalReader:
 
 
 class Orchestrator:
-    """Starts the processes of a run, shows what they report, and leaves none behind. A process that dies is started
-    again up to ``restarts`` times."""
+    """Starts the processes of a run, shows what they report, and leaves none behind. A process that
+    dies is started again up to ``restarts`` times."""
 
     def __init__(self, folder: RunFolder, restarts: int = 0) -> None:
         self.folder, self.restarts = folder, restarts
@@ -283,8 +303,11 @@ class Orchestrator:
         for role in list(self.processes):
             self.kill(role)
 
-    def start(self, role: str, module: str, *options: str, launcher: Sequence[str] = (sys.executable,)) -> None:
-        """``python -m MODULE DIR --parent PID`` with these options, its output in the role's log."""
+    def start(
+        self, role: str, module: str, *options: str, launcher: Sequence[str] = (sys.executable,)
+    ) -> None:
+        """``python -m MODULE DIR --parent PID`` with these options, its output in the role's
+        log."""
         run = [str(self.folder.root), "--parent", str(os.getpid())]
         self._commands[role] = [*launcher, "-m", module, *run, *options]
         self.follow(role)
@@ -295,7 +318,8 @@ class Orchestrator:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-            # Without it, trainers that torchrun starts again may find the addresses of those that are gone.
+            # Without it, trainers that torchrun starts again may find the addresses of those that
+            # are gone.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         with self.folder.log(role).open("ab") as log:
@@ -319,7 +343,8 @@ class Orchestrator:
         self.processes[role].wait()
 
     def running(self) -> bool:
-        """Whether a process has not ended; waits a moment, takes what was reported, and starts again what died.
+        """Whether a process has not ended; waits a moment, takes what was reported, and starts
+        again what died.
 
         Raises RunFailed for one that died too often, or that gave up.
         """
@@ -356,17 +381,25 @@ class Orchestrator:
 
 
 def orchestrate(
-    name: str, doc: str | None, settings: type[SavedSettings], run: Callable[..., None], **options: Mapping[str, Any]
+    name: str,
+    doc: str | None,
+    settings: type[SavedSettings],
+    run: Callable[..., None],
+    **options: Mapping[str, Any],
 ) -> int:
-    """The ``main`` of ``python -m examples.NAME``: calls ``run`` with the settings, the run's folder and the values of
-    these options; returns the exit status."""
+    """The ``main`` of ``python -m examples.NAME``: calls ``run`` with the settings, the run's
+    folder and the values of these options; returns the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m examples.{name}", description=doc)
-    parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder; an existing run is resumed")
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="the run's folder; an existing run is resumed"
+    )
     for option_name, facts in options.items():
         parser.add_argument(f"--{option_name}", **facts)
     settings.add_options(parser)
     arguments = parser.parse_args()
-    folder = RunFolder((arguments.run or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")).absolute())
+    folder = RunFolder(
+        (arguments.run or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")).absolute()
+    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with sole_holder(folder.lock("run")):
@@ -378,7 +411,10 @@ def orchestrate(
         print(f"\nFAILED: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\nstopped; resume with: python -m examples.{name} --run {folder.root}", file=sys.stderr)
+        print(
+            f"\nstopped; resume with: python -m examples.{name} --run {folder.root}",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

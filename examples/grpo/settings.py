@@ -9,12 +9,15 @@ from .run import SavedSettings, option
 
 @dataclass(frozen=True)
 class Settings(SavedSettings):
-    """The options of a run, kept in its folder so that each role can be started by hand and a run be resumed."""
+    """The options of a run, kept in its folder so that each role can be started by hand and a run
+    be resumed."""
 
     lr: float = option(1e-5, "learning rate of the RL phase")
     steps: int = option(300, "RL steps")
     sft_steps: int = option(250, "supervised warm-up steps, at most")
-    sft_accuracy: float = option(0.35, "the warm-up ends earlier once this share of sampled answers is right")
+    sft_accuracy: float = option(
+        0.35, "the warm-up ends earlier once this share of sampled answers is right"
+    )
     workers: int = option(2, "rollout-worker processes; a step takes as many batches")
     prompts: int = option(16, "problems in a batch of rollouts")
     group: int = option(8, "answers per problem")

@@ -1,8 +1,10 @@
-"""The verifiable task: adding two two-digit numbers, and the character tokeniser that writes it down.
+"""The verifiable task: adding two two-digit numbers, and the character tokeniser that writes it
+down.
 
-A problem reads ``47+85=`` and its answer ``132.``. Operands keep their leading zero, so that every prompt has the
-same length and a batch needs no padding on the left. A reward is 1 when the answer is right to the last character
-and the model ended it with a full stop, else 0: there is nothing to learn but arithmetic.
+A problem reads ``47+85=`` and its answer ``132.``. Operands keep their leading zero, so that every
+prompt has the same length and a batch needs no padding on the left. A reward is 1 when the answer
+is right to the last character and the model ended it with a full stop, else 0: there is nothing to
+learn but arithmetic.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ def answer_tokens(problems: list[Problem]) -> torch.Tensor:
 def rewards(problems: list[Problem], answers: torch.Tensor) -> torch.Tensor:
     """1.0 for each exactly right answer, else 0.0.
 
-    ``answers`` [problems, ANSWER_TOKENS] hold ``PAD`` behind the full stop. Returns float32 [problems].
+    ``answers`` [problems, ANSWER_TOKENS] hold ``PAD`` behind the full stop. Returns float32
+    [problems].
     """
     return (answers == answer_tokens(problems)).all(dim=1).float()

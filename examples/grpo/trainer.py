@@ -1,7 +1,8 @@
 """The trainer: warm-up, then GRPO on whatever rollouts arrive, every optimizer step published.
 
-It can be killed at any moment. What it needs to go on is one file, replaced at once every few steps and always before
-the version of the same step is published; on a restart the stream is moved to that state by a new version.
+It can be killed at any moment. What it needs to go on is one file, replaced at once every few steps
+and always before the version of the same step is published; on a restart the stream is moved to
+that state by a new version.
 """
 
 from __future__ import annotations
@@ -57,13 +58,22 @@ class Trainer:
             self.journal.write("warm-up", step=step, loss=loss, accuracy=accuracy)
 
         steps, accuracy = self.settings.sft_steps, self.settings.sft_accuracy
-        warm_up(self.weights, self.settings.seed, "warm-up", steps=steps, accuracy=accuracy, report=report)
+        warm_up(
+            self.weights,
+            self.settings.seed,
+            "warm-up",
+            steps=steps,
+            accuracy=accuracy,
+            report=report,
+        )
         self._save()
 
     def _train_step(self) -> None:
         """As many batches as there are workers, one optimizer step, one version."""
         started = time.perf_counter()
-        batches = [wait_for(self._take_batch, self.alarm, "rollouts") for _ in range(self.settings.workers)]
+        batches = [
+            wait_for(self._take_batch, self.alarm, "rollouts") for _ in range(self.settings.workers)
+        ]
         waited = time.perf_counter() - started
         lag = self.newest - min(batch.origin.version for batch in batches)
 
@@ -120,7 +130,9 @@ class Trainer:
             self.roots = {head.version: head.root}
         else:
             self._publish()
-        self.journal.write("stream", step=self.step, version=self.newest, root=self.roots[self.newest])
+        self.journal.write(
+            "stream", step=self.step, version=self.newest, root=self.roots[self.newest]
+        )
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, BaselineRestored):

@@ -1,7 +1,7 @@
 """A vLLM server with the policy, in place of the process that imports this.
 
-It starts from the checkpoint of the run's first version, also when it replaces one that died: what was published since,
-the stream brings.
+It starts from the checkpoint of the run's first version, also when it replaces one that died: what
+was published since, the stream brings.
 """
 
 from __future__ import annotations
@@ -30,8 +30,24 @@ def serve(settings: Settings, folder: RunFolder, alarm: Alarm, name: str, port: 
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
     environment["VLLM_SERVER_DEV_MODE"] = "1"
     del environment["OMP_NUM_THREADS"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", port]
-    command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--max-model-len", "32", "--enforce-eager"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--port",
+        port,
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--served-model-name",
+        "policy",
+        "--max-model-len",
+        "32",
+        "--enforce-eager",
+    ]
     command += ["--disable-uvicorn-access-log"]
     command += ["--max-num-seqs", str(settings.prompts * settings.group)]
     command += ["--weight-transfer-config", '{"backend": "pulse"}']
@@ -39,12 +55,15 @@ def serve(settings: Settings, folder: RunFolder, alarm: Alarm, name: str, port: 
 
 
 def save_first_version(settings: Settings, folder: RunFolder, path: Path, alarm: Alarm) -> None:
-    """Writes the newest version of the stream as a Hugging Face checkpoint with the task's characters as tokens."""
+    """Writes the newest version of the stream as a Hugging Face checkpoint with the task's
+    characters as tokens."""
     subscriber = pulse_rl.Subscriber(folder.store_address, stream=STREAM, threads=1)
     update = wait_for(subscriber.sync, alarm, "the first version from the trainer")
     model = policy.build_model(settings.seed)
     apply_(model, update)
-    characters = WordLevel({character: token for token, character in enumerate(task.ALPHABET)}, unk_token=" ")
+    characters = WordLevel(
+        {character: token for token, character in enumerate(task.ALPHABET)}, unk_token=" "
+    )
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(characters)).save_pretrained(path)
     model.save_pretrained(path)
 

@@ -1,4 +1,5 @@
-"""A rollout worker whose model is a live vLLM server: it drives the server along the stream, and lets it generate.
+"""A rollout worker whose model is a live vLLM server: it drives the server along the stream, and
+lets it generate.
 
 What it sends is vLLM's own: the tokens, and the log-probabilities they were sampled with.
 """
@@ -27,7 +28,9 @@ from .worker import AHEAD, Worker
 class VllmWorker(Worker):
     """``url`` is the server's, which may die and be replaced at any moment."""
 
-    def __init__(self, folder: RunFolder, name: str, alarm: Alarm, url: str, **settings: object) -> None:
+    def __init__(
+        self, folder: RunFolder, name: str, alarm: Alarm, url: str, **settings: object
+    ) -> None:
         super().__init__(folder, name, alarm, **settings)  # type: ignore[arg-type]
         self.url = url
         self.handle: EngineHandle = wait_for(self._connect, alarm, "the vLLM server")
@@ -57,7 +60,9 @@ class VllmWorker(Worker):
             return False
         return True
 
-    def _take_over(self, version: int, root: str, metadata: Any, fetch: float, pause: float) -> None:
+    def _take_over(
+        self, version: int, root: str, metadata: Any, fetch: float, pause: float
+    ) -> None:
         self.origin = Origin(self.name, version, root, fetch * 1e3, pause * 1e3)
         self.ended = bool(metadata["last"])
 
@@ -73,7 +78,9 @@ class VllmWorker(Worker):
             self._rest()
             return False
 
-    def answer(self, problems: list[task.Problem], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def answer(
+        self, problems: list[task.Problem], generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         asked = problems[:: self.group]
         seed = int(torch.randint(2**31, (), generator=generator))
         choices = complete(self.url, task.prompt_tokens(asked).tolist(), self.group, seed)
@@ -95,7 +102,8 @@ class VllmWorker(Worker):
 
 
 def complete(url: str, prompts: list[list[int]], count: int, seed: int) -> list[dict[str, Any]]:
-    """``count`` answers to each prompt at temperature 1, side by side, with their tokens and log-probabilities."""
+    """``count`` answers to each prompt at temperature 1, side by side, with their tokens and
+    log-probabilities."""
     body = {
         "model": "policy",
         "prompt": prompts,
@@ -119,7 +127,9 @@ def complete(url: str, prompts: list[list[int]], count: int, seed: int) -> list[
 def work(settings: Settings, folder: RunFolder, alarm: Alarm, name: str, port: str) -> None:
     torch.set_num_threads(1)
     sizes = {"seed": settings.seed, "prompts": settings.prompts, "group": settings.group}
-    worker = VllmWorker(folder, name, alarm, f"http://127.0.0.1:{port}", inboxes={"trainer": AHEAD}, **sizes)
+    worker = VllmWorker(
+        folder, name, alarm, f"http://127.0.0.1:{port}", inboxes={"trainer": AHEAD}, **sizes
+    )
     with worker.handle:
         worker.run()
 

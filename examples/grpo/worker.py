@@ -1,6 +1,8 @@
-"""A rollout worker: follows the stream, generates with the live model, keeps the trainers' inboxes filled.
+"""A rollout worker: follows the stream, generates with the live model, keeps the trainers' inboxes
+filled.
 
-It keeps nothing on disk. A worker that was killed restores a verified state from the store and goes on.
+It keeps nothing on disk. A worker that was killed restores a verified state from the store and goes
+on.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from .run import POLL_SECONDS, STREAM, Alarm, RunFolder, run_role
 from .settings import Settings
 
 AHEAD = 2
-"""Batches that may wait for the trainer before the worker pauses; more would only be older when they are used."""
+"""Batches that may wait for the trainer before the worker pauses; more would only be older when
+they are used."""
 
 
 class Worker:
-    """``inboxes``: by trainer, how many of this worker's batches may wait there. ``seed`` is that of all that it draws,
-    of ``prompts`` problems a batch, each answered ``group`` times."""
+    """``inboxes``: by trainer, how many of this worker's batches may wait there. ``seed`` is that
+    of all that it draws, of ``prompts`` problems a batch, each answered ``group`` times."""
 
     def __init__(
         self,
@@ -61,16 +64,24 @@ class Worker:
         put_report(self.store, self.name, self.origin.version, self.live_root())
 
     def fill_a_place(self, origin: Origin) -> bool:
-        """Generates one batch for the trainer that has the fewest; returns whether there was a place for one."""
+        """Generates one batch for the trainer that has the fewest; returns whether there was a
+        place for one."""
         filled = {trainer: waiting(self.store, trainer, self.name) for trainer in self.inboxes}
         trainer = min(filled, key=lambda one: filled[one])
         if filled[trainer] >= self.inboxes[trainer]:
             return False
         rng, generator = policy.seeded(self.seed, self.name, origin.version, self.made)
-        problems = [problem for problem in task.draw_problems(rng, self.prompts) for _ in range(self.group)]
+        problems = [
+            problem for problem in task.draw_problems(rng, self.prompts) for _ in range(self.group)
+        ]
         answers, log_probs = self.answer(problems, generator)
         tokens = torch.cat([task.prompt_tokens(problems), answers], dim=1).to(torch.uint8)
-        put(self.store, trainer, self.made, Rollouts(origin, tokens, log_probs, task.rewards(problems, answers)))
+        put(
+            self.store,
+            trainer,
+            self.made,
+            Rollouts(origin, tokens, log_probs, task.rewards(problems, answers)),
+        )
         self.made += 1
         return True
 
@@ -78,8 +89,11 @@ class Worker:
         """Moves the live model to the newest version; whether there was a newer one."""
         raise NotImplementedError
 
-    def answer(self, problems: list[task.Problem], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Answers of the live model, and their log-probabilities, as `policy.sample` returns them."""
+    def answer(
+        self, problems: list[task.Problem], generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Answers of the live model, and their log-probabilities, as `policy.sample` returns
+        them."""
         raise NotImplementedError
 
     def live_root(self) -> str:
@@ -92,22 +106,29 @@ class TorchWorker(Worker):
 
     def __init__(self, folder: RunFolder, name: str, alarm: Alarm, **settings: object) -> None:
         super().__init__(folder, name, alarm, **settings)  # type: ignore[arg-type]
-        self.subscriber = pulse_rl.Subscriber(self.store, stream=STREAM, threads=1, on_event=self.events)
+        self.subscriber = pulse_rl.Subscriber(
+            self.store, stream=STREAM, threads=1, on_event=self.events
+        )
         self.model = policy.build_model(self.seed + 1)
 
     def follow(self) -> bool:
-        """Scatters a verified update into the live model, then takes the root of what is now live."""
+        """Scatters a verified update into the live model, then takes the root of what is now
+        live."""
         update = self.subscriber.sync()
         if update is None:
             return False
         started = time.perf_counter()
         apply_(self.model, update)
         pause = time.perf_counter() - started
-        self.origin = Origin(self.name, update.version, self.live_root(), update.seconds * 1e3, pause * 1e3)
+        self.origin = Origin(
+            self.name, update.version, self.live_root(), update.seconds * 1e3, pause * 1e3
+        )
         self.ended = bool(update.metadata["last"])
         return True
 
-    def answer(self, problems: list[task.Problem], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def answer(
+        self, problems: list[task.Problem], generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return policy.sample(self.model, task.prompt_tokens(problems), generator)
 
     def live_root(self) -> str:

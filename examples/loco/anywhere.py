@@ -1,9 +1,11 @@
-"""PULSELoCo among trainers that share nothing but a store: one is slow, one is killed and comes back, one joins later.
+"""PULSELoCo among trainers that share nothing but a store: one is slow, one is killed and comes
+back, one joins later.
 
     python -m examples.loco.anywhere [STORE]
 
-STORE is a folder (default: a temporary one) or the address of an object store, such as s3://bucket/run. A table shows
-who was in each round. At the end all hold the same global weights, and have learnt what a run without any of that has.
+STORE is a folder (default: a temporary one) or the address of an object store, such as
+s3://bucket/run. A table shows who was in each round. At the end all hold the same global weights,
+and have learnt what a run without any of that has.
 """
 
 from __future__ import annotations
@@ -22,10 +24,20 @@ import pulse_rl
 from pulse_rl.errors import NotFound, TrainerLost
 from pulse_rl.loco import PulseLoCo, StoreExchange
 
-from ..grpo.run import Alarm, Event, Journal, Orchestrator, RunFolder, SavedSettings, option, run_role
+from ..grpo.run import (
+    Alarm,
+    Event,
+    Journal,
+    Orchestrator,
+    RunFolder,
+    SavedSettings,
+    option,
+    run_role,
+)
 
 KILLED, LATER, BACK = 6, 8, 11
-"""After so many rounds b is killed, d joins, and b comes back. A run ends once both have been in so many again."""
+"""After so many rounds b is killed, d joins, and b comes back. A run ends once both have been in so
+many again."""
 AGAIN, MOST = 10, 1000
 STEP_SECONDS = 0.05
 END = "end.json"
@@ -58,7 +70,13 @@ def train(settings: Settings, folder: RunFolder, alarm: Alarm, name: str, slower
     torch.set_num_threads(1)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    over = StoreExchange(settings.store, trainer=name, quorum=2, grace_seconds=0.5, deadline_seconds=settings.patience)
+    over = StoreExchange(
+        settings.store,
+        trainer=name,
+        quorum=2,
+        grace_seconds=0.5,
+        deadline_seconds=settings.patience,
+    )
     loop = PulseLoCo(model, optimizer, sync_every=8, over=over)
     checkpoint = folder.checkpoint(name)
     if checkpoint.exists():
@@ -78,7 +96,10 @@ def train(settings: Settings, folder: RunFolder, alarm: Alarm, name: str, slower
                 time.sleep(STEP_SECONDS * float(slower))
                 if loop.inner_step == 0:
                     parts = {"model": model, "optimizer": optimizer, "loop": loop}
-                    torch.save({key: part.state_dict() for key, part in parts.items()}, checkpoint.with_suffix(".new"))
+                    torch.save(
+                        {key: part.state_dict() for key, part in parts.items()},
+                        checkpoint.with_suffix(".new"),
+                    )
                     checkpoint.with_suffix(".new").rename(checkpoint)
         except TrainerLost:
             pass  # the others have had their rounds, and so has this one
@@ -97,7 +118,8 @@ def last_round(store: str) -> int:
 
 
 class Run(Orchestrator):
-    """Shows each round as it is closed, and disturbs the run unless the number of its ``rounds`` is given."""
+    """Shows each round as it is closed, and disturbs the run unless the number of its ``rounds`` is
+    given."""
 
     def __init__(self, folder: RunFolder, store: str, rounds: int | None) -> None:
         super().__init__(folder)
@@ -125,7 +147,9 @@ class Run(Orchestrator):
         """Shows the rounds that were closed since the last look."""
         while True:
             try:
-                posts = json.loads(self._store.get(f"loco/closed/{self._number:012d}.json"))["posts"]
+                posts = json.loads(self._store.get(f"loco/closed/{self._number:012d}.json"))[
+                    "posts"
+                ]
             except NotFound:
                 return
             self._number += 1
@@ -150,7 +174,10 @@ class Run(Orchestrator):
 
 
 def run(store: str, rounds: int | None) -> tuple[list[Event], int]:
-    with tempfile.TemporaryDirectory() as folder, Run(RunFolder(Path(folder)), store, rounds) as trainers:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Run(RunFolder(Path(folder)), store, rounds) as trainers,
+    ):
         while trainers.running():
             trainers.look()
         trainers.look()
@@ -164,7 +191,9 @@ def main(store: str) -> None:
     calm, _ = run(f"{store}/calm", rounds)
     for title, results in (("disturbed", disturbed), ("undisturbed", calm)):
         assert len(results) == len(NAMES), f"{title}: only {len(results)} trainers have ended"
-        assert len({str(each["root"]) for each in results}) == 1, f"{title}: trainers differ: {results}"
+        assert len({str(each["root"]) for each in results}) == 1, (
+            f"{title}: trainers differ: {results}"
+        )
         print(f"{title}: all hold root {results[0]['root'][:12]}, loss {results[0]['loss']:.4f}")
 
 

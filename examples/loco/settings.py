@@ -20,7 +20,9 @@ class Settings(SavedSettings):
     group: int = option(8, "answers per problem")
     max_lag: int = option(2, "trainers refuse rollouts that are more rounds behind than this")
     sft_steps: int = option(250, "supervised warm-up steps, at most")
-    sft_accuracy: float = option(0.35, "the warm-up ends earlier once this share of sampled answers is right")
+    sft_accuracy: float = option(
+        0.35, "the warm-up ends earlier once this share of sampled answers is right"
+    )
     patience: float = option(120.0, "seconds after which a process gives up on its peers")
     seed: int = option(0, "seed of everything random")
 

@@ -1,6 +1,7 @@
 """One of the trainers, started by ``torchrun -m examples.loco.trainer DIR``.
 
-What makes it one of several is the ``with`` in `Trainer.run`: the loop inside it is that of a trainer alone.
+What makes it one of several is the ``with`` in `Trainer.run`: the loop inside it is that of a
+trainer alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Trainer:
 
         self.served = policy.build_model(settings.seed)
         self.model = policy.build_model(settings.seed).float()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.lr, weight_decay=0.0
+        )
 
     def run(self) -> None:
         settings = self.settings
@@ -133,7 +136,8 @@ class Trainer:
         self.inbox.finish()
 
     def _publish(self, facts: Mapping[str, float]) -> Published | None:
-        """Rank 0 publishes theta in BF16; every trainer notes its root, to know rollouts that were made with it."""
+        """Rank 0 publishes theta in BF16; every trainer notes its root, to know rollouts that were
+        made with it."""
         version = self.loco.round
         self.roots[version] = self._serve()
         if self.publisher is None:
@@ -144,21 +148,26 @@ class Trainer:
         return published
 
     def _serve(self) -> str:
-        """Rounds the model into `served`, and returns the root of that: what a worker's live model must have."""
+        """Rounds the model into `served`, and returns the root of that: what a worker's live model
+        must have."""
         self.served.load_state_dict(self.model.state_dict())
         return pulse_rl.state_root(self.served.state_dict())
 
     def _save(self) -> None:
-        """Replaces the checkpoint. The model has no place in it: at a round's end it follows from theta.
+        """Replaces the checkpoint. The model has no place in it: at a round's end it follows from
+        theta.
 
         Not synced to disk: this is against killed processes, not against power cuts.
         """
         aside = self.checkpoint.with_suffix(".unfinished")
-        torch.save({"loco": self.loco.state_dict(), "optimizer": self.optimizer.state_dict()}, aside)
+        torch.save(
+            {"loco": self.loco.state_dict(), "optimizer": self.optimizer.state_dict()}, aside
+        )
         aside.replace(self.checkpoint)
 
     def _start(self) -> None:
-        """The trainers have met. What is theta now becomes the stream's newest version, unless it is that already."""
+        """The trainers have met. What is theta now becomes the stream's newest version, unless it
+        is that already."""
         if not self.checkpoint.exists():
             self._save()
         with self.loco.global_weights():
@@ -168,15 +177,21 @@ class Trainer:
                 if head is None or head.root != root:
                     self._publish({"round": self.loco.round})
             reward = self._reward()
-        self.journal.write("met", round=self.loco.round, restarts=restarts(), root=root, reward=reward)
+        self.journal.write(
+            "met", round=self.loco.round, restarts=restarts(), root=root, reward=reward
+        )
 
     def _report(self) -> None:
         """What this trainer's live model is at the end, hashed once more."""
         theta = pulse_rl.state_root(self.model.state_dict())
-        self.journal.write("result", round=self.loco.round, theta=theta, root=self._serve(), reward=self._reward())
+        self.journal.write(
+            "result", round=self.loco.round, theta=theta, root=self._serve(), reward=self._reward()
+        )
 
     def _reward(self) -> float | None:
-        return sampled_accuracy(self.model, EVALUATED, self.settings.seed) if self.rank == 0 else None
+        return (
+            sampled_accuracy(self.model, EVALUATED, self.settings.seed) if self.rank == 0 else None
+        )
 
 
 def restarts() -> int:

@@ -1,4 +1,5 @@
-"""A rollout worker: that of `examples.grpo`. It follows theta, which the trainers have in common after each round."""
+"""A rollout worker: that of `examples.grpo`. It follows theta, which the trainers have in common
+after each round."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ..grpo.worker import TorchWorker
 from .settings import Settings
 
 AHEAD = 1
-"""Batches for each trainer beyond what a round takes: what it begins with while the next version is on its way."""
+"""Batches for each trainer beyond what a round takes: what it begins with while the next version is
+on its way."""
 
 
 def work(settings: Settings, folder: RunFolder, alarm: Alarm, name: str) -> None:

@@ -1,9 +1,11 @@
-"""Lossless sparse weight sync for RL post-training: a trainer publishes, workers follow, every sync is verified.
+"""Lossless sparse weight sync for RL post-training: a trainer publishes, workers follow, every sync
+is verified.
 
-Trainer: ``Publisher(store, stream="policy").publish(model.state_dict())``.
-Worker: ``update = Subscriber(store, stream="policy").sync()``, then `pulse_rl.integrations.torch.apply_`.
+Trainer: ``Publisher(store, stream="policy").publish(model.state_dict())``. Worker: ``update =
+Subscriber(store, stream="policy").sync()``, then `pulse_rl.integrations.torch.apply_`.
 
-Errors are in `pulse_rl.errors`, events in `pulse_rl.events`, and the rest of PULSELoCo in `pulse_rl.loco`.
+Errors are in `pulse_rl.errors`, events in `pulse_rl.events`, and the rest of PULSELoCo in
+`pulse_rl.loco`.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def __getattr__(name: str) -> Any:
 def state_root(source: StateSource, *, threads: int | None = None) -> str:
     """The root of any state as 64 hexadecimal digits (docs/format.md, section 2).
 
-    ``source``: a mapping of names to tensors, a `State`, or a checkpoint's path. ``threads``: the maximum number (None:
-    one per core). Raises InputError, UnsupportedTensor and CorruptCheckpoint.
+    ``source``: a mapping of names to tensors, a `State`, or a checkpoint's path. ``threads``: the
+    maximum number (None: one per core). Raises InputError, UnsupportedTensor and CorruptCheckpoint.
     """
     return state_digest(as_state(source), threads=threads).root

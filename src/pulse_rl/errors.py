@@ -35,9 +35,10 @@
     ├── Diverged                the trainers do not hold the same theta
     └── NonFinite               a pseudo-gradient with NaN or Inf
 
-Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence on what to do. ``retryable``
-says whether the same call may succeed later although its caller changes nothing: a store comes back, a missing object
-is restored, a version is published. ``pulse follow`` waits for that, and ends at all other errors.
+Every instance has a ``kind``, a stable string for programs, and a ``hint``, one sentence on what to
+do. ``retryable`` says whether the same call may succeed later although its caller changes nothing:
+a store comes back, a missing object is restored, a version is published. ``pulse follow`` waits for
+that, and ends at all other errors.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from typing import ClassVar
 class PulseError(Exception):
     """Base class of all errors that this library raises on purpose.
 
-    ``kind`` is stable across releases. ``str(error)`` says what happened, ``hint`` what to do about it (a traceback
-    shows both), ``retryable`` whether waiting may be enough.
+    ``kind`` is stable across releases. ``str(error)`` says what happened, ``hint`` what to do about
+    it (a traceback shows both), ``retryable`` whether waiting may be enough.
     """
 
     kind: ClassVar[str] = "error"
@@ -74,7 +75,9 @@ class InputError(PulseError, ValueError):
 
 class UnsupportedTensor(InputError):
     kind = "unsupported_tensor"
-    default_hint = "Pass dense CPU or device tensors with whole-byte dtypes; gather sharded tensors first."
+    default_hint = (
+        "Pass dense CPU or device tensors with whole-byte dtypes; gather sharded tensors first."
+    )
 
 
 class StateMismatch(InputError):
@@ -104,22 +107,32 @@ class CorruptCheckpoint(FormatError):
 
 class CorruptMessage(FormatError):
     kind = "corrupt_message"
-    default_hint = "All trainers must run the same version of pulse_rl; if they do, restart the round."
+    default_hint = (
+        "All trainers must run the same version of pulse_rl; if they do, restart the round."
+    )
 
 
 class IntegrityError(PulseError):
     kind = "integrity"
-    default_hint = "No unverified data was exposed; sync again, or run `pulse verify` on the stream."
+    default_hint = (
+        "No unverified data was exposed; sync again, or run `pulse verify` on the stream."
+    )
 
 
 class WrongBase(IntegrityError):
     kind = "wrong_base"
-    default_hint = "Apply the patch to the state whose root is the patch's base root (`pulse inspect` shows it)."
+    default_hint = (
+        "Apply the patch to the state whose root is the patch's base root (`pulse "
+        "inspect` shows it)."
+    )
 
 
 class WrongHistory(WrongBase):
     kind = "wrong_history"
-    default_hint = "Follow the stream with a Subscriber or `pulse follow`: they remember what the next patch needs."
+    default_hint = (
+        "Follow the stream with a Subscriber or `pulse follow`: they remember what "
+        "the next patch needs."
+    )
 
 
 class DigestMismatch(IntegrityError):
@@ -139,7 +152,9 @@ class StoreError(PulseError):
 class NotFound(StoreError):
     kind = "not_found"
     retryable = True
-    default_hint = "Check the stream's name (`pulse list STORE`), and that the object was not deleted."
+    default_hint = (
+        "Check the stream's name (`pulse list STORE`), and that the object was not deleted."
+    )
 
 
 class AlreadyExists(StoreError):
@@ -166,35 +181,48 @@ class StreamError(PulseError):
 class EmptyStream(StreamError):
     kind = "empty_stream"
     retryable = True
-    default_hint = "Publish a first version, or check the stream's name: `pulse list STORE` shows what is there."
+    default_hint = (
+        "Publish a first version, or check the stream's name: `pulse list STORE` "
+        "shows what is there."
+    )
 
 
 class ChainGap(StreamError):
     kind = "chain_gap"
     retryable = True
-    default_hint = "Publish a new version with an anchor, or restore the missing object in the store."
+    default_hint = (
+        "Publish a new version with an anchor, or restore the missing object in the store."
+    )
 
 
 class PublisherConflict(StreamError):
     kind = "publisher_conflict"
-    default_hint = "One stream has one publisher: stop one of them, then create a new Publisher to continue."
+    default_hint = (
+        "One stream has one publisher: stop one of them, then create a new Publisher to continue."
+    )
 
 
 class RankLost(StreamError):
     kind = "rank_lost"
-    default_hint = "Start all ranks again: the stream is whole, and the next publish goes on from its newest version."
+    default_hint = (
+        "Start all ranks again: the stream is whole, and the next publish goes on "
+        "from its newest version."
+    )
 
 
 class StreamRecreated(StreamError):
     kind = "stream_recreated"
     default_hint = (
-        "If that is right, create a new Subscriber, or one with allow_recreated=True; the state is unchanged."
+        "If that is right, create a new Subscriber, or one with allow_recreated=True; "
+        "the state is unchanged."
     )
 
 
 class MemberConflict(StreamError):
     kind = "member_conflict"
-    default_hint = "Give each member of a group its own name, and stop the older of two processes of one name."
+    default_hint = (
+        "Give each member of a group its own name, and stop the older of two processes of one name."
+    )
 
 
 class EngineError(PulseError):
@@ -210,18 +238,23 @@ class EngineUnavailable(EngineError):
 
 class TrainerLost(PulseError):
     kind = "trainer_lost"
-    default_hint = "Reinitialise torch.distributed with the remaining trainers, then call rejoin() (docs/loco.md, 5)."
+    default_hint = (
+        "Reinitialise torch.distributed with the remaining trainers, then call "
+        "rejoin() (docs/loco.md, 5)."
+    )
 
 
 class Diverged(PulseError):
     kind = "diverged"
     default_hint = (
-        "Restart all from a common checkpoint, or call rejoin() on all after loading one; do not publish this state."
+        "Restart all from a common checkpoint, or call rejoin() on all after loading "
+        "one; do not publish this state."
     )
 
 
 class NonFinite(PulseError):
     kind = "non_finite"
     default_hint = (
-        "Call rewind() to go back to the last common round, or restore a checkpoint; then lower the learning rate."
+        "Call rewind() to go back to the last common round, or restore a checkpoint; "
+        "then lower the learning rate."
     )

@@ -1,6 +1,8 @@
-"""Rollout records: what was generated, and by which weights, so that it can be generated again (docs/replay.md).
+"""Rollout records: what was generated, and by which weights, so that it can be generated again
+(docs/replay.md).
 
-One JSON object a line. Any engine's output can carry it; `EngineHandle.generate` and `pulse_rollout` write it.
+One JSON object a line. Any engine's output can carry it; `EngineHandle.generate` and
+`pulse_rollout` write it.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ _SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of one part of a generation: the ``version`` of its stream, and its ``root``. ``start`` is the index
-    of the first token that they generated; None, if the engine has not said from which token on."""
+    """The weights of one part of a generation: the ``version`` of its stream, and its ``root``.
+    ``start`` is the index of the first token that they generated; None, if the engine has not said
+    from which token on."""
 
     version: int
     root: str
@@ -39,13 +42,15 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One generation. ``stream``: the stream's name. ``weights``: which ones generated it, in their order: the first
-    are those at its start, the last those at its end; one entry where no sync came between.
+    """One generation. ``stream``: the stream's name. ``weights``: which ones generated it, in their
+    order: the first are those at its start, the last those at its end; one entry where no sync came
+    between.
 
-    ``engine`` and ``engine_version``: such as "vllm" and "0.32.0". ``sampling``: the parameters in the engine's terms,
-    what it has not been given left out. ``seed``: that of the request, None without one. ``prompt_sha256``: of the
-    prompt's token ids as little-endian uint32; ``prompt_token_ids``: these, None where they are kept elsewhere.
-    ``token_ids``: what was generated. ``logprobs``: one for each token, as the engine computed it (None: not a number).
+    ``engine`` and ``engine_version``: such as "vllm" and "0.32.0". ``sampling``: the parameters in
+    the engine's terms, what it has not been given left out. ``seed``: that of the request, None
+    without one. ``prompt_sha256``: of the prompt's token ids as little-endian uint32;
+    ``prompt_token_ids``: these, None where they are kept elsewhere. ``token_ids``: what was
+    generated. ``logprobs``: one for each token, as the engine computed it (None: not a number).
     ``metadata``: anything else, by name. Raises InputError where this is no record.
     """
 
@@ -71,18 +76,24 @@ class Rollout:
 
     @classmethod
     def of(cls, prompt: Sequence[int], **facts: Any) -> Rollout:
-        """With the digest of ``prompt``, the token ids, which it keeps; ``facts`` are the other fields."""
+        """With the digest of ``prompt``, the token ids, which it keeps; ``facts`` are the other
+        fields."""
         return cls(prompt_sha256=prompt_digest(prompt), prompt_token_ids=tuple(prompt), **facts)
 
     def to_json(self) -> str:
-        """The record, as one line without its end. Raises InputError for what JSON does not have."""
+        """The record, as one line without its end. Raises InputError for what JSON does not
+        have."""
         facts = {name: getattr(self, name) for name in self.__slots__}
-        facts["weights"] = [{"version": w.version, "root": w.root, "start": w.start} for w in self.weights]
+        facts["weights"] = [
+            {"version": w.version, "root": w.root, "start": w.start} for w in self.weights
+        ]
         facts |= {"sampling": dict(self.sampling), "metadata": dict(self.metadata)}
         try:
             return json.dumps({"rollout": SCHEMA} | facts, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"sampling or metadata of a rollout cannot be written as JSON: {error}") from None
+            raise InputError(
+                f"sampling or metadata of a rollout cannot be written as JSON: {error}"
+            ) from None
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Rollout:
@@ -98,16 +109,19 @@ class Rollout:
         except InputError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise InputError(f"this is no rollout: {error}", hint="docs/replay.md has the schema.") from None
+            raise InputError(
+                f"this is no rollout: {error}", hint="docs/replay.md has the schema."
+            ) from None
 
     def append(self, path: str | Path) -> None:
-        """Adds the record to the file ``path``, as one line. Raises InputError, StoreFull and StoreError."""
+        """Adds the record to the file ``path``, as one line. Raises InputError, StoreFull and
+        StoreError."""
         append(path, [self])
 
     @classmethod
     def read(cls, path: str | Path) -> Iterator[Rollout]:
-        """The records in the file ``path``, in its order. Raises InputError with the line's number. A last line without
-        an end, of a writer that was killed, is left out."""
+        """The records in the file ``path``, in its order. Raises InputError with the line's number.
+        A last line without an end, of a writer that was killed, is left out."""
         try:
             with open_regular(Path(path)) as file:
                 for number, line in enumerate(file, 1):
@@ -117,7 +131,9 @@ class Rollout:
                         yield cls.from_json(line)
                     except InputError as error:
                         if line.endswith(b"\n"):
-                            raise InputError(f"line {number} of {path}: {error}", hint=error.hint) from None
+                            raise InputError(
+                                f"line {number} of {path}: {error}", hint=error.hint
+                            ) from None
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from None
 
@@ -142,7 +158,8 @@ def prompt_digest(prompt: Sequence[int]) -> str:
 
 
 def plain(logprob: float) -> float | None:
-    """A logprob as records have it, and as engines answer over HTTP: nothing below -9999, and no NaN."""
+    """A logprob as records have it, and as engines answer over HTTP: nothing below -9999, and no
+    NaN."""
     return None if math.isnan(logprob) else max(float(logprob), -9999.0)
 
 
@@ -158,16 +175,21 @@ def _wrong_in(rollout: Rollout) -> str:
         and all(_is_natural(w.version) and _is_digest(w.root) for w in rollout.weights),
         "weights' starts": all(map(_is_natural, known)) and all(a < b for a, b in pairwise(known)),
         "sampling": isinstance(rollout.sampling, Mapping),
-        "seed": rollout.seed is None or (isinstance(rollout.seed, int) and not isinstance(rollout.seed, bool)),
+        "seed": rollout.seed is None
+        or (isinstance(rollout.seed, int) and not isinstance(rollout.seed, bool)),
         "prompt_sha256": _is_digest(rollout.prompt_sha256),
         "token_ids": all(map(_is_natural, rollout.token_ids)),
         "logprobs": len(rollout.logprobs) == len(rollout.token_ids)
-        and all(x is None or (isinstance(x, float | int) and math.isfinite(x)) for x in rollout.logprobs),
+        and all(
+            x is None or (isinstance(x, float | int) and math.isfinite(x)) for x in rollout.logprobs
+        ),
         "metadata": isinstance(rollout.metadata, Mapping),
     }
     if rollout.prompt_token_ids is not None:
         ids = rollout.prompt_token_ids
-        checks["prompt_token_ids"] = all(map(_is_natural, ids)) and prompt_digest(ids) == rollout.prompt_sha256
+        checks["prompt_token_ids"] = (
+            all(map(_is_natural, ids)) and prompt_digest(ids) == rollout.prompt_sha256
+        )
     wrong = next((name for name, holds in checks.items() if not holds), None)
     return "" if wrong is None else f"{wrong} is {getattr(rollout, wrong, starts)!r}"[:_SHOWN]
 

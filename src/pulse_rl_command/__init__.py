@@ -1,7 +1,8 @@
-"""Where the program ``pulse`` starts: a package of its own, because to import any part of `pulse_rl` takes a while.
+"""Where the program ``pulse`` starts: a package of its own, because to import any part of
+`pulse_rl` takes a while.
 
-An interrupt in the middle of these imports is answered here, in one line, instead of with a traceback from wherever it
-struck.
+An interrupt in the middle of these imports is answered here, in one line, instead of with a
+traceback from wherever it struck.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The PULSELoCo benchmark: its arithmetic on made-up rounds, and tiny runs among real processes and among threads."""
+"""The PULSELoCo benchmark: its arithmetic on made-up rounds, and tiny runs among real processes and
+among threads."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ pytestmark = pytest.mark.slow  # the benchmark imports transformers: seconds
 PARAMETERS = 300
 
 # Made-up words, enough for the prompts of words to differ.
-VOCABULARY = [a + b + c for a in "bcdfglmnprst" for b in ("ana", "elo", "iru", "osa", "ute") for c in "bdgkmnprstvz"]
+VOCABULARY = [
+    a + b + c
+    for a in "bcdfglmnprst"
+    for b in ("ana", "elo", "iru", "osa", "ute")
+    for c in "bdgkmnprstvz"
+]
 
 
 class Tiny:
@@ -67,11 +73,15 @@ def test_recorded_steps_by_every_method() -> None:
     found = together(carry_out, 3)
     for method in methods.METHODS:
         for rounds in zip(*(seen[method] for seen in found), strict=True):
-            assert len({s.root for s in rounds}) == 1, "all trainers hold the same theta after a round"
+            assert len({s.root for s in rounds}) == 1, (
+                "all trainers hold the same theta after a round"
+            )
             assert {s.parameters for s in rounds} == {PARAMETERS}
             assert all(0 < s.phases["exchange"] <= s.seconds and s.interface_bytes for s in rounds)
         one = found[0][method]
-        assert all(before.root != after.root for before, after in pairwise(one) if method != methods.DDP)
+        assert all(
+            before.root != after.root for before, after in pairwise(one) if method != methods.DDP
+        )
     dense = 4 * PARAMETERS
     assert {s.payload_bytes for s in found[0][methods.DDP]} == {dense}
     assert {s.sent_bytes for s in found[0][methods.DDP]} == {dense * 4 // 3}
@@ -86,13 +96,17 @@ def test_jobs_travel_as_json() -> None:
     for quick in (False, True):
         jobs = links.jobs(quick, "http://localhost:5000")
         assert {name for name, _ in jobs} == set(links.METHODS)
-        assert len(links.jobs(quick, None)) == len(jobs) - (1 if quick else 2), "only a network has a store"
+        assert len(links.jobs(quick, None)) == len(jobs) - (1 if quick else 2), (
+            "only a network has a store"
+        )
         for _, job in jobs:
             assert Job(**asdict(job)) == job
             assert job.method in methods.METHODS
 
 
-def test_recorded_steps_are_what_training_took_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_recorded_steps_are_what_training_took_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(tasks.TASKS, tasks.PRETRAINED, Tiny)
     monkeypatch.setattr(tasks, "WARM_START", tmp_path / "warm.pt")
     monkeypatch.setattr(tasks, "ensure", lambda _: None)
@@ -119,7 +133,10 @@ def record(**facts: object) -> RoundRecord:
 
 
 def test_a_row_has_the_round_of_the_slowest_and_the_exchange_of_the_last_one_there() -> None:
-    rounds = [[record(), record(seconds=1.6, phases={"gate": 1.3, "exchange": 0.1})], [record(), record()]]
+    rounds = [
+        [record(), record(seconds=1.6, phases={"gate": 1.3, "exchange": 0.1})],
+        [record(), record()],
+    ]
     found = links.row(methods.PULSE, 1e-6, links.SWITCHED, rounds)
     assert (found.payload, found.density, found.interface) == (100, 0.02, 500)
     assert (found.seconds, found.exchange) == ([1.6, 0.4], [0.1, 0.2])
@@ -169,7 +186,11 @@ def outcome(method: str, seed: int, rewards: list[float], **facts: object) -> Ou
 
 
 def curves(**off: float) -> list[Outcome]:
-    return [outcome(m, s, [0.1, 0.5 + 0.01 * s + off.get(m, 0.0)]) for m in methods.METHODS for s in range(4)]
+    return [
+        outcome(m, s, [0.1, 0.5 + 0.01 * s + off.get(m, 0.0)])
+        for m in methods.METHODS
+        for s in range(4)
+    ]
 
 
 def test_the_table_of_what_is_learnt() -> None:
@@ -182,7 +203,10 @@ def test_the_table_of_what_is_learnt() -> None:
     alone = tables.text([found for found in curves() if found.seed == 0])
     assert f"{methods.DILOCO:44}  0.3000 ± nan" in alone
     other = outcome(methods.DILOCO, 0, [0.1, 0.5], trainers=8)
-    assert [len(of) for of in tables.by_task([*curves(), other, replace(other, rewards=[])])] == [len(curves()), 1]
+    assert [len(of) for of in tables.by_task([*curves(), other, replace(other, rewards=[])])] == [
+        len(curves()),
+        1,
+    ]
 
 
 def test_bytes_at_equal_reward() -> None:
@@ -211,7 +235,9 @@ def test_rounds_behind_are_those_since_the_reference_had_the_reward() -> None:
     assert tables.rounds_behind(reference, late) is None
 
 
-def test_help_names_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["loco", "--help"])
     with pytest.raises(SystemExit) as ended:
         command.main()
@@ -260,7 +286,9 @@ def test_held_out_prompts_are_never_trained_on() -> None:
 def test_an_outcome_has_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tasks.TASKS, "tiny", Tiny)
     dense, slow = (
-        learning.measure(Variant(methods.DILOCO, task="tiny", lr=1e-3, sync_every=h), 0, 4, evaluate=True)
+        learning.measure(
+            Variant(methods.DILOCO, task="tiny", lr=1e-3, sync_every=h), 0, 4, evaluate=True
+        )
         for h in (SYNC_EVERY, 2 * SYNC_EVERY)
     )
     assert (len(dense.rewards), len(slow.rewards)) == (4, 2)
@@ -308,7 +336,12 @@ def test_threads_count_what_processes_count() -> None:
 def test_sites_count_what_leaves_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tasks.TASKS, "tiny", Tiny)
     dense, one, two = (
-        learning.measure(Variant(method, task="tiny", lr=1e-4, sites=2), 0, 2, evaluate=method != methods.ONE_LEVEL)
+        learning.measure(
+            Variant(method, task="tiny", lr=1e-4, sites=2),
+            0,
+            2,
+            evaluate=method != methods.ONE_LEVEL,
+        )
         for method in (methods.DILOCO, methods.ONE_LEVEL, methods.PULSE)
     )
     size, roots = 4 * PARAMETERS, 3 * 32

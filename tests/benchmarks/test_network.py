@@ -18,7 +18,9 @@ from tests.support.states import weights
 
 
 def test_only_our_own_namespaces_are_deleted() -> None:
-    assert delete_commands(["pulse-net-hub", "other", "pulse-1"]) == [["ip", "netns", "delete", "pulse-net-hub"]]
+    assert delete_commands(["pulse-net-hub", "other", "pulse-1"]) == [
+        ["ip", "netns", "delete", "pulse-net-hub"]
+    ]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -61,18 +63,37 @@ def test_the_arithmetic_of_a_run(tmp_path: Path) -> None:
     spec = Spec("auto", 4.0, "", "", str(tmp_path))
     ready = {"event": "ready", "round_trip": 0.08, "upload_rate": 1e9, "params": 1000}
     published = [
-        {"event": "published", "time": 10.0 * v, "seconds": 0.5, "version": v, "root": f"root {v}", "density": 0.01 * v}
+        {
+            "event": "published",
+            "time": 10.0 * v,
+            "seconds": 0.5,
+            "version": v,
+            "root": f"root {v}",
+            "density": 0.01 * v,
+        }
         for v in (1, 2, 3, 4)
     ]
     synced = [
-        {"event": "synced", "time": 10.0 * v + wait, "seconds": 0.25, "version": v, "root": f"root {v}", "rx": 100 * v}
+        {
+            "event": "synced",
+            "time": 10.0 * v + wait,
+            "seconds": 0.25,
+            "version": v,
+            "root": f"root {v}",
+            "rx": 100 * v,
+        }
         | {"fallbacks": v == 4}
         for v, wait in ((1, 1.0), (2, 2.0), (4, 3.0))
     ]
     for role, lines in (("trainer", [ready, *published]), ("worker", [ready, *synced])):
         spec.log(role).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
     row = regions.summary(spec, 50e6)
-    assert (row["versions"], row["bytes"], row["idle_seconds"], row["fallbacks"]) == (3, 200, 0.25, 1)
+    assert (row["versions"], row["bytes"], row["idle_seconds"], row["fallbacks"]) == (
+        3,
+        200,
+        0.25,
+        1,
+    )
     assert (row["newest_seconds"], row["newest_worst"], row["identical"]) == (2.5, 3.5, True)
     assert row["density"] == pytest.approx(0.025)
     assert 0 < regions.planned(row, row["density"])["planned_idle_seconds"] < 2

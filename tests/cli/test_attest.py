@@ -1,4 +1,5 @@
-"""Attestations: what the statement says is what a checkout has, and the stock verifier takes it and nothing else."""
+"""Attestations: what the statement says is what a checkout has, and the stock verifier takes it and
+nothing else."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ def publish(folder: Path, rng: Rng, signer: Signer | None = None, *, attest: boo
     with Publisher(str(folder), stream="policy", signer=signer, attest=attest) as publisher:
         for step in range(3):
             tensors = {"w": Bits(weights(rng, 5000).array, "BF16"), "b": weights(rng, 10)}
-            publisher.publish(tensors, metadata={"step": step, "loss": 0.5}, files=FILES, anchor=attest and step == 2)
+            publisher.publish(
+                tensors,
+                metadata={"step": step, "loss": 0.5},
+                files=FILES,
+                anchor=attest and step == 2,
+            )
 
 
 @pytest.fixture
@@ -51,7 +57,8 @@ def place(tmp_path: Path, rng: Rng) -> Path:
 def attest(
     pulse: Pulse, place: Path, *options: object, version: int = 1, key: str | None = "key.pem"
 ) -> tuple[Path, Path]:
-    """A version's statement, made with a ``key`` or the publisher's, and its folder without links."""
+    """A version's statement, made with a ``key`` or the publisher's, and its folder without
+    links."""
     of = (place / "store", "--stream", "policy", "--version", version)
     signature, folder = place / f"{version}.sig", place / f"out-{version}"
     pulse("checkout", *of, "--out", folder, *options)
@@ -61,12 +68,15 @@ def attest(
 
 
 def statement_in(bundle: Any, public_key: bytes) -> Any:
-    """The statement, once its signature is checked by the rules of DSSE. Raises InvalidSignature."""
+    """The statement, once its signature is checked by the rules of DSSE. Raises
+    InvalidSignature."""
     envelope = bundle["dsseEnvelope"]
     kind, payload = envelope["payloadType"], base64.b64decode(envelope["payload"])
     signed = f"DSSEv1 {len(kind)} {kind} {len(payload)} ".encode() + payload
     key: Any = serialization.load_pem_public_key(public_key)
-    algorithm = {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}[key.curve.key_size]
+    algorithm = {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}[
+        key.curve.key_size
+    ]
     (signature,) = envelope["signatures"]
     key.verify(base64.b64decode(signature["sig"]), signed, ec.ECDSA(algorithm))
     assert bundle["verificationMaterial"]["publicKey"]["hint"] == sha256(public_key).hexdigest()
@@ -75,19 +85,32 @@ def statement_in(bundle: Any, public_key: bytes) -> Any:
 
 @pytest.mark.parametrize("curve", [ec.SECP256R1, ec.SECP384R1, ec.SECP521R1])
 @pytest.mark.parametrize("layout", [[], ["--sharded"]])
-def test_it_names_the_files_of_a_checkout(pulse: Pulse, place: Path, curve: Any, layout: list[str]) -> None:
+def test_it_names_the_files_of_a_checkout(
+    pulse: Pulse, place: Path, curve: Any, layout: list[str]
+) -> None:
     write_key(place / "key.pem", ec.generate_private_key(curve()))
     signature, folder = attest(pulse, place, *layout)
     statement = statement_in(json.loads(signature.read_text()), (place / "key.pub").read_bytes())
-    found = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    found = {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
     found.pop("pulse.history", None)
     listed = statement["predicate"]["resources"]
-    assert {each["name"]: each["digest"] for each in listed} == {n: sha256(d).hexdigest() for n, d in found.items()}
+    assert {each["name"]: each["digest"] for each in listed} == {
+        n: sha256(d).hexdigest() for n, d in found.items()
+    }
     assert len(found) == len(FILES) + (2 if layout else 1)
     (subject,) = statement["subject"]
-    assert subject["digest"]["sha256"] == sha256(b"".join(bytes.fromhex(each["digest"]) for each in listed)).hexdigest()
+    assert (
+        subject["digest"]["sha256"]
+        == sha256(b"".join(bytes.fromhex(each["digest"]) for each in listed)).hexdigest()
+    )
 
-    base, own = pulse.json("log", place / "store", "--stream", "policy", "--last", 0)["versions"][:2]
+    base, own = pulse.json("log", place / "store", "--stream", "policy", "--last", 0)["versions"][
+        :2
+    ]
     facts = statement["predicate"]["pulse"]
     assert facts["root"] == subject["digest"]["pulseRoot"] == own["root"]
     assert facts["base"] == {"version": 0, "root": base["root"]}
@@ -97,18 +120,33 @@ def test_it_names_the_files_of_a_checkout(pulse: Pulse, place: Path, curve: Any,
 
 def test_without_a_number_it_is_the_newest_and_is_printed(pulse: Pulse, place: Path) -> None:
     bundle = pulse.json("attest", place / "store", "--stream", "policy", "--key", place / "key.pem")
-    assert statement_in(bundle, (place / "key.pub").read_bytes())["predicate"]["pulse"]["version"] == 2
+    assert (
+        statement_in(bundle, (place / "key.pub").read_bytes())["predicate"]["pulse"]["version"] == 2
+    )
 
 
-def test_the_publishers_key_is_named_where_its_signature_is_one(pulse: Pulse, place: Path, rng: Rng) -> None:
+def test_the_publishers_key_is_named_where_its_signature_is_one(
+    pulse: Pulse, place: Path, rng: Rng
+) -> None:
     signer = Signer.generate()
     publish(place / "signed", rng, signer)
-    command = ("attest", place / "signed", "--stream", "policy", "--key", place / "key.pem", "--version", 1)
-    bundle = pulse.json(*command, "--trust", signer.public_key)
-    assert statement_in(bundle, (place / "key.pub").read_bytes())["predicate"]["pulse"]["publisherKey"] == (
-        signer.public_key
+    command = (
+        "attest",
+        place / "signed",
+        "--stream",
+        "policy",
+        "--key",
+        place / "key.pem",
+        "--version",
+        1,
     )
-    pulse.refused(*command, "--trust", Signer.generate().public_key, kind="chain_gap", match="untrusted key")
+    bundle = pulse.json(*command, "--trust", signer.public_key)
+    assert statement_in(bundle, (place / "key.pub").read_bytes())["predicate"]["pulse"][
+        "publisherKey"
+    ] == (signer.public_key)
+    pulse.refused(
+        *command, "--trust", Signer.generate().public_key, kind="chain_gap", match="untrusted key"
+    )
     manifest = place / f"signed/policy/versions/{1:012d}.json"
     value = json.loads(manifest.read_bytes())["signature"]["value"]
     manifest.write_bytes(manifest.read_bytes().replace(value.encode(), b"0" * len(value)))
@@ -117,8 +155,9 @@ def test_the_publishers_key_is_named_where_its_signature_is_one(pulse: Pulse, pl
 
 @pytest.fixture
 def signed(pulse: Pulse, place: Path, rng: Rng) -> Path:
-    """The stream in ``store`` is one whose publisher signs and attests: the first and the last of three versions have
-    anchors. Its key is ``trainer.key``, ``key.pub`` that of its attestations."""
+    """The stream in ``store`` is one whose publisher signs and attests: the first and the last of
+    three versions have anchors. Its key is ``trainer.key``, ``key.pub`` that of its
+    attestations."""
     shutil.rmtree(place / "store")
     public_key = pulse("keygen", place / "trainer.key")
     publish(place / "store", rng, Signer.load(place / "trainer.key"), attest=True)
@@ -137,11 +176,22 @@ def test_what_the_publisher_stored_is_handed_out_without_a_key(pulse: Pulse, sig
     assert "version 2 of policy, 4 files" in pulse(*of, "-o", signed / "2.sig")
     pulse.refused(*of, "--version", 1, kind="input", match="'policy' has not attested version 1")
     pulse.refused(*of, "--sharded", kind="input", match="one file of weights")
-    pulse.refused(*of, "--trust", Signer.generate().public_key, kind="untrusted", match="untrusted key")
-    for command in (("publish", attest(pulse, signed)[1], *of[1:], "--anchor"), ("anchor", *of[1:])):
+    pulse.refused(
+        *of, "--trust", Signer.generate().public_key, kind="untrusted", match="untrusted key"
+    )
+    for command in (
+        ("publish", attest(pulse, signed)[1], *of[1:], "--anchor"),
+        ("anchor", *of[1:]),
+    ):
         pulse.refused(*command, "--attest", kind="input", match="attest needs a signer")
         pulse(*command, "--attest", "--sign-key", signed / "trainer.key")
-    assert [each["attested"] for each in pulse.json("log", *of[1:])["versions"]] == [True, False, True, True, True]
+    assert [each["attested"] for each in pulse.json("log", *of[1:])["versions"]] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert "B, attested" in pulse("log", *of[1:])
     assert "all links are valid" in pulse("verify", *of[1:])
 
@@ -151,7 +201,11 @@ def test_a_checkout_has_what_the_publisher_stored(pulse: Pulse, signed: Path) ->
     folder, other = signed / "out", signed / "other"
     for version, attested in ((2, True), (1, False), (0, True)):
         assert pulse.json("checkout", *of, version, "--out", folder)["attested"] == attested
-        assert ("model_signing verify key " in pulse.err) == (folder / "pulse.sig").exists() == attested
+        assert (
+            ("model_signing verify key " in pulse.err)
+            == (folder / "pulse.sig").exists()
+            == attested
+        )
     assert json.loads((folder / "pulse.sig").read_bytes()) == pulse.json("attest", *of, 0)
     assert not pulse.json("checkout", *of, 0, "--out", other, "--sharded")["attested"]
     said = folder.joinpath("pulse.sig").read_bytes()
@@ -162,7 +216,16 @@ def test_a_checkout_has_what_the_publisher_stored(pulse: Pulse, signed: Path) ->
 
 
 def test_other_keys_are_refused(pulse: Pulse, place: Path) -> None:
-    command = ("attest", place / "store", "--stream", "policy", "-o", place / "x.sig", "--key", place / "other.pem")
+    command = (
+        "attest",
+        place / "store",
+        "--stream",
+        "policy",
+        "-o",
+        place / "x.sig",
+        "--key",
+        place / "other.pem",
+    )
     pulse.refused(*command, kind="input", match="No such file")
     for key in (ed25519.Ed25519PrivateKey.generate(), ec.generate_private_key(ec.SECP256K1())):
         write_key(place / "other.pem", key)
@@ -179,7 +242,16 @@ def test_only_an_attestation_is_replaced(pulse: Pulse, place: Path) -> None:
     attest(pulse, place)
     attest(pulse, place)
     (place / "1.sig").write_text("mine")
-    command = ("attest", place / "store", "--stream", "policy", "--key", place / "key.pem", "-o", place / "1.sig")
+    command = (
+        "attest",
+        place / "store",
+        "--stream",
+        "policy",
+        "--key",
+        place / "key.pem",
+        "-o",
+        place / "1.sig",
+    )
     pulse.refused(*command, kind="input", match="was not written by this command")
     assert "version 2 of policy, 4 files" in pulse(*command, "--force")
 
@@ -187,7 +259,8 @@ def test_only_an_attestation_is_replaced(pulse: Pulse, place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(
     VERIFIER is None,
-    reason="no model_signing here: pip install model-signing==1.1.1 pyOpenSSL, or name it in PULSE_MODEL_SIGNING",
+    reason="no model_signing here: pip install model-signing==1.1.1 pyOpenSSL, or name it in "
+    "PULSE_MODEL_SIGNING",
 )
 @pytest.mark.parametrize("stored", [False, True])
 def test_model_signing_takes_it_and_nothing_else(
@@ -229,7 +302,16 @@ def test_model_signing_takes_it_and_nothing_else(
     # The package takes a second or more to import: all at once.
     running = [
         subprocess.Popen(
-            [str(VERIFIER), "verify", "key", *map(str, what), "--signature", by, "--public_key", place / key],
+            [
+                str(VERIFIER),
+                "verify",
+                "key",
+                *map(str, what),
+                "--signature",
+                by,
+                "--public_key",
+                place / key,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -237,6 +319,8 @@ def test_model_signing_takes_it_and_nothing_else(
         for what, by, key, _ in cases
     ]
     for process, (_, _, _, said) in zip(running, cases, strict=True):
-        output = process.communicate(timeout=120)[0].replace("\\", "")  # quoted, if a digest's bytes have a quote
+        output = process.communicate(timeout=120)[0].replace(
+            "\\", ""
+        )  # quoted, if a digest's bytes have a quote
         assert said in output
         assert process.returncode == (0 if said == taken else 1)

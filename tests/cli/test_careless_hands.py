@@ -17,7 +17,9 @@ from tests.support.manifests import manifest_of
 from tests.support.states import Rng, bits, history
 
 
-def test_an_empty_path_is_not_the_current_folder(pulse: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_path_is_not_the_current_folder(
+    pulse: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `-o "$OUT"` with a variable that is not set."""
     monkeypatch.chdir(tmp_path)
     for command in (
@@ -30,7 +32,9 @@ def test_an_empty_path_is_not_the_current_folder(pulse: Pulse, tmp_path: Path, m
     assert not list(tmp_path.iterdir())
 
 
-def test_publish_casts_and_tells_what_would_be_better(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
+def test_publish_casts_and_tells_what_would_be_better(
+    pulse: Pulse, tmp_path: Path, rng: Rng
+) -> None:
     file, store = tmp_path / "m.safetensors", tmp_path / "store"
     for step in range(2):
         write_checkpoint(file, {"_orig_mod.w": rng.standard_normal(3000, np.float32)})
@@ -93,9 +97,16 @@ def test_identities_anchors_and_restarts_by_command(pulse: Pulse, tmp_path: Path
     anchored = json.loads(pulse("anchor", *stream, "--json", "--sign-key", new, "--trust", old_key))
     assert (anchored["version"], anchored["root"]) == (2, second["root"])
     follow = ["follow", *stream, "--once", "--out", tmp_path / "out", "--json"]
-    assert json.loads(pulse(*follow, "--trust", new_key, "--stream-id", first["stream_id"]))["version"] == 2
-    pulse("follow", *stream, "--once", "--out", tmp_path / "none", "--stream-id", "0" * 32, status=1)
-    pulse("verify", *stream, "--trust", new_key, "--trust", old_key, "--stream-id", first["stream_id"])
+    assert (
+        json.loads(pulse(*follow, "--trust", new_key, "--stream-id", first["stream_id"]))["version"]
+        == 2
+    )
+    pulse(
+        "follow", *stream, "--once", "--out", tmp_path / "none", "--stream-id", "0" * 32, status=1
+    )
+    pulse(
+        "verify", *stream, "--trust", new_key, "--trust", old_key, "--stream-id", first["stream_id"]
+    )
     pulse("fold", *stream, "--folds", "2", "--sign-key", new, "--trust", old_key)
     pulse("gc", *stream, "--keep", "1", "--trust", new_key)
     shutil.rmtree(store)

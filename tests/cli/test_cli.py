@@ -1,4 +1,5 @@
-"""The command line: results on stdout, one readable line with a hint for every error, and exit codes."""
+"""The command line: results on stdout, one readable line with a hint for every error, and exit
+codes."""
 
 from __future__ import annotations
 
@@ -24,19 +25,27 @@ from tests.support.states import Rng, Tensors, history, mutated, policy, roots, 
 def pair(tmp_path: Path, rng: Rng) -> tuple[Path, Path]:
     """Two checkpoints: a file and a folder."""
     states = history(rng, 2)
-    return write_checkpoint(tmp_path / "old.safetensors", states[0]), write_checkpoint(tmp_path / "new", states[1])
+    return write_checkpoint(tmp_path / "old.safetensors", states[0]), write_checkpoint(
+        tmp_path / "new", states[1]
+    )
 
 
 DIFF_KEYS = "elements changed density dense_bytes patch_bytes ratio bytes_per_changed codec seconds"
 
 
 @pytest.mark.parametrize("name", ["auto", "zstd"])
-def test_diff_and_apply_give_back_the_second_checkpoint(pulse: Pulse, pair: Any, tmp_path: Path, name: str) -> None:
+def test_diff_and_apply_give_back_the_second_checkpoint(
+    pulse: Pulse, pair: Any, tmp_path: Path, name: str
+) -> None:
     old, new = pair
     facts = pulse.json("diff", old, new, "-o", tmp_path / "p.patch", "--codec", name)
     assert set(DIFF_KEYS.split()) <= facts.keys()
     state = as_state(old)
-    assert (facts["elements"], facts["dense_bytes"], facts["codec"]) == (state.elements, state.nbytes, name)
+    assert (facts["elements"], facts["dense_bytes"], facts["codec"]) == (
+        state.elements,
+        state.nbytes,
+        name,
+    )
     assert facts["patch_bytes"] == (tmp_path / "p.patch").stat().st_size
     assert facts["density"] == facts["changed"] / facts["elements"]
     assert facts["ratio"] == facts["dense_bytes"] / facts["patch_bytes"]
@@ -55,10 +64,20 @@ def test_diff_and_apply_give_back_the_second_checkpoint(pulse: Pulse, pair: Any,
 def test_applying_onto_the_base_itself_replaces_it(pulse: Pulse, pair: Any, tmp_path: Path) -> None:
     old, new = pair
     pulse("diff", old, new, "-o", tmp_path / "p")
-    pulse.refused("apply", old, tmp_path / "p", "-o", old, kind="input", match="was not written by this command")
+    pulse.refused(
+        "apply",
+        old,
+        tmp_path / "p",
+        "-o",
+        old,
+        kind="input",
+        match="was not written by this command",
+    )
     pulse("apply", old, tmp_path / "p", "-o", old, "--force")
     assert state_root(old) == state_root(new)
-    pulse.refused("apply", old, tmp_path / "p", "-o", old, kind="wrong_base", match="applies to root")
+    pulse.refused(
+        "apply", old, tmp_path / "p", "-o", old, kind="wrong_base", match="applies to root"
+    )
     assert state_root(old) == state_root(new)
 
 
@@ -95,7 +114,15 @@ def test_inspect_tells_what_a_patch_holds(pulse: Pulse, pair: Any, tmp_path: Pat
     assert alone["ratio"] is alone["dense_bytes"] is None
     assert sum(b["changed"] for b in facts["blocks"]) == facts["changed"]
     assert sum(b["elements"] for b in facts["blocks"]) == facts["elements"]
-    assert {b["codec"] for b in facts["blocks"]} <= {"same", "raw", "zstd", "sparse", "table", "history", "gaps"}
+    assert {b["codec"] for b in facts["blocks"]} <= {
+        "same",
+        "raw",
+        "zstd",
+        "sparse",
+        "table",
+        "history",
+        "gaps",
+    }
 
 
 def test_digest(pulse: Pulse, pair: Any, tmp_path: Path) -> None:
@@ -112,13 +139,20 @@ def test_publish_follow_and_verify(pulse: Pulse, tmp_path: Path, rng: Rng) -> No
         write_checkpoint(tmp_path, state)
         done = pulse.json("publish", tmp_path / "model.safetensors", store, "--stream", "policy")
         assert (done["version"], done["root"]) == (version, state_root(state))
-        assert (done["changed"] is None) == (done["density"] == 1) == (done["ratio"] < 1) == (version == 0)
+        assert (
+            (done["changed"] is None)
+            == (done["density"] == 1)
+            == (done["ratio"] < 1)
+            == (version == 0)
+        )
         seen = pulse.json("follow", store, "--stream", "policy", "--out", out, "--once")
         assert (seen["version"], seen["root"]) == (version, state_root(state))
         assert state_root(out) == state_root(state)
         if version:
             assert (seen["previous"], seen["changed"]) == (version - 1, done["changed"])
-            assert seen["payload_bytes"] == done["patch_bytes"], "it resumes from its folder, not from the anchor"
+            assert seen["payload_bytes"] == done["patch_bytes"], (
+                "it resumes from its folder, not from the anchor"
+            )
     idle = pulse.json("follow", store, "--stream", "policy", "--out", out, "--once")
     assert (idle["version"], idle["changed"], idle["payload_bytes"]) == (2, 0, 0)
     assert pulse.json("verify", store, "--stream", "policy") == {
@@ -127,7 +161,9 @@ def test_publish_follow_and_verify(pulse: Pulse, tmp_path: Path, rng: Rng) -> No
         "ok": True,
         "problems": [],
     }
-    assert "3 versions of policy verified: all links are valid" in pulse("verify", store, "--stream", "policy")
+    assert "3 versions of policy verified: all links are valid" in pulse(
+        "verify", store, "--stream", "policy"
+    )
     assert sorted(p.name for p in out.iterdir()) == [".pulse", "model.safetensors"]
 
 
@@ -158,14 +194,19 @@ def test_follow_replaces_a_damaged_folder(
     stream(tmp_path / "store", states)
     pulse("follow", tmp_path / "store", "--stream", "policy", "--out", tmp_path / "out", "--once")
     damage(tmp_path / "out" / "model.safetensors")
-    seen = pulse.json("follow", tmp_path / "store", "--stream", "policy", "--out", tmp_path / "out", "--once")
+    seen = pulse.json(
+        "follow", tmp_path / "store", "--stream", "policy", "--out", tmp_path / "out", "--once"
+    )
     assert seen["previous"] is None
     assert state_root(tmp_path / "out") == state_root(states[1])
 
 
 def test_verify_finds_a_damaged_payload(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     stream(tmp_path / "store", history(rng, 3))
-    patches = sorted((tmp_path / "store" / "policy" / "payloads").glob("*.patch"), key=lambda p: p.stat().st_mtime_ns)
+    patches = sorted(
+        (tmp_path / "store" / "policy" / "payloads").glob("*.patch"),
+        key=lambda p: p.stat().st_mtime_ns,
+    )
     flip_first_byte(patches[-1])
     found = pulse.json("verify", tmp_path / "store", "--stream", "policy", status=1)
     assert (found["ok"], found["versions"]) == (False, 3)
@@ -182,7 +223,9 @@ def test_errors_are_one_line_with_a_hint(pulse: Pulse, pair: Any, tmp_path: Path
     (tmp_path / "junk.safetensors").write_bytes(b"junk" * 10)
     (tmp_path / "cut").write_bytes((tmp_path / "p").read_bytes()[:-1])
     (tmp_path / "file").write_bytes(b"")
-    write_checkpoint(tmp_path / "other.safetensors", {n: t for n, t in policy(rng).items() if n != "steps"})
+    write_checkpoint(
+        tmp_path / "other.safetensors", {n: t for n, t in policy(rng).items() if n != "steps"}
+    )
     out, absent = tmp_path / "out", tmp_path / "absent"
     cases: list[tuple[tuple[Any, ...], str, str]] = [
         (("digest", absent), "input", "absent"),
@@ -199,7 +242,11 @@ def test_errors_are_one_line_with_a_hint(pulse: Pulse, pair: Any, tmp_path: Path
         (("publish", old, tmp_path / "file", "--stream", "s"), "store", "file"),
         (("publish", old, "ftp://x", "--stream", "s"), "input", "ftp://x"),
         (("publish", old, tmp_path / "store", "--stream", "../s"), "input", "../s"),
-        (("follow", tmp_path / "store", "--stream", "s", "--out", out, "--once"), "empty_stream", "'s'"),
+        (
+            ("follow", tmp_path / "store", "--stream", "s", "--out", out, "--once"),
+            "empty_stream",
+            "'s'",
+        ),
         (("verify", tmp_path / "store", "--stream", "s"), "empty_stream", "'s'"),
     ]
     for args, kind, match in cases:
@@ -207,7 +254,9 @@ def test_errors_are_one_line_with_a_hint(pulse: Pulse, pair: Any, tmp_path: Path
     assert not out.exists()
 
 
-def test_sharded_folders_are_not_written_into(pulse: Pulse, pair: Any, tmp_path: Path, rng: Rng) -> None:
+def test_sharded_folders_are_not_written_into(
+    pulse: Pulse, pair: Any, tmp_path: Path, rng: Rng
+) -> None:
     """model.safetensors beside an index would never be read."""
     stream(tmp_path / "store", history(rng, 1))
     pulse("diff", *pair, "-o", tmp_path / "p")
@@ -216,7 +265,15 @@ def test_sharded_folders_are_not_written_into(pulse: Pulse, pair: Any, tmp_path:
     out = tmp_path / "out"
     pulse.refused("apply", pair[0], tmp_path / "p", "-o", out, kind="input", match="sharded")
     pulse.refused(
-        "follow", tmp_path / "store", "--stream", "policy", "--out", out, "--once", kind="input", match="sharded"
+        "follow",
+        tmp_path / "store",
+        "--stream",
+        "policy",
+        "--out",
+        out,
+        "--once",
+        kind="input",
+        match="sharded",
     )
 
 
@@ -253,7 +310,18 @@ def test_follow_goes_on_until_it_is_interrupted(
 
     monkeypatch.setattr("pulse_rl.cli.following.time.sleep", sleep)
     out = tmp_path / "out"
-    text = pulse("follow", tmp_path / "store", "--stream", "policy", "--out", out, "--poll", 0.5, "--json", status=130)
+    text = pulse(
+        "follow",
+        tmp_path / "store",
+        "--stream",
+        "policy",
+        "--out",
+        out,
+        "--poll",
+        0.5,
+        "--json",
+        status=130,
+    )
     assert [json.loads(line)["root"] for line in text.splitlines()] == roots(states)
     assert "interrupted" in pulse.err
     assert state_root(out) == state_root(states[2])
@@ -265,7 +333,9 @@ def test_the_installed_command(tmp_path: Path, pair: Any) -> None:
     assert command is not None, "the package must be installed with its command"
 
     def run(*args: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([command, *map(str, args)], capture_output=True, text=True, timeout=30, check=False)
+        return subprocess.run(
+            [command, *map(str, args)], capture_output=True, text=True, timeout=30, check=False
+        )
 
     assert run("--version").stdout == f"pulse {__version__}\n"
     done = run("diff", *pair, "-o", tmp_path / "p", "--json")
@@ -282,5 +352,7 @@ def test_a_change_of_tensors_is_followed(pulse: Pulse, tmp_path: Path, rng: Rng)
     for state in states:
         write_checkpoint(tmp_path / "m.safetensors", state)
         pulse("publish", tmp_path / "m.safetensors", tmp_path / "store", "--stream", "policy")
-        pulse("follow", tmp_path / "store", "--stream", "policy", "--out", tmp_path / "out", "--once")
+        pulse(
+            "follow", tmp_path / "store", "--stream", "policy", "--out", tmp_path / "out", "--once"
+        )
         assert state_root(tmp_path / "out") == state_root(state)

@@ -1,4 +1,5 @@
-"""`pulse follow --layout`: a folder for each version, whole whoever is killed, under the names that readers know."""
+"""`pulse follow --layout`: a folder for each version, whole whoever is killed, under the names that
+readers know."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def publish(publisher: Publisher, step: int) -> None:
     publisher.publish(weights(step), metadata={"step": step}, files=files)
 
 
-def follow(store: Path, out: Path, *options: object, layout: str = "prime-rl") -> tuple[object, ...]:
+def follow(
+    store: Path, out: Path, *options: object, layout: str = "prime-rl"
+) -> tuple[object, ...]:
     return ("follow", store, "--stream", "s", "--out", out, "--once", "--layout", layout, *options)
 
 
@@ -75,8 +78,13 @@ def test_a_shard_that_did_not_change_is_a_hard_link(pulse: Pulse, tmp_path: Path
     with Publisher(store, stream="s") as publisher:
         for step in range(3):
             publish(publisher, step)
-            pulse(*follow(store, out, "--sharded"))  # in a process of its own each: a restart, too, knows what it wrote
-    files = {name: {(out / f"step_{step}" / file).stat().st_ino for step in range(3)} for name, file in PLACES.items()}
+            pulse(
+                *follow(store, out, "--sharded")
+            )  # in a process of its own each: a restart, too, knows what it wrote
+    files = {
+        name: {(out / f"step_{step}" / file).stat().st_ino for step in range(3)}
+        for name, file in PLACES.items()
+    }
     assert (len(files["frozen"]), len(files["w"])) == (1, 3)
     assert steps_in(out) == {0, 1, 2}
     damaged = out / "step_2" / PLACES["frozen"]
@@ -98,7 +106,9 @@ def test_what_pulse_did_not_write_is_replaced_by_force_only(pulse: Pulse, tmp_pa
     pulse.refused(*follow(store, out), kind="input", match="was not written")
     assert load_file(mine / "model.safetensors").keys() == {"x"}
     pulse(*follow(store, out, "--force", "--keep", 1))
-    assert load_file(other / "model.safetensors").keys() == {"x"}, "retention is for folders of pulse's own"
+    assert load_file(other / "model.safetensors").keys() == {"x"}, (
+        "retention is for folders of pulse's own"
+    )
     shutil.rmtree(other)
     assert steps_in(out) == {3}
 
@@ -109,7 +119,17 @@ def test_layouts_that_are_refused(pulse: Pulse, tmp_path: Path) -> None:
         publish(publisher, 0)
     with Subscriber(store, stream="s") as worker:
         worker.sync()
-        for wrong in ("step", "{}", "../step_{}", "a/{}/b/c", ".{}", "{}{}", "step_{step}", "step_{}/.x", ""):
+        for wrong in (
+            "step",
+            "{}",
+            "../step_{}",
+            "a/{}/b/c",
+            ".{}",
+            "{}{}",
+            "step_{step}",
+            "step_{}/.x",
+            "",
+        ):
             with pytest.raises(InputError, match="no layout"):
                 worker.save(tmp_path / "out", layout=wrong)
         with pytest.raises(InputError, match="of a layout"):
@@ -123,7 +143,9 @@ def test_layouts_that_are_refused(pulse: Pulse, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_follower_that_is_killed_at_any_change_leaves_whole_folders(pulse: Pulse, tmp_path: Path) -> None:
+def test_a_follower_that_is_killed_at_any_change_leaves_whole_folders(
+    pulse: Pulse, tmp_path: Path
+) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     command = follow(store, out, "--sharded", "--keep", 2)
     with Publisher(store, stream="s") as publisher:

@@ -17,7 +17,8 @@ from tests.support.states import Rng, history, roots
 
 
 class Follow:
-    """Follows the folder ``store`` of the test; ``waits`` are the seconds between tries, ``notes`` what was said."""
+    """Follows the folder ``store`` of the test; ``waits`` are the seconds between tries, ``notes``
+    what was said."""
 
     def __init__(self, pulse: Pulse, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._pulse, self._folder, self._patch = pulse, folder, monkeypatch
@@ -25,7 +26,8 @@ class Follow:
         self.notes: list[str] = []
 
     def __call__(self, *steps: Callable[[], object]) -> list[str]:
-        """At each wait a step is taken, after the last one a Ctrl-C. Returns the roots that were reached."""
+        """At each wait a step is taken, after the last one a Ctrl-C. Returns the roots that were
+        reached."""
         left = iter(steps)
 
         def sleep(seconds: float) -> None:
@@ -48,7 +50,9 @@ class Follow:
 
     def _run(self, *options: object, status: int) -> list[str]:
         where = (self._folder / "store", "--stream", "policy", "--out", self._folder / "out")
-        return self._pulse("follow", *where, "--poll", 0.5, "--json", *options, status=status).splitlines()
+        return self._pulse(
+            "follow", *where, "--poll", 0.5, "--json", *options, status=status
+        ).splitlines()
 
 
 @pytest.fixture
@@ -60,7 +64,9 @@ def nothing() -> None:
     """A step at which the world stays as it is."""
 
 
-def test_a_stream_that_is_not_there_yet_is_waited_for(follow: Follow, tmp_path: Path, rng: Rng) -> None:
+def test_a_stream_that_is_not_there_yet_is_waited_for(
+    follow: Follow, tmp_path: Path, rng: Rng
+) -> None:
     states = history(rng, 1)
     publisher = Publisher(LocalStore(tmp_path / "store"), stream="policy")
     assert follow(nothing, nothing, lambda: publisher.publish(states[0]), nothing) == roots(states)
@@ -74,7 +80,9 @@ def test_a_stream_that_is_not_there_yet_is_waited_for(follow: Follow, tmp_path: 
 def test_a_gap_is_waited_for_until_it_heals(follow: Follow, tmp_path: Path, rng: Rng) -> None:
     """It ended the command."""
     states = history(rng, 3)
-    publisher = Publisher(LocalStore(tmp_path / "store"), stream="policy", anchor_ratio=float("inf"))
+    publisher = Publisher(
+        LocalStore(tmp_path / "store"), stream="policy", anchor_ratio=float("inf")
+    )
     publisher.publish(states[0])
     payloads, lost = tmp_path / "store" / "policy" / "payloads", list[Path]()
 
@@ -114,8 +122,14 @@ def test_what_no_waiting_heals_ends_it(follow: Follow, tmp_path: Path) -> None:
 
 
 def test_which_errors_are_retryable() -> None:
-    """One rule for all programs: the same call may succeed later although its caller changes nothing."""
-    classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, PulseError)]
+    """One rule for all programs: the same call may succeed later although its caller changes
+    nothing."""
+    classes = [
+        cls
+        for cls in vars(errors).values()
+        if isinstance(cls, type) and issubclass(cls, PulseError)
+    ]
     assert {cls.kind for cls in classes if cls.retryable} == {
-        "not_found", "store_unavailable", "store_full", "empty_stream", "chain_gap", "engine_unavailable",
+        "not_found", "store_unavailable", "store_full", "empty_stream", "chain_gap",
+        "engine_unavailable",
     }  # fmt: skip

@@ -1,4 +1,5 @@
-"""The program `pulse` is interrupted while it starts: one line and exit status 130, never a traceback."""
+"""The program `pulse` is interrupted while it starts: one line and exit status 130, never a
+traceback."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["pulse_rl", "pulse_rl._native", "numpy", "msgspec", "obstore", "pulse_rl.cli"])
+@pytest.mark.parametrize(
+    "module", ["pulse_rl", "pulse_rl._native", "numpy", "msgspec", "obstore", "pulse_rl.cli"]
+)
 def test_an_interrupt_during_the_imports_is_one_line(module: str) -> None:
     code = PROGRAM.replace("HANDLER", "signal.default_int_handler")
     done = run_python(code, module)

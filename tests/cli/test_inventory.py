@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from pulse_rl import Bits, GroupMember, MemoryStore, Publisher, State, Subscriber, gc_stream, open_store, state_root
+from pulse_rl import (
+    Bits,
+    GroupMember,
+    MemoryStore,
+    Publisher,
+    State,
+    Subscriber,
+    gc_stream,
+    open_store,
+    state_root,
+)
 from pulse_rl.errors import InputError
 from pulse_rl.integrations.torch import to_torch
 from pulse_rl.metrics import Heartbeat, fan_out
@@ -23,7 +33,9 @@ def publish(folder: Path, stream: str, rng: Rng, versions: int = 3) -> list[str]
     tensor, roots = weights(rng, 500), []
     with Publisher(str(folder), stream=stream) as publisher:
         for step in range(versions):
-            roots.append(publisher.publish({"w": tensor}, metadata={"step": step, "reward": step / 3}).root)
+            roots.append(
+                publisher.publish({"w": tensor}, metadata={"step": step, "reward": step / 3}).root
+            )
             tensor = Bits(tensor.array ^ (np.arange(500) == step).astype(np.uint16), "BF16")
     return roots
 
@@ -36,7 +48,8 @@ def test_list_and_log(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     (tmp_path / "junk" / "x").mkdir(parents=True)
     (tmp_path / "junk" / "x" / "y").write_text("no stream")
     streams = pulse.json("list", tmp_path)["streams"]
-    assert [each["stream"] for each in streams] == ["a", "a-2", "b"] or [each["stream"] for each in streams] == [
+    assert [each["stream"] for each in streams] == ["a", "a-2",
+    "b"] or [each["stream"] for each in streams] == [
         "a-2", "a", "b"
     ]  # fmt: skip
     a = next(each for each in streams if each["stream"] == "a")
@@ -67,7 +80,8 @@ def test_any_version_is_checked_out(pulse: Pulse, tmp_path: Path, rng: Rng) -> N
         assert pulse.json(*command, "--out", tmp_path / "out")["root"] == roots[version]
         assert state_root(tmp_path / "out") == roots[version]
     pulse.refused(
-        "checkout", tmp_path / "store", "--stream", "policy", "--version", "7", "--out", tmp_path / "out",
+        "checkout", tmp_path / "store", "--stream", "policy", "--version", "7", "--out",
+        tmp_path / "out",
         kind="input", match="it has 0 to 2",
     )  # fmt: skip
 
@@ -82,12 +96,25 @@ def test_workers_say_what_they_hold(pulse: Pulse, tmp_path: Path, rng: Rng) -> N
         Subscriber(store, stream="policy", on_event=fan_out(Heartbeat(store, name))).sync(version)
     with pytest.raises(InputError):
         Heartbeat(store, "a/b")
-    pulse("follow", tmp_path, "--stream", "policy", "--out", tmp_path / "out", "--once", "--name", "cli")
+    pulse(
+        "follow",
+        tmp_path,
+        "--stream",
+        "policy",
+        "--out",
+        tmp_path / "out",
+        "--once",
+        "--name",
+        "cli",
+    )
     member = GroupMember(Subscriber(store, stream="policy"), group="all", name="m")
     while member.poll() is None:
         pass
     (found,) = pulse.json("status", tmp_path, "--stream", "policy")["streams"]
-    assert [(each["worker"], each["version"], each["behind"], each["group"]) for each in found["workers"]] == [
+    assert [
+        (each["worker"], each["version"], each["behind"], each["group"])
+        for each in found["workers"]
+    ] == [
         ("w-1", 0, 2, None),
         ("cli", 2, 0, None),
         ("m", 2, 0, "all"),
@@ -127,7 +154,9 @@ def test_a_worker_that_may_not_write_goes_on(rng: Rng, caplog: pytest.LogCapture
     assert names(store, "s/workers") == ["s/workers/w-000000000000"]
 
 
-def test_publish_says_what_it_is_told_and_keeps_up_the_stream(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
+def test_publish_says_what_it_is_told_and_keeps_up_the_stream(
+    pulse: Pulse, tmp_path: Path, rng: Rng
+) -> None:
     store, file, tensor = tmp_path / "store", tmp_path / "m.safetensors", weights(rng, 3000).array
     for step in range(5):
         tensor = tensor ^ (np.arange(3000) % 100 == step).astype(np.uint16)
@@ -156,8 +185,11 @@ def test_the_help_has_examples_that_parse(pulse: Pulse) -> None:
 def test_bash_completes_commands_and_options(pulse: Pulse, words: list[str]) -> None:
     script = pulse("completion", "bash")
     line = (
-        f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _pulse pulse {words[-1]}; echo ${{COMPREPLY[@]}}"
+        f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _pulse pulse "
+        f"{words[-1]}; echo ${{COMPREPLY[@]}}"
     )
-    done = subprocess.run(["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == [{"stu": "study", "--dr": "--dry-run"}[words[-1]]]
     assert pulse("completion", "zsh").startswith("autoload")

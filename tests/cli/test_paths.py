@@ -25,9 +25,15 @@ UNREADABLE = b"\x28" + b"\0" * 7 + b'{"w":{"dtype":"C128"'
 NOT_OURS = "was not written by this command"
 
 
-def pulse_process(*args: object, ascii_only: bool = False, **streams: object) -> subprocess.CompletedProcess[str]:
+def pulse_process(
+    *args: object, ascii_only: bool = False, **streams: object
+) -> subprocess.CompletedProcess[str]:
     environment = os.environ | ({"PYTHONIOENCODING": "ascii"} if ascii_only else {})
-    command = [sys.executable, "-c", "import sys; from pulse_rl_command import main; sys.exit(main())"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from pulse_rl_command import main; sys.exit(main())",
+    ]
     options = streams or {"capture_output": True}
     return subprocess.run(  # type: ignore[call-overload, no-any-return]
         [*command, *map(str, args)], text=True, timeout=60, env=environment, check=False, **options
@@ -45,8 +51,15 @@ def steps(tmp_path: Path, rng: Rng) -> Path:
 
 
 @pytest.mark.slow
-def test_no_command_replaces_what_it_did_not_write(pulse: Pulse, tmp_path: Path, steps: Path, rng: Rng) -> None:
-    old, new, patch, page = steps / "0.safetensors", steps / "1.safetensors", tmp_path / "p", tmp_path / "page.html"
+def test_no_command_replaces_what_it_did_not_write(
+    pulse: Pulse, tmp_path: Path, steps: Path, rng: Rng
+) -> None:
+    old, new, patch, page = (
+        steps / "0.safetensors",
+        steps / "1.safetensors",
+        tmp_path / "p",
+        tmp_path / "page.html",
+    )
     Publisher(LocalStore(tmp_path / "store"), stream="policy").publish(history(rng, 1)[0])
     study = tmp_path / "study.json"
     study.write_text(pulse("study", steps, "--k", "1", "--json"))
@@ -77,7 +90,9 @@ def test_no_command_replaces_what_it_did_not_write(pulse: Pulse, tmp_path: Path,
             assert out.read_bytes() == foreign
         pulse(*command, *option, out, "--force")
         assert out.read_bytes() != foreign
-        pulse.refused(*command, *option, tmp_path / ("x" * 300), kind="input", match="File name too long")
+        pulse.refused(
+            *command, *option, tmp_path / ("x" * 300), kind="input", match="File name too long"
+        )
     follow = ("follow", tmp_path / "store", "--stream", "policy", "--once", "--out")
     for foreign in (b"", b"x" * 50, new.read_bytes()[:-1], UNREADABLE):
         mine.write_bytes(foreign)
@@ -112,23 +127,60 @@ def test_a_fifo_in_a_folder_is_no_input_either(pulse: Pulse, tmp_path: Path, ste
         (tmp_path / name).mkdir()
         os.mkfifo(tmp_path / name / name)
     pulse.refused("digest", tmp_path / names[0], kind="input", match="not a regular file")
-    pulse.refused("report", tmp_path / names[1], "-o", tmp_path / "p", kind="input", match="not a regular file")
-    publish = ("publish", steps / "0.safetensors", tmp_path / "store", "--stream", "policy", "--sign-key")
+    pulse.refused(
+        "report",
+        tmp_path / names[1],
+        "-o",
+        tmp_path / "p",
+        kind="input",
+        match="not a regular file",
+    )
+    publish = (
+        "publish",
+        steps / "0.safetensors",
+        tmp_path / "store",
+        "--stream",
+        "policy",
+        "--sign-key",
+    )
     for key in (tmp_path / names[0] / names[0], "/dev/zero"):
-        pulse.refused(*publish, key, kind="input", match="not a private key: it is not a regular file")
+        pulse.refused(
+            *publish, key, kind="input", match="not a private key: it is not a regular file"
+        )
 
 
-def test_a_name_that_no_file_can_have_is_said_as_any_other_error(pulse: Pulse, tmp_path: Path, steps: Path) -> None:
+def test_a_name_that_no_file_can_have_is_said_as_any_other_error(
+    pulse: Pulse, tmp_path: Path, steps: Path
+) -> None:
     long = tmp_path / ("x" * 300)
-    Publisher(LocalStore(tmp_path / "store"), stream="policy").publish({"w": np.zeros(3, np.float32)})
-    follow = ("follow", tmp_path / "store", "--stream", "policy", "--once", "--out", tmp_path / "out", "--cache")
+    Publisher(LocalStore(tmp_path / "store"), stream="policy").publish(
+        {"w": np.zeros(3, np.float32)}
+    )
+    follow = (
+        "follow",
+        tmp_path / "store",
+        "--stream",
+        "policy",
+        "--once",
+        "--out",
+        tmp_path / "out",
+        "--cache",
+    )
     for command in (
         ("store-check", long),
         ("report", long, "-o", tmp_path / "page"),
         ("serve", long),
         (*follow, long),
         ("inspect", long),
-        ("publish", steps / "0.safetensors", tmp_path / "store", "--stream", "p", "--sign-key", long),
+        (
+            "publish",
+            steps / "0.safetensors",
+            tmp_path / "store",
+            "--stream",
+            "p",
+            "--sign-key",
+            long,
+        ),
     ):
         pulse.refused(*command, kind="input", match="File name too long")
 
@@ -148,11 +200,17 @@ def test_what_an_output_cannot_take_is_said_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_closed_standard_error_does_not_stop_a_command(tmp_path: Path) -> None:
-    Publisher(LocalStore(tmp_path / "store"), stream="policy").publish({"w": np.zeros(3, np.float32)})
+    Publisher(LocalStore(tmp_path / "store"), stream="policy").publish(
+        {"w": np.zeros(3, np.float32)}
+    )
     verify = f"verify {tmp_path}/store --stream policy"
     for command in (verify, f"digest {tmp_path}/missing"):
-        program = f"{sys.executable} -c 'from pulse_rl_command import main; exit(main())' {command} 2>&-"
-        done = subprocess.run(["sh", "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        program = (
+            f"{sys.executable} -c 'from pulse_rl_command import main; exit(main())' {command} 2>&-"
+        )
+        done = subprocess.run(
+            ["sh", "-c", program], capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == ("missing" in command)
         assert bool(done.stdout) == ("missing" not in command)
 
@@ -161,9 +219,16 @@ def test_a_closed_standard_error_does_not_stop_a_command(tmp_path: Path) -> None
 def test_a_full_disk_leaves_no_empty_key(tmp_path: Path) -> None:
     key = tmp_path / "key"
     program = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    program += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\nfrom pulse_rl.cli import main; sys.exit(main())"
+    program += (
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\nfrom pulse_rl.cli import "
+        "main; sys.exit(main())"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", program, "keygen", str(key)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program, "keygen", str(key)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 1
     assert "no space left" in done.stderr
@@ -171,7 +236,9 @@ def test_a_full_disk_leaves_no_empty_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "x/" * 3000, "a\0b"])
-def test_a_path_that_no_disk_can_have_is_an_input_error(path: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_path_that_no_disk_can_have_is_an_input_error(
+    path: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     store, state = MemoryStore(), {"w": np.zeros(3, np.int8)}
     with Publisher(store, stream="s") as publisher:

@@ -22,16 +22,40 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, di
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     facts = planned(capsys, *SEVEN)
-    for key in ("utilisation", "worker_utilisation", "sync_seconds", "bandwidth_for_target", "sync_bytes", "phases"):
+    for key in (
+        "utilisation",
+        "worker_utilisation",
+        "sync_seconds",
+        "bandwidth_for_target",
+        "sync_bytes",
+        "phases",
+    ):
         assert list(facts[key]) == list(METHODS)
     assert facts["bandwidth_for_target"]["full"] == pytest.approx(20e9, rel=0.01)
     assert facts["utilisation"]["zstd"] > 0.9
     assert facts["inputs"]["bandwidth"] == 0.2e9
-    assert planned(capsys, *SEVEN, "--target", "0.5")["bandwidth_for_target"]["full"] == pytest.approx(2.24e9)
+    assert planned(capsys, *SEVEN, "--target", "0.5")["bandwidth_for_target"][
+        "full"
+    ] == pytest.approx(2.24e9)
 
 
 def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *SEVEN, "--cores", "4", "--workers", "2", "--shared-link", "--upload-bandwidth", "1Gbit"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                *SEVEN,
+                "--cores",
+                "4",
+                "--workers",
+                "2",
+                "--shared-link",
+                "--upload-bandwidth",
+                "1Gbit",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "14 GB" in out
     assert "40.3 Gbit/s" in out  # twice the paper's 20, for two workers on one link
@@ -55,9 +79,14 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
     facts = planned(capsys, "--study", str(file), *link)
     assert facts["sync_bytes"]["auto"] == 5000
     assert facts["sync_bytes"]["full"] == 2_000_000
-    assert planned(capsys, "--study", str(file), "--params", "2M", *link)["sync_bytes"]["auto"] == 10_000
+    assert (
+        planned(capsys, "--study", str(file), "--params", "2M", *link)["sync_bytes"]["auto"]
+        == 10_000
+    )
     rows = [row | {"bytes_per_changed": 0.1} for row in STUDY["rows"]]
-    file.write_text(json.dumps(STUDY | {"quantised": STUDY | {"dense_bytes": 1_010_000, "rows": rows}}))
+    file.write_text(
+        json.dumps(STUDY | {"quantised": STUDY | {"dense_bytes": 1_010_000, "rows": rows}})
+    )
     facts = planned(capsys, "--study", str(file), "--quantised", *link)
     assert (facts["sync_bytes"]["auto"], facts["sync_bytes"]["full"]) == (1000, 1_010_000)
 
@@ -69,7 +98,16 @@ def test_a_format_in_place_of_a_study(
     name: str, wanted: float, most: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Beside the patches of docs/quantised.md, lr 3e-6."""
-    recorded = ["--params", "22.7M", "--density", "0.00798", "--step-seconds", "1", "--bandwidth", "1Gbit"]
+    recorded = [
+        "--params",
+        "22.7M",
+        "--density",
+        "0.00798",
+        "--step-seconds",
+        "1",
+        "--bandwidth",
+        "1Gbit",
+    ]
     found = planned(capsys, *recorded, "--quantised", name)["sync_bytes"]
     assert found["auto"] == pytest.approx(wanted, rel=0.12)
     assert found["full"] == pytest.approx(most, rel=0.01)
@@ -85,7 +123,10 @@ def test_a_format_in_place_of_a_study(
         ([*SEVEN, "--workers", "0"], "'0' is not a positive number"),
         ([*SEVEN, "--quantised"], "of a study, or of a format"),
         ([*SEVEN, "--quantised", "fp7"], "unknown format 'fp7'"),
-        (["--study", "/nowhere.json", "--step-seconds", "1", "--bandwidth", "1Gbit"], "cannot read"),
+        (
+            ["--study", "/nowhere.json", "--step-seconds", "1", "--bandwidth", "1Gbit"],
+            "cannot read",
+        ),
     ],
 )
 def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,13 +137,26 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
 
 
 def test_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
-    fleet = ["--workers", "1000", "--regions", "4", "--region-bandwidth", "1Gbit", "--origin-bandwidth", "10Gbit"]
+    fleet = [
+        "--workers",
+        "1000",
+        "--regions",
+        "4",
+        "--region-bandwidth",
+        "1Gbit",
+        "--origin-bandwidth",
+        "10Gbit",
+    ]
     assert main(["plan", *SEVEN, *fleet, "--away", "200"]) == 0
     out = capsys.readouterr().out
     assert "1,000 workers in 4 regions, 250 in each" in out
     assert "a relay is sooner from" in out
     facts: Any = planned(capsys, *SEVEN, *fleet, "--away", "200")["fleet"]
-    assert facts["ways"]["relays"]["auto"]["versions"] == 1 < facts["ways"]["direct"]["auto"]["versions"]
+    assert (
+        facts["ways"]["relays"]["auto"]["versions"]
+        == 1
+        < facts["ways"]["direct"]["auto"]["versions"]
+    )
     assert facts["catch_up_bytes"]["folds"] < facts["catch_up_bytes"]["patches"]
     assert "fleet" not in planned(capsys, *SEVEN)
     assert main(["plan", *SEVEN, "--regions", "2"]) == 1, "one worker has one region"

@@ -13,10 +13,14 @@ from tests.support.commands import Pulse
 from tests.support.states import Rng, history, roots
 
 
-def test_it_copies_streams_and_goes_on(pulse: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: Rng) -> None:
+def test_it_copies_streams_and_goes_on(
+    pulse: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: Rng
+) -> None:
     states = history(rng, 3)
     far, near, late = tmp_path / "far", tmp_path / "near", tmp_path / "late"
-    solver, verifier = (Publisher(LocalStore(far), stream=stream) for stream in ("solver", "verifier"))
+    solver, verifier = (
+        Publisher(LocalStore(far), stream=stream) for stream in ("solver", "verifier")
+    )
     for publisher in (solver, verifier):
         publisher.publish(states[0])
     steps = [lambda: solver.publish(states[1]), lambda: far.rename(late), lambda: late.rename(far)]
@@ -29,7 +33,18 @@ def test_it_copies_streams_and_goes_on(pulse: Pulse, tmp_path: Path, monkeypatch
         steps[len(waits) - 1]()
 
     monkeypatch.setattr("pulse_rl.cli.following.time.sleep", sleep)
-    command = ("relay", far, near, "--stream", "solver", "--stream", "verifier", "--poll", 0.5, "--json")
+    command = (
+        "relay",
+        far,
+        near,
+        "--stream",
+        "solver",
+        "--stream",
+        "verifier",
+        "--poll",
+        0.5,
+        "--json",
+    )
     lines = [json.loads(line) for line in pulse(*command, status=130).splitlines()]
     assert [(line["stream"], line["version"], line["previous"]) for line in lines] == [
         ("solver", 0, None),
@@ -64,7 +79,9 @@ def test_once_and_refusals(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
         kind="input",
         match="one stream ID",
     )
-    pulse.refused("relay", "memory://", far, "--stream", "s", "--once", kind="input", match="memory")
+    pulse.refused(
+        "relay", "memory://", far, "--stream", "s", "--once", kind="input", match="memory"
+    )
 
 
 def test_follow_falls_back(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
@@ -79,5 +96,13 @@ def test_follow_falls_back(pulse: Pulse, tmp_path: Path, rng: Rng) -> None:
     shutil.rmtree(near)
     assert pulse.json(*follow)["root"] == roots(states)[1]
     pulse.refused(
-        "follow", far, far, "--stream", "s", "--engine", "http://127.0.0.1:9", kind="input", match="one store"
+        "follow",
+        far,
+        far,
+        "--stream",
+        "s",
+        "--engine",
+        "http://127.0.0.1:9",
+        kind="input",
+        match="one store",
     )

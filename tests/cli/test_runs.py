@@ -23,7 +23,11 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for version in range(12):
             weights = weights.copy()
             weights[version] = 1
-            found.append(publisher.publish({"w": weights}, metadata={"step": 5 * version}, anchor=version == 8).root)
+            found.append(
+                publisher.publish(
+                    {"w": weights}, metadata={"step": 5 * version}, anchor=version == 8
+                ).root
+            )
     return found
 
 
@@ -33,7 +37,9 @@ def test_a_version_is_checked_out_by_what_it_says_or_is(roots: list[str], pulse:
         done = pulse.json(*command, *which)
         assert (done["version"], done["metadata"], done["root"]) == (4, {"step": 20}, roots[4])
         assert state_root("out") == roots[4]
-    pulse.refused(*command, "--metadata", "step=21", kind="input", match="no version of 's' has step=21")
+    pulse.refused(
+        *command, "--metadata", "step=21", kind="input", match="no version of 's' has step=21"
+    )
     pulse.refused(*command, "--root", "12", kind="input", match="is not a root")
 
 
@@ -41,8 +47,11 @@ def test_an_evaluation_goes_on_from_its_log_and_is_drawn(roots: list[str], pulse
     def command(*program: str) -> list[object]:
         return ["evaluate", "store", "--stream", "s", "--every", 5, "--", *program]
 
-    script = """echo $PULSE_VERSION >> asked; echo talk; echo '{"reward": 0.'$PULSE_VERSION', "name": "x"}'"""
-    failing = f'[ $PULSE_VERSION != 10 ] || [ -e repaired ] || exit 3; {script}; cat "$0"/*.safetensors > /dev/null'
+    script = """echo $PULSE_VERSION >> asked; echo talk; echo '{"reward": 0.'$PULSE_VERSION', "name": "x"}'"""  # noqa: E501
+    failing = (
+        f"[ $PULSE_VERSION != 10 ] || [ -e repaired ] || exit 3; {script}; cat "
+        '"$0"/*.safetensors > /dev/null'
+    )
     pulse(*command("sh", "-c", failing), status=1)
     assert "status 3 on version 10" in pulse.err
     Path("repaired").touch()
@@ -56,7 +65,9 @@ def test_an_evaluation_goes_on_from_its_log_and_is_drawn(roots: list[str], pulse
     assert Path("asked").read_text().split() == ["0", "5", "10", "11"]
     assert "talk" in pulse.err
     logged = [json.loads(line) for line in Path("events-evaluate.jsonl").read_text().splitlines()]
-    assert [(each["version"], each["root"]) for each in logged] == [(v, roots[v]) for v in (0, 5, 10, 11)]
+    assert [(each["version"], each["root"]) for each in logged] == [
+        (v, roots[v]) for v in (0, 5, 10, 11)
+    ]
     pulse("report", "events-evaluate.jsonl", "-o", "page.html")
     drawn = Page(Path("page.html").read_text()).data["run"]["evaluations"]
     assert drawn == {"reward": {"xs": [0, 5, 10, 11], "ys": [0, 0.5, 0.1, 0.11]}}
@@ -83,8 +94,14 @@ def test_a_bisection_goes_around_what_is_skipped_or_gone(roots: list[str], pulse
         (("--good", 3, "--bad", 3, "--", "true"), "is not before"),
         (("--good", 3, "--bad", 12, "--", "true"), "no version 12"),
         (("--good", 0, "--bad", 11, "--", "no-such-program"), "cannot run no-such-program"),
-        (("--good", 0, "--bad", 11, "--", "sh", "-c", "kill -9 $$"), "ended with signal 9 on version"),
-        (("--good", 0, "--bad", 11, "--", "sh", "-c", "exit 130"), "ended with status 130 on version"),
+        (
+            ("--good", 0, "--bad", 11, "--", "sh", "-c", "kill -9 $$"),
+            "ended with signal 9 on version",
+        ),
+        (
+            ("--good", 0, "--bad", 11, "--", "sh", "-c", "exit 130"),
+            "ended with status 130 on version",
+        ),
     ],
 )
 def test_what_says_nothing_of_a_version_ends_a_bisection(
@@ -97,9 +114,14 @@ def test_what_says_nothing_of_a_version_ends_a_bisection(
 
 def test_a_stream_begins_with_a_version_of_another(roots: list[str], pulse: Pulse) -> None:
     with Publisher("store", stream="parent") as parent:
-        done = parent.publish({"w": np.arange(9.0)}, metadata={"step": 3, "who": "p"}, files={"config.json": b"{}"})
+        done = parent.publish(
+            {"w": np.arange(9.0)}, metadata={"step": 3, "who": "p"}, files={"config.json": b"{}"}
+        )
     key = Signer.generate()
-    with checkout("store", "parent") as found, Publisher("store", stream="child", signer=key) as child:
+    with (
+        checkout("store", "parent") as found,
+        Publisher("store", stream="child", signer=key) as child,
+    ):
         begun = child.begin_from(found, metadata={"who": "c"})
         with pytest.raises(PublisherConflict):
             child.begin_from(found)
@@ -121,10 +143,24 @@ def test_a_patch_between_any_two_versions_or_checkpoints(roots: list[str], pulse
     pulse("publish", "store#s@step=50", "other", "--stream", "branch")
     made = pulse.json("diff", "two", "other#branch", "-o", "P")
     assert (made["base_root"], made["target_root"], made["changed"]) == (roots[2], roots[10], 8)
-    assert pulse.json("apply", "store#s@2", "P", "-o", "ten")["root"] == state_root("ten") == roots[10]
+    assert (
+        pulse.json("apply", "store#s@2", "P", "-o", "ten")["root"] == state_root("ten") == roots[10]
+    )
     assert pulse.json("digest", "store#s@11")["root"] == roots[11]
     pulse("inspect", "P", "--base", "store#s@2")
-    pulse.refused("apply", "store#s@3", "P", "-o", "out", kind="wrong_base", match="applies to root")
+    pulse.refused(
+        "apply", "store#s@3", "P", "-o", "out", kind="wrong_base", match="applies to root"
+    )
     pulse.refused("digest", "store#s@12", kind="input", match="it has 0 to 11")
     pulse.refused("digest", "store#s@x", kind="input", match="names no version")
-    pulse.refused("publish", "store#s@1", "new", "--stream", "s", "--dtype", "BF16", kind="input", match="as it is")
+    pulse.refused(
+        "publish",
+        "store#s@1",
+        "new",
+        "--stream",
+        "s",
+        "--dtype",
+        "BF16",
+        kind="input",
+        match="as it is",
+    )

@@ -37,4 +37,6 @@ def test_a_part_is_followed(pulse: Pulse, tmp_path: Path, states: list[Tensors])
 
 def test_an_engine_takes_all(pulse: Pulse, tmp_path: Path) -> None:
     engine = ("--engine", "http://127.0.0.1:9", "--select", "a")
-    pulse.refused("follow", tmp_path, "--stream", "policy", *engine, kind="input", match="all tensors")
+    pulse.refused(
+        "follow", tmp_path, "--stream", "policy", *engine, kind="input", match="all tensors"
+    )

@@ -20,7 +20,14 @@ def test_a_worker_follows_what_is_served(pulse: Pulse, tmp_path: Path, rng: Rng)
     states = history(rng, 2)
     publisher = Publisher(LocalStore(tmp_path / "run"), stream="policy", threads=1)
     publisher.publish(states[0])
-    command = [str(Path(sys.executable).parent / "pulse"), "serve", tmp_path / "run", "--port", "0", "--json"]
+    command = [
+        str(Path(sys.executable).parent / "pulse"),
+        "serve",
+        tmp_path / "run",
+        "--port",
+        "0",
+        "--json",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -30,7 +37,13 @@ def test_a_worker_follows_what_is_served(pulse: Pulse, tmp_path: Path, rng: Rng)
                 publisher.publish(state)
                 assert pulse.json(*follow)["root"] == root
             pulse.refused(
-                "publish", tmp_path / "out/model.safetensors", url, "--stream", "new", kind="store", match="for readers"
+                "publish",
+                tmp_path / "out/model.safetensors",
+                url,
+                "--stream",
+                "new",
+                kind="store",
+                match="for readers",
             )
             server.send_signal(signal.SIGINT)
             assert server.wait(20) == 130
@@ -40,7 +53,9 @@ def test_a_worker_follows_what_is_served(pulse: Pulse, tmp_path: Path, rng: Rng)
 
 def test_refusals(pulse: Pulse, tmp_path: Path) -> None:
     pulse.refused("serve", tmp_path / "nothing", kind="input", match="no folder")
-    pulse.refused("serve", tmp_path, "--bind", "", "--port", "0", kind="input", match="empty address")
+    pulse.refused(
+        "serve", tmp_path, "--bind", "", "--port", "0", kind="input", match="empty address"
+    )
     for port in ("-1", "65536", "x"):
         with pytest.raises(SystemExit, match="2"):
             pulse("serve", tmp_path, "--port", port)

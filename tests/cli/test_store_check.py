@@ -1,4 +1,5 @@
-"""``pulse store-check`` says what a store does not keep, leaves nothing in it, and calls none unsafe that is away."""
+"""``pulse store-check`` says what a store does not keep, leaves nothing in it, and calls none
+unsafe that is away."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def test_a_sound_store_is_safe_and_left_as_it_was(pulse: Pulse, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "word"),
-    [(broken.Overwrites, "create"), (broken.ListsInDisorder, "order"), (broken.IgnoresRanges, "range")],
+    [
+        (broken.Overwrites, "create"),
+        (broken.ListsInDisorder, "order"),
+        (broken.IgnoresRanges, "range"),
+    ],
 )
 def test_a_broken_store_is_not(
     pulse: Pulse, monkeypatch: pytest.MonkeyPatch, store: type[MemoryStore], word: str
@@ -53,7 +58,9 @@ def test_a_broken_store_is_not(
     assert ("one publisher alone may use it, by convention" in text) == (store is broken.Overwrites)
 
 
-def test_an_unreachable_store_is_not_called_unsafe(pulse: Pulse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_is_not_called_unsafe(
+    pulse: Pulse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked_at(monkeypatch, unreachable_store())
     pulse("store-check", "x", status=1)
     assert "NOT safe" not in pulse.out + pulse.err

@@ -1,4 +1,5 @@
-"""`pulse watch`: checkpoints that a trainer writes become versions, each once, whoever is killed."""
+"""`pulse watch`: checkpoints that a trainer writes become versions, each once, whoever is
+killed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,18 @@ def written(folder: Path, step: int, seed: int = 0, done: bool = True) -> Path:
 
 
 def watch(folder: Path, store: Path) -> tuple[object, ...]:
-    return ("watch", folder, store, "--stream", "s", "--pattern", "step_*", "--done", "STABLE", "--once")
+    return (
+        "watch",
+        folder,
+        store,
+        "--stream",
+        "s",
+        "--pattern",
+        "step_*",
+        "--done",
+        "STABLE",
+        "--once",
+    )
 
 
 def steps_of(store: Path) -> list[Any]:
@@ -77,7 +89,10 @@ def test_two_watchers_publish_nothing_twice(pulse: Pulse, tmp_path: Path) -> Non
         written(folder, step)
     program = "import sys; from pulse_rl_command import main; sys.exit(main())"
     command = [sys.executable, "-c", program, *map(str, watch(folder, store))]
-    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
     assert 0 in {each.wait() for each in both}
     pulse(*watch(folder, store))
     assert steps_of(store) == list(range(12))

@@ -25,14 +25,17 @@ CASES = [(name, d) for name in NAMES for d in DTYPES_TRIED if BY_NAME[name].supp
 HOSTILE = [(name, d) for name, d in CASES if d in ("F8_E4M3", "BF16", "F32", "F64")]
 by_codec_and_dtype = pytest.mark.parametrize(
     ("name", "dtype"),
-    [pytest.param(name, d, marks=[] if d in ("BF16", "F32") else pytest.mark.slow) for name, d in CASES],
+    [
+        pytest.param(name, d, marks=[] if d in ("BF16", "F32") else pytest.mark.slow)
+        for name, d in CASES
+    ],
 )
 
 
 @st.composite
 def blocks(draw: st.DrawFn, dtype: DType) -> tuple[UIntArray, UIntArray, Layout]:
-    """(old, new, layout) of one block: special values, changes at the ends, everything or nothing new, a part of one
-    matrix or several tensors of any rows."""
+    """(old, new, layout) of one block: special values, changes at the ends, everything or nothing
+    new, a part of one matrix or several tensors of any rows."""
     special = SPECIAL_BITS.get(dtype.name, [0, (1 << 8 * dtype.width) - 1])
     value = st.one_of(st.sampled_from(special), st.integers(0, (1 << 8 * dtype.width) - 1))
     old = np.array(draw(st.lists(value, min_size=1, max_size=120)), dtype.uint)
@@ -72,7 +75,9 @@ def check_round_trip(chosen: BlockCodec, old: UIntArray, new: UIntArray, layout:
         assert (found.positions.dtype, found.values.dtype) == (np.uint32, dtype.uint)
         np.testing.assert_array_equal(found.replaced(old), old[expected])
     assert (old.tobytes(), new.tobytes()) == (kept[0].tobytes(), kept[1].tobytes())
-    assert (payload, changed) == chosen.encode(old, new, layout), "the same input must give the same bytes"
+    assert (payload, changed) == chosen.encode(old, new, layout), (
+        "the same input must give the same bytes"
+    )
     return payload
 
 
@@ -86,7 +91,9 @@ def check_sane(found: Changes, old: UIntArray, dtype: DType) -> None:
     np.testing.assert_array_equal(found.replaced(old), old[positions])
 
 
-def decodes_sanely_or_is_refused(chosen: BlockCodec, payload: bytes, old: UIntArray, layout: Layout) -> bool:
+def decodes_sanely_or_is_refused(
+    chosen: BlockCodec, payload: bytes, old: UIntArray, layout: Layout
+) -> bool:
     """True when it was refused; any exception but a FormatError fails the test."""
     kept = old.tobytes()
     try:
@@ -124,7 +131,9 @@ def test_constant_blocks(name: str, dtype: str) -> None:
     new = old.copy()
     new[::7] = 1
     check_round_trip(BY_NAME[name], old, new, flat(dtype, old))
-    check_round_trip(BY_NAME[name], old, np.full_like(old, np.iinfo(old.dtype).max), flat(dtype, old))
+    check_round_trip(
+        BY_NAME[name], old, np.full_like(old, np.iinfo(old.dtype).max), flat(dtype, old)
+    )
 
 
 WIDTHS = [0, 1, 254, 255, 256, 257, 65534, 65535, 65536, 65537, 199_990]
@@ -133,7 +142,8 @@ WIDTHS = [0, 1, 254, 255, 256, 257, 65534, 65535, 65536, 65537, 199_990]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("gap", WIDTHS)
 def test_gaps_of_every_width(name: str, gap: int) -> None:
-    """Unchanged runs around 2^8 and 2^16, first in the block and between two changes; the block ends on a change."""
+    """Unchanged runs around 2^8 and 2^16, first in the block and between two changes; the block
+    ends on a change."""
     old = np.full(gap + 3 + 10, 0x3C00, np.uint16)
     first, between, last = old.copy(), old.copy(), old.copy()
     first[gap] = 1
@@ -170,16 +180,25 @@ def test_unknown_codecs_are_refused() -> None:
                 codec.check_codec(name)
     for unknown in (8, 9, 250):
         with pytest.raises(CorruptPatch, match=str(unknown)):
-            codec.decode_block(unknown, memoryview(b""), np.zeros(1, np.uint16), flat("BF16", np.zeros(1, np.uint16)))
+            codec.decode_block(
+                unknown,
+                memoryview(b""),
+                np.zeros(1, np.uint16),
+                flat("BF16", np.zeros(1, np.uint16)),
+            )
 
 
 @pytest.mark.parametrize("name", codec.CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_codec_takes_any_dtype_of_a_state(name: str, dtype: str, rng: np.random.Generator) -> None:
+def test_any_codec_takes_any_dtype_of_a_state(
+    name: str, dtype: str, rng: np.random.Generator
+) -> None:
     uint = DTYPES[dtype].uint
     old = rng.integers(0, np.iinfo(uint).max, 500, uint, endpoint=True)
     new = old.copy()
-    assert codec.encode_block(old, new, flat(dtype, old), codec=name) == codec.Encoded(codec.SAME, b"", 0)
+    assert codec.encode_block(old, new, flat(dtype, old), codec=name) == codec.Encoded(
+        codec.SAME, b"", 0
+    )
     new[[3, 77, 499]] ^= uint.type(1)
     found = codec.encode_block(old, new, flat(dtype, old), codec=name)
     changes = codec.decode_block(found.codec_id, memoryview(found.payload), old, flat(dtype, old))
@@ -190,9 +209,13 @@ def test_any_codec_takes_any_dtype_of_a_state(name: str, dtype: str, rng: np.ran
 
 @pytest.mark.parametrize("name", codec.CODECS)
 @pytest.mark.parametrize("density", [0.01, 0.3, 0.6, 1.0])
-def test_dense_is_taken_where_a_patch_would_be_larger(name: str, density: float, rng: np.random.Generator) -> None:
+def test_dense_is_taken_where_a_patch_would_be_larger(
+    name: str, density: float, rng: np.random.Generator
+) -> None:
     old = rng.integers(0, 1 << 16, 20_000, np.uint16)
-    new = np.where(rng.random(old.size) < density, rng.integers(0, 1 << 16, old.size, np.uint16), old)
+    new = np.where(
+        rng.random(old.size) < density, rng.integers(0, 1 << 16, old.size, np.uint16), old
+    )
     dense, _ = RAW.encode(old, new, flat("BF16", old))
     found = codec.encode_block(old, new, flat("BF16", old), codec=name)
     assert len(found.payload) <= len(dense)
@@ -212,8 +235,12 @@ def small_block(dtype: str) -> tuple[UIntArray, UIntArray]:
 def test_truncations_and_appended_bytes(name: str, dtype: str) -> None:
     chosen, (old, new) = BY_NAME[name], small_block(dtype)
     payload, _ = chosen.encode(old, new, flat(dtype, old))
-    cuts = range(len(payload)) if len(payload) < 400 else range(0, len(payload), len(payload) // 400)
-    refused = [decodes_sanely_or_is_refused(chosen, payload[:cut], old, flat(dtype, old)) for cut in cuts]
+    cuts = (
+        range(len(payload)) if len(payload) < 400 else range(0, len(payload), len(payload) // 400)
+    )
+    refused = [
+        decodes_sanely_or_is_refused(chosen, payload[:cut], old, flat(dtype, old)) for cut in cuts
+    ]
     assert refused[0], "an empty payload has no changes, so nothing that encode makes is empty"
     decodes_sanely_or_is_refused(chosen, payload + b"\0", old, flat(dtype, old))
     decodes_sanely_or_is_refused(chosen, payload + payload, old, flat(dtype, old))
@@ -253,7 +280,9 @@ def test_random_bytes(name: str, dtype: str) -> None:
 def zstd_payload(count: int, width: int, gaps: bytes, values: bytes) -> memoryview:
     """A payload of the zstd codec whose head and planes need not fit each other."""
     where = zstd.compress(gaps, 1)
-    return memoryview(struct.pack("<IBI", count, width, len(where)) + where + zstd.compress(values, 1))
+    return memoryview(
+        struct.pack("<IBI", count, width, len(where)) + where + zstd.compress(values, 1)
+    )
 
 
 def test_the_crafted_payloads_of_this_file_are_well_formed() -> None:
@@ -275,7 +304,9 @@ def test_the_crafted_payloads_of_this_file_are_well_formed() -> None:
         pytest.param(1, 1, b"\0", bytes(4), id="a-value-too-many"),
     ],
 )
-def test_impossible_heads_of_the_zstd_codec(count: int, width: int, gaps: bytes, values: bytes) -> None:
+def test_impossible_heads_of_the_zstd_codec(
+    count: int, width: int, gaps: bytes, values: bytes
+) -> None:
     old = np.zeros(50, np.uint16)
     with pytest.raises(FormatError):
         ZSTD.decode(zstd_payload(count, width, gaps, values), old, flat("BF16", old))
@@ -289,13 +320,17 @@ def test_no_changes_at_all_decode_to_none() -> None:
         assert len(found.positions) == 0
 
 
-@pytest.mark.parametrize("gaps", [[50], [49, 0], [0, 49], [0xFFFFFFFF], [0xFFFFFFFF, 0xFFFFFFFF], [1, 0xFFFFFFFE]])
+@pytest.mark.parametrize(
+    "gaps", [[50], [49, 0], [0, 49], [0xFFFFFFFF], [0xFFFFFFFF, 0xFFFFFFFF], [1, 0xFFFFFFFE]]
+)
 def test_gaps_that_lead_outside_are_refused(gaps: list[int]) -> None:
     """Positions neither wrap nor repeat, whatever the gaps."""
     old = np.zeros(50, np.uint16)
     planes = np.ascontiguousarray(np.array(gaps, "<u4").view(np.uint8).reshape(-1, 4).T).tobytes()
     with pytest.raises(CorruptPatch, match=r"beyond the block's 50"):
-        ZSTD.decode(zstd_payload(len(gaps), 4, planes, bytes(2 * len(gaps))), old, flat("BF16", old))
+        ZSTD.decode(
+            zstd_payload(len(gaps), 4, planes, bytes(2 * len(gaps))), old, flat("BF16", old)
+        )
 
 
 HUGE_FRAME = bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little")
@@ -338,7 +373,14 @@ def test_decompress_takes_exactly_one_frame_of_the_promised_size() -> None:
     frame = zstd.compress(b"abc", 1)
     assert zstd.decompress(frame, 3) == b"abc"
     assert zstd.decompress(zstd.compress(b"", 1), 0) == b""
-    for data, size in [(frame, 2), (frame, 4), (frame, 0), (frame + b"\0", 3), (frame * 2, 3), (frame * 2, 6)]:
+    for data, size in [
+        (frame, 2),
+        (frame, 4),
+        (frame, 0),
+        (frame + b"\0", 3),
+        (frame * 2, 3),
+        (frame * 2, 6),
+    ]:
         with pytest.raises(FormatError):
             zstd.decompress(data, size)
     for data in (b"", b"\0", frame[:-1], HUGE_FRAME):

@@ -1,4 +1,5 @@
-"""The native gaps codec against its specification, byte for byte; comparing and weighing with and without vectors."""
+"""The native gaps codec against its specification, byte for byte; comparing and weighing with and
+without vectors."""
 
 from __future__ import annotations
 
@@ -22,14 +23,17 @@ NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I3
 
 
 def random_block(rng: np.random.Generator, name: str) -> tuple[np.ndarray, np.ndarray, Layout]:
-    """Old and new elements in runs of ragged rows, some of them like weights, from no change to every element."""
+    """Old and new elements in runs of ragged rows, some of them like weights, from no change to
+    every element."""
     dtype = DTYPES[name]
     rows = [int(rng.integers(1, 60)) for _ in range(rng.integers(1, 4))]
     runs = tuple(Run(int(rng.integers(0, 400)), row, int(rng.integers(0, row))) for row in rows)
     count, top = sum(run.elements for run in runs), 1 << 8 * dtype.width
     old = rng.integers(0, top, count, dtype=np.uint64).astype(dtype.uint)
     if name == "BF16":
-        old = (rng.normal(0, 0.02, count).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        old = (rng.normal(0, 0.02, count).astype(np.float32).view(np.uint32) >> 16).astype(
+            np.uint16
+        )
     new = old.copy()
     changed = rng.random(count) < rng.choice([0, 0.002, 0.02, 0.2, 0.9, 1])
     if rng.random() < 0.7:
@@ -57,10 +61,15 @@ def test_the_oracle_reads_and_writes_the_same_bytes(name: str) -> None:
         boost, first, count = payload[head], payload[head + 1], payload[head + 2] + 1
         levels = [ABSENT] * 256
         code_levels(Reader(payload[head + 3 :]), levels, first, count)
-        assert oracle_encode(old.tolist(), new.tolist(), kind, list(layout.runs), boost, levels) == payload
+        assert (
+            oracle_encode(old.tolist(), new.tolist(), kind, list(layout.runs), boost, levels)
+            == payload
+        )
 
 
-def weights_and_update(rng: np.random.Generator, elements: int, lr: float) -> tuple[np.ndarray, np.ndarray, float]:
+def weights_and_update(
+    rng: np.random.Generator, elements: int, lr: float
+) -> tuple[np.ndarray, np.ndarray, float]:
     """(old, new, bits per change of the ideal code that knows each element's chance to change)."""
     old = (rng.normal(0, 0.03, elements).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     step = np.ldexp(1.0, ((old >> 7) & 255).astype(np.int32) - 134)
@@ -70,7 +79,9 @@ def weights_and_update(rng: np.random.Generator, elements: int, lr: float) -> tu
     new = np.where(changed, np.where(up, old + 1, old - 1), old).astype(np.uint16)
     sure = (chance == 0) | (chance == 1)
     p = np.where(sure, 0.5, chance)
-    entropy = np.where(sure, 0, -p * np.log2(p) - (1 - p) * np.log2(1 - p)).sum() / changed.sum() + 1
+    entropy = (
+        np.where(sure, 0, -p * np.log2(p) - (1 - p) * np.log2(1 - p)).sum() / changed.sum() + 1
+    )
     return old, new, float(entropy)
 
 
@@ -84,9 +95,12 @@ def test_size_is_within_two_percent_of_the_entropy(lr: float) -> None:
 
 
 def test_a_row_with_changes_draws_more() -> None:
-    """An embedding whose touched rows change densely costs little more than those rows alone would."""
+    """An embedding whose touched rows change densely costs little more than those rows alone
+    would."""
     rng = np.random.default_rng(5)
-    old = (rng.normal(0, 0.03, (4096, 256)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    old = (rng.normal(0, 0.03, (4096, 256)).astype(np.float32).view(np.uint32) >> 16).astype(
+        np.uint16
+    )
     new = old.copy()
     touched = rng.choice(4096, 40, replace=False)
     new[touched] ^= (rng.random((40, 256)) < 0.2).astype(np.uint16)
@@ -98,7 +112,8 @@ def test_a_row_with_changes_draws_more() -> None:
 
 
 def test_a_long_wait_is_coded_in_pieces() -> None:
-    """One change at each end of a block: the weight between them is many times what one interval covers."""
+    """One change at each end of a block: the weight between them is many times what one interval
+    covers."""
     old = np.full(1 << 20, 0x3C00, np.uint16)
     new = old.copy()
     new[[0, 1, 2, 3, -1]] += 1
@@ -152,12 +167,15 @@ def test_every_bit_of_every_place_counts(width: int) -> None:
 
 
 def elements_of(rng: np.random.Generator, dtype: str, count: int, classes: str) -> UIntArray:
-    """Elements as weights have them, in few classes, or any bits at all, in all classes (too many for the vectors)."""
+    """Elements as weights have them, in few classes, or any bits at all, in all classes (too many
+    for the vectors)."""
     width = DTYPES[dtype].width
     if classes == "all":
         return rng.integers(0, 256, count * width, np.uint8).view(f"<u{width}")
     weights = (rng.standard_normal(count) * 0.02).astype(np.float32)
-    if dtype.startswith("F8"):  # an FP8 element is the upper byte of an FP16 one, with an exponent that fits
+    if dtype.startswith(
+        "F8"
+    ):  # an FP8 element is the upper byte of an FP16 one, with an exponent that fits
         return ((weights * 50).astype(np.float16).view(np.uint16) >> 8).astype(np.uint8)
     bits = weights.view(np.uint32)
     return bits if width == 4 else (bits >> (16 if width == 2 else 24)).astype(f"<u{width}")
@@ -171,7 +189,8 @@ ELEMENTS = sum(run.elements for run in RUNS)
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "I32", "U16", "F8_E4M3", "F8_E5M2", "I8"])
 @pytest.mark.parametrize("density", [1e-4, 0.003, 0.05, 0.7])
 def test_payloads(dtype: str, density: float, classes: str, rng: np.random.Generator) -> None:
-    """Runs that end inside the eights and the 64s of the vectors, rows that are shorter than both, and long ones."""
+    """Runs that end inside the eights and the 64s of the vectors, rows that are shorter than both,
+    and long ones."""
     old = elements_of(rng, dtype, ELEMENTS, classes)
     new = old + (rng.random(len(old)) < density).astype(old.dtype)
     new[-1] += 1
@@ -201,7 +220,9 @@ def test_payloads_with_a_past(dtype: str, density: float, rng: np.random.Generat
     past = []
     for before, after in pairwise(states[:4]):
         at = np.flatnonzero(before != after).astype(np.uint32)
-        past.append((history_records(at, before[at].view(np.uint8), after[at].view(np.uint8), kind), 1))
+        past.append(
+            (history_records(at, before[at].view(np.uint8), after[at].view(np.uint8), kind), 1)
+        )
     layout = Layout(DTYPES[dtype], RUNS, tuple(past))
     encoded = []
     for use in (False, True):

@@ -1,4 +1,5 @@
-"""The native history codec against its specification, byte for byte; and the windows of changes that it reads."""
+"""The native history codec against its specification, byte for byte; and the windows of changes
+that it reads."""
 
 from __future__ import annotations
 
@@ -46,13 +47,16 @@ def test_the_oracle_reads_and_writes_the_same_bytes(name: str) -> None:
         runs = list(block.layout.runs)
         new, chosen = oracle.decode(payload, block.old.tolist(), block.kind, runs, block.past)
         assert new == block.new.tolist()
-        assert oracle.encode(block.old.tolist(), new, block.kind, runs, block.past, chosen) == payload
+        assert (
+            oracle.encode(block.old.tolist(), new, block.kind, runs, block.past, chosen) == payload
+        )
         check_decoded(payload, block)
     assert coded >= 3
 
 
 def any_choices(rng: np.random.Generator, block: Block) -> oracle.Choices | None:
-    """Choices that no good encoder makes, by which the block can be coded all the same; None where there are none."""
+    """Choices that no good encoder makes, by which the block can be coded all the same; None where
+    there are none."""
     changed = np.flatnonzero(block.old != block.new)
     classes = np.array(classes_of(block.old, block.kind))
     used = int(rng.integers(1, len(block.spans) + 1))
@@ -67,7 +71,11 @@ def any_choices(rng: np.random.Generator, block: Block) -> oracle.Choices | None
     first = int(rng.integers(max(most - 62, 0), least + 1))
     count = int(rng.integers(most - first + 1, min(63, 256 - first) + 1))
     chosen = oracle.Choices(used, first, count, boost=int(rng.integers(0, 8)))
-    others = {c for p, c in zip(changed.tolist(), classes[changed].tolist(), strict=True) if p not in known}
+    others = {
+        c
+        for p, c in zip(changed.tolist(), classes[changed].tolist(), strict=True)
+        if p not in known
+    }
     for c in range(block.kind.mask + 1):
         if c in others or rng.random() < 0.2:
             chosen.levels[c] = int(rng.integers(0, 45))
@@ -79,7 +87,9 @@ def any_choices(rng: np.random.Generator, block: Block) -> oracle.Choices | None
             odds = chosen.groups[group] = int(rng.integers(-21, 22))
             for place in range(count):  # within reach of what is expected, and not "never"
                 usual = min(max(24 - odds - chosen.odds[place], 0), 48)
-                chosen.cells[group, place] = int(rng.integers(max(usual - 45, 0), min(usual + 45, 48) + 1))
+                chosen.cells[group, place] = int(
+                    rng.integers(max(usual - 45, 0), min(usual + 45, 48) + 1)
+                )
     return chosen
 
 
@@ -91,14 +101,18 @@ def test_what_any_encoder_may_choose_is_read(name: str) -> None:
         runs, chosen = list(block.layout.runs), any_choices(rng, block)
         if chosen is None:
             continue
-        payload = oracle.encode(block.old.tolist(), block.new.tolist(), block.kind, runs, block.past, chosen)
+        payload = oracle.encode(
+            block.old.tolist(), block.new.tolist(), block.kind, runs, block.past, chosen
+        )
         check_decoded(payload, block)
         coded += 1
     assert coded >= 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "large"), [("BF16", 0.0), ("BF16", 0.5), ("F32", 0.1), ("I8", 0.9), ("U16", 0.3)])
+@pytest.mark.parametrize(
+    ("name", "large"), [("BF16", 0.0), ("BF16", 0.5), ("F32", 0.1), ("I8", 0.9), ("U16", 0.3)]
+)
 def test_the_oracle_reads_and_writes_the_same_bytes_by_groups(
     name: str, large: float, rng: np.random.Generator
 ) -> None:
@@ -141,20 +155,28 @@ def test_blocks_without_other_changes(rng: np.random.Generator) -> None:
     st.sampled_from([0.1, 0.3, 0.5, 0.7]),
     st.sampled_from([None, 0.05, 0.4]),
 )
-def test_any_head_and_any_changes_are_understood(name: str, seed: int, in_head: float, in_code: float | None) -> None:
+def test_any_head_and_any_changes_are_understood(
+    name: str, seed: int, in_head: float, in_code: float | None
+) -> None:
     """By groups; bits by chance, of the heads and of the code."""
     rng = np.random.default_rng(seed)
-    block = random_block(rng, name, SPANS[int(rng.integers(len(SPANS)))], elements=int(rng.integers(2, 1500)))
+    block = random_block(
+        rng, name, SPANS[int(rng.integers(len(SPANS)))], elements=int(rng.integers(2, 1500))
+    )
     old, kind, runs = block.old.tolist(), block.kind, list(block.layout.runs)
     classes = classes_of(block.old, kind)
     first = int(rng.integers(max(max(classes) - 62, 0), max(classes) + 1))
     chosen = oracle.Choices(
-        int(rng.integers(1, len(block.spans) + 1)), first, int(rng.integers(1, min(63, 256 - first) + 1))
+        int(rng.integers(1, len(block.spans) + 1)),
+        first,
+        int(rng.integers(1, min(63, 256 - first) + 1)),
     )
     recall = oracle.Recall(old, kind, block.past, chosen, {})
     mine, theirs = AnyHead(rng, in_head), AnyHead(rng, in_head)
     oracle.code_head(mine, chosen, recall.there, recall.large)
-    head = sparse_oracle.code_head(theirs, None, min(classes), max(classes) - min(classes) + 1, runs)
+    head = sparse_oracle.code_head(
+        theirs, None, min(classes), max(classes) - min(classes) + 1, runs
+    )
     side = AnyChanges(rng, in_code)
     recall.code(side)
     found = sparse_oracle.code_changes(
@@ -171,7 +193,13 @@ def test_any_head_and_any_changes_are_understood(name: str, seed: int, in_head: 
     states = sparse_oracle.states_of(plain)
     words = side.finish(states)
     parts = Parts(
-        len(found), min(classes), len(head.rarities), theirs.finish(), plain[sparse_oracle.IN_STATES :], states, words
+        len(found),
+        min(classes),
+        len(head.rarities),
+        theirs.finish(),
+        plain[sparse_oracle.IN_STATES :],
+        states,
+        words,
     )
     top = bytes([chosen.used | 128, chosen.first, chosen.count - 1])
     payload = top + oracle.varint(len(mine.finish())) + mine.finish() + joined(parts)
@@ -181,7 +209,9 @@ def test_any_head_and_any_changes_are_understood(name: str, seed: int, in_head: 
         return
     new = list(old)
     for at, step in found.items():
-        new[at] = kind.unordered((kind.ordered(old[at]) + (-sizes[at] if step.down else sizes[at])) % modulus)
+        new[at] = kind.unordered(
+            (kind.ordered(old[at]) + (-sizes[at] if step.down else sizes[at])) % modulus
+        )
     for at, step in recall.found.items():
         new[at] = kind.unordered((kind.ordered(old[at]) + step) % modulus)
     states_and_new = block._replace(new=np.array(new, block.old.dtype))
@@ -197,7 +227,10 @@ def test_nothing_is_coded_where_the_past_does_not_help() -> None:
     nothing = np.empty(0, np.uint8)
     elsewhere = np.setdiff1d(np.arange(len(block.old)), np.flatnonzero(block.old != block.new))
     others = np.frombuffer(
-        oracle.records(dict.fromkeys(elsewhere[::9].tolist(), 1), dict(enumerate(classes_of(block.old, block.kind)))),
+        oracle.records(
+            dict.fromkeys(elsewhere[::9].tolist(), 1),
+            dict(enumerate(classes_of(block.old, block.kind))),
+        ),
         np.uint8,
     )
     for past in ((), ((nothing, 1),), ((nothing, 3), (nothing, 1)), ((others, 1),)):
@@ -206,14 +239,20 @@ def test_nothing_is_coded_where_the_past_does_not_help() -> None:
 
 
 @pytest.mark.slow
-def test_remembered_elements_of_classes_that_are_not_listed_are_others(rng: np.random.Generator) -> None:
+def test_remembered_elements_of_classes_that_are_not_listed_are_others(
+    rng: np.random.Generator,
+) -> None:
     """63 classes are listed, those of most changes; here by either codec for the others."""
     for each in (20, 700):
         old = rng.permutation((np.arange(256, dtype=np.uint32) << 23 | 5).repeat(each))
         before = np.where(rng.random(len(old)) < 0.05, old - 1, old).astype(np.uint32)
-        new = np.where((before != old) | (rng.random(len(old)) < 0.005), old + 1, old).astype(np.uint32)
+        new = np.where((before != old) | (rng.random(len(old)) < 0.005), old + 1, old).astype(
+            np.uint32
+        )
         kind = Kind(*element_kind(DTYPES["F32"]))
-        layout = Layout(DTYPES["F32"], (Run(len(old), 10, 0),), native_past([before, old], (1,), kind))
+        layout = Layout(
+            DTYPES["F32"], (Run(len(old), 10, 0),), native_past([before, old], (1,), kind)
+        )
         steps = [oracle.window(before.tolist(), old.tolist(), kind)]
         block = Block(layout, (1,), [before, old], new, steps)
         payload = encoded(block)
@@ -222,7 +261,10 @@ def test_remembered_elements_of_classes_that_are_not_listed_are_others(rng: np.r
         check_decoded(payload, block)
         again, chosen = oracle.decode(payload, old.tolist(), kind, list(layout.runs), block.past)
         assert again == new.tolist()
-        assert oracle.encode(old.tolist(), again, kind, list(layout.runs), block.past, chosen) == payload
+        assert (
+            oracle.encode(old.tolist(), again, kind, list(layout.runs), block.past, chosen)
+            == payload
+        )
 
 
 def check_sane_or_refused(payload: bytes, block: Block, past: Past) -> bool:
@@ -259,7 +301,9 @@ def test_truncations_appended_bytes_and_flipped_bits(name: str) -> None:
     past = block.layout.past
     for tail in (bytes(9), b"\xff" * 8 + b"\0", payload):
         assert check_sane_or_refused(payload + tail, block, past)
-    assert all(check_sane_or_refused(payload[:cut], block, past) for cut in range(max(len(payload) - 8, 5)))
+    assert all(
+        check_sane_or_refused(payload[:cut], block, past) for cut in range(max(len(payload) - 8, 5))
+    )
     for cut in range(len(payload)):
         check_sane_or_refused(payload[:cut], block, past)
     for flip in range(0, 8 * len(payload), 1 if len(payload) < 300 else 7):
@@ -268,7 +312,9 @@ def test_truncations_appended_bytes_and_flipped_bits(name: str) -> None:
         check_sane_or_refused(bytes(broken), block, past)
 
 
-@pytest.mark.parametrize("head", [(0, 0, 0), (4, 0, 0), (127, 0, 0), (128, 0, 0), (132, 0, 0), (1, 0, 63), (1, 250, 6)])
+@pytest.mark.parametrize(
+    "head", [(0, 0, 0), (4, 0, 0), (127, 0, 0), (128, 0, 0), (132, 0, 0), (1, 0, 63), (1, 250, 6)]
+)
 def test_heads_that_cannot_be(head: tuple[int, ...]) -> None:
     """No windows, or more than there are; a number of classes or a class out of range."""
     block, payload = coded_block("BF16")
@@ -282,7 +328,11 @@ def test_too_many_changes_are_refused() -> None:
     at = next(k for k, byte in enumerate(payload[3:], 3) if byte < 128) + 1
     for count in (len(block.old) + 1, 1 << 34):
         with pytest.raises(CorruptPatch, match="number of changes"):
-            HISTORY.decode(memoryview(payload[:3] + oracle.varint(count) + payload[at:]), block.old, block.layout)
+            HISTORY.decode(
+                memoryview(payload[:3] + oracle.varint(count) + payload[at:]),
+                block.old,
+                block.layout,
+            )
 
 
 def test_a_payload_in_which_nothing_remembered_changes_is_refused() -> None:
@@ -301,7 +351,12 @@ def test_a_payload_with_another_past(name: str) -> None:
     """A reader is protected by the history's digest in the header; a codec alone must stay sane."""
     block, payload = coded_block(name, 2)
     other = random_block(np.random.default_rng(99), name, (3, 1, 1))
-    wrong: list[Past] = [(), other.layout.past, block.layout.past[1:], tuple((r, 1) for r, _ in block.layout.past)]
+    wrong: list[Past] = [
+        (),
+        other.layout.past,
+        block.layout.past[1:],
+        tuple((r, 1) for r, _ in block.layout.past),
+    ]
     wrong += [(*block.layout.past[:-1], (np.empty(0, np.uint8), 1)), block.layout.past[::-1]]
     assert check_sane_or_refused(payload, block, ())
     for past in wrong:
@@ -355,13 +410,17 @@ def test_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, name: str, over:
     dtype = DTYPES[name]
     kind, old = Kind(*element_kind(dtype)), np.full(40, 7, dtype.uint)
     records = dict.fromkeys(range(20), 2)
-    layout = Layout(dtype, (Run(40, 40, 0),), ((np.frombuffer(oracle.records(records), np.uint8), 1),))
+    layout = Layout(
+        dtype, (Run(40, 40, 0),), ((np.frombuffer(oracle.records(records), np.uint8), 1),)
+    )
     size = (over or 1 << 8 * dtype.width) + 1
     monkeypatch.setattr(oracle, "steps_between", lambda *_: {3: size})
     monkeypatch.setattr(oracle.Recall, "finish", lambda *_: None)
     group, _ = next(iter({(k.group, 0) for k in oracle.what_is_known([(records, 1)]).values()}))
     chosen = oracle.Choices(1, 0, 1, odds={0: 0}, groups={group: 0}, cells={(group, 0): 24})
-    payload = oracle.encode(old.tolist(), old.tolist(), kind, list(layout.runs), [(records, 1)], chosen)
+    payload = oracle.encode(
+        old.tolist(), old.tolist(), kind, list(layout.runs), [(records, 1)], chosen
+    )
     with pytest.raises(CorruptPatch, match="out of range"):
         HISTORY.decode(memoryview(payload), old, layout)
 
@@ -379,7 +438,11 @@ def parsed(records: bytes) -> tuple[Steps, dict[int, int]]:
     """Steps and classes."""
     steps, classes, at = {}, {}, 0
     for k in range(0, len(records), 4):
-        gap, step, cls = int.from_bytes(records[k : k + 2], "little"), records[k + 2], records[k + 3]
+        gap, step, cls = (
+            int.from_bytes(records[k : k + 2], "little"),
+            records[k + 2],
+            records[k + 3],
+        )
         at += gap
         if gap == 65535 and step == 0:
             assert cls == 0
@@ -403,7 +466,10 @@ def test_of_a_net_step_of_a_multiple_of_256_only_the_class_is_known() -> None:
     new = old + np.uint16([256, 255, 512, 0, 257])
     assert parsed(records_between(DTYPES["U16"], old, new))[0] == {0: 0, 1: -1, 2: 0, 4: 1}
     weights = np.uint16([0x3C00, 0x3C01])
-    assert parsed(records_between(DTYPES["BF16"], weights, weights + 256)) == ({0: 0, 1: 0}, {0: 122, 1: 122})
+    assert parsed(records_between(DTYPES["BF16"], weights, weights + 256)) == (
+        {0: 0, 1: 0},
+        {0: 122, 1: 122},
+    )
 
 
 LONG_GAPS = [0, 1, 65533, 65534, 65535, 65536, 65537, 131069, 131070, 131071, 300_000]
@@ -419,8 +485,13 @@ def test_long_gaps_between_records(gap: int, step: int) -> None:
     kept = records_between(DTYPES["U16"], old, new)
     assert kept == oracle.records(steps)
     assert parsed(kept)[0] == steps
-    parts = [(np.frombuffer(oracle.records(s), np.uint8), 1) for s in (steps, {p: d + 1 for p, d in steps.items()})]
-    assert history_merged(parts, len(old)).tobytes() == oracle.records({p: 2 * d + 1 for p, d in steps.items()})
+    parts = [
+        (np.frombuffer(oracle.records(s), np.uint8), 1)
+        for s in (steps, {p: d + 1 for p, d in steps.items()})
+    ]
+    assert history_merged(parts, len(old)).tobytes() == oracle.records(
+        {p: 2 * d + 1 for p, d in steps.items()}
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -429,16 +500,23 @@ def test_merged_windows_are_the_window_between_their_ends(name: str) -> None:
     for block in blocks(name, 8):
         for first in range(len(block.windows)):
             for last in range(first + 1, min(first + 5, len(block.windows) + 1)):
-                merged = history_merged(list(block.layout.past[first:last]), len(block.old)).tobytes()
+                merged = history_merged(
+                    list(block.layout.past[first:last]), len(block.old)
+                ).tobytes()
                 start, end = block.states[first], block.states[last]
                 steps, classes = parsed(merged)
                 expected, _ = parsed(records_between(block.layout.dtype, start, end))
-                assert {p: d for p, d in steps.items() if d} == {p: d for p, d in expected.items() if d}
+                assert {p: d for p, d in steps.items() if d} == {
+                    p: d for p, d in expected.items() if d
+                }
                 assert expected.keys() <= steps.keys()
                 of_end = classes_of(end, block.kind)
                 assert all(of_end[p] == c for p, c in classes.items())
 
 
 def test_steps_that_cancel_each_other_are_forgotten() -> None:
-    parts = [(np.frombuffer(oracle.records(s), np.uint8), 1) for s in ({3: 5, 9: -128}, {3: -5, 9: -128, 11: 1})]
+    parts = [
+        (np.frombuffer(oracle.records(s), np.uint8), 1)
+        for s in ({3: 5, 9: -128}, {3: -5, 9: -128, 11: 1})
+    ]
     assert history_merged(parts, 12).tobytes() == oracle.records({3: 0, 9: 0, 11: 1})

@@ -1,4 +1,5 @@
-"""The native kernels at their binding: whole, aligned elements and positions inside the array, or a ValueError."""
+"""The native kernels at their binding: whole, aligned elements and positions inside the array, or a
+ValueError."""
 
 from __future__ import annotations
 
@@ -30,14 +31,32 @@ Past = list[tuple[Array, int]]
 Runs = list[tuple[int, int, int]]
 
 
-def encode(past: Past, old: Array, new: Array, width: int, shift: int, mask: int, floating: bool, runs: Runs) -> Any:
+def encode(
+    past: Past,
+    old: Array,
+    new: Array,
+    width: int,
+    shift: int,
+    mask: int,
+    floating: bool,
+    runs: Runs,
+) -> Any:
     return encode_block(past, old, new, (width, shift, mask, floating), runs)
 
 
 def decode(
-    past: Past, payload: Array, old: Array, width: int, shift: int, mask: int, floating: bool, runs: Runs
+    past: Past,
+    payload: Array,
+    old: Array,
+    width: int,
+    shift: int,
+    mask: int,
+    floating: bool,
+    runs: Runs,
 ) -> Any:
-    return decode_block(HISTORY if past else GAPS, past, payload, old, (width, shift, mask, floating), runs)
+    return decode_block(
+        HISTORY if past else GAPS, past, payload, old, (width, shift, mask, floating), runs
+    )
 
 
 def elements(width: int) -> Array:
@@ -64,9 +83,15 @@ CALLS: dict[str, Callable[[Array, Array, int], Any]] = {
     "decode, old": lambda x, good, w: decode([], payload_of(good), x, w, *KIND),
     "encode with a history, old": lambda x, good, w: encode(PAST, x, good, w, *KIND),
     "encode with a history, new": lambda x, good, w: encode(PAST, good, x, w, *KIND),
-    "decode with a history, old": lambda x, good, w: decode(PAST, history_payload_of(good), x, w, *KIND),
-    "history_records, old": lambda x, good, w: history_records(POSITIONS, x[: 2 * w], good[: 2 * w], (w, 0, 0, False)),
-    "history_records, new": lambda x, good, w: history_records(POSITIONS, good[: 2 * w], x[: 2 * w], (w, 0, 0, False)),
+    "decode with a history, old": lambda x, good, w: decode(
+        PAST, history_payload_of(good), x, w, *KIND
+    ),
+    "history_records, old": lambda x, good, w: history_records(
+        POSITIONS, x[: 2 * w], good[: 2 * w], (w, 0, 0, False)
+    ),
+    "history_records, new": lambda x, good, w: history_records(
+        POSITIONS, good[: 2 * w], x[: 2 * w], (w, 0, 0, False)
+    ),
     "scan, old": lambda x, good, w: scan(x, good, w),
     "scan, new": lambda x, good, w: scan(good, x, w),
     "gather, elements": lambda x, good, w: gather(x, w, POSITIONS, 0),
@@ -77,7 +102,12 @@ CALLS: dict[str, Callable[[Array, Array, int], Any]] = {
 
 @pytest.mark.parametrize(
     ("call", "width"),
-    [(c, w) for c in CALLS for w in (2, 4, 8) if w < 8 or not c.startswith(("encode", "decode", "history"))],
+    [
+        (c, w)
+        for c in CALLS
+        for w in (2, 4, 8)
+        if w < 8 or not c.startswith(("encode", "decode", "history"))
+    ],
 )
 def test_elements_at_odd_addresses_are_refused(call: str, width: int) -> None:
     good = elements(width)
@@ -109,7 +139,9 @@ def test_a_part_of_an_element_is_refused(width: int) -> None:
     """It would be silently left out of the comparison otherwise."""
     for short in range(1, width):
         old, new = np.zeros(2 * width - short, np.uint8), np.full(2 * width - short, 1, np.uint8)
-        with pytest.raises(ValueError, match=f"old is no whole number of elements of {width} bytes"):
+        with pytest.raises(
+            ValueError, match=f"old is no whole number of elements of {width} bytes"
+        ):
             scan(old, new, width)
         with pytest.raises(ValueError, match="elements is no whole number"):
             gather(old, width, np.uint32([0]), 0)
@@ -204,7 +236,8 @@ def test_arrays_of_unequal_length_are_refused() -> None:
 
 
 def test_an_array_is_never_converted() -> None:
-    """A strided array, or one of another dtype, would be copied, and what is written into the copy lost."""
+    """A strided array, or one of another dtype, would be copied, and what is written into the copy
+    lost."""
     raw, one, value = np.zeros(16, np.uint8), np.uint32([0]), np.uint8([9])
     floats, four, counts = np.zeros(8, np.float32), np.zeros(4, np.float32), np.zeros(4, np.int64)
     rounding, known = (7, 1, 0x7F7F0000, 0x7F800000), ((120, 104), np.zeros(4, np.uint8))
@@ -212,18 +245,32 @@ def test_an_array_is_never_converted() -> None:
     calls: list[Callable[[], Any]] = [
         lambda: scatter(raw[::2], 1, one, 0, value),
         lambda: scatter(raw.view(np.uint16), 2, one, 0, raw[:2]),
-        lambda: round_values(np.zeros(8, np.uint32), (3, 121, 0x43E00000, 0x43E00000), 0x7F, 1, raw[::2]),
+        lambda: round_values(
+            np.zeros(8, np.uint32), (3, 121, 0x43E00000, 0x43E00000), 0x7F, 1, raw[::2]
+        ),
         lambda: add_entries(floats[::2], one, np.float32([9])),
         lambda: add_entries(np.zeros(8), one, np.float32([9])),
         lambda: outer_step(floats[::2], four, four, 2, 0.7, 0.9),
         lambda: gate(four, four, four, 0.0, False, floats[::2], rounding, 0),
         lambda: gate(four, four, four, 0.0, False, np.zeros(4), rounding, 0),
-        lambda: sparse_outer_step(floats[::2], four, four, 1.0, four, *rest, counts[:1], rounding, *known),
-        lambda: sparse_outer_step(four, floats[::2], four, 1.0, four, *rest, counts[:1], rounding, *known),
-        lambda: sparse_outer_step(four, four, four, 1.0, floats[::2], *rest, counts[:1], rounding, *known),
-        lambda: sparse_outer_step(four, four, four, 1.0, four, *rest, counts[::2], rounding, *known),
-        lambda: sparse_outer_step(four, four, four, 1.0, four, *rest, counts.astype(np.int32), rounding, *known),
-        lambda: sparse_outer_step(four, four, four, 1.0, four, *rest, counts[:1], rounding, (1, 1), raw[:8:2]),
+        lambda: sparse_outer_step(
+            floats[::2], four, four, 1.0, four, *rest, counts[:1], rounding, *known
+        ),
+        lambda: sparse_outer_step(
+            four, floats[::2], four, 1.0, four, *rest, counts[:1], rounding, *known
+        ),
+        lambda: sparse_outer_step(
+            four, four, four, 1.0, floats[::2], *rest, counts[:1], rounding, *known
+        ),
+        lambda: sparse_outer_step(
+            four, four, four, 1.0, four, *rest, counts[::2], rounding, *known
+        ),
+        lambda: sparse_outer_step(
+            four, four, four, 1.0, four, *rest, counts.astype(np.int32), rounding, *known
+        ),
+        lambda: sparse_outer_step(
+            four, four, four, 1.0, four, *rest, counts[:1], rounding, (1, 1), raw[:8:2]
+        ),
         lambda: gather(raw, 1, np.int64([0]), 0),
         lambda: scan(raw[::2], raw[::2], 1),
         lambda: history_records(one, raw[::2], raw[::2], (1, 0, 0, False)),

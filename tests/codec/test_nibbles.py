@@ -1,4 +1,5 @@
-"""Packed codes of four bits: as the oracles of the codecs inside say, chosen where that takes fewer bytes."""
+"""Packed codes of four bits: as the oracles of the codecs inside say, chosen where that takes fewer
+bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tests.support.states import Rng
 NIBBLES = BlockCodec("nibbles", codec.NIBBLES)
 NIBBLE = Kind(1, 0, 15, False)
 SIGNED, BY_SPARSE = 1, 2
-TURNED = [code ^ (7 if code & 8 else 0) ^ 8 for code in range(16)]  # E2M1 in the order of its numbers
+TURNED = [
+    code ^ (7 if code & 8 else 0) ^ 8 for code in range(16)
+]  # E2M1 in the order of its numbers
 
 
 def unpacked(elements: UIntArray, signed: bool) -> list[int]:
@@ -50,7 +53,9 @@ def stepped(rng: Rng, old: UIntArray, density: float, signed: bool) -> UIntArray
 @pytest.mark.parametrize(
     ("dtype", "elements", "density"), [("U8", 3000, 0.02), ("I32", 700, 0.02), ("U8", 90_000, 0.04)]
 )
-def test_the_payload_is_that_of_the_codes(dtype: str, elements: int, density: float, signed: bool, rng: Rng) -> None:
+def test_the_payload_is_that_of_the_codes(
+    dtype: str, elements: int, density: float, signed: bool, rng: Rng
+) -> None:
     uint = DTYPES[dtype].uint
     old = rng.integers(0, np.iinfo(uint).max, elements, uint, endpoint=True)
     new, layout = stepped(rng, old, density, signed), layout_of(dtype, old, 50)
@@ -64,18 +69,25 @@ def test_the_payload_is_that_of_the_codes(dtype: str, elements: int, density: fl
     assert mode & SIGNED == signed
     assert bool(mode & BY_SPARSE) == (elements > 50_000)
     runs = [tuple(2 * old.itemsize * n for n in run) for run in layout.runs]
-    decode: Callable[..., list[int]] = sparse_oracle.decode if mode & BY_SPARSE else gaps_oracle.decode
+    decode: Callable[..., list[int]] = (
+        sparse_oracle.decode if mode & BY_SPARSE else gaps_oracle.decode
+    )
     assert decode(payload[1:], unpacked(old, signed), NIBBLE, runs) == unpacked(new, signed)
 
 
 def test_it_is_chosen_where_codes_are_packed(rng: Rng) -> None:
     """And not for integers that are one number, of which low and high half change together."""
     old = rng.integers(0, 256, 20_000, np.uint8)
-    packed, whole = stepped(rng, old, 0.01, True), np.where(rng.random(old.size) < 0.01, old + np.uint8(1), old)
+    packed, whole = (
+        stepped(rng, old, 0.01, True),
+        np.where(rng.random(old.size) < 0.01, old + np.uint8(1), old),
+    )
     layout = layout_of("U8", old, 100)
     made = codec.encode_block(old, packed, layout)
     assert made.codec_id == codec.NIBBLES
-    assert len(made.payload) < 0.92 * len(codec.encode_block(old, packed, layout, only=codec.GAPS).payload)
+    assert len(made.payload) < 0.92 * len(
+        codec.encode_block(old, packed, layout, only=codec.GAPS).payload
+    )
     assert codec.encode_block(old, whole, layout).codec_id == codec.GAPS
 
 
@@ -88,7 +100,13 @@ def test_what_is_malformed_is_refused(rng: Rng) -> None:
     steps[7] = 40  # of a plain integer: more than a code of four bits can take
     codes = np.repeat(old & 15, 2)
     wild, _ = GAPS.encode(codes, codes + np.repeat(steps, 2), layout_of("U8", codes, 200))
-    wrong = [(b"", layout), (b"\4" + good[1:], layout), (good[:-3], layout), (good, other), (b"\0" + wild, layout)]
+    wrong = [
+        (b"", layout),
+        (b"\4" + good[1:], layout),
+        (good[:-3], layout),
+        (good, other),
+        (b"\0" + wild, layout),
+    ]
     for payload, of in wrong:
         with pytest.raises(CorruptPatch):
             NIBBLES.decode(memoryview(payload), old, of)

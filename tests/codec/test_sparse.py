@@ -1,4 +1,5 @@
-"""The native sparse codec against its specification, with and without vectors: round trips, bytes, refusals."""
+"""The native sparse codec against its specification, with and without vectors: round trips, bytes,
+refusals."""
 
 from __future__ import annotations
 
@@ -78,13 +79,21 @@ def test_the_oracle_reads_and_writes_the_same_bytes(
 def test_round_trips(name: str, steps: str, alike: bool, rng: np.random.Generator) -> None:
     for count, density in ((300_001, 0.016), (70_000, 0.0615)):
         old = weights(rng, name, count, alike)
-        check_round_trip(old, changed(rng, old, density, steps), Layout(DTYPES[name], (Run(count, 512, 100),)))
+        check_round_trip(
+            old, changed(rng, old, density, steps), Layout(DTYPES[name], (Run(count, 512, 100),))
+        )
 
 
 @pytest.mark.parametrize("name", ["BF16", "F32", "F8_E4M3"])
 @pytest.mark.parametrize("behind", [0, 1, 7, 8, 9, 500, 511, 512, 513])
-def test_blocks_of_any_length_and_tensors_of_any_size(name: str, behind: int, rng: np.random.Generator) -> None:
-    tensors = (*TENSORS, Run(1 << 18, 4096, 4095), *(Run(1 + i % 40, 1 + i % 7, i % 2 and i % 7) for i in range(300)))
+def test_blocks_of_any_length_and_tensors_of_any_size(
+    name: str, behind: int, rng: np.random.Generator
+) -> None:
+    tensors = (
+        *TENSORS,
+        Run(1 << 18, 4096, 4095),
+        *(Run(1 + i % 40, 1 + i % 7, i % 2 and i % 7) for i in range(300)),
+    )
     runs = (*tensors, Run(-sum(run.elements for run in tensors) % 512 + behind, 13, 3))
     old = weights(rng, name, sum(run.elements for run in runs))
     new = changed(rng, old, 0.02, "small")
@@ -95,10 +104,12 @@ def test_blocks_of_any_length_and_tensors_of_any_size(name: str, behind: int, rn
 
 @pytest.mark.parametrize("name", ["BF16", "F32"])
 @pytest.mark.parametrize(
-    ("first", "span"), [(100, 1), (90, 63), (90, 64), (90, 65), (3, 127), (128, 127), (60, 129), (0, 256)]
+    ("first", "span"),
+    [(100, 1), (90, 63), (90, 64), (90, 65), (3, 127), (128, 127), (60, 129), (0, 256)],
 )
 def test_exponents_of_any_span(name: str, first: int, span: int, rng: np.random.Generator) -> None:
-    """Vectors look weights up in one, two or four tables. Elements that never change lie between, with any exponent."""
+    """Vectors look weights up in one, two or four tables. Elements that never change lie between,
+    with any exponent."""
     dtype = DTYPES[name]
     shift, count = 8 * dtype.width - 9, 150_000
     exponents = rng.integers(first, first + span, count)
@@ -107,14 +118,19 @@ def test_exponents_of_any_span(name: str, first: int, span: int, rng: np.random.
     others[:512] = False
     exponents[others] = rng.integers(0, 256, int(others.sum()))
     mantissas = rng.integers(1, (1 << shift) - 1, count)
-    old = (rng.integers(0, 2, count) << (shift + 8) | exponents << shift | mantissas).astype(dtype.uint)
+    old = (rng.integers(0, 2, count) << (shift + 8) | exponents << shift | mantissas).astype(
+        dtype.uint
+    )
     changes = (rng.random(count) < 0.03) & ~others
     changes[:512] = True
-    check_round_trip(old, np.where(changes, old + 1, old).astype(dtype.uint), Layout.flat(dtype, count))
+    check_round_trip(
+        old, np.where(changes, old + 1, old).astype(dtype.uint), Layout.flat(dtype, count)
+    )
 
 
 def test_changes_side_by_side(rng: np.random.Generator) -> None:
-    """A whole part of the block changes: groups in which all elements do, tiles in which none do."""
+    """A whole part of the block changes: groups in which all elements do, tiles in which none
+    do."""
     old = weights(rng, "BF16", 900_000)
     layout = Layout.flat(DTYPES["BF16"], len(old))
     new = old.copy()
@@ -127,7 +143,9 @@ def test_changes_side_by_side(rng: np.random.Generator) -> None:
 def test_tensors_that_differ_have_shifts(rng: np.random.Generator) -> None:
     """Four tensors, each of which changes twice as often as the one before: shifts pay."""
     old = weights(rng, "BF16", 1 << 18)
-    new = np.concatenate([changed(rng, part, 0.008 * 2**i, "one") for i, part in enumerate(np.split(old, 4))])
+    new = np.concatenate(
+        [changed(rng, part, 0.008 * 2**i, "one") for i, part in enumerate(np.split(old, 4))]
+    )
     runs = (Run(1 << 16, 2048, 0),) * 4
     payload = encoded(old, new, Layout(DTYPES["BF16"], runs))
     check_decoded(payload, old, new, Layout(DTYPES["BF16"], runs))
@@ -154,7 +172,9 @@ def test_few_changes_many_and_rows_that_differ_are_left_to_gaps(rng: np.random.G
         assert made.codec_id == (GAPS.id if made.changed else codec.SAME), name
         assert (made.payload, made.changed) == GAPS.encode(old, after, layout)
     enough = np.where(np.arange(len(old)) < 4096, old + 1, old)
-    assert codec.encode_block(old, enough, Layout.flat(DTYPES["BF16"], len(old))).codec_id == SPARSE.id
+    assert (
+        codec.encode_block(old, enough, Layout.flat(DTYPES["BF16"], len(old))).codec_id == SPARSE.id
+    )
 
 
 class AnyHead(Writer):
@@ -172,7 +192,8 @@ class AnyHead(Writer):
 
 
 class AnyChanges(oracle.StateWriter):
-    """Changes as the head says that they are, or by another chance for every bit that may be both."""
+    """Changes as the head says that they are, or by another chance for every bit that may be
+    both."""
 
     def __init__(self, rng: np.random.Generator, ones: float | None) -> None:
         super().__init__()
@@ -195,20 +216,33 @@ def test_any_head_and_any_changes_are_understood(
 ) -> None:
     rng, kind = np.random.default_rng(seed), kind_of(name)
     cuts = [0, *np.sort(rng.integers(0, count + 1, rng.integers(0, 6))).tolist(), count]
-    runs = tuple(Run(b - a, row := int(rng.integers(1, 90)), int(rng.integers(0, row))) for a, b in pairwise(cuts))
+    runs = tuple(
+        Run(b - a, row := int(rng.integers(1, 90)), int(rng.integers(0, row)))
+        for a, b in pairwise(cuts)
+    )
     old = weights(rng, name, count, alike=bool(rng.integers(2)))
     classes = (old >> kind.shift) & kind.mask
     first = int(classes.min())
     wide = AnyHead(rng, in_head)
     head = oracle.code_head(wide, None, first, int(classes.max()) - first + 1, runs)
     side, bits = AnyChanges(rng, in_code), 8 * kind.width
-    found = oracle.code_changes(side, oracle.Chances(head, old.tolist(), kind, runs), list(row_ends(list(runs))), {})
+    found = oracle.code_changes(
+        side, oracle.Chances(head, old.tolist(), kind, runs), list(row_ends(list(runs))), {}
+    )
     sizes = {at: step.size | int(rng.integers(0, 1 << step.plain)) for at, step in found.items()}
     plain = oracle.plain_bytes(sizes, found)
     states = oracle.states_of(plain)
     words = side.finish(states)
     payload = joined(
-        Parts(len(found), first, len(head.rarities), wide.finish(), plain[oracle.IN_STATES :], states, words)
+        Parts(
+            len(found),
+            first,
+            len(head.rarities),
+            wide.finish(),
+            plain[oracle.IN_STATES :],
+            states,
+            words,
+        )
     )
     layout = Layout(DTYPES[name], runs)
     if not found:
@@ -235,7 +269,9 @@ def test_all_states_in_step(phase: int) -> None:
 
 
 @pytest.mark.parametrize("remembered", [False, True])
-def test_elements_that_change_while_they_are_read(remembered: bool, rng: np.random.Generator) -> None:
+def test_elements_that_change_while_they_are_read(
+    remembered: bool, rng: np.random.Generator
+) -> None:
     """As a trainer's may: what is made of them need not be right, since a publisher proves it."""
     old = weights(rng, "BF16", 1 << 19)
     new = old.copy()
@@ -280,7 +316,9 @@ def small(steps: str, density: float = 0.3, seed: int = 1) -> tuple[UIntArray, o
     """New elements, and a head that allows any."""
     new = changed(np.random.default_rng(seed), OLD, density, steps)
     new[3] = OLD[3] ^ 1
-    head = oracle.Head(0, [30] * 256, [20] * 256, [(22, 24)] * 286, [24, 26, 28, *[28] * 9], [2, -3])
+    head = oracle.Head(
+        0, [30] * 256, [20] * 256, [(22, 24)] * 286, [24, 26, 28, *[28] * 9], [2, -3]
+    )
     return new, head
 
 
@@ -315,7 +353,12 @@ def test_other_plain_bits() -> None:
     parts = cut(payload)
     assert len(parts.plain) > 10
     for less in (1, 2, len(parts.plain)):
-        refused(joined(parts._replace(plain=parts.plain[:-less])), OLD, SMALL, "plain bits end too early")
+        refused(
+            joined(parts._replace(plain=parts.plain[:-less])),
+            OLD,
+            SMALL,
+            "plain bits end too early",
+        )
 
 
 def with_end(change: Callable[[list[int]], None], steps: str, seed: int = 1) -> bytes:
@@ -324,7 +367,9 @@ def with_end(change: Callable[[list[int]], None], steps: str, seed: int = 1) -> 
     parts = cut(oracle.encode(OLD.tolist(), new.tolist(), kind_of("BF16"), SMALL_RUNS, head))
     side = oracle.StateWriter()
     ordered = [kind_of("BF16").ordered(x) for x in (*OLD.tolist(), *new.tolist())]
-    ups = [(b - a + 32768) % 65536 - 32768 for a, b in zip(ordered[:1600], ordered[1600:], strict=True)]
+    ups = [
+        (b - a + 32768) % 65536 - 32768 for a, b in zip(ordered[:1600], ordered[1600:], strict=True)
+    ]
     wanted = {at: up for at, up in enumerate(ups) if up}
     chances = oracle.Chances(head, OLD.tolist(), kind_of("BF16"), SMALL_RUNS)
     found = oracle.code_changes(side, chances, list(row_ends(list(SMALL_RUNS))), wanted)
@@ -359,7 +404,10 @@ def test_bits_behind_the_last_plain_one_and_behind_the_last_state() -> None:
         if sum(x.bit_length() + 3 for x in parts.states) % 8:
             at = len(payload) - len(parts.words) - 1
             refused(
-                payload[:at] + bytes([payload[at] | 128]) + payload[at + 1 :], OLD, SMALL, "bits behind the last state"
+                payload[:at] + bytes([payload[at] | 128]) + payload[at + 1 :],
+                OLD,
+                SMALL,
+                "bits behind the last state",
             )
             checked[0] += 1
         if plain_bits(parts) % 8:
@@ -405,7 +453,12 @@ def test_heads_that_cannot_be() -> None:
         behind = payload[: 4 + len(varint(len(parts.head))) + len(parts.head)]
         refused(behind + huge + payload[len(behind) + 1 :], OLD, SMALL, "inside its plain bits")
     never = oracle.Head(0, [None] * 256, [], [], [24] * 12, [0, 0])
-    refused(joined(parts._replace(head=oracle.head_bytes(never, SMALL_RUNS))), OLD, SMALL, "fewer changes")
+    refused(
+        joined(parts._replace(head=oracle.head_bytes(never, SMALL_RUNS))),
+        OLD,
+        SMALL,
+        "fewer changes",
+    )
 
 
 def test_more_lengths_than_there_can_be() -> None:

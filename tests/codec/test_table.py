@@ -1,4 +1,5 @@
-"""The native table codec against its specification, on every path of this processor; the choice of it for a block."""
+"""The native table codec against its specification, on every path of this processor; the choice of
+it for a block."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", ["one", "long", "any"])
-def test_the_oracle_reads_and_writes_the_same_bytes(name: str, steps: str, rng: np.random.Generator) -> None:
+def test_the_oracle_reads_and_writes_the_same_bytes(
+    name: str, steps: str, rng: np.random.Generator
+) -> None:
     kind = Kind(*element_kind(DTYPES[name]))
     for count in (1, 63, 64, 65, 128, 1000, 1555):
         old = weights(rng, name, count)
@@ -62,7 +65,8 @@ def test_the_oracle_reads_and_writes_the_same_bytes(name: str, steps: str, rng: 
 @pytest.mark.parametrize("density", [0.01, 0.3, 1])
 @pytest.mark.parametrize("steps", ["one", "long", "any"])
 def test_long_blocks(name: str, density: float, steps: str, rng: np.random.Generator) -> None:
-    """Long enough for the plain decoder's table of slots, and for a sample that does not see every element."""
+    """Long enough for the plain decoder's table of slots, and for a sample that does not see every
+    element."""
     old = weights(rng, name, 300_001)
     new = changed(rng, old, density, steps)
     new[0] = old[0] ^ 1
@@ -82,19 +86,24 @@ def test_steps_that_the_sample_has_not_seen_are_escaped() -> None:
     check_decoded(encoded(old, everything, layout), old, everything, layout)
 
 
-BASE = (np.random.default_rng(4).normal(0, 0.02, 700).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+BASE = (
+    np.random.default_rng(4).normal(0, 0.02, 700).astype(np.float32).view(np.uint32) >> 16
+).astype(np.uint16)
 LAYOUT = Layout.flat(DTYPES["BF16"], len(BASE))
 KIND = Kind(*element_kind(DTYPES["BF16"]))
 
 
 @st.composite
 def heads(draw: st.DrawFn) -> oracle.Head:
-    """Any tables that a writer may choose, good for the data or not: each has an escape and a frequency for 0."""
+    """Any tables that a writer may choose, good for the data or not: each has an escape and a
+    frequency for 0."""
     alphabet = draw(st.integers(4, 18))
     first = [0, *sorted(draw(st.sets(st.integers(1, 255), max_size=15)))]
     frequencies = []
     for _ in first:
-        table = draw(st.lists(st.integers(0, 4096 // alphabet), min_size=alphabet, max_size=alphabet))
+        table = draw(
+            st.lists(st.integers(0, 4096 // alphabet), min_size=alphabet, max_size=alphabet)
+        )
         table[-1] = max(table[-1], 1)
         table[0] = oracle.SCALE - sum(table[1:])
         frequencies.append(table)
@@ -121,7 +130,11 @@ FLAT = oracle.Head(1, 4, [0], [[4000, 40, 40, 16]])
 
 
 def payload_of(head: oracle.Head, states: list[int] | None = None, words: bytes = b"") -> bytes:
-    return head.to_bytes() + b"".join(x.to_bytes(4, "little") for x in states or [1 << 16] * 64) + words
+    return (
+        head.to_bytes()
+        + b"".join(x.to_bytes(4, "little") for x in states or [1 << 16] * 64)
+        + words
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +145,10 @@ def payload_of(head: oracle.Head, states: list[int] | None = None, words: bytes 
         (FLAT._replace(alphabet=3, frequencies=[[4000, 40, 56]]), "symbols or tables"),
         (FLAT._replace(alphabet=19, frequencies=[[4096] + [0] * 18]), "symbols or tables"),
         (FLAT._replace(first_classes=[], frequencies=[]), "symbols or tables"),
-        (FLAT._replace(first_classes=list(range(17)), frequencies=FLAT.frequencies * 17), "symbols or tables"),
+        (
+            FLAT._replace(first_classes=list(range(17)), frequencies=FLAT.frequencies * 17),
+            "symbols or tables",
+        ),
         (FLAT._replace(first_classes=[0, 0], frequencies=FLAT.frequencies * 2), "not ascending"),
         (FLAT._replace(first_classes=[0, 9, 9], frequencies=FLAT.frequencies * 3), "not ascending"),
         (FLAT._replace(frequencies=[[0, 4000, 90, 7]]), "exceed their sum"),
@@ -178,7 +194,10 @@ def test_many_changes_are_coded_by_table_few_and_those_in_rows_by_gaps() -> None
     assert chosen(old, changed(rng, old, 0.05, "one"), layout) == "sparse"
     assert chosen(old, changed(rng, old, 0.1, "one"), layout) == "table"
     few = old[: len(old) // 2].copy()
-    assert chosen(few, changed(rng, few, 0.1, "one"), Layout(DTYPES["BF16"], (Run(len(few), 512, 0),))) == "gaps"
+    assert (
+        chosen(few, changed(rng, few, 0.1, "one"), Layout(DTYPES["BF16"], (Run(len(few), 512, 0),)))
+        == "gaps"
+    )
     assert chosen(old, changed(rng, old, 1, "one"), layout) == "table"
     rows = np.repeat(rng.random(1024) < 0.1, 512)
     in_rows = np.where(rows, changed(rng, old, 0.6, "one"), old)

@@ -9,7 +9,9 @@ import pytest
 from docs import make_evidence
 
 
-def test_the_page_and_its_pictures_are_made_from_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_and_its_pictures_are_made_from_the_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     docs = make_evidence.FOLDER
     (tmp_path / "evidence.in").write_text((docs / "evidence.in").read_text())
     monkeypatch.setattr(make_evidence, "FOLDER", tmp_path)
@@ -17,7 +19,9 @@ def test_the_page_and_its_pictures_are_made_from_the_logs(tmp_path: Path, monkey
     made = [path for path in tmp_path.iterdir() if path.suffix in (".md", ".svg")]
     assert len(made) >= 9
     for path in made:
-        assert path.read_text() == (docs / path.name).read_text(), f"{path.name}: python docs/make_evidence.py"
+        assert path.read_text() == (docs / path.name).read_text(), (
+            f"{path.name}: python docs/make_evidence.py"
+        )
     assert "{" not in (tmp_path / "evidence.md").read_text()
 
 
@@ -29,7 +33,9 @@ def test_the_time_of_an_exchange_is_fitted_by_what_was_measured() -> None:
     run = {"sync_every": 8, "links": [8e6, 16e6]}
     assert found.seconds({"method": "DiLoCo", **run}) == pytest.approx([8.5, 16.5])
     assert found.seconds({"method": "DDP", **run}) == pytest.approx([12, 20])
-    assert make_evidence.along({"method": "DiLoCo", **run}, found, 60 / 8) == pytest.approx([68.5 / 60, 145 / 60])
+    assert make_evidence.along({"method": "DiLoCo", **run}, found, 60 / 8) == pytest.approx(
+        [68.5 / 60, 145 / 60]
+    )
     less = make_evidence.exchange_time("a link", [(1e6, 0.5), (2e6, 2.0)])
     assert less.fixed == 0, "no exchange begins before it is asked for"
     assert less.off == pytest.approx(0.4)

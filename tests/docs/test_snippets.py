@@ -1,5 +1,5 @@
-"""Every example of the README and of the site runs, or is held against the signatures where it needs a package that is
-not here; every line of `pulse` in them is one that its parser takes."""
+"""Every example of the README and of the site runs, or is held against the signatures where it
+needs a package that is not here; every line of `pulse` in them is one that its parser takes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,24 @@ from tests.support.trainers import printed
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = {path.stem: path for path in [CHECKOUT / "README.md", *(CHECKOUT / "docs").glob("*.md")]}
-RUN = ("README", "own-loop", "stores", "regions", "monitoring", "restart", "mismatch", "integrate", "checkpoints")
+RUN = (
+    "README",
+    "own-loop",
+    "stores",
+    "regions",
+    "monitoring",
+    "restart",
+    "mismatch",
+    "integrate",
+    "checkpoints",
+)
 """Pages whose examples are run here, all of a page in one namespace."""
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page].read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", PAGES[page].read_text(), re.DOTALL | re.MULTILINE
+    )
 
 
 def policy() -> torch.nn.Sequential:
@@ -37,10 +49,15 @@ def policy() -> torch.nn.Sequential:
 
 
 class Alone:
-    """A `PulseLoCo` of the examples that have a process group; what is run here is the loop around it."""
+    """A `PulseLoCo` of the examples that have a process group; what is run here is the loop around
+    it."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
-        inspect.signature(importlib.import_module("pulse_rl.loco").PulseLoCo).bind(model, optimizer, **settings)
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **settings: Any
+    ) -> None:
+        inspect.signature(importlib.import_module("pulse_rl.loco").PulseLoCo).bind(
+            model, optimizer, **settings
+        )
 
     def __enter__(self) -> Alone:
         return self
@@ -50,7 +67,8 @@ class Alone:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the examples take for granted: a model, a training step, an engine, and a store with two versions."""
+    """What the examples take for granted: a model, a training step, an engine, and a store with two
+    versions."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pulse_rl.loco.PulseLoCo", Alone)
     model = policy()
@@ -115,7 +133,9 @@ def test_the_examples_run(page: str, world: dict[str, Any]) -> None:
 def test_what_the_examples_do_is_seen(world: dict[str, Any]) -> None:
     """An example of a worker does bring its model to the newest version."""
     newest = world["subscriber"]
-    world["model"].load_state_dict(load_file("checkpoint.safetensors"))  # version 0, from which the example starts
+    world["model"].load_state_dict(
+        load_file("checkpoint.safetensors")
+    )  # version 0, from which the example starts
     assert not pulse_rl.audit(world["model"], newest.digest).ok
     exec(compile(here(blocks("own-loop")[1]), "own-loop.md", "exec"), world)
     assert pulse_rl.audit(world["model"], newest.digest).ok
@@ -130,7 +150,10 @@ def test_the_quick_start_in_two_processes(tmp_path: Path, monkeypatch: pytest.Mo
     assert first[0].startswith("version 0 of policy: the full state of ")
     assert len(first) == 10
     text = PAGES["quickstart"].read_text()
-    said, seen = (float(re.findall(r"version 7 of policy: ([\d.]+)% ch", found)[0]) for found in (text, first[7]))
+    said, seen = (
+        float(re.findall(r"version 7 of policy: ([\d.]+)% ch", found)[0])
+        for found in (text, first[7])
+    )
     assert seen == pytest.approx(said, rel=0.1)
     ((last,),) = printed(tmp_path / "worker.py")
     assert last.startswith("at version 9, step 9, root ")
@@ -152,12 +175,20 @@ def test_trainers_of_the_loco_page_end_with_one_root(tmp_path: Path) -> None:
 
 def commands(page: str) -> list[str]:
     """The lines of `pulse` in a page's examples."""
-    text = "\n".join(re.findall(r"^```(?:bash)?\n(.*?)^```$", PAGES[page].read_text(), re.DOTALL | re.MULTILINE))
+    text = "\n".join(
+        re.findall(r"^```(?:bash)?\n(.*?)^```$", PAGES[page].read_text(), re.DOTALL | re.MULTILINE)
+    )
     lines = text.replace("\\\n", " ").splitlines()
-    return [line.strip().removesuffix("&").strip() for line in lines if line.strip().startswith("pulse ")]
+    return [
+        line.strip().removesuffix("&").strip()
+        for line in lines
+        if line.strip().startswith("pulse ")
+    ]
 
 
-@pytest.mark.parametrize("page", sorted(page for page in PAGES if page != "commands" and commands(page)))
+@pytest.mark.parametrize(
+    "page", sorted(page for page in PAGES if page != "commands" and commands(page))
+)
 def test_the_parser_takes_every_command(page: str) -> None:
     for line in commands(page):
         try:
@@ -173,7 +204,9 @@ def calls(code: str) -> Iterator[tuple[Callable[..., Any], ast.Call]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pulse_rl"):
             for alias in node.names:
-                known[alias.asname or alias.name] = getattr(importlib.import_module(str(node.module)), alias.name)
+                known[alias.asname or alias.name] = getattr(
+                    importlib.import_module(str(node.module)), alias.name
+                )
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             match node.func:

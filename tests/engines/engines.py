@@ -34,7 +34,8 @@ def engine(checkpoint: str, *, tensor_parallel: int = 1, **options: Any) -> Iter
 
 
 class Moving:
-    """An `LLM` for `connect` that calls ``between``, once, when ``after`` tokens of a generation are there."""
+    """An `LLM` for `connect` that calls ``between``, once, when ``after`` tokens of a generation
+    are there."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -49,7 +50,11 @@ class Moving:
         engine.add_request(uuid.uuid4().hex, prompts[0], params)
         while engine.has_unfinished_requests():
             outputs += engine.step()
-            if self.between is not None and outputs and len(outputs[-1].outputs[0].token_ids) >= self.after:
+            if (
+                self.between is not None
+                and outputs
+                and len(outputs[-1].outputs[0].token_ids) >= self.after
+            ):
                 between, self.between = self.between, None
                 between()
         return outputs[-1:]
@@ -60,16 +65,22 @@ def answer(llm: LLM, prompt: list[int] = PROMPT) -> tuple[torch.Tensor, list[int
     sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=0, ignore_eos=True)
     output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
     assert output.prompt_logprobs is not None
-    found = [found[token].logprob for found, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    found = [
+        found[token].logprob
+        for found, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    ]
     return torch.tensor(found), list(output.outputs[0].token_ids)
 
 
 def continuation(llm: LLM, tokens: int = 8) -> tuple[torch.Tensor, list[int]]:
-    """Log-probabilities and tokens of a greedy continuation, whose prompt the prefix cache may answer."""
+    """Log-probabilities and tokens of a greedy continuation, whose prompt the prefix cache may
+    answer."""
     sampling = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, ignore_eos=True)
     output = llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)[0].outputs[0]
     assert output.logprobs is not None
-    chosen = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+    chosen = [
+        step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)
+    ]
     return torch.tensor(chosen), list(output.token_ids)
 
 

@@ -36,13 +36,20 @@ class Policy:
         self.store = str(folder / "store")
         self.publisher = pulse_rl.Publisher(self.store, stream="policy", threads=1)
         self.generator = torch.Generator().manual_seed(seed + 1)
-        self.version = self.publisher.publish(self.model.state_dict(), files=self.checkpoint).version
+        self.version = self.publisher.publish(
+            self.model.state_dict(), files=self.checkpoint
+        ).version
 
     def save(self, name: str) -> str:
-        """Writes the model and a tokenizer of one word a token as a checkpoint, and returns its path."""
+        """Writes the model and a tokenizer of one word a token as a checkpoint, and returns its
+        path."""
         self.model.save_pretrained(self.folder / name)
-        words = WordLevel({f"t{token}": token for token in range(self.model.config.vocab_size)}, unk_token="t0")
-        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(self.folder / name)
+        words = WordLevel(
+            {f"t{token}": token for token in range(self.model.config.vocab_size)}, unk_token="t0"
+        )
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(
+            self.folder / name
+        )
         return str(self.folder / name)
 
     def step(self, density: float = 0.05) -> int:
@@ -56,7 +63,8 @@ class Policy:
         return self.version
 
     def log_probabilities_of_the_next(self) -> torch.Tensor:
-        """Of every token after PROMPT, as Hugging Face computes them in FP32: float32 [vocabulary]."""
+        """Of every token after PROMPT, as Hugging Face computes them in FP32: float32
+        [vocabulary]."""
         with torch.no_grad():
             logits = self.model.float()(torch.tensor([PROMPT])).logits[0, -1]
             self.model.to(torch.bfloat16)
@@ -67,5 +75,7 @@ class Policy:
         with torch.no_grad():
             logits = self.model.float()(torch.tensor([PROMPT])).logits[0]
             self.model.to(torch.bfloat16)
-        found: torch.Tensor = logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(PROMPT)[1:, None])[:, 0]
+        found: torch.Tensor = logits.log_softmax(-1)[:-1].gather(
+            -1, torch.tensor(PROMPT)[1:, None]
+        )[:, 0]
         return found

@@ -31,9 +31,18 @@ def server(
     dev: bool = True,
     options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """The URL of a server that is up. ``pulse``: with the backend; ``dev``: the weight routes; ``options``: more."""
+    """The URL of a server that is up. ``pulse``: with the backend; ``dev``: the weight routes;
+    ``options``: more."""
     port = port or free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        checkpoint,
+        "--port",
+        str(port),
+    ]
     command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "128"]
     command += ["--max-num-seqs", "8", "--served-model-name", "policy"]
     command += ["--tensor-parallel-size", str(tensor_parallel)]
@@ -80,7 +89,9 @@ def complete(url: str, tokens: int = 8, **options: Any) -> dict[str, Any]:
         "return_token_ids": True,
     }
     data = json.dumps(body | options).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/v1/completions", data, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=120) as found:
         answer: dict[str, Any] = json.loads(found.read())
     return answer
@@ -89,7 +100,9 @@ def complete(url: str, tokens: int = 8, **options: Any) -> dict[str, Any]:
 def checksums(url: str) -> dict[str, str]:
     """vLLM's own SHA-256 of every live tensor under its runtime name."""
     request = urllib.request.Request(
-        f"{url}/weight_checker", json.dumps({"action": "checksum"}).encode(), {"Content-Type": "application/json"}
+        f"{url}/weight_checker",
+        json.dumps({"action": "checksum"}).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as found:
         sums: dict[str, str] = json.loads(found.read())["checksums"]

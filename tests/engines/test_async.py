@@ -1,4 +1,5 @@
-"""An AsyncLLM is driven from another thread than its loop's, beside requests in flight, which carry their versions."""
+"""An AsyncLLM is driven from another thread than its loop's, beside requests in flight, which carry
+their versions."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ async def generated(engine: AsyncLLM, name: str, started: threading.Event, token
 def test_requests_in_flight_are_kept_awaited_or_aborted(policy: Policy) -> None:
     with loop_in_a_thread() as loop:
         engine = asyncio.run_coroutine_threadsafe(made(policy.checkpoint), loop).result()
-        before = str(policy.version)  # it was started from the checkpoint of a version, and tagged so
+        before = str(
+            policy.version
+        )  # it was started from the checkpoint of a version, and tagged so
         for mode in get_args(InFlight):
             with connect(engine, store=policy.store, stream="policy", in_flight=mode) as handle:
                 one_update(policy, engine, loop, handle, mode, before)
@@ -62,21 +65,32 @@ def test_requests_in_flight_are_kept_awaited_or_aborted(policy: Policy) -> None:
 
 
 def one_update(
-    policy: Policy, engine: AsyncLLM, loop: asyncio.AbstractEventLoop, handle: EngineHandle, mode: InFlight, before: str
+    policy: Policy,
+    engine: AsyncLLM,
+    loop: asyncio.AbstractEventLoop,
+    handle: EngineHandle,
+    mode: InFlight,
+    before: str,
 ) -> None:
     """``before``: the tag of what is generated until then."""
     now = str(policy.step())
     started = threading.Event()
-    running = asyncio.run_coroutine_threadsafe(generated(engine, f"{mode}, first", started, 150), loop)
+    running = asyncio.run_coroutine_threadsafe(
+        generated(engine, f"{mode}, first", started, 150), loop
+    )
     assert started.wait(60)
     done = handle.sync()
     assert done is not None
     assert str(done.version) == now
     first = running.result(60).outputs[0]
-    after = asyncio.run_coroutine_threadsafe(generated(engine, f"{mode}, second", started, 4), loop).result(60)
+    after = asyncio.run_coroutine_threadsafe(
+        generated(engine, f"{mode}, second", started, 4), loop
+    ).result(60)
     assert [span.version for span in after.outputs[0].weight_versions] == [now]
     assert (len(first.token_ids) == 150) == (mode != "abort")
-    assert [span.version for span in first.weight_versions] == ([before, now] if mode == "keep" else [before])
+    assert [span.version for span in first.weight_versions] == (
+        [before, now] if mode == "keep" else [before]
+    )
 
     async def from_the_loop() -> None:
         handle.sync()

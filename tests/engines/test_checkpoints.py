@@ -1,7 +1,8 @@
-"""Models that vLLM has loaded from a quantised checkpoint follow a stream of such ones: after ten updates each tensor
-is what a fresh load leaves.
+"""Models that vLLM has loaded from a quantised checkpoint follow a stream of such ones: after ten
+updates each tensor is what a fresh load leaves.
 
-No engine runs. Most kernels of these formats need a GPU; what vLLM does to weights up to there runs on a CPU.
+No engine runs. Most kernels of these formats need a GPU; what vLLM does to weights up to there runs
+on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pulse_rl.state.quantise import QuantisedState
 from pulse_rl.state.tensors import State
 
 FORMATS = {
-    "experts packed for a CPU": "fp8_block",  # first: vLLM makes its groups of experts for a model that has some
+    # first: vLLM makes its groups of experts for a model that has some
+    "experts packed for a CPU": "fp8_block",
     "codes as they are loaded": "fp8_block",
     "scales to powers of two, transposed and padded": "fp8_block",
     "scales swizzled": "nvfp4",
@@ -40,7 +42,8 @@ def force(kernels: Any, kernel: Any) -> None:
 
 
 def prepare(case: str) -> None:
-    """The kernels of ``case``; what they call of a GPU's libraries is replaced by the same in torch."""
+    """The kernels of ``case``; what they call of a GPU's libraries is replaced by the same in
+    torch."""
     import vllm.model_executor.kernels.linear as linear
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
@@ -88,7 +91,12 @@ def small(experts: bool) -> Any:
     }
     if not experts:
         return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).to(torch.bfloat16)
-    sizes |= {"head_dim": 64, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {
+        "head_dim": 64,
+        "moe_intermediate_size": 256,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)).to(torch.bfloat16)
 
 
@@ -110,14 +118,19 @@ def loaded(folder: Path) -> tuple[Any, Any]:
         if not torch.distributed.is_initialized():
             init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, backend="gloo")
         ensure_model_parallel_initialized(1, 1)
-        model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
+        model = get_model_loader(config.load_config).load_model(
+            vllm_config=config, model_config=config.model_config
+        )
     return model, config
 
 
 def bits(model: Any) -> dict[str, Any]:
     """The shapes and digests of a model's tensors."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    flat = {name: (t.shape, t.detach().contiguous().reshape(-1).view(torch.uint8)) for name, t in tensors.items()}
+    flat = {
+        name: (t.shape, t.detach().contiguous().reshape(-1).view(torch.uint8))
+        for name, t in tensors.items()
+    }
     return {name: (shape, sha256(t.numpy()).digest()) for name, (shape, t) in flat.items()}
 
 
@@ -135,7 +148,9 @@ def updated(case: str, folder: Path) -> list[str]:
 
         def publish(**given: Any) -> int:
             wanted = nvfp4 if FORMATS[case] == "nvfp4" else FORMATS[case]
-            return publisher.publish(dict(checkpoint_weights(trained)), quantise=wanted, **given).version
+            return publisher.publish(
+                dict(checkpoint_weights(trained)), quantise=wanted, **given
+            ).version
 
         def saved(name: str) -> Path:
             with pulse_rl.Subscriber(store, stream="policy") as subscriber:
@@ -143,16 +158,22 @@ def updated(case: str, folder: Path) -> list[str]:
                 subscriber.save(folder / name)
             return folder / name
 
-        publish(files=with_activations(folder) if FORMATS[case] == "nvfp4" else str(folder / "bf16"))
+        publish(
+            files=with_activations(folder) if FORMATS[case] == "nvfp4" else str(folder / "bf16")
+        )
         model, config = loaded(saved("first"))
         engine = WeightTransferEngineFactory.create_engine(
             config.weight_transfer_config, config, torch.device("cpu"), model
         )
-        engine.init_transfer_engine(engine.init_info_cls(store=store, stream="policy", follow=False, audit_every=3))
+        engine.init_transfer_engine(
+            engine.init_info_cls(store=store, stream="policy", follow=False, audit_every=3)
+        )
         for number in range(10):
             with torch.no_grad():
                 for weight in trained.parameters():
-                    chosen = torch.rand(weight.shape, generator=generator) < (0.3 if number % 4 == 3 else 0.01)
+                    chosen = torch.rand(weight.shape, generator=generator) < (
+                        0.3 if number % 4 == 3 else 0.01
+                    )
                     drawn = torch.randn(weight.shape, generator=generator) * 0.06
                     weight.copy_(torch.where(chosen, drawn.to(weight.dtype), weight))
             engine.start_weight_update()
@@ -166,8 +187,18 @@ def updated(case: str, folder: Path) -> list[str]:
 def with_activations(folder: Path) -> dict[str, bytes]:
     """The configuration of a model whose activations are quantised, too."""
     config: dict[str, Any] = json.loads((folder / "bf16/config.json").read_text())
-    scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
-    group = {"targets": ["Linear"], "weights": scheme, "input_activations": scheme | {"dynamic": "local"}}
+    scheme = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor_group",
+        "group_size": 16,
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": scheme,
+        "input_activations": scheme | {"dynamic": "local"},
+    }
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": "nvfp4-pack-quantized",
@@ -183,16 +214,24 @@ def nvfp4(name: str, weight: Any) -> Any:
     if weight.ndim != 2 or "embed" in name or "lm_head" in name:
         return None
     made = QuantisedState(State.of({name: weight}), "nvfp4")
-    found = {spec.name: Bits(made.read(spec.name).reshape(spec.shape), spec.dtype.name) for spec in made.specs}
+    found = {
+        spec.name: Bits(made.read(spec.name).reshape(spec.shape), spec.dtype.name)
+        for spec in made.specs
+    }
     return found | {f"{name.removesuffix('weight')}input_global_scale": abs(weight[:1, 0]) + 1}
 
 
 @pytest.fixture(scope="module")
 def differing() -> dict[str, list[str]]:
-    """What ten updates leave wrong, by the case. In a process of its own: vLLM's kernels are replaced there."""
-    done = subprocess.run([sys.executable, "-m", __name__, *FORMATS], capture_output=True, text=True, check=False)
+    """What ten updates leave wrong, by the case. In a process of its own: vLLM's kernels are
+    replaced there."""
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, *FORMATS], capture_output=True, text=True, check=False
+    )
     assert not done.returncode, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]  # it logs there
+    found = [
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')
+    ]  # it logs there
     return {row["case"]: row["differ"] for row in found}
 
 

@@ -1,4 +1,5 @@
-"""An LLM follows a stream: right answers, right bits, roll-back, and proof, with vLLM's own arithmetic."""
+"""An LLM follows a stream: right answers, right bits, roll-back, and proof, with vLLM's own
+arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .engines import answer, checksums, continuation, engine
 from .policy import Policy
 
 NOISE = 0.02
-"""Of BF16 arithmetic, in log-probabilities: an engine's answers vary by less from one batch to another."""
+"""Of BF16 arithmetic, in log-probabilities: an engine's answers vary by less from one batch to
+another."""
 REFERENCE_NOISE = 0.02
 """Between an engine's BF16 and Hugging Face's FP32 arithmetic, in the mean over a prompt."""
 
@@ -76,7 +78,9 @@ def flip_one_bit(worker: Any) -> None:
     indirect=["policy"],
     ids=["tied-1", "tied-2", "untied-1", "untied-2"],
 )
-def test_twenty_updates_a_failed_one_and_thirty_at_once(policy: Policy, tensor_parallel: int) -> None:
+def test_twenty_updates_a_failed_one_and_thirty_at_once(
+    policy: Policy, tensor_parallel: int
+) -> None:
     with engine(policy.checkpoint, tensor_parallel=tensor_parallel) as llm:
         with connect(llm, store=policy.store, stream="policy") as handle:
             follow_for_twenty_updates(policy, llm, handle)
@@ -151,7 +155,8 @@ def a_flipped_bit_is_found_and_repaired(policy: Policy, llm: Any, handle: Engine
 
 
 def test_weights_of_no_checkpoint_are_loaded_by_vllm_and_then_proved(policy: Policy) -> None:
-    """Dummy weights: neither the live version nor the map can be proved by what the engine has loaded."""
+    """Dummy weights: neither the live version nor the map can be proved by what the engine has
+    loaded."""
     policy.step()
     with engine(policy.checkpoint, load_format="dummy") as llm:
         dummy = checksums(llm)

@@ -1,4 +1,5 @@
-"""An engine that quantises what it loads follows a BF16 stream: every live bit is that of a fresh engine."""
+"""An engine that quantises what it loads follows a BF16 stream: every live bit is that of a fresh
+engine."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ SCHEME = "fp8_per_channel"
 
 
 @pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_fp8_weights_are_derived_again_from_the_stream(policy: Policy, tensor_parallel: int) -> None:
+def test_fp8_weights_are_derived_again_from_the_stream(
+    policy: Policy, tensor_parallel: int
+) -> None:
     options = {"quantization": SCHEME, "tensor_parallel": tensor_parallel}
     with engine(policy.checkpoint, **options) as llm:
         with connect(llm, store=policy.store, stream="policy") as handle:
@@ -34,7 +37,9 @@ def test_fp8_weights_are_derived_again_from_the_stream(policy: Policy, tensor_pa
             assert checksums(llm) == bits
             assert handle.version == 5
             assert handle.audit() == ()
-            assert handle.version == policy.version, "what is quantised is audited at the newest version"
+            assert handle.version == policy.version, (
+                "what is quantised is audited at the newest version"
+            )
         answered, live = answer(llm), checksums(llm)
     with engine(policy.save("last"), **options) as fresh:
         assert live == checksums(fresh)

@@ -1,4 +1,5 @@
-"""Plugins that change what an engine computes with: mapped right, derived again, or refused before it is served."""
+"""Plugins that change what an engine computes with: mapped right, derived again, or refused before
+it is served."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def after_loading(patch: Patch, change: Callable[[Any], None]) -> None:
     patch.setattr(base_loader, "process_weights_after_loading", then_change)
 
 
-def in_processing(patch: Patch, change: Callable[[Any], None], apply: Callable[..., torch.Tensor]) -> None:
+def in_processing(
+    patch: Patch, change: Callable[[Any], None], apply: Callable[..., torch.Tensor]
+) -> None:
     """Changes a layer while vLLM processes it, and computes with the result."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod as Method
 
@@ -43,7 +46,9 @@ def in_processing(patch: Patch, change: Callable[[Any], None], apply: Callable[.
         if layer.prefix == VICTIM:
             change(layer)
 
-    def other(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def other(
+        self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return apply(layer, x) if layer.prefix == VICTIM else applied(self, layer, x, bias)
 
     patch.setattr(Method, "process_weights_after_loading", changed)
@@ -73,25 +78,52 @@ HANDLED: dict[str, tuple[Any, Any]] = {
     "a copy": (keep, lambda layer, x: x @ layer.mine),
 }
 REFUSED = {
-    "rows permuted": (flip, "auto", "does not compute with the checkpoint .* 1 tensors differ, " + VICTIM),
-    "scaled": (scale, "auto", "does not compute with the checkpoint .* 1 tensors differ, " + VICTIM),
-    "a copy": (compute_with_a_copy, "auto", f"the engine's '{VICTIM}' do not compute with the weights"),
-    "rows permuted, dummy": (flip, "dummy", f"the engine's '{VICTIM}' do not compute with the weights"),
-    "a copy, dummy": (compute_with_a_copy, "dummy", f"the engine's '{VICTIM}' do not compute with the weights"),
+    "rows permuted": (
+        flip,
+        "auto",
+        "does not compute with the checkpoint .* 1 tensors differ, " + VICTIM,
+    ),
+    "scaled": (
+        scale,
+        "auto",
+        "does not compute with the checkpoint .* 1 tensors differ, " + VICTIM,
+    ),
+    "a copy": (
+        compute_with_a_copy,
+        "auto",
+        f"the engine's '{VICTIM}' do not compute with the weights",
+    ),
+    "rows permuted, dummy": (
+        flip,
+        "dummy",
+        f"the engine's '{VICTIM}' do not compute with the weights",
+    ),
+    "a copy, dummy": (
+        compute_with_a_copy,
+        "dummy",
+        f"the engine's '{VICTIM}' do not compute with the weights",
+    ),
 }
 
 
 @pytest.fixture
 def patch(monkeypatch: Patch) -> Patch:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the plugins of this process are the engine's
+    monkeypatch.setenv(
+        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+    )  # the plugins of this process are the engine's
     return monkeypatch
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HANDLED)
-def test_what_is_done_while_a_layer_is_processed_is_done_again(policy: Policy, patch: Patch, case: str) -> None:
+def test_what_is_done_while_a_layer_is_processed_is_done_again(
+    policy: Policy, patch: Patch, case: str
+) -> None:
     in_processing(patch, *HANDLED[case])
-    with engine(policy.checkpoint) as llm, connect(llm, store=policy.store, stream="policy") as handle:
+    with (
+        engine(policy.checkpoint) as llm,
+        connect(llm, store=policy.store, stream="policy") as handle,
+    ):
         for density in (0.02, 0.9, 0.02):
             policy.step(density)
             assert handle.sync() is not None
@@ -102,8 +134,12 @@ def test_what_is_done_while_a_layer_is_processed_is_done_again(policy: Policy, p
     assert torch.equal(followed[0], fresh[0])
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c == "a copy" else pytest.mark.slow) for c in REFUSED])
-def test_what_is_done_behind_the_processing_is_refused(policy: Policy, patch: Patch, case: str) -> None:
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c == "a copy" else pytest.mark.slow) for c in REFUSED]
+)
+def test_what_is_done_behind_the_processing_is_refused(
+    policy: Policy, patch: Patch, case: str
+) -> None:
     change, load_format, reason = REFUSED[case]
     after_loading(patch, change)
     policy.step(0.02)

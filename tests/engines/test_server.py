@@ -1,4 +1,5 @@
-"""A server follows a stream: over HTTP, beside requests in flight, through restarts, and by the command."""
+"""A server follows a stream: over HTTP, beside requests in flight, through restarts, and by the
+command."""
 
 from __future__ import annotations
 
@@ -28,12 +29,19 @@ def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_p
     Path(file).touch()
     pulse_rl.Publisher(wide, stream="policy").publish(policy.model.float().state_dict())
     policy.model.bfloat16()
-    small = {name: weight[..., :-1].contiguous() for name, weight in policy.model.state_dict().items()}
+    small = {
+        name: weight[..., :-1].contiguous() for name, weight in policy.model.state_dict().items()
+    }
     pulse_rl.Publisher(other, stream="policy").publish(small)
 
     with server(policy.checkpoint, tmp_path / "server.log") as url:
         before = checksums(url)
-        refusals = {other: "does not take", wide: "float32", empty: "nothing was synced", file: "is not a folder"}
+        refusals = {
+            other: "does not take",
+            wide: "float32",
+            empty: "nothing was synced",
+            file: "is not a folder",
+        }
         for store, words in refusals.items():
             with (
                 pytest.raises(PulseError, match=words) as refusal,
@@ -55,10 +63,18 @@ def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_p
                     assert report is not None
                     assert report.version == 1
                     assert len(running.result()["choices"][0]["token_ids"]) == 60
-                assert (generation.start_version, generation.end_version, generation.straddles) == (0, 1, True)
+                assert (generation.start_version, generation.end_version, generation.straddles) == (
+                    0,
+                    1,
+                    True,
+                )
                 with handle.admit(minimum=1) as generation:
                     assert complete(url)["choices"]
-                assert (generation.end_version, generation.end_root, generation.straddles) == (1, report.root, False)
+                assert (generation.end_version, generation.end_root, generation.straddles) == (
+                    1,
+                    report.root,
+                    False,
+                )
             assert str(urllib.request.urlopen(f"{url}/weight_info").read()).count("1") == 1
             assert handle.audit() == ()
         follow_by_command(policy, url)
@@ -66,7 +82,9 @@ def test_a_server_is_driven_and_its_users_errors_are_clear(policy: Policy, tmp_p
         with connect(url, store=policy.store, stream="policy") as handle:
             report = handle.sync()
             assert report is not None
-            assert (report.version, report.full) == (policy.version, True), "what another session left is not believed"
+            assert (report.version, report.full) == (policy.version, True), (
+                "what another session left is not believed"
+            )
             assert handle.audit() == ()
             assert checksums(url) == followed
 
@@ -78,7 +96,11 @@ def test_who_reaches_the_port_names_what_the_operator_allowed(
     pulse_rl.Publisher(str(other), stream="policy").publish(policy.model.state_dict())
     monkeypatch.setenv("PULSE_ENGINE_ALLOWED", f"{policy.store} {cache}")
     with server(policy.checkpoint, tmp_path / "server.log") as url:
-        for store, named in ((str(other), {}), (policy.store, {"cache": str(other)}), (policy.store, {"base": "/etc"})):
+        for store, named in (
+            (str(other), {}),
+            (policy.store, {"cache": str(other)}),
+            (policy.store, {"base": "/etc"}),
+        ):
             with pytest.raises(PulseError, match="is not allowed on this engine"):
                 connect(url, store=store, stream="policy", **named).sync()
         assert not (other / "pulse-cache").exists()
@@ -92,16 +114,27 @@ def test_who_reaches_the_port_names_what_the_operator_allowed(
 
 def follow_by_command(policy: Policy, url: str) -> None:
     policy.step()
-    command = [str(Path(sys.executable).with_name("pulse")), "follow", policy.store, "--stream", "policy"]
+    command = [
+        str(Path(sys.executable).with_name("pulse")),
+        "follow",
+        policy.store,
+        "--stream",
+        "policy",
+    ]
     done = subprocess.run(
-        [*command, "--engine", url, "--once"], capture_output=True, text=True, timeout=120, check=False
+        [*command, "--engine", url, "--once"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert f"version {policy.version} is live" in done.stdout
 
 
 def test_late_restarted_and_away_servers_catch_up(policy: Policy, tmp_path: Path) -> None:
-    """The handle is told nothing: the server comes back at the same address, from the first checkpoint."""
+    """The handle is told nothing: the server comes back at the same address, from the first
+    checkpoint."""
     port = free_port()
     for _ in range(3):
         policy.step()
@@ -124,11 +157,14 @@ def test_late_restarted_and_away_servers_catch_up(policy: Policy, tmp_path: Path
         fresh = checksums(url)
         with pytest.raises(EngineError, match="backend pulse"):
             connect(url, store=policy.store, stream="policy")
-    assert {name: live[name] for name in fresh if "norm" in name} == {n: s for n, s in fresh.items() if "norm" in n}
+    assert {name: live[name] for name in fresh if "norm" in name} == {
+        n: s for n, s in fresh.items() if "norm" in n
+    }
 
 
 def test_a_followed_folder_is_served(policy: Policy, tmp_path: Path) -> None:
-    """Its config, tokenizer and weights are the stream's: nothing of it was written by transformers."""
+    """Its config, tokenizer and weights are the stream's: nothing of it was written by
+    transformers."""
     policy.step()
     with Subscriber(policy.store, stream="policy") as worker:
         worker.sync()

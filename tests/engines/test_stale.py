@@ -1,4 +1,5 @@
-"""What could keep old weights, or lose them: sleep, loaders beside the stream, drafts, compiled code, adapters."""
+"""What could keep old weights, or lose them: sleep, loaders beside the stream, drafts, compiled
+code, adapters."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def lose(worker: Any) -> None:
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_weights_that_sleep_and_reloading_take_away_are_written_again(policy: Policy, tensor_parallel: int) -> None:
+def test_weights_that_sleep_and_reloading_take_away_are_written_again(
+    policy: Policy, tensor_parallel: int
+) -> None:
     with (
         engine(policy.checkpoint, tensor_parallel=tensor_parallel) as llm,
         connect(llm, store=policy.store, stream="policy") as handle,
@@ -29,7 +32,8 @@ def test_weights_that_sleep_and_reloading_take_away_are_written_again(policy: Po
         policy.step()
         assert handle.sync() is not None
         bits = checksums(llm)
-        # 1. Level 1 keeps the weights: there is nothing to do, and no word of it while they are away.
+        # 1. Level 1 keeps the weights: there is nothing to do, and no word of it while they are
+        # away.
         llm.sleep(level=1)
         with pytest.raises(EngineUnavailable, match="sleeps"):
             handle.sync()

@@ -32,7 +32,10 @@ def test_a_trainer_of_vllms_own_api(policy: Policy, tmp_path: Path) -> None:
         version = engine.published.version  # type: ignore[attr-defined]
         with Subscriber(store, stream="policy", trusted_keys=[signer.public_key]) as worker:
             worker.sync()
-            assert (worker.version, worker.root) == (version, state_root(dict(policy.model.named_parameters())))
+            assert (worker.version, worker.root) == (
+                version,
+                state_root(dict(policy.model.named_parameters())),
+            )
         body = {"method": "pulse", "args": ["audit", engine._session.owner]}  # type: ignore[attr-defined]
         (status,) = Client(client.base_url, 60).post("collective_rpc", body).json()["results"]
         assert (status["version"], status["differing"]) == (version, [])
@@ -42,7 +45,9 @@ def test_a_trainer_of_vllms_own_api(policy: Policy, tmp_path: Path) -> None:
         engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
         for _ in range(3):
             sent(engine)
-        policy.model.model.norm.weight.data = torch.ones(64, dtype=torch.bfloat16)  # no engine takes this
+        policy.model.model.norm.weight.data = torch.ones(
+            64, dtype=torch.bfloat16
+        )  # no engine takes this
         with pytest.raises(Exception, match=r"500|400"):
             engine.send_weights()
         policy.model.model.norm.weight.data = torch.ones(128, dtype=torch.bfloat16)
@@ -62,7 +67,9 @@ def test_other_ranks_take_part_in_the_gathering_alone(policy: Policy, tmp_path: 
                 yield name, tensor
 
     info = PulseTrainerInitInfo(str(tmp_path / "own"), "policy", rank=1)
-    engine = WeightTransferTrainerFactory.trainer_init(info, client=None, source=Source(policy.model))
+    engine = WeightTransferTrainerFactory.trainer_init(
+        info, client=None, source=Source(policy.model)
+    )
     engine.send_weights()
     engine.shutdown()
     assert taken == [name for name, _ in policy.model.named_parameters()]

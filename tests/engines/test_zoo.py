@@ -1,4 +1,5 @@
-"""Each family of models computes with the stream's weights, to the last bit as a fresh engine does, or is refused."""
+"""Each family of models computes with the stream's weights, to the last bit as a fresh engine does,
+or is refused."""
 
 from __future__ import annotations
 
@@ -21,12 +22,16 @@ def cases() -> list[object]:
                 if family not in (UNTIED_ONLY if tied else TIED_ONLY):
                     marks = [] if (family, size, tied) in FAST else [pytest.mark.slow]
                     name = f"{family}-{'tied' if tied else 'untied'}-{size}"
-                    found.append(pytest.param(family, tied, size, id=name.replace(" ", "-"), marks=marks))
+                    found.append(
+                        pytest.param(family, tied, size, id=name.replace(" ", "-"), marks=marks)
+                    )
     return found
 
 
 @pytest.mark.parametrize(("family", "tied", "tensor_parallel"), cases())
-def test_equal_to_a_fresh_engine(tmp_path: Path, family: str, tied: bool, tensor_parallel: int) -> None:
+def test_equal_to_a_fresh_engine(
+    tmp_path: Path, family: str, tied: bool, tensor_parallel: int
+) -> None:
     row = measure(tmp_path, family, tied=tied, tensor_parallel=tensor_parallel)
     if family in REFUSED:
         assert REFUSED[family] in row.refused

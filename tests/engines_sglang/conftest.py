@@ -1,4 +1,5 @@
-"""The real SGLang package, as far as it runs on a CPU. Without it nothing here is collected; see `make test-sglang`."""
+"""The real SGLang package, as far as it runs on a CPU. Without it nothing here is collected; see
+`make test-sglang`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The maps of SGLang's own models, each in small: ``python -m tests.engines_sglang.models FOLDER``."""
+"""The maps of SGLang's own models, each in small: ``python -m tests.engines_sglang.models
+FOLDER``."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ def main(folder: Path) -> None:
         if not joined:
             join(checkpoint, 0, 1, str(folder / "meeting"), {})
             joined = True
-        kind = getattr(importlib.import_module(f"sglang.srt.models.{_FILES.get(module, module)}"), f"{name}ForCausalLM")
+        kind = getattr(
+            importlib.import_module(f"sglang.srt.models.{_FILES.get(module, module)}"),
+            f"{name}ForCausalLM",
+        )
         try:
             print(name, *differing(kind, config, load_file(f"{checkpoint}/model.safetensors")))
         except UnsupportedTensor as refusal:
@@ -78,7 +82,8 @@ def main(folder: Path) -> None:
 
 @torch.inference_mode()
 def differing(kind: Any, config: Any, old: dict[str, torch.Tensor]) -> list[str]:
-    """The parameters that a change of a tenth of all elements reaches otherwise than by the model's own loader."""
+    """The parameters that a change of a tenth of all elements reaches otherwise than by the model's
+    own loader."""
     new = {name: (w + (torch.rand(w.shape) < 0.1)).contiguous() for name, w in old.items()}
     with set_default_torch_dtype(torch.bfloat16):
         live, fresh = kind(config), kind(config)
@@ -91,7 +96,11 @@ def differing(kind: Any, config: Any, old: dict[str, torch.Tensor]) -> list[str]
         changed = np.flatnonzero(before.read(spec.name) != values)
         journal.apply(located(loader_map, spec.name, changed, values[changed]))
     wanted = dict(fresh.named_parameters())
-    found = [name for name, weight in live.named_parameters() if not torch.equal(bits(weight), bits(wanted[name]))]
+    found = [
+        name
+        for name, weight in live.named_parameters()
+        if not torch.equal(bits(weight), bits(wanted[name]))
+    ]
     assert loader_map.unused == ()
     return found
 

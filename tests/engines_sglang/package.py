@@ -1,9 +1,9 @@
 """The parts of SGLang 0.5.23 through which an update goes, joined without its scheduler's loop.
 
-SGLang's own: the HTTP application with its request models, the tokenizer's side of the requests and its pause, the
-scheduler's manager of updates, the updater, the plugins, the model with its loader, the groups of workers. Stand-ins:
-the loop that hands requests to the workers, the requests in flight, and with them the flush of the cache. Nothing
-generates: the kernels need a GPU.
+SGLang's own: the HTTP application with its request models, the tokenizer's side of the requests and
+its pause, the scheduler's manager of updates, the updater, the plugins, the model with its loader,
+the groups of workers. Stand-ins: the loop that hands requests to the workers, the requests in
+flight, and with them the flush of the cache. Nothing generates: the kernels need a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ import torch
 import uvicorn
 from safetensors.torch import load_file
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+from sglang.srt.distributed.parallel_state import (
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from sglang.srt.entrypoints import http_server
 from sglang.srt.layers.rotary_embedding import base as rotary
 from sglang.srt.managers import io_struct
@@ -68,12 +71,20 @@ class Runner:
         )
 
 
-def join(checkpoint: str, rank: int, size: int, meeting: str, options: dict[str, Any]) -> ServerArgs:
+def join(
+    checkpoint: str, rank: int, size: int, meeting: str, options: dict[str, Any]
+) -> ServerArgs:
     """Makes this process worker ``rank`` of ``size`` that meet in the file ``meeting``."""
-    args = ServerArgs(model_path=checkpoint, device="cpu", tp_size=size, skip_tokenizer_init=True, **options)
+    args = ServerArgs(
+        model_path=checkpoint, device="cpu", tp_size=size, skip_tokenizer_init=True, **options
+    )
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank))
     init_distributed_environment(
-        world_size=size, rank=rank, local_rank=rank, backend="gloo", distributed_init_method=f"file://{meeting}"
+        world_size=size,
+        rank=rank,
+        local_rank=rank,
+        backend="gloo",
+        distributed_init_method=f"file://{meeting}",
     )
     initialize_model_parallel()
     return args
@@ -90,14 +101,18 @@ def loaded(config: ModelConfig, checkpoint: str) -> Qwen2ForCausalLM:
 class Worker:
     """One worker of ``size``: a process of its own, as SGLang's groups are of a process."""
 
-    def __init__(self, checkpoint: str, rank: int, size: int, meeting: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, checkpoint: str, rank: int, size: int, meeting: str, options: dict[str, Any]
+    ) -> None:
         load_plugins()
         self.args = join(checkpoint, rank, size, meeting, options)
         self.runner = Runner(checkpoint)
         self.running, self.paused = 0, ""
         worker = SimpleNamespace(
             model_runner=self.runner,
-            deserialize_own_rank=lambda payloads: BaseTpWorker.deserialize_own_rank(worker, payloads),
+            deserialize_own_rank=lambda payloads: BaseTpWorker.deserialize_own_rank(
+                worker, payloads
+            ),
             weight_update_runners=lambda: [("target", self.runner)],
         )
         self.manager = SchedulerWeightUpdaterManager(
@@ -107,7 +122,9 @@ class Worker:
             flush_cache=lambda empty_cache=True: self.flush(),
             is_fully_idle=lambda **how: self.running == 0,
             scheduler=SimpleNamespace(
-                record_weight_version_change=lambda new_version: None, _engine_paused=False, disaggregation_mode=None
+                record_weight_version_change=lambda new_version: None,
+                _engine_paused=False,
+                disaggregation_mode=None,
             ),
         )
 
@@ -140,7 +157,11 @@ class Worker:
             case ("differing", checkpoint):
                 fresh = dict(loaded(self.runner.model_config, checkpoint).named_parameters())
                 live = dict(self.runner.model.named_parameters())
-                return [name for name, weight in live.items() if not torch.equal(bits(weight), bits(fresh[name]))]
+                return [
+                    name
+                    for name, weight in live.items()
+                    if not torch.equal(bits(weight), bits(fresh[name]))
+                ]
         return None
 
     def lose(self, tag: str) -> None:
@@ -162,7 +183,8 @@ def bits(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Tokenizer(TokenizerControlMixin):
-    """The tokenizer's side, whose requests go to all workers at once; the answer is the first worker's."""
+    """The tokenizer's side, whose requests go to all workers at once; the answer is the first
+    worker's."""
 
     pause_generation = TokenizerManager.pause_generation
     continue_generation = TokenizerManager.continue_generation
@@ -216,7 +238,9 @@ class Server:
 
 
 @contextmanager
-def serving(checkpoint: str, size: int, folder: Path, port: int, **options: Any) -> Iterator[Server]:
+def serving(
+    checkpoint: str, size: int, folder: Path, port: int, **options: Any
+) -> Iterator[Server]:
     """A server of ``size`` workers. Once a process: SGLang's groups are."""
     meeting = str(folder / "meeting")
     spawn = multiprocessing.get_context("spawn")
@@ -230,7 +254,9 @@ def serving(checkpoint: str, size: int, folder: Path, port: int, **options: Any)
     first = Worker(checkpoint, 0, size, meeting, options)
     manager = Tokenizer(first, others)
     http_server.set_global_state(http_server._GlobalState(manager, None, {}))
-    config = uvicorn.Config(http_server.app, host="127.0.0.1", port=port, lifespan="off", log_level="warning")
+    config = uvicorn.Config(
+        http_server.app, host="127.0.0.1", port=port, lifespan="off", log_level="warning"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -1,7 +1,9 @@
-"""SGLang's models of quantised checkpoints, on a CPU: ``python -m tests.engines_sglang.quantised FOLDER``.
+"""SGLang's models of quantised checkpoints, on a CPU: ``python -m tests.engines_sglang.quantised
+FOLDER``.
 
-Loaded by SGLang's own loader, for its Triton kernels, which are never called; then ten updates, of which each
-tensor must be what a fresh load leaves. Printed is each case, with the tensors that are not.
+Loaded by SGLang's own loader, for its Triton kernels, which are never called; then ten updates, of
+which each tensor must be what a fresh load leaves. Printed is each case, with the tensors that are
+not.
 """
 
 from __future__ import annotations
@@ -43,7 +45,12 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "decoder_sparse_step": 1,
+}
 CASES: dict[str, tuple[str, Any]] = {
     "codes as they are loaded": ("Qwen3", "fp8_block"),
     "experts as they are loaded": ("Qwen3Moe", "fp8_block"),
@@ -58,7 +65,10 @@ def loaded(folder: Path) -> tuple[Any, Any]:
 
 def bits(model: Any) -> dict[str, Any]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: (t.shape, t.detach().contiguous().reshape(-1).view(torch.uint8)) for name, t in tensors.items()}
+    return {
+        name: (t.shape, t.detach().contiguous().reshape(-1).view(torch.uint8))
+        for name, t in tensors.items()
+    }
 
 
 def differing(case: str, folder: Path) -> list[str]:
@@ -70,7 +80,9 @@ def differing(case: str, folder: Path) -> list[str]:
     with Publisher(store, stream="policy", threads=1) as publisher:
 
         def publish(**given: Any) -> int:
-            return publisher.publish(dict(checkpoint_weights(trained)), quantise=quantise, **given).version
+            return publisher.publish(
+                dict(checkpoint_weights(trained)), quantise=quantise, **given
+            ).version
 
         def saved(name: str) -> Path:
             with Subscriber(store, stream="policy") as subscriber:
@@ -80,15 +92,25 @@ def differing(case: str, folder: Path) -> list[str]:
 
         publish(files=str(folder / "bf16"))
         model, config = loaded(saved("first"))
-        runner = SimpleNamespace(model=model, model_config=config, server_args=SimpleNamespace(load_format="auto"))
+        runner = SimpleNamespace(
+            model=model, model_config=config, server_args=SimpleNamespace(load_format="auto")
+        )
         updater = SimpleNamespace(get_model=lambda: model)
-        asked = {"store": store, "stream": "policy", "owner": "me", "follow": False, "audit_every": 3}
+        asked = {
+            "store": store,
+            "stream": "policy",
+            "owner": "me",
+            "follow": False,
+            "audit_every": 3,
+        }
         (status,) = plugin.answer(runner, {"action": "open", "init_info": asked})
         assert "failure" not in status, status
         for number in range(10):
             with torch.no_grad():
                 for weight in trained.parameters():
-                    chosen = torch.rand(weight.shape, generator=generator) < (0.3 if number % 4 == 3 else 0.01)
+                    chosen = torch.rand(weight.shape, generator=generator) < (
+                        0.3 if number % 4 == 3 else 0.01
+                    )
                     drawn = torch.randn(weight.shape, generator=generator) * 0.06
                     weight.copy_(torch.where(chosen, drawn.to(weight.dtype), weight))
             stage(runner, publish())
@@ -98,7 +120,11 @@ def differing(case: str, folder: Path) -> list[str]:
             plugin.end_weight_update(None, updater)
         live, fresh = bits(model), bits(loaded(saved("last"))[0])
         plugin.answer(runner, {"action": "close", "owner": "me"})
-    same = {k for k in live.keys() & fresh.keys() if live[k][0] == fresh[k][0] and torch.equal(live[k][1], fresh[k][1])}
+    same = {
+        k
+        for k in live.keys() & fresh.keys()
+        if live[k][0] == fresh[k][0] and torch.equal(live[k][1], fresh[k][1])
+    }
     return sorted((live.keys() | fresh.keys()) - same)
 
 
@@ -117,7 +143,9 @@ def main(folder: Path) -> None:
         inner = folder / str(number)
         if not joined:
             # SGLang's configuration is of the process.
-            transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)).save_pretrained(folder / "any")
+            transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)).save_pretrained(
+                folder / "any"
+            )
             join(str(folder / "any"), 0, 1, str(folder / "meeting"), {})
             joined = True
         print(json.dumps({"case": case, "differ": differing(case, inner)}), flush=True)

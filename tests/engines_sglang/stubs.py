@@ -1,4 +1,5 @@
-"""Packages that modules of SGLang import and that no CPU has: each name in them is an empty class."""
+"""Packages that modules of SGLang import and that no CPU has: each name in them is an empty
+class."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def _made(owner: Any, name: str) -> Any:
 
 class Finder(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in PACKAGES else None
+        return (
+            ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in PACKAGES else None
+        )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = Stub(spec.name)

@@ -1,4 +1,5 @@
-"""Updates through the real SGLang; see `package` for what is real, and `updates` for what is asked of it."""
+"""Updates through the real SGLang; see `package` for what is real, and `updates` for what is asked
+of it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import pytest
 
 
 def run(module: str, *arguments: object) -> str:
-    """What a module prints, in a process of its own: SGLang's groups and configuration are of the process."""
+    """What a module prints, in a process of its own: SGLang's groups and configuration are of the
+    process."""
     command = [sys.executable, "-m", f"tests.engines_sglang.{module}", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -26,13 +28,27 @@ def test_updates_reach_the_live_model(tmp_path: Path, tied: str, tensor_parallel
 
 def test_quantised_checkpoints_follow_streams_of_such(tmp_path: Path) -> None:
     """Each tensor is that of a fresh load after ten updates. No kernel runs."""
-    found = [json.loads(line) for line in run("quantised", tmp_path).splitlines() if line.startswith('{"case"')]
+    found = [
+        json.loads(line)
+        for line in run("quantised", tmp_path).splitlines()
+        if line.startswith('{"case"')
+    ]
     assert [row["differ"] for row in found] == [[], []]
 
 
 def test_the_maps_of_sglangs_models_lead_where_their_loaders_do(tmp_path: Path) -> None:
     """Gemma's norms keep weight + 1 in a buffer, which only SGLang's own loader renews."""
-    names = ["Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Mixtral", "Glm4", "Olmo2", "Granite"]
+    names = [
+        "Qwen2",
+        "Qwen3",
+        "Qwen3Moe",
+        "Llama",
+        "Mistral",
+        "Mixtral",
+        "Glm4",
+        "Olmo2",
+        "Granite",
+    ]
     names += ["Olmoe", "GraniteMoe", "Phi3", "StableLm", "OPT"]
     printed = run("models", tmp_path).splitlines()
     assert [line for line in printed if line in names] == names

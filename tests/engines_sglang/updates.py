@@ -1,4 +1,5 @@
-"""What `test_package` runs in a process of its own: ``python -m tests.engines_sglang.updates FOLDER SIZE TIED``."""
+"""What `test_package` runs in a process of its own: ``python -m tests.engines_sglang.updates FOLDER
+SIZE TIED``."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def main(folder: Path, size: int, tied: bool) -> None:
 
 
 def equal(policy: Policy, server: Server) -> bool:
-    """Whether every live parameter of every worker is that of a fresh load of the policy's checkpoint."""
+    """Whether every live parameter of every worker is that of a fresh load of the policy's
+    checkpoint."""
     return not any(server.ask(("differing", policy.save("now"))))
 
 
@@ -78,8 +80,12 @@ def thirty_versions_at_once(policy: Policy, server: Server, handle: EngineHandle
     assert (done.version, equal(policy, server)) == (policy.version, True)
 
 
-def a_flipped_bit_is_found_and_repaired(policy: Policy, server: Server, handle: EngineHandle) -> None:
-    weight = dict(server.first.runner.model.named_parameters())["model.layers.1.self_attn.qkv_proj.weight"]
+def a_flipped_bit_is_found_and_repaired(
+    policy: Policy, server: Server, handle: EngineHandle
+) -> None:
+    weight = dict(server.first.runner.model.named_parameters())[
+        "model.layers.1.self_attn.qkv_proj.weight"
+    ]
     weight.data.view(-1).view(dtype=weight.dtype)[3] += 1
     assert handle.audit() == ("model.layers.1.self_attn.q_proj.weight",)
     done = handle.sync()
@@ -114,7 +120,10 @@ def what_sglang_refuses(server: Server) -> None:
     """In SGLang's words, which the handle's errors rest on."""
     status, told = post(server, "weights_checker", {"action": "other"})
     assert (status, told["message"]) == (400, "Unsupported action='other'")
-    body = {"serialized_named_tensors": ["gAJdcQAu"] * (1 + len(server.others)), "load_format": LOADER}
+    body = {
+        "serialized_named_tensors": ["gAJdcQAu"] * (1 + len(server.others)),
+        "load_format": LOADER,
+    }
     status, told = post(server, "update_weights_from_tensor", body)
     assert status == 400
     assert "must run between begin_weight_update" in told["message"]

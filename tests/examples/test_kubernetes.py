@@ -1,4 +1,5 @@
-"""examples/kubernetes.yaml: accepted by the schemas of Kubernetes, and whole, which no schema can say."""
+"""examples/kubernetes.yaml: accepted by the schemas of Kubernetes, and whole, which no schema can
+say."""
 
 from __future__ import annotations
 
@@ -57,8 +58,13 @@ def test_every_name_in_a_pod_leads_somewhere(kind: str) -> None:
     settings = BY_KIND["ConfigMap"]["data"]
     for found in spec["containers"]:
         assert {mount["name"] for mount in found.get("volumeMounts", [])} <= volumes
-        assert {"configMapRef": {"name": BY_KIND["ConfigMap"]["metadata"]["name"]}} in found["envFrom"]
-        assert set(re.findall(r"\$\((\w+)\)", " ".join(found["command"] + found["args"]))) <= settings.keys()
+        assert {"configMapRef": {"name": BY_KIND["ConfigMap"]["metadata"]["name"]}} in found[
+            "envFrom"
+        ]
+        assert (
+            set(re.findall(r"\$\((\w+)\)", " ".join(found["command"] + found["args"])))
+            <= settings.keys()
+        )
 
 
 def test_the_sidecars_command_is_one_that_pulse_takes() -> None:
@@ -68,8 +74,14 @@ def test_the_sidecars_command_is_one_that_pulse_takes() -> None:
         words = [word.replace(f"$({name})", value) for word in words]
     assert words.pop(0) == "pulse"
     parsed = make_parser().parse_args(words)
-    assert (parsed.store, parsed.stream, parsed.engine) == (["s3://bucket/run"], "policy", "http://localhost:8000")
+    assert (parsed.store, parsed.stream, parsed.engine) == (
+        ["s3://bucket/run"],
+        "policy",
+        "http://localhost:8000",
+    )
     engine = container("Deployment", "vllm")
-    assert parsed.cache in {mount["mountPath"] for mount in engine["volumeMounts"]}  # vLLM's processes write it
+    assert parsed.cache in {
+        mount["mountPath"] for mount in engine["volumeMounts"]
+    }  # vLLM's processes write it
     assert {"secretRef": {"name": "store-credentials"}} in engine["envFrom"]
     assert f"--port={parsed.engine.rpartition(':')[2]}" in engine["args"]

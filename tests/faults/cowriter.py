@@ -1,4 +1,5 @@
-"""What a hostile co-writer does to a signed stream: it writes, replaces, deletes and replays all, without a key."""
+"""What a hostile co-writer does to a signed stream: it writes, replaces, deletes and replays all,
+without a key."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _KINDS_OF_OBJECTS = ("versions", "versions", "payloads", "payloads", "links", "e
 
 
 class CoWriter:
-    """``signer`` is the publisher's: it only serves to make another run with the same key, as its owner may have done.
+    """``signer`` is the publisher's: it only serves to make another run with the same key, as its
+    owner may have done.
 
     Every method named in `KINDS` is one act.
     """
@@ -50,7 +52,9 @@ class CoWriter:
     def flip(self, rng: Random) -> None:
         if (name := self._any(rng)) and (data := self._disk.peek(name)):
             at = rng.randrange(len(data))
-            self._disk.plant(name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+            self._disk.plant(
+                name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+            )
 
     def overwrite(self, rng: Random) -> None:
         if name := self._any(rng):
@@ -88,8 +92,8 @@ class CoWriter:
                 self._disk.delete(version_name(version))
 
     def forge(self, rng: Random) -> None:
-        """A well-formed manifest that nobody has signed, or somebody else: with the payloads of one version and the
-        root of another, or an older state as a newer version."""
+        """A well-formed manifest that nobody has signed, or somebody else: with the payloads of one
+        version and the root of another, or an older state as a newer version."""
         if not self._model.versions:
             return
         one, two = (self._parsed(rng.choice(list(self._model.versions))) for _ in range(2))
@@ -114,10 +118,17 @@ class CoWriter:
     def junk_by_the_thousand(self, rng: Random) -> None:
         """Rare: each object is read."""
         if rng.random() < 0.2:
-            folder, most = rng.choice(("versions", "versions", "epochs", "links")), rng.choice((300, 600, 2000))
+            folder, most = (
+                rng.choice(("versions", "versions", "epochs", "links")),
+                rng.choice((300, 600, 2000)),
+            )
             first = self._place(rng)
             for number in rng.sample(range(first, first + 3 * most), most):
-                name = version_name(number) if folder == "versions" else f"{STREAM}/{folder}/{number:012d}"
+                name = (
+                    version_name(number)
+                    if folder == "versions"
+                    else f"{STREAM}/{folder}/{number:012d}"
+                )
                 self._disk.plant(f"{name}-anchor-{40:015d}" if folder == "links" else name, b"x")
 
     def junk_at_the_end(self, rng: Random) -> None:
@@ -131,7 +142,11 @@ class CoWriter:
         epoch = rng.choice((newest + 1, newest + 2, newest + 1000, newest + (1 << 20) + 1, LAST, 1))
         old = self._disk.peek(rng.choice(there)) if there else None
         word = f"{rng.getrandbits(64):016x}"
-        ours = self._parsed(next(iter(self._model.versions))).stream_id if self._model.versions else "0" * 32
+        ours = (
+            self._parsed(next(iter(self._model.versions))).stream_id
+            if self._model.versions
+            else "0" * 32
+        )
         unsigned = f"{word} {rng.choice((ours, ours, '0' * 32))}".encode()
         data = rng.choice((_junk(rng), old or b"", unsigned, unsigned, word.encode()))
         self._disk.plant(f"{folder}/{min(epoch, LAST):012d}", data)
@@ -143,7 +158,10 @@ class CoWriter:
         name = rng.choice(payloads) if payloads and rng.random() < 0.8 else f"/{'0' * 64}.patch"
         digest, nbytes = name.rpartition("/")[2][:64], len(self._disk.peek(name) or b"x")
         links = self._disk.names(f"{STREAM}/links")
-        said = rng.choice((b"", _junk(rng), self._disk.peek(rng.choice(links)) if links else b"")) or b""
+        said = (
+            rng.choice((b"", _junk(rng), self._disk.peek(rng.choice(links)) if links else b""))
+            or b""
+        )
         if rng.random() < 0.3:
             self._disk.plant(f"{STREAM}/links/{version:012d}-anchor-{nbytes:015d}", said)
         else:
@@ -180,7 +198,9 @@ class CoWriter:
         folder = rng.choice(("members", "targets", "switches"))
         there = self._disk.names(f"{STREAM}/groups/g/{folder}")
         number = rng.choice((1, 2, 3, 10, LAST))
-        name = f"{STREAM}/groups/g/{folder}/" + (f"{number:012d}" if folder != "members" else f"worker-{number}")
+        name = f"{STREAM}/groups/g/{folder}/" + (
+            f"{number:012d}" if folder != "members" else f"worker-{number}"
+        )
         data = rng.choice((b"", b"7", str(LAST).encode(), b"9" * 40, _junk(rng)))
         if there and rng.random() < 0.5:
             name = rng.choice(there)
@@ -204,9 +224,13 @@ class CoWriter:
     def _objects_of_other_run(self, rng: Random) -> list[tuple[str, bytes]]:
         if self._other_run is None:
             store = MemoryStore()
-            publisher = tuned(store, stream=STREAM, history=True, signer=self._signer, folds=(2,), threads=1)
+            publisher = tuned(
+                store, stream=STREAM, history=True, signer=self._signer, folds=(2,), threads=1
+            )
             for k in range(rng.randint(1, 6)):
-                publisher.publish({"embed": Bits(np.full((40, 8), 7 + k, np.uint16), "BF16")}, anchor=k % 3 == 0)
+                publisher.publish(
+                    {"embed": Bits(np.full((40, 8), 7 + k, np.uint16), "BF16")}, anchor=k % 3 == 0
+                )
             publisher.close()
             folders = ("payloads", "epochs", "links", "versions")
             names = [info.name for folder in folders for info in store.list(f"{STREAM}/{folder}")]
@@ -216,7 +240,14 @@ class CoWriter:
 
 def _junk(rng: Random) -> bytes:
     return rng.choice(
-        (b"", b"{}", b"null", b"[" * 500, b'{"format":"pulse.manifest.1"}', rng.randbytes(rng.choice((1, 200))))
+        (
+            b"",
+            b"{}",
+            b"null",
+            b"[" * 500,
+            b'{"format":"pulse.manifest.1"}',
+            rng.randbytes(rng.choice((1, 200))),
+        )
     )
 
 

@@ -53,7 +53,8 @@ class Disturbances:
         self.counts["races"] += 1
 
     def tear(self: World, rng: Random) -> None:
-        """Memory gives out while a patch is written to a state, and perhaps once more while that is undone."""
+        """Memory gives out while a patch is written to a state, and perhaps once more while that is
+        undone."""
         if not self.workers:
             return
         worker = rng.choice(self.workers)
@@ -89,7 +90,10 @@ class Disturbances:
         for pair in self.publishers:
             if pair is not None and isinstance(pair[1], Publisher):
                 state = self.trainers[0].step(rng)
-                calls += [("publish", lambda p=pair[1], s=state: p.publish(s)), ("head", pair[1].head)]  # type: ignore[misc]
+                calls += [
+                    ("publish", lambda p=pair[1], s=state: p.publish(s)),
+                    ("head", pair[1].head),
+                ]  # type: ignore[misc]
         for worker in self.workers:
             calls += twins(worker)
         if calls:

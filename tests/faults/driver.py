@@ -1,7 +1,8 @@
 """The driver of all stress tests: sequences by their seed, up to the first that breaks a promise.
 
-A sequence of a world is a function of its seed: these run on all cores, and one that breaks a promise is shrunk. A
-sequence of a program has real processes, signals and time: these run one after another.
+A sequence of a world is a function of its seed: these run on all cores, and one that breaks a
+promise is shrunk. A sequence of a program has real processes, signals and time: these run one after
+another.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ from .world import World as StreamWorld
 _STEPS = ((4, 14), (15, 40))
 _HOSTILE = 0.2
 _CHUNK = 25
-_THREADED = 0.35  # of the sequences: a hand-over to a thread costs as much as the work on a small state
+_THREADED = (
+    0.35  # of the sequences: a hand-over to a thread costs as much as the work on a small state
+)
 
 
 class World(Protocol):
-    """Something to which things happen, by the methods that `rules` names with how often each comes: every one is a
-    step, and gets the chance that it has. Raises where a promise is broken."""
+    """Something to which things happen, by the methods that `rules` names with how often each
+    comes: every one is a step, and gets the chance that it has. Raises where a promise is
+    broken."""
 
     trace: list[str]
     counts: Counter[str]
@@ -82,13 +86,16 @@ PROGRAMS: dict[str, Callable[[int], Counter[str]]] = {
     "interrupts": interrupts.sequence,
     "hostile": hostile.sequence,
     "exits": exits.sequence,
-    "ranks": lambda seed: import_module("tests.faults.rank_runs").sequence(seed),  # which needs torch
+    "ranks": lambda seed: import_module("tests.faults.rank_runs").sequence(
+        seed
+    ),  # which needs torch
 }
 
 
 @dataclass
 class Outcome:
-    """What one sequence did, with the numbers of its ``steps``; ``violation`` is empty unless a promise was broken."""
+    """What one sequence did, with the numbers of its ``steps``; ``violation`` is empty unless a
+    promise was broken."""
 
     seed: int
     kind: str
@@ -100,7 +107,8 @@ class Outcome:
 
     @contextmanager
     def judged(self) -> Iterator[None]:
-        """Any exception is a violation: the library promises typed errors, and what meets another one is at fault."""
+        """Any exception is a violation: the library promises typed errors, and what meets another
+        one is at fault."""
         try:
             yield
         except Exception as error:
@@ -108,7 +116,8 @@ class Outcome:
 
 
 def _post_at_once(self: serial.SerialThread, work: Callable[[], Any]) -> serial.Operation[Any]:
-    """What is done behind the caller's work is done where it is asked for, and what ends it ends nothing else."""
+    """What is done behind the caller's work is done where it is asked for, and what ends it ends
+    nothing else."""
     with suppress(CrashNow):
         self.run(work)
     done: serial.Operation[Any] = serial.Operation(lambda: None)
@@ -118,8 +127,9 @@ def _post_at_once(self: serial.SerialThread, work: Callable[[], Any]) -> serial.
 
 @contextmanager
 def repeatable(rng: Random) -> Iterator[None]:
-    """No clock, no chance and no threads but the sequence's own, so that it repeats call by call; sometimes the listed
-    links are planned on from close by, too. Nothing waits for a disk: power cuts are not among the faults."""
+    """No clock, no chance and no threads but the sequence's own, so that it repeats call by call;
+    sometimes the listed links are planned on from close by, too. Nothing waits for a disk: power
+    cuts are not among the faults."""
     ticks = itertools.count(1)
     clock = SimpleNamespace(time=lambda: 1e9 + next(ticks) / 8, perf_counter=lambda: 0.0)
     with ExitStack() as stack:
@@ -142,9 +152,16 @@ def repeatable(rng: Random) -> Iterator[None]:
         yield
 
 
-def run(seed: int, kind: str = "streams", *, concurrent: bool = False, only: Collection[int] | None = None) -> Outcome:
-    """One sequence of the ``kind``, or ``only`` some of its steps in a world: each has chance of its own, which is the
-    same whatever is left out. ``concurrent`` keeps the library's threads: a seed does not repeat exactly then."""
+def run(
+    seed: int,
+    kind: str = "streams",
+    *,
+    concurrent: bool = False,
+    only: Collection[int] | None = None,
+) -> Outcome:
+    """One sequence of the ``kind``, or ``only`` some of its steps in a world: each has chance of
+    its own, which is the same whatever is left out. ``concurrent`` keeps the library's threads: a
+    seed does not repeat exactly then."""
     outcome = Outcome(seed, kind)
     if kind in WORLDS:
         _go_through(outcome, concurrent, only)
@@ -181,7 +198,8 @@ def _go_through(outcome: Outcome, concurrent: bool, only: Collection[int] | None
 
 
 def shrunk(found: Outcome, tries: int = 300) -> Outcome:
-    """A shorter sequence that breaks a promise, by leaving out ever smaller pieces of the one that was ``found``."""
+    """A shorter sequence that breaks a promise, by leaving out ever smaller pieces of the one that
+    was ``found``."""
     size = max(len(found.steps) // 2, 1)
     while size and tries > 0:
         at = len(found.steps)
@@ -197,7 +215,8 @@ def shrunk(found: Outcome, tries: int = 300) -> Outcome:
 
 
 def run_chunk(kind: str, seeds: list[int], concurrent: bool) -> list[Outcome]:
-    """The outcomes of some sequences, up to the first that breaks a promise. Only that one keeps its trace."""
+    """The outcomes of some sequences, up to the first that breaks a promise. Only that one keeps
+    its trace."""
     outcomes = []
     for seed in seeds:
         outcomes.append(run(seed, kind, concurrent=concurrent))
@@ -207,9 +226,11 @@ def run_chunk(kind: str, seeds: list[int], concurrent: bool) -> list[Outcome]:
     return outcomes
 
 
-def search(kind: str, seeds: list[int], *, jobs: int | None = None, concurrent: bool = False) -> Iterator[Outcome]:
-    """The outcomes of many sequences, those of worlds by processes of their own, up to the first that breaks a promise;
-    that one is shrunk."""
+def search(
+    kind: str, seeds: list[int], *, jobs: int | None = None, concurrent: bool = False
+) -> Iterator[Outcome]:
+    """The outcomes of many sequences, those of worlds by processes of their own, up to the first
+    that breaks a promise; that one is shrunk."""
     if kind in PROGRAMS:
         for seed in seeds:
             yield (outcome := run(seed, kind))
@@ -219,7 +240,9 @@ def search(kind: str, seeds: list[int], *, jobs: int | None = None, concurrent: 
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
     with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn")) as pool:
         try:
-            for outcomes in pool.map(run_chunk, [kind] * len(chunks), chunks, [concurrent] * len(chunks)):
+            for outcomes in pool.map(
+                run_chunk, [kind] * len(chunks), chunks, [concurrent] * len(chunks)
+            ):
                 for outcome in outcomes:
                     if outcome.violation:
                         yield outcome if concurrent else shrunk(outcome)

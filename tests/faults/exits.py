@@ -1,10 +1,10 @@
 """Programs that end at a random moment, with all that Pulse does for them under way and left open.
 
-Submissions, a follower, many subscribers, a relay and a group run in daemon threads; the main thread trains with
-another process in rounds of PULSELoCo (where torch is installed), and ends by itself, or by an exception, `sys.exit` or
-an interrupt in the middle of what it does. No program ends by a signal or hangs, all that was submitted
-is there, and both stores are whole. Each program is a fork of one that has imported all, made before it has a thread:
-it ends as any other.
+Submissions, a follower, many subscribers, a relay and a group run in daemon threads; the main
+thread trains with another process in rounds of PULSELoCo (where torch is installed), and ends by
+itself, or by an exception, `sys.exit` or an interrupt in the middle of what it does. No program
+ends by a signal or hangs, all that was submitted is there, and both stores are whole. Each program
+is a fork of one that has imported all, made before it has a thread: it ends as any other.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class AsAnyOther(BaseException):
 
 
 def sequence(seed: int) -> Counter[str]:
-    """One program: how it ended, the versions that it left and the rounds in which it was. In the program's own process
-    it does not return."""
+    """One program: how it ended, the versions that it left and the rounds in which it was. In the
+    program's own process it does not return."""
     if _HAS_TORCH:
         import torch  # noqa: F401 - so that each program has it already
 
@@ -100,12 +100,17 @@ def _looked_at(folder: Path) -> tuple[int, str]:
     if len(reports) < submitted:
         bad.append(f"{submitted} versions were submitted, {len(reports)} are there")
     with suppress(EmptyStream):  # of which nothing had come to the relay's target yet
-        bad += [str(report) for report in verify_stream(LocalStore(folder / "near"), "s", threads=1) if not report.ok]
+        bad += [
+            str(report)
+            for report in verify_stream(LocalStore(folder / "near"), "s", threads=1)
+            if not report.ok
+        ]
     return len(reports), "; ".join(bad)
 
 
 def _program(rng: Random, folder: Path, end: str) -> int:
-    """What a user's program does, until it ends. What it made is kept, so that nothing closes it."""
+    """What a user's program does, until it ends. What it made is kept, so that nothing closes
+    it."""
     os.dup2(os.open(folder / _SAID, os.O_WRONLY | os.O_CREAT), 2)
     faulthandler.enable()  # says where it hangs
     step: Callable[[], object] = int  # nothing
@@ -116,7 +121,9 @@ def _program(rng: Random, folder: Path, end: str) -> int:
     store = open_store(folder / "store")
     numbers = np.random.default_rng(rng.getrandbits(32))
     weight = numbers.integers(0x3C00, 0x4000, (rng.choice((10, 3000)), 1000)).astype(np.uint16)
-    publisher = Publisher(store, stream="s", folds=rng.choice(((), (2,))), threads=rng.choice((1, 2)))
+    publisher = Publisher(
+        store, stream="s", folds=rng.choice(((), (2,))), threads=rng.choice((1, 2))
+    )
     works: list[Callable[[], object]] = [
         lambda: _follows(store, None),
         lambda: _follows(store, "a*"),
@@ -144,13 +151,19 @@ def _program(rng: Random, folder: Path, end: str) -> int:
     if end != "itself":
 
         def ended(*_: object) -> NoReturn:
-            raise {"exception": AsAnyOther, "exit": SystemExit(_ENDS[end]), "interrupt": KeyboardInterrupt}[end]
+            raise {
+                "exception": AsAnyOther,
+                "exit": SystemExit(_ENDS[end]),
+                "interrupt": KeyboardInterrupt,
+            }[end]
 
         signal.signal(signal.SIGALRM, ended)
         seconds = 1e-6 + rng.random() * rng.choice((0.001, 0.05))
         with suppress(KeyboardInterrupt):
             try:
-                signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again where a destructor swallows it
+                signal.setitimer(
+                    signal.ITIMER_REAL, seconds, 1.0
+                )  # again where a destructor swallows it
                 while True:
                     step()
                     time.sleep(0.001)
@@ -211,7 +224,9 @@ def _training(folder: Path, rank: int) -> Callable[[], object]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     net = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    _kept.append(PulseLoCo(net, optimizer, sync_every=1, on_round=None if rank else note).__enter__())
+    _kept.append(
+        PulseLoCo(net, optimizer, sync_every=1, on_round=None if rank else note).__enter__()
+    )
     return step
 
 

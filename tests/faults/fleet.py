@@ -1,5 +1,6 @@
-"""A fleet under faults and lies: an origin, a relay into a near store, and workers of the whole state or of a part of
-it, with caches or without, which read their stores through servers that lie now and then."""
+"""A fleet under faults and lies: an origin, a relay into a near store, and workers of the whole
+state or of a part of it, with caches or without, which read their stores through servers that lie
+now and then."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Follower:
     def start(self) -> None:
         self._servers = [self._fleet.server(place) for place in self._places]
         stores = list(self._servers)
-        self.subscriber = Subscriber(stores, stream=STREAM, select=self.select, cache=self._cache, threads=1)
+        self.subscriber = Subscriber(
+            stores, stream=STREAM, select=self.select, cache=self._cache, threads=1
+        )
         self.subscriber.patience_seconds = 0
         self._last = -1
 
@@ -58,8 +61,14 @@ class Follower:
                 if update is not None:
                     update.acknowledge()
                 if origin and not _hit(origin) and not self._fleet.destroyed:
-                    newest, version = max(self._fleet.published, default=None), self.subscriber.version
-                    check(version == newest, f"{self} is at {version}, not at {newest}, which its origin has")
+                    newest, version = (
+                        max(self._fleet.published, default=None),
+                        self.subscriber.version,
+                    )
+                    check(
+                        version == newest,
+                        f"{self} is at {version}, not at {newest}, which its origin has",
+                    )
             except CrashNow:
                 pass
             except PulseError as error:
@@ -71,24 +80,33 @@ class Follower:
         self.inspect()
 
     def inspect(self) -> None:
-        """What it shows is, to the bit, its part of a version that was published; and it never goes back."""
+        """What it shows is, to the bit, its part of a version that was published; and it never goes
+        back."""
         version = self.subscriber.version
         if version is None:
             return
         check(version >= self._last, f"{self} went back from {self._last} to {version}")
         self._last = version
         shown = snapshot(self.subscriber.state)
-        check(shown == self.part(self._fleet.published[version]), f"{self} shows a wrong version {version}")
+        check(
+            shown == self.part(self._fleet.published[version]),
+            f"{self} shows a wrong version {version}",
+        )
 
     def part(self, whole: Snapshot) -> Snapshot:
         if self.select is None:
             return whole
         patterns = [self.select] if isinstance(self.select, str) else self.select
-        return {name: bits for name, bits in whole.items() if any(fnmatchcase(name, p) for p in patterns)}
+        return {
+            name: bits
+            for name, bits in whole.items()
+            if any(fnmatchcase(name, p) for p in patterns)
+        }
 
 
 class Fleet:
-    """All chance comes from the ``rng`` that a step is given. ``destructive``: objects may be lost for good."""
+    """All chance comes from the ``rng`` that a step is given. ``destructive``: objects may be lost
+    for good."""
 
     def __init__(self, rng: Random, *, destructive: bool) -> None:
         self.trace: list[str] = []
@@ -157,7 +175,9 @@ class Fleet:
                 )
                 self.counts["sharded"] += 1
             else:
-                self._publisher = tuned(self.disks[_PUBLISHED], stream=STREAM, threads=1, **settings)
+                self._publisher = tuned(
+                    self.disks[_PUBLISHED], stream=STREAM, threads=1, **settings
+                )
         state: State = self._trainer.step(rng)
         done = self._publisher.publish(state, anchor=rng.random() < 0.1)
         self._publisher.wait()
@@ -176,9 +196,17 @@ class Fleet:
 
     def gc(self, rng: Random) -> None:
         try:
-            gc_stream(self.disks[rng.choice((_PUBLISHED, _NEAR))], STREAM, keep=rng.randint(1, 6), grace_seconds=0)
+            gc_stream(
+                self.disks[rng.choice((_PUBLISHED, _NEAR))],
+                STREAM,
+                keep=rng.randint(1, 6),
+                grace_seconds=0,
+            )
         except (ChainGap, EmptyStream) as error:
-            check(self.destroyed or isinstance(error, EmptyStream), f"a whole stream cannot be collected: {error}")
+            check(
+                self.destroyed or isinstance(error, EmptyStream),
+                f"a whole stream cannot be collected: {error}",
+            )
 
     def relay(self, rng: Random) -> None:
         if self._relay is None or rng.random() < 0.1:
@@ -194,7 +222,10 @@ class Fleet:
             except PulseError as error:
                 conflict = isinstance(error, PublisherConflict) and not servers[1].lies
                 check(not conflict, f"the relay takes its own copy for another's: {error}")
-                check(any(map(_hit, servers)) or self.destroyed, f"the relay failed without a fault: {error!r}")
+                check(
+                    any(map(_hit, servers)) or self.destroyed,
+                    f"the relay failed without a fault: {error!r}",
+                )
                 self.counts["relays_failed"] += 1
             # What the target says that it has stored is not there.
             self.destroyed |= servers[1].lies > 0 and servers[1].call in ("put", "put_new")
@@ -203,28 +234,36 @@ class Fleet:
         self.look_at_the_copy()
 
     def look_at_the_copy(self) -> None:
-        """Every version that the near store shows is whole there: a newcomer reaches it from nothing."""
+        """Every version that the near store shows is whole there: a newcomer reaches it from
+        nothing."""
         if self.destroyed:
             return
         for name in self.disks[_NEAR].names(f"{STREAM}/versions"):
             data = self.disks[_NEAR].peek(name)
             check(
-                data == self.disks[_PUBLISHED].peek(name) or self.disks[_PUBLISHED].peek(name) is None,
+                data == self.disks[_PUBLISHED].peek(name)
+                or self.disks[_PUBLISHED].peek(name) is None,
                 f"{name} differs",
             )
             version = int(name.rpartition("/")[2].partition(".")[0])
             reader = Subscriber(self.disks[_NEAR], stream=STREAM, threads=1)
             reader.sync(target=version)
-            check(snapshot(reader.state) == self.published[version], f"version {version} of the copy is wrong")
+            check(
+                snapshot(reader.state) == self.published[version],
+                f"version {version} of the copy is wrong",
+            )
             self.counts["shown"] += 1
 
     def follow(self, rng: Random) -> None:
         rng.choice(self.followers).sync(rng)
 
     def destroy(self, rng: Random) -> None:
-        """An object of either store is lost or damaged; no manifest of the origin, whose number would be used again."""
+        """An object of either store is lost or damaged; no manifest of the origin, whose number
+        would be used again."""
         place = rng.choice((_PUBLISHED, _NEAR, _NEAR))
-        kinds = ["payloads", "payloads", "digests", "links"] + (["versions"] if place == _NEAR else [])
+        kinds = ["payloads", "payloads", "digests", "links"] + (
+            ["versions"] if place == _NEAR else []
+        )
         disk = self.disks[place]
         names = disk.names(f"{STREAM}/{rng.choice(kinds)}")
         if not names:
@@ -233,14 +272,17 @@ class Fleet:
         data = disk.peek(name) or b""
         if data and rng.random() < 0.6:
             at = rng.randrange(len(data))
-            disk.damage(name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+            disk.damage(
+                name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+            )
         else:
             disk.delete(name)
         self.destroyed = True
         self.counts["destroyed"] += 1
 
     def finish(self, rng: Random) -> None:
-        """Faults stop; a version with an anchor comes, goes through the relay, and everybody is there."""
+        """Faults stop; a version with an anchor comes, goes through the relay, and everybody is
+        there."""
         for net in self.nets.values():
             net.flush()
         self._relay = None
@@ -253,12 +295,17 @@ class Fleet:
         self.published[done.version] = snapshot(state)
         relay = Relay(self.disks[_PUBLISHED], self.disks[_NEAR], stream=STREAM, threads=1)
         relay.sync()
-        check(relay.version == done.version, f"the relay is at {relay.version}, not at {done.version}")
+        check(
+            relay.version == done.version, f"the relay is at {relay.version}, not at {done.version}"
+        )
         for follower in self.followers:
             follower.subscriber.sync()
             follower.inspect()
             version = follower.subscriber.version
-            check(version == done.version, f"a follower of {follower._places} is at {version}, not {done.version}")
+            check(
+                version == done.version,
+                f"a follower of {follower._places} is at {version}, not {done.version}",
+            )
 
 
 def _hit(server: _Server) -> bool:

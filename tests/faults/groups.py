@@ -28,7 +28,8 @@ class Stop(BaseException):
 
 
 class ClockedStore(MemoryStore):
-    """Its clock stands still unless it is moved. Keeps the last listings for clients that see stale ones."""
+    """Its clock stands still unless it is moved. Keeps the last listings for clients that see stale
+    ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,9 @@ class ClockedStore(MemoryStore):
         self.before: dict[str, list[ObjectInfo]] = {}
 
     def _set(self, name: str, entry: tuple[bytes, float]) -> None:
-        self.before = {folder: self.listed(folder) for folder in ("s/versions", "s/groups/g/members")}
+        self.before = {
+            folder: self.listed(folder) for folder in ("s/versions", "s/groups/g/members")
+        }
         super()._set(name, (entry[0], self.now))
 
     def listed(self, folder: str) -> list[ObjectInfo]:
@@ -52,7 +55,8 @@ class ClockedStore(MemoryStore):
 
 
 class Turns:
-    """Runs acts at the same time. Of their calls of the store one at a time goes on, chance says whose."""
+    """Runs acts at the same time. Of their calls of the store one at a time goes on, chance says
+    whose."""
 
     def __init__(self, rng: Random, acts: Mapping[str, Callable[[], None]]) -> None:
         self.rng, self.acts = rng, acts
@@ -94,7 +98,8 @@ class Turns:
 
 
 class Client:
-    """One worker's way to the store: call number ``fail_at`` from now on fails, before it has any effect or after."""
+    """One worker's way to the store: call number ``fail_at`` from now on fails, before it has any
+    effect or after."""
 
     def __init__(self, store: ClockedStore, name: str = "") -> None:
         self.store, self.name = store, name
@@ -135,7 +140,8 @@ class Client:
             return iter(self._do(lambda: found))
         found = self._do(lambda: list(self.store.list(folder, start_after)))
         if self.turns:
-            # As in a folder, whose names are read first, and then the times of those that are still there.
+            # As in a folder, whose names are read first, and then the times of those that are still
+            # there.
             now = self._do(lambda: {info.name: info for info in self.store.listed(folder)})
             found = [now[info.name] for info in found if info.name in now]
         return iter(found)
@@ -155,7 +161,10 @@ class Worker:
         self.path: list[int] = []
         store: Store = self.client
         self.subscriber = Subscriber(
-            store, stream="s", threads=1, base={n: b.array.copy() for n, b in base.tensors.items()} if base else None
+            store,
+            stream="s",
+            threads=1,
+            base={n: b.array.copy() for n, b in base.tensors.items()} if base else None,
         )
         self.member = GroupMember(self.subscriber, group="g", name=name, timeout_seconds=TIMEOUT)
 
@@ -163,17 +172,25 @@ class Worker:
         self.apply(self.member.poll())
         version = self.member.version
         if version is not None and version not in self.path[-1:]:
-            assert version > max(self.path, default=-1), f"{self.name} goes back from {self.path[-1:]} to {version}"
+            assert version > max(self.path, default=-1), (
+                f"{self.name} goes back from {self.path[-1:]} to {version}"
+            )
             self.path.append(version)
         if version is not None and version > self.held:
-            self.world.require_root(version, self.live.root, f"{self.name} has wrong bits of version {version}")
+            self.world.require_root(
+                version, self.live.root, f"{self.name} has wrong bits of version {version}"
+            )
             self.held = version
 
     def apply(self, update: Any) -> None:
         if update is not None:
-            assert update.version >= self.held, f"{self.name} is given {update.version} after {self.held}"
+            assert update.version >= self.held, (
+                f"{self.name} is given {update.version} after {self.held}"
+            )
             self.live.apply(update)
-            self.world.require_root(update.version, self.live.root, f"{self.name}: {update} leads astray")
+            self.world.require_root(
+                update.version, self.live.root, f"{self.name}: {update} leads astray"
+            )
             update.acknowledge()
 
     def ends(self) -> None:
@@ -181,7 +198,8 @@ class Worker:
 
 
 class World:
-    """``calm``: nothing but publishing and polling, so that all members must switch to the same versions, together."""
+    """``calm``: nothing but publishing and polling, so that all members must switch to the same
+    versions, together."""
 
     def __init__(self, rng: Random, *, calm: bool) -> None:
         self.calm = calm
@@ -192,9 +210,14 @@ class World:
         self.store = ClockedStore()
         self.roots: dict[int, str] = {}
         self.unchecked: list[tuple[int, str, str]] = []
-        self.state = {"a": self.numpy.integers(0, 1 << 16, (8, 8), np.uint16), "b": np.zeros(4, np.uint16)}
+        self.state = {
+            "a": self.numpy.integers(0, 1 << 16, (8, 8), np.uint16),
+            "b": np.zeros(4, np.uint16),
+        }
         self.client = Client(self.store, "publisher")
-        self.publisher = Publisher(self.client, stream="s", threads=1, anchor_ratio=rng.choice((0.5, 50)))
+        self.publisher = Publisher(
+            self.client, stream="s", threads=1, anchor_ratio=rng.choice((0.5, 50))
+        )
         self.names = [f"worker-{k}" for k in range(rng.randint(1, 4))]
         self.workers = {name: self.started(rng, name) for name in self.names}
         self.twins: list[Worker] = []
@@ -210,8 +233,10 @@ class World:
         if self.calm:
             return {"publish": 1, "poll": 2, "poll_all": 1, "at_once": 2}
         return {
-            "publish": 6, "poll": 12, "poll_all": 6, "restart": 3, "restart_all": 1, "ahead": 1, "newest_as_base": 1,
-            "at_once": 4, "fails": 4, "stale": 2, "time": 3, "gc": 2, "damage": 1, "let_go": 1, "lie": 4,
+            "publish": 6, "poll": 12, "poll_all": 6, "restart": 3, "restart_all": 1, "ahead": 1,
+            "newest_as_base": 1,
+            "at_once": 4, "fails": 4, "stale": 2, "time": 3, "gc": 2, "damage": 1, "let_go": 1,
+            "lie": 4,
         }  # fmt: skip
 
     def settled(self, rng: Random) -> None:
@@ -225,7 +250,8 @@ class World:
                 assert len(long) - len(short) <= 1, f"members went {short} and {long}"
 
     def require_root(self, version: int, root: str, otherwise: str) -> None:
-        """At once, or when the publisher that makes the version at the same time has said what it holds."""
+        """At once, or when the publisher that makes the version at the same time has said what it
+        holds."""
         if version in self.roots:
             assert root == self.roots[version], otherwise
         else:
@@ -347,7 +373,8 @@ class World:
                 self.store.put(name, b"junk")
 
     def let_go(self, rng: Random) -> None:
-        """Unless the owner has taken an update past its member, which then would not know what the model holds."""
+        """Unless the owner has taken an update past its member, which then would not know what the
+        model holds."""
         worker = rng.choice(list(self.workers.values()))
         if worker.held in (-1, worker.member.version):
             worker.subscriber.close()
@@ -361,13 +388,29 @@ class World:
         elif kind == 1 and notes:
             store.date(rng.choice(notes), store.now + rng.choice((-1e5, -50, 50, 200, 1e9)))
         elif kind == 2:
-            name = rng.choice(("README", "x/y", "worker-0", f"worker-0-{'9' * 15}", "w--away", "w-5-staged"))
+            name = rng.choice(
+                ("README", "x/y", "worker-0", f"worker-0-{'9' * 15}", "w--away", "w-5-staged")
+            )
             store.put(f"{MEMBERS}/{name}", b"x" * 1000)
         else:
             name = rng.choice((*self.names, "stranger"))
-            claimed = rng.choice((0, 1, int(store.now * 1000) + 1, int(store.now * 1000) + 10_000, 10**15 - 1))
-            versions = [0, 1, max(self.roots, default=0), max(self.roots, default=0) + 1, 10**12 - 1]
-            step = rng.choice(("away", "empty", *(f"{v:012d}-{s}" for v in versions for s in ("staged", "switched"))))
+            claimed = rng.choice(
+                (0, 1, int(store.now * 1000) + 1, int(store.now * 1000) + 10_000, 10**15 - 1)
+            )
+            versions = [
+                0,
+                1,
+                max(self.roots, default=0),
+                max(self.roots, default=0) + 1,
+                10**12 - 1,
+            ]
+            step = rng.choice(
+                (
+                    "away",
+                    "empty",
+                    *(f"{v:012d}-{s}" for v in versions for s in ("staged", "switched")),
+                )
+            )
             store.put(f"{MEMBERS}/{name}-{claimed:015d}-{rng.randbytes(8).hex()}-{step}", b"")
 
     # -- what must hold
@@ -380,8 +423,8 @@ class World:
         return update is not None and update.version == max(self.roots)
 
     def finish(self, rng: Random) -> None:
-        """Faults end; unless the newest version can be restored, or at random, another is published, with an anchor.
-        All members hold the newest after a few rounds of polls."""
+        """Faults end; unless the newest version can be restored, or at random, another is
+        published, with an anchor. All members hold the newest after a few rounds of polls."""
         for worker in self.twins:
             worker.ends()
         self.twins.clear()
@@ -392,7 +435,9 @@ class World:
             self.publish(rng)
         newest = max(self.roots)
         rounds = 0
-        while rounds < MOST_ROUNDS and any(worker.held != newest for worker in self.workers.values()):
+        while rounds < MOST_ROUNDS and any(
+            worker.held != newest for worker in self.workers.values()
+        ):
             self.store.now += 15
             self.poll_all(rng)
             rounds += 1

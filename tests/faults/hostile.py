@@ -1,9 +1,11 @@
-"""A hostile co-writer in real time: one publisher and three trusting workers, processes of their own, over a folder.
+"""A hostile co-writer in real time: one publisher and three trusting workers, processes of their
+own, over a folder.
 
-The co-writer writes, replaces, deletes and replays what it likes for some seconds, then rests and leaves everything as
-it is; the publisher and the workers never rest. The publisher keeps a record outside of the store. Checked: what a live
-model holds is, to the last bit, a version that the publisher has signed, and never an older one than before; nobody
-meets an error that is not the library's; and once the co-writer rests, everybody reaches the head in time.
+The co-writer writes, replaces, deletes and replays what it likes for some seconds, then rests and
+leaves everything as it is; the publisher and the workers never rest. The publisher keeps a record
+outside of the store. Checked: what a live model holds is, to the last bit, a version that the
+publisher has signed, and never an older one than before; nobody meets an error that is not the
+library's; and once the co-writer rests, everybody reaches the head in time.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ _WITHSTOOD = [kind for kind in KINDS if kind != "group_junk"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where everything is: the store, the records outside of it, and what all processes are told."""
+    """Where everything is: the store, the records outside of it, and what all processes are
+    told."""
 
     store: Path
     records: Path
@@ -119,8 +122,14 @@ class Seen:
                     said = parse(data, stream=STREAM, version=int(number))
                 except PulseError:
                     continue
-                if said.signature and said.signature.key == SIGNER.public_key and said.stream_id == STREAM_ID:
-                    self.versions[said.version] = Committed(data, said.root, said.aliases, bool(said.anchor), "")
+                if (
+                    said.signature
+                    and said.signature.key == SIGNER.public_key
+                    and said.stream_id == STREAM_ID
+                ):
+                    self.versions[said.version] = Committed(
+                        data, said.root, said.aliases, bool(said.anchor), ""
+                    )
 
 
 def rage(place: Place, seed: int) -> None:
@@ -143,8 +152,8 @@ def rage(place: Place, seed: int) -> None:
 
 @named_in_small_patches()
 def publish(place: Place, seed: int) -> None:
-    """The publisher's process: a version whenever it can. Its record has each root before it is published, and each
-    version once it is said to be committed."""
+    """The publisher's process: a version whenever it can. Its record has each root before it is
+    published, and each version once it is said to be committed."""
     numbers, rng = np.random.default_rng(seed), Random(seed)
     state = {"embed": Bits(numbers.integers(0x3C00, 0x4000, (200, 50), np.uint16), "BF16")}
     publisher, errors = None, Counter[str]()
@@ -163,11 +172,19 @@ def publish(place: Place, seed: int) -> None:
                     folds=(2, 4),
                     threads=1,
                 )
-                published = publisher.publish(state, anchor=place.calm.is_set() or rng.random() < 0.1)
+                published = publisher.publish(
+                    state, anchor=place.calm.is_set() or rng.random() < 0.1
+                )
                 record.write(f"committed {published.version} {root}\n")
                 if rng.random() < 0.05:
                     keys = [SIGNER.public_key]
-                    gc_stream(place.store.as_uri(), STREAM, keep=20, trusted_keys=keys, stream_id=STREAM_ID)
+                    gc_stream(
+                        place.store.as_uri(),
+                        STREAM,
+                        keep=20,
+                        trusted_keys=keys,
+                        stream_id=STREAM_ID,
+                    )
             except PublisherConflict:
                 errors["conflict"] += 1
                 publisher = None
@@ -180,7 +197,8 @@ def publish(place: Place, seed: int) -> None:
 
 
 def follow(place: Place, number: int, seed: int) -> None:
-    """A worker's process. Its record has every version that its live model came to hold, with the model's own root."""
+    """A worker's process. Its record has every version that its live model came to hold, with the
+    model's own root."""
     rng, errors = Random(seed), Counter[str]()
     cache = place.records / f"cache-{number}" if number == 1 else None
     with (place.records / f"worker-{number}").open("a", buffering=1) as record:
@@ -195,7 +213,9 @@ def follow(place: Place, number: int, seed: int) -> None:
                 cache=cache,
                 threads=1,
             )
-            while not place.ended.is_set() and (number < _WORKERS or rng.random() > 0.02 or place.calm.is_set()):
+            while not place.ended.is_set() and (
+                number < _WORKERS or rng.random() > 0.02 or place.calm.is_set()
+            ):
                 try:
                     update = subscriber.sync()
                 except PulseError as error:
@@ -222,7 +242,8 @@ class Judge:
         self.counts = Counter[str]()
 
     def look(self) -> None:
-        # The workers' records first: what these hold was offered before, and is in the publisher's by then.
+        # The workers' records first: what these hold was offered before, and is in the publisher's
+        # by then.
         held = {f"worker-{k}": self._lines(f"worker-{k}") for k in range(1, _WORKERS + 1)}
         for words in self._lines("publisher"):
             if words[0] == "offered":
@@ -243,12 +264,22 @@ class Judge:
                     self.counts[words[1]] += int(words[2])
 
     def _judge(self, worker: str, version: int, root: str) -> None:
-        check(root in self._offered, f"{worker} holds version {version} with a root that nobody has signed: {root}")
+        check(
+            root in self._offered,
+            f"{worker} holds version {version} with a root that nobody has signed: {root}",
+        )
         known = self._committed.get(version)
         if known is not None and root not in known and version < self.head:
-            # A commit whose call failed is not in the record; two of one number are only possible after a deletion.
-            check(not self._committed_elsewhere(root, version), f"{worker} holds {root} as version {version}")
-        check(version >= self.at.get(worker, -1), f"{worker} went back from {self.at.get(worker)} to {version}")
+            # A commit whose call failed is not in the record; two of one number are only possible
+            # after a deletion.
+            check(
+                not self._committed_elsewhere(root, version),
+                f"{worker} holds {root} as version {version}",
+            )
+        check(
+            version >= self.at.get(worker, -1),
+            f"{worker} went back from {self.at.get(worker)} to {version}",
+        )
         self.at[worker] = version
         self.counts["checked"] += 1
 
@@ -268,19 +299,27 @@ class Judge:
 
 
 def run(seconds: float, seed: int) -> Counter[str]:
-    """So many seconds of it; what happened, with the errors that were met. Raises Violation, and RuntimeError where a
-    process has ended."""
+    """So many seconds of it; what happened, with the errors that were met. Raises Violation, and
+    RuntimeError where a process has ended."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
-        place = Place(Path(folder) / "store", Path(folder) / "records", context.Event(), context.Event())
+        place = Place(
+            Path(folder) / "store", Path(folder) / "records", context.Event(), context.Event()
+        )
         place.store.mkdir()
         place.records.mkdir()
-        processes = [context.Process(target=publish, args=(place, seed), daemon=True, name="publisher")]
+        processes = [
+            context.Process(target=publish, args=(place, seed), daemon=True, name="publisher")
+        ]
         processes += [
-            context.Process(target=follow, args=(place, k, seed + k), daemon=True, name=f"worker-{k}")
+            context.Process(
+                target=follow, args=(place, k, seed + k), daemon=True, name=f"worker-{k}"
+            )
             for k in range(1, _WORKERS + 1)
         ]
-        processes.append(context.Process(target=rage, args=(place, seed + 99), daemon=True, name="co-writer"))
+        processes.append(
+            context.Process(target=rage, args=(place, seed + 99), daemon=True, name="co-writer")
+        )
         for process in processes:
             process.start()
         judge, started = Judge(place.records), time.monotonic()
@@ -311,7 +350,8 @@ def _watch(judge: Judge, processes: list[Any], seconds: float) -> None:
 
 
 def _catch_up(judge: Judge, processes: list[Any]) -> float:
-    """The seconds until every worker has reached what the publisher committed after the co-writer's last act."""
+    """The seconds until every worker has reached what the publisher committed after the co-writer's
+    last act."""
     time.sleep(0.5)
     started = time.monotonic()
     _look(judge, processes)
@@ -322,13 +362,16 @@ def _catch_up(judge: Judge, processes: list[Any]) -> float:
         if goal is None and judge.head > rested:
             goal = judge.head
         behind = [
-            f"worker-{k}" for k in range(1, _WORKERS + 1) if goal is None or judge.at.get(f"worker-{k}", -1) < goal
+            f"worker-{k}"
+            for k in range(1, _WORKERS + 1)
+            if goal is None or judge.at.get(f"worker-{k}", -1) < goal
         ]
         if not behind:
             return time.monotonic() - started
         waited = time.monotonic() - started
         check(
-            waited < _MAX_SECONDS, f"{waited:.0f} s after the co-writer's rest {behind} are not at {goal}: {judge.at}"
+            waited < _MAX_SECONDS,
+            f"{waited:.0f} s after the co-writer's rest {behind} are not at {goal}: {judge.at}",
         )
         time.sleep(0.05)
 
@@ -337,7 +380,9 @@ def _look(judge: Judge, processes: list[Any]) -> None:
     judge.look()
     dead = [process.name for process in processes if process.exitcode is not None]
     if dead:
-        raise RuntimeError(f"{', '.join(dead)} ended: an error that is not the library's, see above")
+        raise RuntimeError(
+            f"{', '.join(dead)} ended: an error that is not the library's, see above"
+        )
 
 
 def sequence(seed: int) -> Counter[str]:

@@ -1,4 +1,5 @@
-"""A signed stream beside a hostile co-writer: what its workers show is signed and never goes back."""
+"""A signed stream beside a hostile co-writer: what its workers show is signed and never goes
+back."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from .worker import Setup, Worker
 from .world import SIGNER, STREAM_ID, World
 
 ENABLED = [kind for kind in KINDS if kind != "group_junk"]
-"""The kinds of acts that may be met with. Those left out are not withstood yet: group_junk, since anybody can lead a
-group's rounds astray."""
+"""The kinds of acts that may be met with. Those left out are not withstood yet: group_junk, since
+anybody can lead a group's rounds astray."""
 
 _LATEST = 8  # publishes of an undisturbed publisher until everybody must follow
 _MOST_SYNCS = 40
@@ -42,7 +43,9 @@ class SignedModel(Model):
             version, root = said["version"], said["root"]
             check(name == version_name(version), f"{name} holds version {version}")
             check(root in self.states, f"version {version} was never handed over")
-            self.versions[version] = Committed(data, root, said["aliases"], bool(said["anchor"]), said["publisher"])
+            self.versions[version] = Committed(
+                data, root, said["aliases"], bool(said["anchor"]), said["publisher"]
+            )
             self._signed[version, root] = self.versions[version]
             self._manifests.add(data)
 
@@ -54,12 +57,18 @@ class SignedModel(Model):
 
 
 class TrustingWorker(Worker):
-    """One that knows the publisher's key and the stream's ID. It may be held up, but not led astray."""
+    """One that knows the publisher's key and the stream's ID. It may be held up, but not led
+    astray."""
 
     why = ""
 
     def sync(
-        self, faults: list[Fault], target: int | None, *, fresh: bool = False, reach: dict[int, str] | None = None
+        self,
+        faults: list[Fault],
+        target: int | None,
+        *,
+        fresh: bool = False,
+        reach: dict[int, str] | None = None,
     ) -> None:
         self.touched = True
         self.expect(faults)
@@ -79,8 +88,8 @@ class TrustingWorker(Worker):
 
 
 class HostileWorld(World):
-    """``kinds`` of hostile acts, a selection of those that are enabled. ``last`` is the version that was committed
-    last, ``why`` a publish failed last."""
+    """``kinds`` of hostile acts, a selection of those that are enabled. ``last`` is the version
+    that was committed last, ``why`` a publish failed last."""
 
     last = -1
     why = ""
@@ -91,7 +100,14 @@ class HostileWorld(World):
         self.kinds = rng.sample(ENABLED, rng.randint(1, len(ENABLED)))
 
     def rules(self) -> dict[str, int]:
-        steps = {"publish": 24, "burst": 4, "restart_publisher": 4, "join": 6, "sync": 30, "sync_to": 2}
+        steps = {
+            "publish": 24,
+            "burst": 4,
+            "restart_publisher": 4,
+            "join": 6,
+            "sync": 30,
+            "sync_to": 2,
+        }
         steps |= {"restart_worker": 4, "fold": 2, "gc": 3, "act": 40}
         return steps if self.threads != STEADY else steps | {"interrupt": 8}
 
@@ -112,8 +128,9 @@ class HostileWorld(World):
             newcomer.inspect()
 
     def finish(self, rng: Random) -> None:
-        """The hostile one stops, and all that it wrote stays. The publisher goes on, and so does everybody once it has
-        passed the versions that were taken away: nobody goes back to a number below their own."""
+        """The hostile one stops, and all that it wrote stays. The publisher goes on, and so does
+        everybody once it has passed the versions that were taken away: nobody goes back to a number
+        below their own."""
         self.net.flush()
         self.publishers = [None, None]
         self.ratio = 0.0
@@ -124,7 +141,10 @@ class HostileWorld(World):
             self._publish(rng, 0, [])
             done = self.counts["committed"] - before
             if tries == _LATEST - 1:
-                check(done >= _LATEST - 2, f"of {_LATEST} undisturbed publishes {done} were committed: {self.why}")
+                check(
+                    done >= _LATEST - 2,
+                    f"of {_LATEST} undisturbed publishes {done} were committed: {self.why}",
+                )
             if done >= _LATEST - 2 and self.last > highest:
                 break
         head = self.last
@@ -139,7 +159,11 @@ class HostileWorld(World):
 
     def gc(self, rng: Random) -> None:
         client = Client(self.net)
-        self._tool(client, lambda: self._collect(client, rng.randint(1, 8), rng.choice((0.0, 3600.0))), "gc")
+        self._tool(
+            client,
+            lambda: self._collect(client, rng.randint(1, 8), rng.choice((0.0, 3600.0))),
+            "gc",
+        )
 
     def _tool(self, client: Client, run: object, what: str) -> None:
         self.destroyed = True
@@ -154,10 +178,14 @@ class HostileWorld(World):
     def _stream_id(self, rng: Random) -> str | None:
         return STREAM_ID
 
-    def _make_worker(self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup) -> Worker:
+    def _make_worker(
+        self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup
+    ) -> Worker:
         return TrustingWorker(net, self.model, counts, cache, setup)
 
-    def _publish(self, rng: Random, who: int, faults: list[Fault], *, interrupted: bool = False) -> None:
+    def _publish(
+        self, rng: Random, who: int, faults: list[Fault], *, interrupted: bool = False
+    ) -> None:
         """May fail, with an error of the library. What is said to be committed was."""
         client, publisher = self._publisher(rng, who)
         state = self.trainers[who].step(rng)

@@ -1,7 +1,7 @@
 """Publishes and syncs interrupted at any moment by a timer's signal, and called again at once.
 
-After each round the host state and the live model are compared with what was published, to the last bit. A round that
-does not end is shown with the stacks of all threads.
+After each round the host state and the live model are compared with what was published, to the last
+bit. A round that does not end is shown with the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _DELAYS = (0.00005, 0.0003, 0.001, 0.004, 0.01)
 
 
 class Timer:
-    """Calls a function again and again until it gets through, interrupted at random moments. A context manager."""
+    """Calls a function again and again until it gets through, interrupted at random moments. A
+    context manager."""
 
     def __init__(self, rng: Random) -> None:
         self.count = 0
@@ -46,7 +47,9 @@ class Timer:
     def __call__(self, act: Callable[[], R]) -> R:
         while True:
             try:
-                signal.setitimer(signal.ITIMER_REAL, self._rng.choice(_DELAYS) * self._rng.random() + 1e-6)
+                signal.setitimer(
+                    signal.ITIMER_REAL, self._rng.choice(_DELAYS) * self._rng.random() + 1e-6
+                )
                 result = act()
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except Boom:
@@ -68,7 +71,9 @@ class NumpyModel:
         specs = {tensor.spec.name: tensor.spec for tensor in update.tensors}
         for name, indices, values in update:
             if indices is None:
-                self.tensors[name] = Bits(values.copy().reshape(specs[name].shape), specs[name].dtype.name)
+                self.tensors[name] = Bits(
+                    values.copy().reshape(specs[name].shape), specs[name].dtype.name
+                )
             else:
                 self.tensors[name].array.reshape(-1)[indices] = values
 
@@ -97,7 +102,8 @@ class TorchModel:
 
 
 def changed(numbers: np.random.Generator, state: Mapping[str, Bits]) -> dict[str, Bits]:
-    """The state after another training step; the first elements change in each, so that patches need a history."""
+    """The state after another training step; the first elements change in each, so that patches
+    need a history."""
     following = {}
     for name, bits in state.items():
         array = bits.array.copy()
@@ -110,8 +116,8 @@ def changed(numbers: np.random.Generator, state: Mapping[str, Bits]) -> dict[str
 
 @named_in_small_patches()
 def run(store: Store, *, count: int, model: str, seed: int) -> Counter[str]:
-    """Rounds of publish and sync until ``count`` calls were interrupted. Raises AssertionError for a wrong bit or a
-    lost update; ends the process where a round hangs."""
+    """Rounds of publish and sync until ``count`` calls were interrupted. Raises AssertionError for
+    a wrong bit or a lost update; ends the process where a round hangs."""
     numbers, rng = np.random.default_rng(seed), Random(seed)
     half = _ELEMENTS // 2
     state = {
@@ -145,8 +151,12 @@ def run(store: Store, *, count: int, model: str, seed: int) -> Counter[str]:
             where = f"round {rounds}, after {interrupted.count} interrupts"
             assert head is not None
             assert head.root == root, f"{where}: the head is not what was published"
-            assert (subscriber.status, subscriber.version) == ("ready", head.version), f"{where}: not at the head"
-            assert subscriber.root == root == state_root(subscriber.state), f"{where}: a wrong host state"
+            assert (subscriber.status, subscriber.version) == ("ready", head.version), (
+                f"{where}: not at the head"
+            )
+            assert subscriber.root == root == state_root(subscriber.state), (
+                f"{where}: a wrong host state"
+            )
             assert live.root() == root, f"{where}: a wrong live model"
             rounds += 1
         faulthandler.cancel_dump_traceback_later()

@@ -1,9 +1,11 @@
-"""Real processes that SIGKILL themselves at one store call after another, and what is left of the stream.
+"""Real processes that SIGKILL themselves at one store call after another, and what is left of the
+stream.
 
-One sequence is one role. Its program is repeated with the kill at its call 1, 2, 3 … until it gets through: killed
-before the call has any effect, after it has all of it, and in its midst (a payload half written, a created object not
-yet linked). After each kill a fresh process goes on to the end, and everything is checked. Processes are forked from a
-parent that has only imported the library: it has no threads and no state of its own.
+One sequence is one role. Its program is repeated with the kill at its call 1, 2, 3 … until it gets
+through: killed before the call has any effect, after it has all of it, and in its midst (a payload
+half written, a created object not yet linked). After each kill a fresh process goes on to the end,
+and everything is checked. Processes are forked from a parent that has only imported the library: it
+has no threads and no state of its own.
 """
 
 from __future__ import annotations
@@ -36,22 +38,37 @@ MODES = ("before", "after", "midst")
 
 
 def policy(step: int) -> dict[str, Bits]:
-    """The trainer's weights after so many steps; the first ones change in each, so that patches need a history."""
+    """The trainer's weights after so many steps; the first ones change in each, so that patches
+    need a history."""
     rng = np.random.default_rng(0)
     sizes = {"layer.0": 500, "layer.1": 300, "norm": 8}
-    state = {name: Bits(rng.integers(0x3C00, 0x4000, size, np.uint16), "BF16") for name, size in sizes.items()}
+    state = {
+        name: Bits(rng.integers(0x3C00, 0x4000, size, np.uint16), "BF16")
+        for name, size in sizes.items()
+    }
     for k in range(1, step + 1):
         rng = np.random.default_rng(k)
         for tensor in state.values():
-            tensor.array[rng.integers(0, tensor.array.size, 1 + tensor.array.size // 100)] ^= np.uint16(k)
+            tensor.array[rng.integers(0, tensor.array.size, 1 + tensor.array.size // 100)] ^= (
+                np.uint16(k)
+            )
             tensor.array[: 1 + tensor.array.size // 50] += np.uint16(1)
     return state
 
 
 @named_in_small_patches()
 def publish(store: FusedStore, acknowledged: Path, steps: int, again: bool) -> None:
-    """A trainer's program: goes on after the head's step, up to ``steps``; ``again`` publishes the head's first."""
-    publisher = tuned(store, stream=STREAM, history=True, anchor_ratio=0.15, folds=(2, 4), shard_bytes=1200, threads=1)
+    """A trainer's program: goes on after the head's step, up to ``steps``; ``again`` publishes the
+    head's first."""
+    publisher = tuned(
+        store,
+        stream=STREAM,
+        history=True,
+        anchor_ratio=0.15,
+        folds=(2, 4),
+        shard_bytes=1200,
+        threads=1,
+    )
     head = publisher.head()
     step = int(head.metadata["step"]) if head else 0
     while step < steps or again:
@@ -61,14 +78,16 @@ def publish(store: FusedStore, acknowledged: Path, steps: int, again: bool) -> N
             published = publisher.publish(policy(step), metadata={"step": step})
         else:
             published = publisher.submit(policy(step), metadata={"step": step}).result()
-        # A publisher makes folds in the background; waiting for them gives every run the same order of calls.
+        # A publisher makes folds in the background; waiting for them gives every run the same order
+        # of calls.
         publisher.wait()
         with acknowledged.open("a") as log:
             log.write(f"{published.version} {published.root}\n")
 
 
 def follow(store: FusedStore, folder: Path, fuse: Fuse, stops: Iterable[int]) -> None:
-    """A worker's program: syncs to some versions and then to the head, and keeps the weights it serves in a file."""
+    """A worker's program: syncs to some versions and then to the head, and keeps the weights it
+    serves in a file."""
     live = folder / "live.safetensors"
     base = load(live)[0] if live.exists() else None
     subscriber = Subscriber(store, stream=STREAM, base=base, cache=folder / "cache", threads=1)
@@ -80,7 +99,9 @@ def follow(store: FusedStore, folder: Path, fuse: Fuse, stops: Iterable[int]) ->
             if due and fuse.mode == "before":
                 die()
             if due and fuse.mode == "midst":
-                os.replace = lambda *args, **kwargs: die()  # the new file is written aside, the old one in its place
+                os.replace = lambda *args, **kwargs: (
+                    die()
+                )  # the new file is written aside, the old one in its place
             save(live, subscriber.state, {"version": str(update.version)})
             if due:
                 die()
@@ -94,24 +115,34 @@ def require(what: bool, why: str) -> None:
 
 def manifests(root: Path) -> dict[int, bytes]:
     """The committed versions of the stream in a folder, read without the library."""
-    return {int(path.name[:12]): path.read_bytes() for path in (root / STREAM / "versions").glob("*.json")}
+    return {
+        int(path.name[:12]): path.read_bytes()
+        for path in (root / STREAM / "versions").glob("*.json")
+    }
 
 
 def check_stream(root: Path, steps: int, before: dict[int, bytes], acknowledged: Path) -> None:
-    """All that must hold of a stream whose publisher was killed, restarted and went on to ``steps``."""
+    """All that must hold of a stream whose publisher was killed, restarted and went on to
+    ``steps``."""
     after = manifests(root)
     require(sorted(after) == list(range(len(after))), f"the versions are {sorted(after)}")
     require(before.items() <= after.items(), "a committed version is gone or has changed")
     for line in acknowledged.read_text().splitlines():
         version, version_root = line.split()
-        require(json.loads(after[int(version)])["root"] == version_root, f"version {version} was acknowledged")
+        require(
+            json.loads(after[int(version)])["root"] == version_root,
+            f"version {version} was acknowledged",
+        )
     reports = list(verify_stream(LocalStore(root), STREAM, threads=1))
     require(all(r.ok for r in reports), f"{[r.problems for r in reports]}")
     seen = [json.loads(after[v])["metadata"]["step"] for v in sorted(after)]
     require(all(a <= b <= a + 1 for a, b in pairwise(seen)), f"the steps are {seen}")
     require(seen[-1] == steps, f"the last step is {seen[-1]}")
     for k, step in enumerate(seen):
-        require(json.loads(after[k])["root"] == state_root(policy(step)), f"version {k} is not step {step}")
+        require(
+            json.loads(after[k])["root"] == state_root(policy(step)),
+            f"version {k} is not step {step}",
+        )
     check_links(root)
     late = Subscriber(LocalStore(root), stream=STREAM, threads=1)
     late.sync()
@@ -132,10 +163,13 @@ def check_links(root: Path) -> None:
 
 
 def at_every_call(
-    folder: Path, modes: Iterable[str], act: Callable[[Path, Fuse], None], check: Callable[[Path, int], None]
+    folder: Path,
+    modes: Iterable[str],
+    act: Callable[[Path, Fuse], None],
+    check: Callable[[Path, int], None],
 ) -> Counter[str]:
-    """A program killed at each of its calls. ``check`` is made after each kill, with the call's number, and with 0 of
-    the run that nothing killed."""
+    """A program killed at each of its calls. ``check`` is made after each kill, with the call's
+    number, and with 0 of the run that nothing killed."""
     result = Counter[str]()
     for mode in modes:
         for at in count(1):
@@ -143,7 +177,10 @@ def at_every_call(
             own.mkdir()
             ended = forked(lambda: act(own, Fuse(at, mode)))  # noqa: B023
             require(ended in (0, -signal.SIGKILL), f"{mode} call {at}: ended with {ended}")
-            require(forked(lambda: check(own, at if ended else 0)) == 0, f"{mode} call {at}: not survived")  # noqa: B023
+            require(
+                forked(lambda: check(own, at if ended else 0)) == 0,  # noqa: B023
+                f"{mode} call {at}: not survived",
+            )
             shutil.rmtree(own)
             if ended == 0:
                 break
@@ -166,23 +203,32 @@ def publisher_points(folder: Path, steps: int, modes: Iterable[str]) -> Counter[
         else:  # it is checked like the others, and had all kinds of calls among its own
             kinds = [path.name for path in (root / STREAM / "links").iterdir()]
             require(len([k for k in kinds if "-anchor-" in k]) > 1, f"too few anchors: {kinds}")
-            require(len([k for k in kinds if "-anchor-" not in k]) >= steps // 3, f"too few folds: {kinds}")
+            require(
+                len([k for k in kinds if "-anchor-" not in k]) >= steps // 3,
+                f"too few folds: {kinds}",
+            )
         check_stream(root, steps, before, own / "log")
 
     return at_every_call(folder, modes, act, check)
 
 
 def crash_loops(folder: Path, steps: int, lives: Iterable[int], restarts: int = 12) -> Counter[str]:
-    """Publishers that live for so many calls each, one after another; the last one lives to the end."""
+    """Publishers that live for so many calls each, one after another; the last one lives to the
+    end."""
     result = Counter[str]()
     for life in lives:
         root, log = folder / f"loop-{life}", folder / f"loop-{life}.log"
         log.touch()
         committed: dict[int, bytes] = {}
         for k in range(restarts):
-            ended = forked(lambda k=k: publish(FusedStore(root, Fuse(life, MODES[k % 3])), log, steps, False))  # type: ignore[misc] # noqa: B023
+            ended = forked(
+                lambda k=k: publish(FusedStore(root, Fuse(life, MODES[k % 3])), log, steps, False)  # noqa: B023
+            )  # type: ignore[misc]
             now = manifests(root)
-            require(committed.items() <= now.items(), f"life {life}: a committed version is gone or has changed")
+            require(
+                committed.items() <= now.items(),
+                f"life {life}: a committed version is gone or has changed",
+            )
             committed = now
             if ended == 0:
                 break
@@ -199,7 +245,8 @@ def crash_loops(folder: Path, steps: int, lives: Iterable[int], restarts: int = 
 
 
 def check_live(live: Path, roots: list[str]) -> int:
-    """The version in the live file, -1 without one; whenever the process died, it is a whole and verified one."""
+    """The version in the live file, -1 without one; whenever the process died, it is a whole and
+    verified one."""
     if not live.exists():
         return -1
     state, metadata = load(live)
@@ -211,7 +258,10 @@ def check_live(live: Path, roots: list[str]) -> int:
 def published(folder: Path, steps: int) -> tuple[Path, list[str]]:
     """A store with a whole stream, and the roots of its versions."""
     whole = folder / "store"
-    require(forked(lambda: publish(FusedStore(whole, Fuse()), folder / "log", steps, False)) == 0, "publishing")
+    require(
+        forked(lambda: publish(FusedStore(whole, Fuse()), folder / "log", steps, False)) == 0,
+        "publishing",
+    )
     return whole, [json.loads(data)["root"] for _, data in sorted(manifests(whole).items())]
 
 
@@ -227,15 +277,22 @@ def subscriber_points(folder: Path, steps: int, modes: Iterable[str]) -> Counter
         held = {p.name for p in kept if is_whole(p)}
         if not at:
             require(served == len(roots) - 1, "the whole run")
-            require(len(stops) < len(kept) == len(held), f"the cache holds {len(kept)} payloads, {len(held)} whole")
+            require(
+                len(stops) < len(kept) == len(held),
+                f"the cache holds {len(kept)} payloads, {len(held)} whole",
+            )
             return
         follow(FusedStore(root, Fuse(), fetched), own, Fuse(), [])
         now = check_live(live, roots)
         require(now == len(roots) - 1 >= served, f"it was at {served} and ended at {now}")
-        names = {Path(line).name for line in fetched.read_text().split()} if fetched.exists() else set()
+        names = (
+            {Path(line).name for line in fetched.read_text().split()} if fetched.exists() else set()
+        )
         require(not names & held, f"{names & held} were in the cache and downloaded again")
 
-    return at_every_call(folder, modes, lambda own, fuse: follow(FusedStore(root, fuse), own, fuse, stops), check)
+    return at_every_call(
+        folder, modes, lambda own, fuse: follow(FusedStore(root, fuse), own, fuse, stops), check
+    )
 
 
 def payloads_of(manifest: bytes, *kinds: str) -> list[str]:
@@ -250,7 +307,8 @@ def is_whole(payload: Path) -> bool:
 
 
 def gc_points(folder: Path, steps: int, modes: Iterable[str]) -> Counter[str]:
-    """``pulse gc`` killed at each of its calls, and run again; what is to be kept can be restored in between, too."""
+    """``pulse gc`` killed at each of its calls, and run again; what is to be kept can be restored
+    in between, too."""
     whole, roots = published(folder, steps)
     keep = 2
 
@@ -259,7 +317,8 @@ def gc_points(folder: Path, steps: int, modes: Iterable[str]) -> Counter[str]:
         gc_stream(FusedStore(own, fuse), STREAM, keep=keep, grace_seconds=0)
 
     def check(root: Path, _: int) -> None:
-        # Whatever is still named is still there: links go before manifests, manifests before payloads.
+        # Whatever is still named is still there: links go before manifests, manifests before
+        # payloads.
         check_links(root)
         named = {digest for data in manifests(root).values() for digest in payloads_of(data)}
         there = {path.name.partition(".")[0] for path in (root / STREAM / "payloads").iterdir()}
@@ -271,7 +330,9 @@ def gc_points(folder: Path, steps: int, modes: Iterable[str]) -> Counter[str]:
                 reader.sync(version)
                 require(reader.root == roots[version], f"version {version} was lost")
             gc_stream(LocalStore(root), STREAM, keep=keep, grace_seconds=0)
-        require(all(r.ok for r in verify_stream(LocalStore(root), STREAM, threads=1)), "what is left")
+        require(
+            all(r.ok for r in verify_stream(LocalStore(root), STREAM, threads=1)), "what is left"
+        )
         left = b"".join(manifests(root).values())
         for path in (root / STREAM / "payloads").glob("*.safetensors"):
             require(path.stem.encode() in left, "a payload is left that nothing names")
@@ -290,9 +351,12 @@ VERSIONS = {"publisher": 21, "subscriber": 33, "gc": 13, "loop": 8}
 
 
 def run(role: str, versions: int, modes: Iterable[str] = MODES) -> Counter[str]:
-    """Every kill point of one role, by mode, with the number of its ``calls``. Raises AssertionError for the first that
-    is not survived."""
-    with tempfile.TemporaryDirectory(prefix="killed-") as folder, patch.object(os, "fsync", lambda fd: None):
+    """Every kill point of one role, by mode, with the number of its ``calls``. Raises
+    AssertionError for the first that is not survived."""
+    with (
+        tempfile.TemporaryDirectory(prefix="killed-") as folder,
+        patch.object(os, "fsync", lambda fd: None),
+    ):
         # What a killed process wrote is there without fsync; that is for power cuts.
         return ROLES[role](Path(folder), versions, modes)
 

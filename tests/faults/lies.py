@@ -18,8 +18,8 @@ from .store import Disk
 
 
 def false_patch(model: Model, base: int, version: int, rng: Random) -> bytes | None:
-    """A patch from the state of ``base`` that claims to end at ``version`` and ends elsewhere, or ends at neither; None
-    where the two have other tensors."""
+    """A patch from the state of ``base`` that claims to end at ``version`` and ends elsewhere, or
+    ends at neither; None where the two have other tensors."""
     old = model.states[model.versions[base].root]
     new = model.states[model.versions[version].root]
     if _kinds(old) != _kinds(new):
@@ -33,7 +33,8 @@ def false_patch(model: Model, base: int, version: int, rng: Random) -> bytes | N
 
 
 def false_parts(disk: Disk, base: int, version: int, rng: Random) -> tuple[str, bytes]:
-    """The name and the content of a link that lists two payloads, which belong to something else, as a fold."""
+    """The name and the content of a link that lists two payloads, which belong to something else,
+    as a fold."""
     names = rng.sample(disk.names(f"{STREAM}/payloads"), 2)
     files = [(name.rpartition("/")[2][:64], len(disk.peek(name) or b"")) for name in names]
     return fold_link(STREAM, base, version, *files, nbytes=rng.choice((0, 0, 1)))

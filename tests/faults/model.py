@@ -1,6 +1,8 @@
-"""What is true: the committed versions with their bits, and which of them can still be reached from what is stored.
+"""What is true: the committed versions with their bits, and which of them can still be reached from
+what is stored.
 
-Nothing here plans as the library does: reachability is a search over all stored manifests and links.
+Nothing here plans as the library does: reachability is a search over all stored manifests and
+links.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ Spans = tuple[int, ...]
 
 
 class _Edge(NamedTuple):
-    """``needs``: the spans of the history that its patch names; ``span``: how many versions it is in a history."""
+    """``needs``: the spans of the history that its patch names; ``span``: how many versions it is
+    in a history."""
 
     base: int | None
     version: int
@@ -56,8 +59,8 @@ def snapshot(state: State) -> Snapshot:
 
 
 class Live:
-    """A worker's own weights in plain numpy, changed by nothing but the updates that it is given. ``torn`` while part
-    of an update is missing."""
+    """A worker's own weights in plain numpy, changed by nothing but the updates that it is given.
+    ``torn`` while part of an update is missing."""
 
     def __init__(self) -> None:
         self.torn = False
@@ -75,14 +78,23 @@ class Live:
             if tensor.indices is None:
                 self.tensors[name] = Bits(tensor.values.copy().reshape(spec.shape), spec.dtype.name)
             else:
-                check(len(set(tensor.indices.tolist())) == len(tensor.indices), f"{name} has an element twice")
+                check(
+                    len(set(tensor.indices.tolist())) == len(tensor.indices),
+                    f"{name} has an element twice",
+                )
                 self.tensors[name].array.reshape(-1)[tensor.indices] = tensor.values
         self.torn = tensors is not None
         if not self.torn:
-            self.version, self.root, self.aliases = update.version, update.root, dict(update.aliases)
+            self.version, self.root, self.aliases = (
+                update.version,
+                update.root,
+                dict(update.aliases),
+            )
 
     def snapshot(self) -> Snapshot:
-        return {n: (b.dtype, tuple(b.array.shape), b.array.tobytes()) for n, b in self.tensors.items()}
+        return {
+            n: (b.dtype, tuple(b.array.shape), b.array.tobytes()) for n, b in self.tensors.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +117,9 @@ class Model:
         self.by_history = 0  # versions whose patches need one
         self.strict = True  # who commits now has seen every claim
         self._epochs: dict[int, str] = {}
-        self._claimed: dict[str, int] = {}  # the last epoch of each stream ID that claims were made for
+        self._claimed: dict[
+            str, int
+        ] = {}  # the last epoch of each stream ID that claims were made for
         self.signed = False
         self.versions: dict[int, Committed] = {}
         self.states: dict[str, Snapshot] = {}
@@ -138,23 +152,43 @@ class Model:
         version = said["version"]
         check(name == version_name(version), f"{name} holds version {version}")
         check(version not in self.versions, f"version {version} was used twice")
-        check(version == (-1 if self.head is None else self.head) + 1, f"{version} follows {self.head}")
-        check(self._epochs.setdefault(said["epoch"], said["publisher"]) == said["publisher"], "two have one epoch")
+        check(
+            version == (-1 if self.head is None else self.head) + 1,
+            f"{version} follows {self.head}",
+        )
+        check(
+            self._epochs.setdefault(said["epoch"], said["publisher"]) == said["publisher"],
+            "two have one epoch",
+        )
         if self.strict and self.disk and not self.disk.straggling:
             seen = self._claimed.get(said["stream_id"], 0)
-            check(said["epoch"] >= seen, f"version {version} was committed under epoch {said['epoch']}, after {seen}")
+            check(
+                said["epoch"] >= seen,
+                f"version {version} was committed under epoch {said['epoch']}, after {seen}",
+            )
         if self.disk and not self.disk.straggling:
             for ref, kind in ((said["patch"], "patch"), (said["anchor"], "safetensors")):
                 for payload in (ref["parts"] if kind == "patch" else ref["shards"]) if ref else ():
-                    there = self.disk.peek(f"{STREAM}/payloads/{payload['sha256']}.{kind}") is not None
+                    there = (
+                        self.disk.peek(f"{STREAM}/payloads/{payload['sha256']}.{kind}") is not None
+                    )
                     check(there, f"version {version} was committed without its {kind}")
-        check(said["aliases"] in self._offered.get(said["root"], []), f"version {version} was never handed over")
+        check(
+            said["aliases"] in self._offered.get(said["root"], []),
+            f"version {version} was never handed over",
+        )
         if said["patch"]:
             base = said["patch"]["base"]
             assert self.disk is not None
             passed = [v for v in self.readable(self.disk) if base < v < version]
-            check(self.disk.misread or not passed, f"the patch of {version} starts at {base}, not at {passed}")
-            check(said["patch"]["base_root"] == self.versions[base].root, f"version {version} has a wrong base")
+            check(
+                self.disk.misread or not passed,
+                f"the patch of {version} starts at {base}, not at {passed}",
+            )
+            check(
+                said["patch"]["base_root"] == self.versions[base].root,
+                f"version {version} has a wrong base",
+            )
         part = said["patch"] and said["patch"]["parts"][0]
         self.versions[version] = Committed(
             data,
@@ -169,11 +203,17 @@ class Model:
 
     def listed(self, disk: Disk) -> list[int]:
         """The versions whose manifests are stored, damaged or not."""
-        return [version for version in self.versions if disk.peek(version_name(version)) is not None]
+        return [
+            version for version in self.versions if disk.peek(version_name(version)) is not None
+        ]
 
     def readable(self, disk: Disk) -> list[int]:
         """The versions whose manifests are stored as they were committed."""
-        return [v for v, committed in self.versions.items() if disk.peek(version_name(v)) == committed.data]
+        return [
+            v
+            for v, committed in self.versions.items()
+            if disk.peek(version_name(v)) == committed.data
+        ]
 
     def committed(self, version: int, root: str) -> Committed | None:
         """The commit of ``version`` with this root, if there was one."""
@@ -189,27 +229,35 @@ class Model:
         return str(self._parsed(self.versions[version].data)["stream_id"])
 
     def reach(self, disk: Disk, start: int | None = None) -> dict[int, str]:
-        """Of every committed version whether it MUST, MAY or cannot (GAP) be reached from nothing, or from ``start``.
+        """Of every committed version whether it MUST, MAY or cannot (GAP) be reached from nothing,
+        or from ``start``.
 
-        MAY: only through manifests that are damaged and may or may not make sense, or by what is remembered at
-        ``start``.
+        MAY: only through manifests that are damaged and may or may not make sense, or by what is
+        remembered at ``start``.
         """
         if self._graph[0] != disk.changes:
             self._graph = (disk.changes, *self._links(disk))
         _, edges, grade = self._graph
-        found: dict[int | None, dict[Spans | None, str]] = {None: {(): MUST}}  # by what is remembered there
+        found: dict[int | None, dict[Spans | None, str]] = {
+            None: {(): MUST}
+        }  # by what is remembered there
         if start is not None:
             found[start] = {(): MUST, None: MAY}  # None: whatever is needed
         for base, version, needs, span in edges:
             for known, how in list(found.get(base, {}).items()):
-                if version not in grade or (known is not None and needs != known[len(known) - len(needs) :]):
+                if version not in grade or (
+                    known is not None and needs != known[len(known) - len(needs) :]
+                ):
                     continue
                 there = found.setdefault(version, {})
                 after = self._remembered(version, known if base is not None else (), span)
                 if there.get(after) != MUST:
                     there[after] = MUST if how == grade[version] == MUST else MAY
         ways = {version: found.get(version, {}).values() for version in self.versions}
-        return {version: MUST if MUST in there else MAY if there else GAP for version, there in ways.items()}
+        return {
+            version: MUST if MUST in there else MAY if there else GAP
+            for version, there in ways.items()
+        }
 
     def _remembered(self, version: int, known: Spans | None, span: int) -> Spans | None:
         """What of ``known`` and a window of ``span`` more is remembered at ``version``."""
@@ -226,8 +274,8 @@ class Model:
         return tuple(kept)
 
     def _links(self, disk: Disk) -> tuple[list[_Edge], dict[int, str]]:
-        """Every link whose payloads are whole, in the order of the versions that it leads to, and how good their
-        manifests are."""
+        """Every link whose payloads are whole, in the order of the versions that it leads to, and
+        how good their manifests are."""
         edges: list[_Edge] = []
         grade: dict[int, str] = {}
         for version, committed in self.versions.items():
@@ -237,10 +285,16 @@ class Model:
             grade[version] = MUST if data == committed.data else MAY
             said = self._parsed(data)
             try:
-                if said["anchor"] and all(self._whole(disk, p, "safetensors") for p in said["anchor"]["shards"]):
+                if said["anchor"] and all(
+                    self._whole(disk, p, "safetensors") for p in said["anchor"]["shards"]
+                ):
                     edges.append(_Edge(None, version))
-                if said["patch"] and all(self._whole(disk, p, "patch") for p in said["patch"]["parts"]):
-                    edges.append(_Edge(said["patch"]["base"], version, self._needed(disk, said["patch"])))
+                if said["patch"] and all(
+                    self._whole(disk, p, "patch") for p in said["patch"]["parts"]
+                ):
+                    edges.append(
+                        _Edge(said["patch"]["base"], version, self._needed(disk, said["patch"]))
+                    )
             except (KeyError, TypeError):
                 continue
         for name in disk.names(f"{STREAM}/links"):
@@ -252,7 +306,9 @@ class Model:
                 continue
             base, version, nbytes = int(match[2]), int(match[1]), int(match[3])
             files = self._listed(disk.peek(name) or b"", match[4], nbytes)
-            if files and self._is_whole(version, [self._leads(disk, base, version, *file) for file in files]):
+            if files and self._is_whole(
+                version, [self._leads(disk, base, version, *file) for file in files]
+            ):
                 edges.append(_Edge(base, version, (), version - base))
         return sorted(edges, key=lambda e: e.version), grade
 
@@ -288,7 +344,8 @@ class Model:
         return known[1]
 
     def broken(self, disk: Disk) -> list[str]:
-        """What an error about a gap may name: objects that should be there and are not what they should be."""
+        """What an error about a gap may name: objects that should be there and are not what they
+        should be."""
         names = []
         for version, committed in self.versions.items():
             if disk.peek(version_name(version)) != committed.data:
@@ -303,22 +360,38 @@ class Model:
     def _whole(self, disk: Disk, payload: dict[str, object], kind: str) -> bool:
         name = f"{STREAM}/payloads/{payload['sha256']}.{kind}"
         data = disk.peek(name)
-        return data is not None and len(data) == payload["bytes"] and self._digest(name, data) == payload["sha256"]
+        return (
+            data is not None
+            and len(data) == payload["bytes"]
+            and self._digest(name, data) == payload["sha256"]
+        )
 
     def _listed(self, data: bytes, digest: str, nbytes: int) -> list[tuple[str, int]]:
-        """The parts that the link of a fold lists; none where it is not the list that its name promises."""
+        """The parts that the link of a fold lists; none where it is not the list that its name
+        promises."""
         lines = data.decode("ascii", "replace").split("\n")[:-1]
         listed = "".join(f"{line}\n" for line in lines).encode()
-        files = [(line[:64], int(line[65:])) for line in lines if re.fullmatch(r"[0-9a-f]{64} [0-9]+", line)]
+        files = [
+            (line[:64], int(line[65:]))
+            for line in lines
+            if re.fullmatch(r"[0-9a-f]{64} [0-9]+", line)
+        ]
         whole = len(files) == len(lines) > 0 and sum(length for _, length in files) == nbytes
         return files if whole and sha256(listed).hexdigest() == digest else []
 
-    def _leads(self, disk: Disk, base: int, version: int, digest: str, nbytes: int) -> PatchHeader | None:
-        """What a stored patch, or part of one, says that leads from one version's root to the other's; None where it
-        does not."""
+    def _leads(
+        self, disk: Disk, base: int, version: int, digest: str, nbytes: int
+    ) -> PatchHeader | None:
+        """What a stored patch, or part of one, says that leads from one version's root to the
+        other's; None where it does not."""
         name = f"{STREAM}/payloads/{digest}.patch"
         data = disk.peek(name)
-        if data is None or len(data) != nbytes or version - base < 2 or self._digest(name, data) != digest:
+        if (
+            data is None
+            or len(data) != nbytes
+            or version - base < 2
+            or self._digest(name, data) != digest
+        ):
             return None
         if digest in self.lies or base not in self.versions or version not in self.versions:
             return None
@@ -332,7 +405,8 @@ class Model:
         return said if said and (said.base_root, said.target_root) == roots else None
 
     def _is_whole(self, version: int, parts: list[PatchHeader | None]) -> bool:
-        """Whether these are one patch to ``version``: with each element of its state in one of them."""
+        """Whether these are one patch to ``version``: with each element of its state in one of
+        them."""
         if None in parts:
             return False
         state = self.states[self.versions[version].root]

@@ -1,7 +1,8 @@
-"""Real ranks of a sharded trainer that are killed, interrupted, and that skip steps, and start again.
+"""Real ranks of a sharded trainer that are killed, interrupted, and that skip steps, and start
+again.
 
-An interrupt is caught, and its rank goes on with its next step, as a program may. Every committed version is one step
-of all ranks, to the bit, and the chain is whole.
+An interrupt is caught, and its rank goes on with its next step, as a program may. Every committed
+version is one step of all ranks, to the bit, and the chain is whole.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def state_of(step: int, rank: int) -> npt.NDArray[np.int32]:
 
 
 def _run(rng: Random, folder: Path, size: int, versions: int) -> Counter[str]:
-    """Starts the ranks again and again until there are so many versions; how often they ended in which way."""
+    """Starts the ranks again and again until there are so many versions; how often they ended in
+    which way."""
     ends = Counter[str]()
     while True:
         with Publisher(LocalStore(folder / "store"), stream="s") as publisher:
@@ -69,7 +71,9 @@ def _run(rng: Random, folder: Path, size: int, versions: int) -> Counter[str]:
                 code = 1
                 try:
                     own = fate if rank == chosen else "none"
-                    code = _rank(Random(seeds[rank]), folder, name, rank, size, first, versions, own)
+                    code = _rank(
+                        Random(seeds[rank]), folder, name, rank, size, first, versions, own
+                    )
                 finally:
                     os._exit(code)
             children.append(child)
@@ -96,13 +100,19 @@ def _awaited(children: list[int]) -> list[int]:
     return [codes[child] for child in children]
 
 
-def _rank(rng: Random, folder: Path, name: Path, rank: int, size: int, step: int, versions: int, fate: str) -> int:
+def _rank(
+    rng: Random, folder: Path, name: Path, rank: int, size: int, step: int, versions: int, fate: str
+) -> int:
     """What a rank does until it ends, in one way or another."""
     os.dup2(os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     dist.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,))
     publisher = ShardedPublisher(
-        LocalStore(folder / "store"), stream="s", threads=1, folds=(8,), timeout_seconds=_TIMEOUT_SECONDS
+        LocalStore(folder / "store"),
+        stream="s",
+        threads=1,
+        folds=(8,),
+        timeout_seconds=_TIMEOUT_SECONDS,
     )
     last = rng.randrange(1, 20)
     signal.signal(signal.SIGALRM, _killed if fate == "kill" else _interrupted)
@@ -115,7 +125,9 @@ def _rank(rng: Random, folder: Path, name: Path, rank: int, size: int, step: int
                 if fate == "skip":
                     step += 1
                 elif fate != "none":
-                    signal.setitimer(signal.ITIMER_REAL, rng.random() * rng.choice((0.0005, 0.005, 0.05)) + 1e-6)
+                    signal.setitimer(
+                        signal.ITIMER_REAL, rng.random() * rng.choice((0.0005, 0.005, 0.05)) + 1e-6
+                    )
             local = torch.from_numpy(state_of(step, rank))
             state = {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
             if rng.random() < 0.3:

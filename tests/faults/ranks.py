@@ -1,7 +1,9 @@
-"""A sharded trainer of some ranks: each has a thread, a client of the store and its slices, and no process group.
+"""A sharded trainer of some ranks: each has a thread, a client of the store and its slices, and no
+process group.
 
-The ranks run one at a time, handed over to where they wait for each other, so that a sequence repeats call by call.
-What carries their messages is a stand-in (tests/integrations/fsdp has the road over gloo); all else is the library's.
+The ranks run one at a time, handed over to where they wait for each other, so that a sequence
+repeats call by call. What carries their messages is a stand-in (tests/integrations/fsdp has the
+road over gloo); all else is the library's.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from .store import Client, CrashNow, Fault, Net
 
 
 class _Turns:
-    """Lets one of some threads run at a time: the next in order that does not wait for something."""
+    """Lets one of some threads run at a time: the next in order that does not wait for
+    something."""
 
     def __init__(self) -> None:
         self._awaited: dict[int, Callable[[], bool] | None] = {}
@@ -38,10 +41,14 @@ class _Turns:
         self._stalled: set[int] = set()
 
     def run(self, works: list[Callable[[], None]]) -> None:
-        """Returns when all ``works`` have. Where all that are left wait in vain, the first is told so by `wait`."""
+        """Returns when all ``works`` have. Where all that are left wait in vain, the first is told
+        so by `wait`."""
         self._given = {k: threading.Semaphore(0) for k in range(len(works))}
         self._awaited = dict.fromkeys(range(len(works)))
-        threads = [threading.Thread(target=self._work, args=(k, work), daemon=True) for k, work in enumerate(works)]
+        threads = [
+            threading.Thread(target=self._work, args=(k, work), daemon=True)
+            for k, work in enumerate(works)
+        ]
         for thread in threads:
             thread.start()
         while self._awaited:
@@ -100,7 +107,9 @@ class _Group:
         wire.gathered[step][self.rank] = message
         self._await(lambda: len(wire.gathered[step]) == wire.size)
         messages = [wire.gathered[step][rank] for rank in range(wire.size)]
-        check(len({len(message) for message in messages}) == 1, "the ranks' messages differ in length")
+        check(
+            len({len(message) for message in messages}) == 1, "the ranks' messages differ in length"
+        )
         return messages
 
     def exchange(self, sent: Mapping[int, Bytes], received: Mapping[int, Bytes]) -> None:
@@ -111,7 +120,10 @@ class _Group:
         for rank, array in received.items():
             self._await(lambda rank=rank: bool(boxes.get((rank, self.rank))))  # type: ignore[misc]
             came = boxes[rank, self.rank].popleft()
-            check(len(came) == len(array), f"rank {rank} sends {len(came)} bytes, rank {self.rank} awaits {len(array)}")
+            check(
+                len(came) == len(array),
+                f"rank {rank} sends {len(came)} bytes, rank {self.rank} awaits {len(array)}",
+            )
             array[:] = came
 
     def close(self) -> None:
@@ -134,21 +146,27 @@ def _local(state: State, places: Mapping[str, Box | None]) -> LocalState:
     """What a rank has of a state: the boxes that ``places`` says, in arrays of its own."""
     arrays: dict[str, Bits] = {}
     names = [spec.name for spec in state.specs] + list(state.aliases)
-    kept = {name: box for name in names if (box := places[state.aliases.get(name, name)]) is not None}
+    kept = {
+        name: box for name in names if (box := places[state.aliases.get(name, name)]) is not None
+    }
     for name, box in kept.items():
         spec = state.spec(name)
         whole = state.read(name).reshape(spec.shape)
         if name in state.aliases:
             arrays[name] = arrays[state.aliases[name]]
         else:
-            indices = [np.array([k for run in runs for k in range(*run)], np.int64) for runs in box.of]
-            arrays[name] = Bits(whole[np.ix_(*indices)].copy() if spec.shape else whole.copy(), spec.dtype.name)
+            indices = [
+                np.array([k for run in runs for k in range(*run)], np.int64) for runs in box.of
+            ]
+            arrays[name] = Bits(
+                whole[np.ix_(*indices)].copy() if spec.shape else whole.copy(), spec.dtype.name
+            )
     return LocalState(State.of(arrays), boxes=kept)
 
 
 class RankClients:
-    """The clients of all ranks, for who disturbs them as one. A fault befalls one of them. ``dead``: the ranks cannot
-    go on together."""
+    """The clients of all ranks, for who disturbs them as one. A fault befalls one of them.
+    ``dead``: the ranks cannot go on together."""
 
     def __init__(self, net: Net, size: int) -> None:
         self.each = [Client(net) for _ in range(size)]
@@ -171,7 +189,9 @@ class RankClients:
         self.disturbed = bool(faults)
         self._one_fate = any(int(fault.where * 7919) % 2 for fault in faults)
         for rank, client in enumerate(self.each):
-            client.expect([fault for fault in faults if int(fault.where * 997) % len(self.each) == rank])
+            client.expect(
+                [fault for fault in faults if int(fault.where * 997) % len(self.each) == rank]
+            )
 
     def calm(self) -> None:
         for client in self.each:
@@ -188,8 +208,8 @@ class RankClients:
 
 
 class RankTrainer:
-    """The ranks as one: what all of them return or raise is what one `Publisher` would. ``rng`` chooses how tensors are
-    spread, which now and then changes."""
+    """The ranks as one: what all of them return or raise is what one `Publisher` would. ``rng``
+    chooses how tensors are spread, which now and then changes."""
 
     def __init__(
         self,
@@ -233,7 +253,9 @@ class RankTrainer:
         """Raises what one of them raises, the end of a process first."""
         if self._rng.random() < 0.05:
             self._spread = self._rng.getrandbits(32)
-        places = [{spec.name: self._box(spec, rank) for spec in state.specs} for rank in range(self._size)]
+        places = [
+            {spec.name: self._box(spec, rank) for spec in state.specs} for rank in range(self._size)
+        ]
         self._step += 1
         steps = [self._step] * self._size
         if (
@@ -268,12 +290,15 @@ class RankTrainer:
             self._clients.lost = True
         expected = (CrashNow, PublisherConflict, PulseError)
         unexpected = [error for error in errors if not isinstance(error, expected)]
-        for error in unexpected + [error for kind in expected for error in errors if isinstance(error, kind)]:
+        for error in unexpected + [
+            error for kind in expected for error in errors if isinstance(error, kind)
+        ]:
             raise error
         return [done[rank] for rank in range(self._size)]
 
     def _box(self, spec: TensorSpec, rank: int) -> Box | None:
-        """What the rank has of a tensor: rows or columns, uneven ones too; all of it; or nothing."""
+        """What the rank has of a tensor: rows or columns, uneven ones too; all of it; or
+        nothing."""
         rng = Random(f"{self._spread} {spec.name}")
         how = rng.choice(("rows", "rows", "columns", "rank", "all"))
         if how == "rank":

@@ -1,8 +1,10 @@
-"""PULSELoCo over a store under faults: trainers that are killed, interrupted, late, back or new, and foreign objects.
+"""PULSELoCo over a store under faults: trainers that are killed, interrupted, late, back or new,
+and foreign objects.
 
-Every theta is that of a plain simulation of the rounds that were closed, and no trainer loses what it has learnt, or
-sends it twice, or what it withholds of the sums that it makes. In half of the runs members have keys, and strangers
-lie: their posts and snapshots are passed over, their closes and sums stop all alike until they are deleted.
+Every theta is that of a plain simulation of the rounds that were closed, and no trainer loses what
+it has learnt, or sends it twice, or what it withholds of the sums that it makes. In half of the
+runs members have keys, and strangers lie: their posts and snapshots are passed over, their closes
+and sums stop all alike until they are deleted.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Node:
         self.weights = torch.nn.Parameter(self.world.first.clone())
         self.optimizer = torch.optim.SGD([self.weights], lr=1.0)
         self.now = self.world.first.clone()
-        self.optimizer.register_step_post_hook(lambda *_: setattr(self, "now", self.weights.detach().clone()))
+        self.optimizer.register_step_post_hook(
+            lambda *_: setattr(self, "now", self.weights.detach().clone())
+        )
         self.line = _Line(self)
         signer = self.world.signers.get(self.name)
         who: dict[str, Any] = {"trainer": self.name}
@@ -89,7 +93,9 @@ class Node:
             **who,
         )
         overlap = int(self.world.overlap)
-        self.loop = PulseLoCo({"w": self.weights}, self.optimizer, sync_every=_STEPS, over=over, overlap=overlap)
+        self.loop = PulseLoCo(
+            {"w": self.weights}, self.optimizer, sync_every=_STEPS, over=over, overlap=overlap
+        )
         self.loop.threads = 1
         assert isinstance(self.loop.meeting, StoreRounds)
         self.loop.meeting._behind = _AtOnce
@@ -97,7 +103,11 @@ class Node:
         self.round, self.own, self.behind, self.on_way = 0, set[str](), False, False
         if saved is not None:
             self.loop.load_state_dict(saved[0])
-            self.learnt, self.counted, self.round = saved[1].copy(), saved[2].copy(), self.loop.round
+            self.learnt, self.counted, self.round = (
+                saved[1].copy(),
+                saved[2].copy(),
+                self.loop.round,
+            )
             self.own = set(saved[3])
         self.entered = False
 
@@ -112,7 +122,8 @@ class Node:
         self.own.add(digest)
 
     def call(self, rng: Random, work: str) -> None:
-        """``train`` takes the steps of a round, ``meet`` goes on after an error; faults befall the calls."""
+        """``train`` takes the steps of a round, ``meet`` goes on after an error; faults befall the
+        calls."""
         self.line.expect(_faults(rng))
         self.behind, self.on_way = self.is_whole, self.loop.state_dict().get("message") is not None
         try:
@@ -125,7 +136,9 @@ class Node:
                 self.entered = True
         except (CrashNow, PulseError) as error:
             calm = isinstance(error, _Waits | CrashNow) or self.line.hit > 0
-            calm |= isinstance(error, Untrusted | CorruptMessage) and self.world.has_lie(self.loop.round)
+            calm |= isinstance(error, Untrusted | CorruptMessage) and self.world.has_lie(
+                self.loop.round
+            )
             check(calm, f"{self.name} failed without a fault: {error!r}")
         finally:
             self.line.calm()
@@ -139,7 +152,9 @@ class Node:
     def train(self, rng: Random) -> None:
         began = self.weights.detach().clone()
         for step in range(_STEPS):
-            by = np.random.default_rng(rng.getrandbits(32)).standard_normal(_SIZE).astype(np.float32)
+            by = (
+                np.random.default_rng(rng.getrandbits(32)).standard_normal(_SIZE).astype(np.float32)
+            )
             self.weights.grad = torch.from_numpy(by) * self.world.lr
             if step == _STEPS - 1:
                 self.newest = (began - (self.weights.detach() - self.weights.grad)).double().numpy()
@@ -160,7 +175,8 @@ class Node:
         return str(state_root(dict(self.loop.global_state())))
 
     def take_stock(self) -> None:
-        """Its theta is that of its round; its residual is what it has learnt and what has not counted."""
+        """Its theta is that of its round; its residual is what it has learnt and what has not
+        counted."""
         world, first, may_lack = self.world, self.round, np.zeros(_SIZE)
         # What this trainer has withheld in rounds that a snapshot has led past, unless it lives on.
         lost, gone = list[np.ndarray](), False
@@ -171,8 +187,8 @@ class Node:
             elif digest is not None:  # a process before this one had sent it
                 self.counted[:] = 0
                 self.learnt = self.newest.copy() if self.behind else np.zeros(_SIZE)
-                # Newest steps were in the residual already, unless a snapshot has led past all these rounds at once,
-                # or in a message that was put then.
+                # Newest steps were in the residual already, unless a snapshot has led past all
+                # these rounds at once, or in a message that was put then.
                 may_lack = self.newest * (self.behind and (self.round > first or not self.on_way))
                 lost.clear()
                 world.counts["unknown"] += 1
@@ -190,18 +206,26 @@ class Node:
         held = flat(self.loop.residual()).double().numpy()
         due = self.loop.inner_step >= _STEPS
         if not due:
-            passed = [sum(lost[i:j], np.zeros(_SIZE)) for i in range(len(lost) + 1) for j in range(i, len(lost) + 1)]
+            passed = [
+                sum(lost[i:j], np.zeros(_SIZE))
+                for i in range(len(lost) + 1)
+                for j in range(i, len(lost) + 1)
+            ]
             for lack in (each + newest for each in passed for newest in (0, may_lack)):
                 if np.abs(held - (self.learnt - lack - self.counted)).max() < 1e-4:
                     self.learnt -= lack
                     break
             far = np.abs(held - (self.learnt - self.counted)).max()
-            check(far < 1e-4, f"{self.name} has lost or kept {far} of what it has learnt, after round {self.round}")
+            check(
+                far < 1e-4,
+                f"{self.name} has lost or kept {far} of what it has learnt, after round "
+                f"{self.round}",
+            )
 
 
 class Ended(NamedTuple):
-    """A round by a plain simulation: ``theta`` after it; where each trainer's message was ``taken``; and what makers of
-    sums have ``withheld``."""
+    """A round by a plain simulation: ``theta`` after it; where each trainer's message was
+    ``taken``; and what makers of sums have ``withheld``."""
 
     theta: torch.Tensor
     taken: dict[str, torch.Tensor]
@@ -222,14 +246,19 @@ class Rounds:
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
         self.first = torch.randn(_SIZE, generator=generator)
         self._stack = ExitStack()
-        # Nothing waits: where a trainer would, its call fails, and goes on when it has its turn again.
+        # Nothing waits: where a trainer would, its call fails, and goes on when it has its turn
+        # again.
         self._stack.enter_context(faults.armed("round.waits", _wait))
         nonces = Random(rng.getrandbits(32))
-        self._stack.enter_context(patch.object(wire, "os", SimpleNamespace(urandom=nonces.randbytes)))
+        self._stack.enter_context(
+            patch.object(wire, "os", SimpleNamespace(urandom=nonces.randbytes))
+        )
         hexadecimal = SimpleNamespace(token_hex=lambda count: nonces.randbytes(count).hex())
         self._stack.enter_context(patch.object(store_rounds, "secrets", hexadecimal))
         for module in (store_rounds, round_sums):
-            self._stack.enter_context(patch.object(module, "time", SimpleNamespace(monotonic=lambda: 0.0)))
+            self._stack.enter_context(
+                patch.object(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+            )
         self._stack.enter_context(patch.object(round_posts, "MIN_SHARE", 1))
         self._stack.enter_context(patch.object(parameters, "BLOCK_ELEMENTS", _BLOCK))
         names: list[str] = list("abcd"[: rng.choice((2, 2, 3, 4))])
@@ -258,7 +287,16 @@ class Rounds:
         return self.net.injected
 
     def rules(self) -> dict[str, int]:
-        return {"train": 40, "meet": 30, "checkpoint": 12, "kill": 5, "forget": 2, "junk": 4, "lie": 8, "amend": 6}
+        return {
+            "train": 40,
+            "meet": 30,
+            "checkpoint": 12,
+            "kill": 5,
+            "forget": 2,
+            "junk": 4,
+            "lie": 8,
+            "amend": 6,
+        }
 
     def close(self) -> None:
         self._stack.close()
@@ -281,8 +319,13 @@ class Rounds:
     def _end(self, number: int) -> Ended:
         posts, reference, shares = self.closed(number), self._reference, self.shares_of(number)
         taken, withheld = {name: torch.ones(_SIZE) for name in posts}, dict[str, np.ndarray]()
-        said = [self.sums[f"{_SUMS}/{number:012d}/{share:04d}"] for share in range(shares if shares > 1 else 0)]
-        bounds = [(_SIZE * share // shares, _SIZE * (share + 1) // shares) for share in range(shares)]
+        said = [
+            self.sums[f"{_SUMS}/{number:012d}/{share:04d}"]
+            for share in range(shares if shares > 1 else 0)
+        ]
+        bounds = [
+            (_SIZE * share // shares, _SIZE * (share + 1) // shares) for share in range(shares)
+        ]
         for (start, stop), each in zip(bounds, said, strict=False):
             for name, _ in each["left_out"]:
                 taken[name][start:stop] = 0
@@ -306,7 +349,10 @@ class Rounds:
     def is_gone(self, number: int) -> bool:
         """Whether messages of a round were deleted."""
         posts = self.closed(number).items()
-        return any(self.disk.peek(f"{_POSTS}/{number:012d}/{name}.{digest}") is None for name, digest in posts)
+        return any(
+            self.disk.peek(f"{_POSTS}/{number:012d}/{name}.{digest}") is None
+            for name, digest in posts
+        )
 
     def _note_sums(self, name: str, data: bytes) -> None:
         if name.startswith(_SUMS):
@@ -344,8 +390,12 @@ class Rounds:
         data = rng.choice((data, data[: rng.randint(0, len(data))], b"", rng.randbytes(50)))
         trainer = rng.choice(("x", "zz", rng.choice(self.nodes).name))
         digest = digest_of(data, self.shares_of(closed)) if rng.random() < 0.8 else "0" * 64
-        if f"{trainer}.{digest}" not in {name.rpartition("/")[2] for name in old}:  # or it is a message of its own
-            self.disk.plant(f"{_POSTS}/{closed + rng.choice((0, 0, 1)):012d}/{trainer}.{digest}", data)
+        if f"{trainer}.{digest}" not in {
+            name.rpartition("/")[2] for name in old
+        }:  # or it is a message of its own
+            self.disk.plant(
+                f"{_POSTS}/{closed + rng.choice((0, 0, 1)):012d}/{trainer}.{digest}", data
+            )
 
     def lie(self, rng: Random) -> None:
         """What a stranger writes who knows the format, and all that members have written."""
@@ -360,7 +410,10 @@ class Rounds:
             return  # where nobody has a key, whoever writes is believed
         if kind == "close":
             old = [self.disk.peek(name) for name in self.closes()]
-            posts = tuple(Post(each.name, "0" * 64, 99) for each in sorted(self.nodes, key=lambda each: each.name))
+            posts = tuple(
+                Post(each.name, "0" * 64, 99)
+                for each in sorted(self.nodes, key=lambda each: each.name)
+            )
             data = rng.choice((*old, Close(run, number, node.root, posts).to_bytes(signer), b"{}"))
             name = f"{_CLOSED}/{number:012d}.json"
             if self.disk.peek(name) is None and data:
@@ -381,7 +434,9 @@ class Rounds:
             if self.disk.peek(name) is None:
                 self.disk.plant(name, sealed("snapshot", fields, signer))
         else:
-            posts_ = [name for name in self.disk.names(_POSTS) if name.rpartition(".")[2] in self.sent]
+            posts_ = [
+                name for name in self.disk.names(_POSTS) if name.rpartition(".")[2] in self.sent
+            ]
             kept = self.disk.peek(rng.choice(posts_)) if posts_ and kind == "replayed" else None
             assert isinstance(node.loop.meeting, StoreRounds)
             messages = [bytes(20_000)] if kind == "oversized" else not_finite(node.loop.meeting)
@@ -391,7 +446,9 @@ class Rounds:
             if kept and not self.signers:
                 return
             trainer = rng.choice((node.name, self._stranger.public_key))
-            shares = 1 if len(data) < head_bytes(9) else self.shares_of(min(number, len(self.closes())))
+            shares = (
+                1 if len(data) < head_bytes(9) else self.shares_of(min(number, len(self.closes())))
+            )
             digest = digest_of(data, shares)
             self.disk.plant(f"{_POSTS}/{number:012d}/{trainer}.{digest}", data)
             # Where nobody has a key, a head may count; what it says is not there.
@@ -444,7 +501,8 @@ class Rounds:
         self.counts["snapshots"] += len(self.disk.names("loco/snapshots"))
 
     def disk_is_clean(self) -> None:
-        """Objects whose bytes are not what their names say would stop a trainer that reads them again and again."""
+        """Objects whose bytes are not what their names say would stop a trainer that reads them
+        again and again."""
         for name in self.disk.names(_POSTS):
             data, number = self.disk.peek(name), min(int(name.split("/")[2]), len(self.closes()))
             if digest_of(data or b"", self.shares_of(number)) != name.rpartition(".")[2]:
@@ -470,7 +528,8 @@ def _faults(rng: Random) -> list[Fault]:
 
 
 class _AtOnce(Call[Any]):
-    """What goes on behind the inner steps, before them: one call after another, in an order that a seed repeats."""
+    """What goes on behind the inner steps, before them: one call after another, in an order that a
+    seed repeats."""
 
     __slots__ = ()
 

@@ -1,7 +1,8 @@
-"""A faulty store: clients that lose calls and replies, see stale listings and damaged bytes, and crash in between.
+"""A faulty store: clients that lose calls and replies, see stale listings and damaged bytes, and
+crash in between.
 
-All clients share one `Net` around one `Disk`; every fault is asked for beforehand and counted, so that a sequence of
-calls repeats exactly.
+All clients share one `Net` around one `Disk`; every fault is asked for beforehand and counted, so
+that a sequence of calls repeats exactly.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "crash": ("put", "put_new", "get", "head", "list", "delete"),
     "interrupt": ("put", "put_new", "get", "head", "list", "delete"),
 }
-"""The calls that each kind of fault can befall. ``late``: the call fails and takes effect some calls later, that is,
-calls are reordered. ``crash`` ends the client's process, ``interrupt`` only the call."""
+"""The calls that each kind of fault can befall. ``late``: the call fails and takes effect some
+calls later, that is, calls are reordered. ``crash`` ends the client's process, ``interrupt`` only
+the call."""
 
 
 _OFTEN = 0.7
@@ -42,8 +44,8 @@ class CrashNow(BaseException):
 
 @dataclass(slots=True)
 class Fault:
-    """One fault to come: at the first call that it can befall from number ``at`` on. ``where`` in [0, 1) places it in
-    the bytes or in time."""
+    """One fault to come: at the first call that it can befall from number ``at`` on. ``where`` in
+    [0, 1) places it in the bytes or in time."""
 
     kind: str
     at: int
@@ -51,9 +53,11 @@ class Fault:
 
 
 class Disk(MemoryStore):
-    """What is stored, with a logical clock (a second a change) and the last changes, for stale listings.
+    """What is stored, with a logical clock (a second a change) and the last changes, for stale
+    listings.
 
-    ``on_create`` is told of every object that `put_new` creates; ``changes`` counts what changed in any way.
+    ``on_create`` is told of every object that `put_new` creates; ``changes`` counts what changed in
+    any way.
     """
 
     def __init__(self, on_create: Callable[[str, bytes], None]) -> None:
@@ -103,7 +107,9 @@ class Disk(MemoryStore):
                 past.pop(name, None)
                 if old is not None:
                     past[name] = ObjectInfo(name, len(old[0]), old[1])
-        return sorted(info for info in past.values() if start_after is None or info.name > start_after)
+        return sorted(
+            info for info in past.values() if start_after is None or info.name > start_after
+        )
 
     def names(self, folder: str) -> list[str]:
         first = bisect_right(self._names, f"{folder}/")
@@ -123,7 +129,8 @@ class Disk(MemoryStore):
 
 
 class Net:
-    """Between the clients and the disk: calls that are under way, and the count of faults by kind."""
+    """Between the clients and the disk: calls that are under way, and the count of faults by
+    kind."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -156,8 +163,8 @@ def _quietly(act: Callable[[], None]) -> None:
 
 
 class Client:
-    """One process's view of the store. Once ``dead``, it makes no call any more. On a ``lasting`` bad line a manifest
-    that has arrived damaged does so, often, until `calm`."""
+    """One process's view of the store. Once ``dead``, it makes no call any more. On a ``lasting``
+    bad line a manifest that has arrived damaged does so, often, until `calm`."""
 
     def __init__(self, net: Net, *, lasting: bool = False) -> None:
         self.net = net
@@ -216,7 +223,9 @@ class Client:
         fault = self._before("list", folder)
         if fault is None:
             return iter(tuple(self.net.disk.list(folder, start_after)))
-        return iter(self.net.disk.stale_list(folder, start_after, 1 + int(fault.where * STALE_CHANGES)))
+        return iter(
+            self.net.disk.stale_list(folder, start_after, 1 + int(fault.where * STALE_CHANGES))
+        )
 
     def _write(self, call: str, name: str, act: Callable[[], None]) -> None:
         fault = self._before(call, name)
@@ -236,7 +245,8 @@ class Client:
             raise StoreUnavailable(f"{call} {name}: the reply was lost")
 
     def _before(self, call: str, name: str) -> Fault | None:
-        """Counts the call; raises if it fails before it has any effect, else returns what happens to it."""
+        """Counts the call; raises if it fails before it has any effect, else returns what happens
+        to it."""
         if self.dead:
             raise CrashNow("dead already")
         self.net.tick()
@@ -256,7 +266,9 @@ class Client:
         self.net.injected[fault.kind] += 1
         if fault.kind == "drop":
             raise StoreUnavailable(f"{call} {name}: no connection")
-        if fault.kind in ("crash", "interrupt") and (fault.where < 0.5 or call in ("get", "head", "list")):
+        if fault.kind in ("crash", "interrupt") and (
+            fault.where < 0.5 or call in ("get", "head", "list")
+        ):
             self._end(fault, f"before {call} {name}")
         return fault
 

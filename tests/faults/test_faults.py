@@ -1,4 +1,5 @@
-"""The short version of `make faults`: a hypothesis state machine over the World, and seeded random sequences."""
+"""The short version of `make faults`: a hypothesis state machine over the World, and seeded random
+sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, State, Subscriber
 from pulse_rl.errors import ChainGap
@@ -31,7 +38,8 @@ chance = st.integers(0, 2**32 - 1).map(Random)
 
 
 class Streams(RuleBasedStateMachine):
-    """What may happen to a stream, in any order; hypothesis looks for a short one that breaks a promise."""
+    """What may happen to a stream, in any order; hypothesis looks for a short one that breaks a
+    promise."""
 
     @initialize(rng=chance, threads=st.sampled_from((INLINE, INLINE, STEADY)))
     def start(self, rng: Random, threads: str) -> None:
@@ -71,13 +79,17 @@ def test_a_state_machine_of_faults() -> None:
     run_state_machine_as_test(
         Streams,
         settings=settings(
-            max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=15,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
 
 def searched(kind: str, sequences: int) -> Counter[str]:
-    """What so many sequences came to, on all cores; fails with the first that breaks a promise, shrunk."""
+    """What so many sequences came to, on all cores; fails with the first that breaks a promise,
+    shrunk."""
     counts: Counter[str] = Counter()
     for outcome in search(kind, [_SEED * 10_000 + k for k in range(sequences)]):
         assert not outcome.violation, described(outcome)
@@ -88,7 +100,9 @@ def searched(kind: str, sequences: int) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "sequences"), [("streams", 150), ("fleet", 60), ("groups", 120), ("rounds", 60)])
+@pytest.mark.parametrize(
+    ("kind", "sequences"), [("streams", 150), ("fleet", 60), ("groups", 120), ("rounds", 60)]
+)
 def test_random_sequences(kind: str, sequences: int) -> None:
     counts = searched(kind, sequences)
     if kind != "groups":
@@ -108,19 +122,33 @@ def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
 
 
 def test_what_breaks_a_promise_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A promise that two workers break by their mere being: what is left of a long sequence is that they join."""
-    monkeypatch.setattr(World, "settled", lambda world, _: check(len(world.workers) < 2, "two workers joined"))
-    found = next(outcome for seed in range(100) if (outcome := run(seed)).violation and len(outcome.steps) > 8)
+    """A promise that two workers break by their mere being: what is left of a long sequence is that
+    they join."""
+    monkeypatch.setattr(
+        World, "settled", lambda world, _: check(len(world.workers) < 2, "two workers joined")
+    )
+    found = next(
+        outcome
+        for seed in range(100)
+        if (outcome := run(seed)).violation and len(outcome.steps) > 8
+    )
     shorter = shrunk(found)
-    assert [line.partition(": ")[2] for line in shorter.trace if line[0].isdigit()] == ["join", "join"]
+    assert [line.partition(": ")[2] for line in shorter.trace if line[0].isdigit()] == [
+        "join",
+        "join",
+    ]
     assert run(found.seed, only=shorter.steps).violation
-    assert f"--only {found.seed} --steps {shorter.steps[0]},{shorter.steps[1]}" in described(shorter)
+    assert f"--only {found.seed} --steps {shorter.steps[0]},{shorter.steps[1]}" in described(
+        shorter
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("store", "model"), [("memory", "numpy"), ("local", "torch")])
 def test_interrupted_calls_that_are_retried_at_once(store: str, model: str, tmp_path: Path) -> None:
-    result = interrupts.run(LocalStore(tmp_path) if store == "local" else MemoryStore(), count=100, model=model, seed=1)
+    result = interrupts.run(
+        LocalStore(tmp_path) if store == "local" else MemoryStore(), count=100, model=model, seed=1
+    )
     assert result["interrupts"] >= 100
     assert result["rounds"]
 
@@ -211,9 +239,13 @@ def test_the_model_knows_that_an_unsigned_fold_leads_nowhere() -> None:
     model = Model()
     disk = model.disk = Disk(model.created)
     model.signed = True
-    with Publisher(disk, stream="s", anchor_ratio=1e9, folds=(2,), signer=SIGNER, threads=1) as publisher:
+    with Publisher(
+        disk, stream="s", anchor_ratio=1e9, folds=(2,), signer=SIGNER, threads=1
+    ) as publisher:
         for k in range(3):
-            state = State.of({"a": Bits(np.r_[np.full(500, k), np.zeros(5000)].astype(np.uint16), "BF16")})
+            state = State.of(
+                {"a": Bits(np.r_[np.full(500, k), np.zeros(5000)].astype(np.uint16), "BF16")}
+            )
             model.offer(state)
             publisher.publish(state)
     assert model.versions[2].patch

@@ -1,4 +1,5 @@
-"""A trainer: small states of mixed dtypes that change a little, a lot, not at all, back, or in their set of tensors."""
+"""A trainer: small states of mixed dtypes that change a little, a lot, not at all, back, or in
+their set of tensors."""
 
 from __future__ import annotations
 
@@ -40,10 +41,18 @@ class Trainer:
             else:
                 self._tensors["extra"] = _random(rng, rng.choice(_DTYPES), (rng.randint(0, 20),))
         elif how == "shape":
-            self._tensors["layer0"] = _random(rng, rng.choice(_DTYPES), (rng.randint(1, 9), rng.randint(1, 9)))
+            self._tensors["layer0"] = _random(
+                rng, rng.choice(_DTYPES), (rng.randint(1, 9), rng.randint(1, 9))
+            )
         elif how == "tie":
-            self._tied = {} if self._tied else {"head": "embed"} | ({"z": "layer0"} if rng.random() < 0.5 else {})
-        tensors = {name: Bits(bits.array.copy(), bits.dtype) for name, bits in self._tensors.items()}
+            self._tied = (
+                {}
+                if self._tied
+                else {"head": "embed"} | ({"z": "layer0"} if rng.random() < 0.5 else {})
+            )
+        tensors = {
+            name: Bits(bits.array.copy(), bits.dtype) for name, bits in self._tensors.items()
+        }
         return State.of(tensors | {alias: tensors[name] for alias, name in self._tied.items()})
 
     def _go_on(self, rng: Random) -> None:
@@ -54,7 +63,9 @@ class Trainer:
             flat = array.reshape(-1)
             at, step = self._moving.get(name, (np.empty(0, np.int64), np.empty(0, flat.dtype)))
             stays = (at < flat.size) & (numbers.random(at.size) < 0.9)
-            fresh = numbers.choice(flat.size, int(numbers.binomial(flat.size, 0.004)), replace=False)
+            fresh = numbers.choice(
+                flat.size, int(numbers.binomial(flat.size, 0.004)), replace=False
+            )
             fresh = np.setdiff1d(fresh, at[stays])
             at = np.concatenate([at[stays], fresh])
             up = numbers.integers(0, 2, fresh.size).astype(bool)

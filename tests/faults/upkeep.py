@@ -1,4 +1,5 @@
-"""Steps of operators, who fold, collect and audit, and of those who damage what is stored, or lie about it."""
+"""Steps of operators, who fold, collect and audit, and of those who damage what is stored, or lie
+about it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,16 @@ class Upkeep:
 
         def run() -> None:
             folds = rng.choice((FOLDS, (8,), (3,)))
-            list(fold_stream(client, STREAM, folds, signer=self.signer, stream_id=self.setup.stream_id, threads=1))
+            list(
+                fold_stream(
+                    client,
+                    STREAM,
+                    folds,
+                    signer=self.signer,
+                    stream_id=self.setup.stream_id,
+                    threads=1,
+                )
+            )
 
         self._tool(client, run, "fold")
 
@@ -57,15 +67,17 @@ class Upkeep:
                 check(left, f"gc keep={keep} left version {version}, which leads nowhere")
 
     def destroy(self: World, rng: Random) -> None:
-        """An object is deleted or damaged for good. The head's manifest is only damaged: where it is deleted, the
-        version is as if it had never been."""
+        """An object is deleted or damaged for good. The head's manifest is only damaged: where it
+        is deleted, the version is as if it had never been."""
         kinds = ["payloads"] * 6 + ["links"] * 2 + ["versions"]
         names = self.disk.names(f"{STREAM}/{rng.choice(kinds)}")
         if not names:
             return
         name = rng.choice(names)
         if rng.random() < (0.7 if any(self.unsettled) else 0.1):
-            name = max(names, key=lambda name: self.disk.head(name).modified)  # what may be about to be named
+            name = max(
+                names, key=lambda name: self.disk.head(name).modified
+            )  # what may be about to be named
         data = self.disk.peek(name) or b""
         how = rng.choice(("delete", "truncate", "flip"))
         if not data or how == "delete":
@@ -74,7 +86,9 @@ class Upkeep:
             self.disk.delete(name)
         elif how == "flip":
             at = rng.randrange(len(data))
-            self.disk.damage(name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+            self.disk.damage(
+                name, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+            )
             self.silently = True
         else:
             self.disk.damage(name, data[: rng.randrange(len(data))])
@@ -89,12 +103,24 @@ class Upkeep:
         head = self.model.head or 0
         base, version = rng.randint(0, head), rng.randint(0, head + 2)
         payloads = self.disk.names(f"{STREAM}/payloads")
-        digest = rng.choice(payloads).rpartition("/")[2][:64] if payloads and rng.random() < 0.7 else "0" * 64
-        nbytes = rng.choice((1, 300, len(self.disk.peek(f"{STREAM}/payloads/{digest}.patch") or b"")))
+        digest = (
+            rng.choice(payloads).rpartition("/")[2][:64]
+            if payloads and rng.random() < 0.7
+            else "0" * 64
+        )
+        nbytes = rng.choice(
+            (1, 300, len(self.disk.peek(f"{STREAM}/payloads/{digest}.patch") or b""))
+        )
         how = rng.random()
         if how < 0.6 and head > 1:
-            anchored = [v for v in self.model.versions if v < head - 1 and self.model.versions[v].anchored]
-            base = rng.choice(anchored) if anchored and rng.random() < 0.6 else rng.randint(0, head - 2)
+            anchored = [
+                v for v in self.model.versions if v < head - 1 and self.model.versions[v].anchored
+            ]
+            base = (
+                rng.choice(anchored)
+                if anchored and rng.random() < 0.6
+                else rng.randint(0, head - 2)
+            )
             version = rng.randint(base + 2, head)
             patch = self.model.versions[base + 1].patch
             data = false_patch(self.model, base, version, rng) if how < 0.4 else None
@@ -114,7 +140,10 @@ class Upkeep:
 
     def audit(self: World, rng: Random) -> None:
         for worker in self.workers:
-            ready = worker.subscriber.status == "ready" and worker.live.version == worker.subscriber.version
+            ready = (
+                worker.subscriber.status == "ready"
+                and worker.live.version == worker.subscriber.version
+            )
             if ready and not worker.live.torn:
                 report = audit(worker.live.tensors, worker.subscriber.digest, threads=1)
                 check(report.ok, f"{worker} does not pass its audit: {report}")

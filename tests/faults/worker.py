@@ -25,7 +25,8 @@ _STARTS = count()
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How the subscribers of a world are made. ``inline``: their operations run on the calling thread."""
+    """How the subscribers of a world are made. ``inline``: their operations run on the calling
+    thread."""
 
     trusted_keys: tuple[str, ...] | None = None
     stream_id: str | None = None
@@ -33,8 +34,8 @@ class Setup:
 
 
 class Inline(SerialThread):
-    """Stands for the thread of an object that nobody interrupts: a hand-over costs more than a look at a small
-    state."""
+    """Stands for the thread of an object that nobody interrupts: a hand-over costs more than a look
+    at a small state."""
 
     def __init__(self) -> None:
         pass
@@ -44,7 +45,9 @@ class Inline(SerialThread):
 
 
 class Worker:
-    def __init__(self, net: Net, model: Model, counts: Counter[str], cache: Path | None, setup: Setup) -> None:
+    def __init__(
+        self, net: Net, model: Model, counts: Counter[str], cache: Path | None, setup: Setup
+    ) -> None:
         self._net = net
         self._model = model
         self._counts = counts
@@ -59,13 +62,17 @@ class Worker:
         self.restart("cold", None)
 
     def __str__(self) -> str:
-        return f"the worker at {self.subscriber.version} (live {self.live.version}, {self.subscriber.status})"
+        return (
+            f"the worker at {self.subscriber.version} (live {self.live.version}, "
+            f"{self.subscriber.status})"
+        )
 
     def close(self) -> None:
         self.client.dead = True
 
     def restart(self, how: str, rng: Random | None) -> None:
-        """A new process: with its live weights gone ("cold"), or loaded again from a checkpoint of them ("base")."""
+        """A new process: with its live weights gone ("cold"), or loaded again from a checkpoint of
+        them ("base")."""
         self.client = Client(self._net, lasting=True)
         self.interrupt_at = self.steps = self.loses_at = None
         self._least: int | None = None
@@ -85,7 +92,8 @@ class Worker:
             stream=STREAM,
             base=base,
             cache=self._cache,
-            # In a mapped file, of a process by itself: the model does not know what a state that is found saves.
+            # In a mapped file, of a process by itself: the model does not know what a state that is
+            # found saves.
             state=self._cache and self._cache.with_name(f"{self._cache.name}-{next(_STARTS)}"),
             trusted_keys=self._setup.trusted_keys,
             stream_id=self._setup.stream_id,
@@ -96,7 +104,12 @@ class Worker:
             self.subscriber._serial = Inline()
 
     def sync(
-        self, faults: list[Fault], target: int | None, *, fresh: bool = False, reach: dict[int, str] | None = None
+        self,
+        faults: list[Fault],
+        target: int | None,
+        *,
+        fresh: bool = False,
+        reach: dict[int, str] | None = None,
     ) -> None:
         """One sync, and what must come of it."""
         self.touched = True
@@ -105,7 +118,11 @@ class Worker:
             reach = self._model.reach(self._net.disk, before)
         readable = self._model.readable(self._net.disk)
         listed = readable or self._model.listed(self._net.disk)
-        goal = target if target is not None else max([*listed, *([] if before is None else [before])], default=None)
+        goal = (
+            target
+            if target is not None
+            else max([*listed, *([] if before is None else [before])], default=None)
+        )
         kinds = {fault.kind for fault in faults}
         self.expect(faults)
         try:
@@ -114,7 +131,10 @@ class Worker:
             return
         except PulseError as error:
             if kinds == {"drop"} and goal is not None and reach.get(goal) == MUST:
-                check(not isinstance(error, ChainGap), f"{self}: lost connections are taken for a gap: {error}")
+                check(
+                    not isinstance(error, ChainGap),
+                    f"{self}: lost connections are taken for a gap: {error}",
+                )
             if self.client.hit == 0:
                 assert goal is not None
                 where = f"{self} to {goal}"
@@ -125,12 +145,21 @@ class Worker:
                 if replaced:
                     return
                 # It may have read a manifest above that was whole then.
-                hopes = target is None and any(version > goal for version in self._model.listed(self._net.disk))
-                check(hopes or reach.get(goal, GAP) != MUST, f"{where}, which can be reached: {error}")
+                hopes = target is None and any(
+                    version > goal for version in self._model.listed(self._net.disk)
+                )
+                check(
+                    hopes or reach.get(goal, GAP) != MUST, f"{where}, which can be reached: {error}"
+                )
                 if fresh and reach[goal] == GAP:
                     names = self._model.broken(self._net.disk)
-                    check(str(goal) in str(error), f"the error does not name version {goal}: {error}")
-                    check(any(name in str(error) for name in names), f"the error names nothing broken: {error}")
+                    check(
+                        str(goal) in str(error), f"the error does not name version {goal}: {error}"
+                    )
+                    check(
+                        any(name in str(error) for name in names),
+                        f"the error names nothing broken: {error}",
+                    )
                 self._counts["gaps"] += 1
             return
         finally:
@@ -152,49 +181,76 @@ class Worker:
             self._least = None  # it starts anew
             return
         version = self.subscriber.version
-        check(self._least is None or version >= self._least, f"{self} went back from version {self._least}")
+        check(
+            self._least is None or version >= self._least,
+            f"{self} went back from version {self._least}",
+        )
         self._least = version
         assert version is not None
         committed = self._model.committed(version, self.subscriber.root)
-        check(committed is not None, f"{self} shows a version that was never committed, or a wrong root")
-        check(snapshot(self.subscriber.state) == self._model.states[self.subscriber.root], f"{self} shows wrong bits")
+        check(
+            committed is not None,
+            f"{self} shows a version that was never committed, or a wrong root",
+        )
+        check(
+            snapshot(self.subscriber.state) == self._model.states[self.subscriber.root],
+            f"{self} shows wrong bits",
+        )
         shown = self.subscriber.manifest.to_bytes()
-        check(self._model.was_committed(version, shown), f"{self} shows a manifest that was not committed: {shown!r}")
+        check(
+            self._model.was_committed(version, shown),
+            f"{self} shows a manifest that was not committed: {shown!r}",
+        )
 
     def take(self, update: Update | None) -> None:
-        """The live model scatters the update, and must then be the version; or it is interrupted, or forgets to say
-        so, and gets it again."""
+        """The live model scatters the update, and must then be the version; or it is interrupted,
+        or forgets to say so, and gets it again."""
         if update is not None:
             committed = self._model.committed(update.version, update.root)
             check(committed is not None, f"{self} was handed {update}, which was never committed")
             assert committed is not None
-            check(self._follows(update), f"{self} was handed {update}, which does not start where the live model is")
+            check(
+                self._follows(update),
+                f"{self} was handed {update}, which does not start where the live model is",
+            )
             if self._loses(update):
                 return
             self._hold(update)
             self.live.apply(update)
             update.acknowledge()
             aliases = committed.aliases
-            check(update.aliases == aliases, f"{self} was told of the aliases {update.aliases}, not {aliases}")
+            check(
+                update.aliases == aliases,
+                f"{self} was told of the aliases {update.aliases}, not {aliases}",
+            )
         elif self._base and self.subscriber.version is None:
             return  # nothing is there yet, or any more, by which its own weights could be known
         elif self._base and self.subscriber.version is not None:
             self.live.version, self.live.root = self.subscriber.version, self.subscriber.root
         self._base = False
         if self.live.version is not None:
-            check(self.live.snapshot() == self._model.states[self.live.root], f"the live model of {self} is wrong")
-        check(not self.live.torn, f"{self} was told that there is nothing new, with half an update missing")
+            check(
+                self.live.snapshot() == self._model.states[self.live.root],
+                f"the live model of {self} is wrong",
+            )
+        check(
+            not self.live.torn,
+            f"{self} was told that there is nothing new, with half an update missing",
+        )
         self.is_level()
         self._counts["checked"] += 1
 
     def is_of_another_stream(self, version: int) -> bool:
-        """Whether a publisher that could read none of the versions has begun another stream with ``version``."""
+        """Whether a publisher that could read none of the versions has begun another stream with
+        ``version``."""
         known = self.subscriber.stream_id
         return known is not None and self._model.stream_id(version) != known
 
     def is_level(self) -> None:
         """Nothing that the host state has is missing in the live model."""
-        check(self.live.version == self.subscriber.version, f"{self}: the live model was left behind")
+        check(
+            self.live.version == self.subscriber.version, f"{self}: the live model was left behind"
+        )
 
     def expect(self, faults: list[Fault]) -> None:
         self.client.expect(faults)
@@ -213,16 +269,19 @@ class Worker:
             return act()
 
     def _hold(self, update: Update) -> None:
-        """Keeps an update for long, if it is one that does: its values must not change meanwhile."""
+        """Keeps an update for long, if it is one that does: its values must not change
+        meanwhile."""
         if self._held:
             kept, copies = self._held
             now = [tensor.values.tobytes() for tensor in kept.tensors]
             check(now == copies, f"the values of {kept} have changed while {self} held it")
-        self._held = (update, [tensor.values.tobytes() for tensor in update.tensors]) if self.holds else None
+        self._held = (
+            (update, [tensor.values.tobytes() for tensor in update.tensors]) if self.holds else None
+        )
 
     def _follows(self, update: Update) -> bool:
-        """Whether the update starts where the live model is, or at another version with the same bits, as one that
-        starts from a base may."""
+        """Whether the update starts where the live model is, or at another version with the same
+        bits, as one that starts from a base may."""
         known = self.live.version
         return (
             update.previous is None
@@ -231,7 +290,8 @@ class Worker:
         )
 
     def _loses(self, update: Update) -> bool:
-        """Whether the worker is interrupted while it scatters ``update``: some tensors have it, others not."""
+        """Whether the worker is interrupted while it scatters ``update``: some tensors have it,
+        others not."""
         if self.loses_at is None or not update.tensors:
             return False
         for _ in update:
@@ -265,4 +325,8 @@ class Worker:
 def twins(worker: Worker) -> list[tuple[str, Callable[[], Any]]]:
     """What a second thread, or a forked process, may try with a worker's subscriber."""
     subscriber = worker.subscriber
-    return [("sync", subscriber.sync), ("root", lambda: subscriber.root), ("full_update", subscriber.full_update)]
+    return [
+        ("sync", subscriber.sync),
+        ("root", lambda: subscriber.root),
+        ("full_update", subscriber.full_update),
+    ]

@@ -1,4 +1,5 @@
-"""A stream, its publishers and workers, and everything that can happen to them; checked against the model."""
+"""A stream, its publishers and workers, and everything that can happen to them; checked against the
+model."""
 
 from __future__ import annotations
 
@@ -35,16 +36,22 @@ STREAM_ID = "0123456789abcdef" * 2
 
 
 class World(Disturbances, Upkeep):
-    """Every method named in `RULES` is one step. All chance comes from the ``rng`` that a step is given."""
+    """Every method named in `RULES` is one step. All chance comes from the ``rng`` that a step is
+    given."""
 
-    def __init__(self, rng: Random, threads: str = STEADY, interrupter: Interrupter | None = None) -> None:
+    def __init__(
+        self, rng: Random, threads: str = STEADY, interrupter: Interrupter | None = None
+    ) -> None:
         self.model = self._new_model()
         self.disk = self.model.disk = Disk(self.model.created)
         self.net = Net(self.disk)
         self.counts: Counter[str] = Counter()
         self.trace: list[str] = []
         self.trainers = [Trainer(rng), Trainer(rng)]
-        self.publishers: list[tuple[Client, Publisher] | tuple[RankClients, RankTrainer] | None] = [None, None]
+        self.publishers: list[tuple[Client, Publisher] | tuple[RankClients, RankTrainer] | None] = [
+            None,
+            None,
+        ]
         self.sharded = rng.random() < 0.4
         self.unsettled = [False, False]
         self.workers: list[Worker] = []
@@ -57,7 +64,9 @@ class World(Disturbances, Upkeep):
         self.threads = threads
         self.model.signed = self._signed(rng)
         self.signer = SIGNER if self.model.signed else None
-        self.setup = Setup((SIGNER.public_key,) if self.signer else None, self._stream_id(rng), threads == INLINE)
+        self.setup = Setup(
+            (SIGNER.public_key,) if self.signer else None, self._stream_id(rng), threads == INLINE
+        )
         self.interrupts = Interrupts(interrupter or Interrupter())
         self.group: Group | None = None
         self._folder: Path | None = None
@@ -112,9 +121,13 @@ class World(Disturbances, Upkeep):
     def regroup(self, rng: Random) -> None:
         """A member joins or leaves the group, which begins with two."""
         if self.group is None:
-            self.group = Group(self.net, self.model, self.counts, self._cache_folder() / "node", self.setup)
+            self.group = Group(
+                self.net, self.model, self.counts, self._cache_folder() / "node", self.setup
+            )
             self.group.join()
-        elif len(self.group.members) >= _MOST_MEMBERS or (len(self.group.members) > 1 and rng.random() < 0.5):
+        elif len(self.group.members) >= _MOST_MEMBERS or (
+            len(self.group.members) > 1 and rng.random() < 0.5
+        ):
             self.group.leave(rng)
             return
         self.group.join()
@@ -134,8 +147,9 @@ class World(Disturbances, Upkeep):
     # What holds at all times, and in the end.
 
     def settled(self, rng: Random) -> None:
-        """After a step: no worker that it touched shows a wrong state, nor one that it did not touch, and a version
-        that can be reached is reached. Of those that cannot have changed some are looked at."""
+        """After a step: no worker that it touched shows a wrong state, nor one that it did not
+        touch, and a version that can be reached is reached. Of those that cannot have changed some
+        are looked at."""
         for worker in [*self.workers, *(self.group.members if self.group else ())]:
             if worker.touched or rng.random() < 0.1:
                 worker.inspect()
@@ -143,7 +157,10 @@ class World(Disturbances, Upkeep):
         if changed:
             for version, committed in self.model.versions.items():
                 data = self.disk.peek(version_name(version))
-                check(self.destroyed or data in (None, committed.data), f"the manifest of version {version} changed")
+                check(
+                    self.destroyed or data in (None, committed.data),
+                    f"the manifest of version {version} changed",
+                )
         if self.model.versions and rng.random() < (0.5 if changed else 0.1):
             self._newcomer(rng.choice(list(self.model.versions)), self.model.reach(self.disk))
 
@@ -156,13 +173,18 @@ class World(Disturbances, Upkeep):
             self._publish(rng, 0, [])
         self._walk(rng)
         if not self.destroyed:
-            reports = list(verify_stream(self.disk, STREAM, trusted_keys=self.setup.trusted_keys, threads=1))
+            reports = list(
+                verify_stream(self.disk, STREAM, trusted_keys=self.setup.trusted_keys, threads=1)
+            )
             bad = [(r.version, r.problems) for r in reports if not r.ok]
             check(not bad, f"verify finds fault with a whole stream: {bad}")
             self.counts["verified"] += 1
             for worker in self.workers:
                 worker.sync([], None)
-                check(worker.live.version == self.model.head, f"{worker} is not at the head {self.model.head}")
+                check(
+                    worker.live.version == self.model.head,
+                    f"{worker} is not at the head {self.model.head}",
+                )
         self.ratio = 0.0
         self.publishers = [None, None]
         for _ in range(2):
@@ -197,7 +219,9 @@ class World(Disturbances, Upkeep):
         worker.holds = rng.random() < 0.15
         return worker
 
-    def _make_worker(self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup) -> Worker:
+    def _make_worker(
+        self, net: Net, counts: Counter[str], cache: Path | None, setup: Setup
+    ) -> Worker:
         return Worker(net, self.model, counts, cache, setup)
 
     def _cache_folder(self) -> Path:
@@ -207,24 +231,33 @@ class World(Disturbances, Upkeep):
 
     def _collect(self, client: Client, keep: int, grace: float) -> None:
         keys, stream_id = self.setup.trusted_keys, self.setup.stream_id
-        gc_stream(client, STREAM, keep=keep, grace_seconds=grace, trusted_keys=keys, stream_id=stream_id)
+        gc_stream(
+            client, STREAM, keep=keep, grace_seconds=grace, trusted_keys=keys, stream_id=stream_id
+        )
 
     def _newcomer(self, version: int, reach: dict[int, str], must: bool = False) -> None:
-        check(not must or reach[version] == MUST, f"version {version} cannot be reached after a publish with an anchor")
+        check(
+            not must or reach[version] == MUST,
+            f"version {version} cannot be reached after a publish with an anchor",
+        )
         self._stranger().sync([], version, fresh=True, reach=reach)
         self.counts[f"newcomer_{'gap' if reach[version] == GAP else 'reached'}"] += 1
 
     def _stranger(self) -> Worker:
         """A worker of its own that nothing befalls: no late call arrives meanwhile."""
-        return self._make_worker(Net(self.disk), self.counts, None, replace(self.setup, inline=True))
+        return self._make_worker(
+            Net(self.disk), self.counts, None, replace(self.setup, inline=True)
+        )
 
     def _walk(self, rng: Random) -> None:
-        """Newcomers go to some of the versions, and to some that cannot be reached; and one worker goes through all
-        that it can reach, where `verify_stream` does not."""
+        """Newcomers go to some of the versions, and to some that cannot be reached; and one worker
+        goes through all that it can reach, where `verify_stream` does not."""
         reach = self.model.reach(self.disk)
         gaps = [version for version in reach if reach[version] != MUST]
         others = [version for version in reach if reach[version] == MUST]
-        for version in rng.sample(gaps, min(3, len(gaps))) + rng.sample(others, min(4, len(others))):
+        for version in rng.sample(gaps, min(3, len(gaps))) + rng.sample(
+            others, min(4, len(others))
+        ):
             self._newcomer(version, reach)
         if not self.destroyed:
             return
@@ -237,7 +270,9 @@ class World(Disturbances, Upkeep):
     def _faults(self, rng: Random) -> list[Fault]:
         if rng.random() < 0.4:
             return []
-        kinds = rng.choices(list(FAULTS), weights=(3, 3, 2, 1, 3, 3, 3, 3, 2), k=rng.choice((1, 1, 2, 4)))
+        kinds = rng.choices(
+            list(FAULTS), weights=(3, 3, 2, 1, 3, 3, 3, 3, 2), k=rng.choice((1, 1, 2, 4))
+        )
         return [Fault(kind, rng.randrange(rng.choice((3, 8, 20))), rng.random()) for kind in kinds]
 
     def _sync(self, rng: Random, worker: Worker, target: int | None = None) -> None:
@@ -250,7 +285,9 @@ class World(Disturbances, Upkeep):
         if worker.client.dead:
             worker.restart(rng.choice(("cold", "base")), rng)
 
-    def _publisher(self, rng: Random, who: int) -> tuple[Client, Publisher] | tuple[RankClients, RankTrainer]:
+    def _publisher(
+        self, rng: Random, who: int
+    ) -> tuple[Client, Publisher] | tuple[RankClients, RankTrainer]:
         """The one that runs, or a new one: of one process, or of two or three ranks."""
         pair = self.publishers[who]
         if pair is None:
@@ -264,7 +301,10 @@ class World(Disturbances, Upkeep):
             if self.sharded and rng.random() < 0.8:
                 clients = RankClients(self.net, rng.choice((1, 2, 2, 3)))
                 self.counts["sharded"] += 1
-                pair = self.publishers[who] = (clients, RankTrainer(clients, rng, history=self.history, **settings))
+                pair = self.publishers[who] = (
+                    clients,
+                    RankTrainer(clients, rng, history=self.history, **settings),
+                )
                 return pair
             client = Client(self.net)
             publisher = tuned(client, stream=STREAM, history=self.history, threads=1, **settings)
@@ -273,7 +313,9 @@ class World(Disturbances, Upkeep):
             pair = self.publishers[who] = (client, publisher)
         return pair
 
-    def _publish(self, rng: Random, who: int, faults: list[Fault], *, interrupted: bool = False) -> None:
+    def _publish(
+        self, rng: Random, who: int, faults: list[Fault], *, interrupted: bool = False
+    ) -> None:
         client, publisher = self._publisher(rng, who)
         state = self.trainers[who].step(rng)
         root = self.model.offer(state)
@@ -292,7 +334,11 @@ class World(Disturbances, Upkeep):
         before, most = set(self.model.versions), 1 + self.unsettled[who] + damaged
         try:
             try:
-                published = steps.run(lambda: publisher.publish(state)) if steps else publisher.publish(state)
+                published = (
+                    steps.run(lambda: publisher.publish(state))
+                    if steps
+                    else publisher.publish(state)
+                )
             except Boom:
                 client.hit += isinstance(client, RankClients)  # the ranks have parted
                 self.counts["interrupted"] += 1
@@ -318,7 +364,11 @@ class World(Disturbances, Upkeep):
             committed = self.model.committed(published.version, root)
             check(committed is not None, f"{published} is not what was committed")
             assert committed is not None
-            own = {v for v, other in self.model.versions.items() if other.publisher == committed.publisher} - before
+            own = {
+                v
+                for v, other in self.model.versions.items()
+                if other.publisher == committed.publisher
+            } - before
             check(len(own) <= most, f"one publish committed the versions {own}")
             client.calm()
             if not client.dead:
@@ -331,7 +381,8 @@ class World(Disturbances, Upkeep):
             self.publishers[who] = None
 
     def _tool(self, client: Client, run: Callable[[], object], what: str) -> None:
-        """A command that an operator runs; it may fail where something is wrong, with an error of the library."""
+        """A command that an operator runs; it may fail where something is wrong, with an error of
+        the library."""
         self.trace.append(f"  {what}")
         try:
             run()

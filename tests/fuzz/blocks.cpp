@@ -23,9 +23,14 @@ int main(int argc, char** argv) {
         for (const BlockCodec codec : {BlockCodec::gaps, BlockCodec::nibbles}) {
             if (codec == BlockCodec::nibbles && !may_be_nibbles(b.kind)) continue;
             const EncodedBlock encoded = encoded_both_ways(
-                [&] { return encode_block({}, b.old.data(), b.now.data(), b.kind, b.runs, false, codec); }, seed);
+                [&] {
+                    return encode_block({}, b.old.data(), b.now.data(), b.kind, b.runs, false,
+                                        codec);
+                },
+                seed);
             const auto decode = [&](const Exact& payload) {
-                const Decoded d = decode_block(codec, {}, payload.data(), payload.size, b.old.data(), b.kind, b.runs);
+                const Decoded d = decode_block(codec, {}, payload.data(), payload.size,
+                                               b.old.data(), b.kind, b.runs);
                 return changed(b, d, seed);
             };
             if (encoded.changed && decoded_both_ways(encoded.payload, decode, seed) != b.after) {

@@ -20,8 +20,9 @@ using namespace pulse;
 namespace {
 
 constexpr Rounding kRoundings[] = {
-    {7, 1, 0x7F7F0000, 0x7F800000},   {10, 113, 0x477FE000, 0x7F800000}, {3, 121, 0x43E00000, 0x43E00000},
-    {2, 113, 0x47600000, 0x7F800000}, {1, 1, 0x7F000000, 0x7F800000},    {22, 254, 0x7F7FFFFE, 0x7F800000},
+    {7, 1, 0x7F7F0000, 0x7F800000},   {10, 113, 0x477FE000, 0x7F800000},
+    {3, 121, 0x43E00000, 0x43E00000}, {2, 113, 0x47600000, 0x7F800000},
+    {1, 1, 0x7F000000, 0x7F800000},   {22, 254, 0x7F7FFFFE, 0x7F800000},
 };
 
 constexpr int kMantissas[] = {23, 7, 2, 0};  // explicit bits of the values of each wire
@@ -50,7 +51,9 @@ struct Parameters {
     std::vector<float> theta, momentum, now, residual;
 
     Shared shared() const { return {theta.data(), momentum.data(), theta.size(), rounding}; }
-    Local local() const { return {theta.data(), now.data(), residual.data(), lookahead, bf16_start}; }
+    Local local() const {
+        return {theta.data(), now.data(), residual.data(), lookahead, bf16_start};
+    }
     float start(size_t i) const {
         const float exact = lookahead != 0 ? theta[i] - lookahead * residual[i] : theta[i];
         return bf16_start ? float_of(uint32_t(Bf16Rounder{}(bits_of(exact))) << 16) : exact;
@@ -59,12 +62,20 @@ struct Parameters {
 
 size_t any_count(Random& r) {
     constexpr size_t kEdges[] = {0, 1, 63, 64, 65, 128, 8191, 8192, 8193};
-    return below(r, 4) ? below(r, below(r, 20) ? 2000 : 40000) : kEdges[below(r, std::size(kEdges))];
+    return below(r, 4) ? below(r, below(r, 20) ? 2000 : 40000)
+                       : kEdges[below(r, std::size(kEdges))];
 }
 
 Parameters random_parameters(Random& r) {
-    Parameters b{kRoundings[below(r, std::size(kRoundings))], below(r, 2) ? 0 : 7.0f, below(r, 3) == 0, {}, {}, {}, {}};
-    const int theta_kind = int(below(r, 6)), move_kind = int(below(r, 6)), size = int(below(r, 30)) - 28;
+    Parameters b{kRoundings[below(r, std::size(kRoundings))],
+                 below(r, 2) ? 0 : 7.0f,
+                 below(r, 3) == 0,
+                 {},
+                 {},
+                 {},
+                 {}};
+    const int theta_kind = int(below(r, 6)), move_kind = int(below(r, 6)),
+              size = int(below(r, 30)) - 28;
     const bool still = below(r, 4) == 0;
     const size_t count = any_count(r);
     for (size_t i = 0; i < count; i++) {
@@ -73,8 +84,8 @@ Parameters random_parameters(Random& r) {
         b.momentum.push_back(still ? 0 : number(r, int(below(r, 5))));
         b.residual.push_back(below(r, 2) || std::abs(theta) > 0x1p56f ? 0 : theta * 0x1p-20f);
         // A step in proportion to theta, as training makes it, or anything.
-        float move =
-            move_kind < 3 ? theta * std::ldexp(float(int64_t(r()) >> 40) * 0x1p-23f, size) : number(r, move_kind - 1);
+        float move = move_kind < 3 ? theta * std::ldexp(float(int64_t(r()) >> 40) * 0x1p-23f, size)
+                                   : number(r, move_kind - 1);
         const float start = b.start(i);
         if (!(std::abs(move) < 0x1p60f) || !finite(start - move)) move = 0;
         // What a model holds is finite; the cast may have made an infinity of the start.
@@ -92,12 +103,13 @@ void check_range(const Entries& e, const Parameters& b, uint64_t seed) {
     }
 }
 
-void check_gate(const Parameters& b, const std::vector<float>& s, const std::vector<uint32_t>& open, uint32_t base,
-                uint64_t seed) {
+void check_gate(const Parameters& b, const std::vector<float>& s, const std::vector<uint32_t>& open,
+                uint32_t base, uint64_t seed) {
     const Rounder round(b.rounding);
     size_t k = 0;
     for (size_t i = 0; i < s.size(); i++) {
-        if (bits_of(s[i]) != bits_of((b.start(i) - b.now[i]) + b.residual[i])) fail("s is another sum", seed);
+        if (bits_of(s[i]) != bits_of((b.start(i) - b.now[i]) + b.residual[i]))
+            fail("s is another sum", seed);
         const bool opens = round(bits_of(b.theta[i])) != round(bits_of(b.theta[i] - s[i]));
         if (opens != (k < open.size() && open[k] == base + i)) fail("the gate", seed);
         k += opens;
@@ -106,13 +118,17 @@ void check_gate(const Parameters& b, const std::vector<float>& s, const std::vec
 }
 
 bool same(const std::vector<float>& a, const std::vector<float>& b) {
-    return a.size() == b.size() && (a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(float)));
+    return a.size() == b.size() &&
+           (a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(float)));
 }
 
-bool same(const Entries& a, const Entries& b) { return a.positions == b.positions && same(a.values, b.values); }
+bool same(const Entries& a, const Entries& b) {
+    return a.positions == b.positions && same(a.values, b.values);
+}
 
 // The entries of a payload; false if it is refused. The same with vectors and without.
-bool decode(const Parameters& b, const Exact& payload, int mantissa, Entries& found, uint64_t seed) {
+bool decode(const Parameters& b, const Exact& payload, int mantissa, Entries& found,
+            uint64_t seed) {
     bool decoded[2] = {};
     Entries both[2];
     for (const bool use : {false, true}) {
@@ -124,7 +140,8 @@ bool decode(const Parameters& b, const Exact& payload, int mantissa, Entries& fo
         } catch (const Malformed&) {
         }
     }
-    if (decoded[0] != decoded[1] || !same(both[0], both[1])) fail("vectors decode something else", seed);
+    if (decoded[0] != decoded[1] || !same(both[0], both[1]))
+        fail("vectors decode something else", seed);
     found = std::move(both[0]);
     return decoded[0];
 }
@@ -133,14 +150,16 @@ std::vector<uint8_t> encode(const Parameters& b, const Entries& e, int mantissa,
     std::vector<uint8_t> payloads[2];
     for (const bool use : {false, true}) {
         rans_vectors = use && has_rans_vectors();
-        payloads[use] = encode_entries(b.shared(), e.positions.data(), e.values.data(), e.positions.size(), mantissa);
+        payloads[use] = encode_entries(b.shared(), e.positions.data(), e.values.data(),
+                                       e.positions.size(), mantissa);
     }
     if (payloads[0] != payloads[1]) fail("vectors encode something else", seed);
     return payloads[0];
 }
 
 // One step along the sum of entries, all at once and densely; and by segments and sparsely.
-void check_steps(const Parameters& b, const std::vector<Entries>& entries, Random& r, uint64_t seed) {
+void check_steps(const Parameters& b, const std::vector<Entries>& entries, Random& r,
+                 uint64_t seed) {
     const size_t count = b.theta.size(), offset = below(r, 600), granule = 1 + below(r, 300);
     const Nesterov nesterov{float(1 + below(r, 8)), 0.7f, 0.9f};
     std::vector<float> total(count);
@@ -160,23 +179,26 @@ void check_steps(const Parameters& b, const std::vector<Entries>& entries, Rando
     sum_entries(summands, count, sums.positions, sums.values);
     if (!same(sums, dense)) fail("the sums", seed);
 
-    std::vector<float> theta[2] = {b.theta, b.theta}, momentum[2] = {b.momentum, b.momentum}, start(count);
+    std::vector<float> theta[2] = {b.theta, b.theta}, momentum[2] = {b.momentum, b.momentum},
+                       start(count);
     outer_step(theta[0].data(), momentum[0].data(), total.data(), count, nesterov);
     const Octaves octaves{uint8_t(r()), uint8_t(r())};
     std::vector<uint8_t> classes[2] = {std::vector<uint8_t>(count), std::vector<uint8_t>(count)};
     classify(theta[0].data(), momentum[0].data(), count, b.rounding, octaves, classes[0].data());
     for (size_t from = 0; from < count;) {
         const size_t size = std::min(count - from, 1 + below(r, below(r, 2) ? 10000 : 300));
-        outer_step(theta[1].data() + from, momentum[1].data() + from, b.residual.data() + from, b.lookahead,
-                   start.data() + from, from, size, summands, nesterov, offset + from, granule, counts.data(),
-                   {b.rounding, octaves, classes[1].data() + from});
+        outer_step(theta[1].data() + from, momentum[1].data() + from, b.residual.data() + from,
+                   b.lookahead, start.data() + from, from, size, summands, nesterov, offset + from,
+                   granule, counts.data(), {b.rounding, octaves, classes[1].data() + from});
         from += size;
     }
-    if (!same(theta[0], theta[1]) || !same(momentum[0], momentum[1])) fail("the sparse outer step", seed);
+    if (!same(theta[0], theta[1]) || !same(momentum[0], momentum[1]))
+        fail("the sparse outer step", seed);
     if (counts != expected) fail("the counts of the sums", seed);
     if (classes[0] != classes[1]) fail("the classes", seed);
     for (size_t i = 0; i < count; i++) {
-        const float ahead = b.lookahead != 0 ? theta[0][i] - b.lookahead * b.residual[i] : theta[0][i];
+        const float ahead =
+            b.lookahead != 0 ? theta[0][i] - b.lookahead * b.residual[i] : theta[0][i];
         if (bits_of(start[i]) != bits_of(ahead)) fail("where the next steps start", seed);
     }
 }
@@ -214,10 +236,12 @@ int main(int argc, char** argv) {
             for (uint32_t p : open) sent.values.push_back(float_of(bits_of(s[p]) & kept));
             const std::vector<uint8_t> payload = encode(b, sent, mantissa, seed);
             bytes[wire] += payload.size();
-            if (!decode(b, Exact(payload), mantissa, back, seed)) fail("a payload is refused", seed);
+            if (!decode(b, Exact(payload), mantissa, back, seed))
+                fail("a payload is refused", seed);
             if (!same(back, sent)) fail("the entries do not come back", seed);
             arrived.push_back(std::move(back));
-            std::vector<std::pair<const uint8_t*, size_t>> together(3, {payload.data(), payload.size()});
+            std::vector<std::pair<const uint8_t*, size_t>> together(
+                3, {payload.data(), payload.size()});
             for (int k = 0; k < 4; k++, bad_ones++) {
                 const Exact bad(damaged(payload, r));
                 if (!decode(b, bad, mantissa, back, seed)) {
@@ -227,8 +251,10 @@ int main(int argc, char** argv) {
                 }
                 together[1] = {bad.data(), bad.size};
                 try {  // a payload of other octaves between two
-                    const std::vector<Entries> three = decode_entries(b.shared(), together, mantissa);
-                    if (!same(three[0], sent) || !same(three[2], sent)) fail("a payload changes another one", seed);
+                    const std::vector<Entries> three =
+                        decode_entries(b.shared(), together, mantissa);
+                    if (!same(three[0], sent) || !same(three[2], sent))
+                        fail("a payload changes another one", seed);
                 } catch (const Malformed&) {
                 }
             }
@@ -236,9 +262,10 @@ int main(int argc, char** argv) {
         check_steps(b, arrived, r, seed);
     }
     char more[100];
-    std::snprintf(more, sizeof more, " with %llu entries in %.3g, %.3g, %.3g and %.3g MB (FP32, BF16, int4, int2)",
-                  (unsigned long long)entries, double(bytes[0]) / 1e6, double(bytes[1]) / 1e6, double(bytes[2]) / 1e6,
-                  double(bytes[3]) / 1e6);
+    std::snprintf(more, sizeof more,
+                  " with %llu entries in %.3g, %.3g, %.3g and %.3g MB (FP32, BF16, int4, int2)",
+                  (unsigned long long)entries, double(bytes[0]) / 1e6, double(bytes[1]) / 1e6,
+                  double(bytes[2]) / 1e6, double(bytes[3]) / 1e6);
     print_counts(rounds, more, bad_ones, refused);
     return 0;
 }

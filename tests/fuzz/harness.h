@@ -43,11 +43,14 @@ inline double unit(Random& r) { return double(r() >> 11) / 9007199254740992.0; }
 class Rounds {
 public:
     Rounds(int argc, char** argv)
-        : seconds_(argc > 1 ? std::atof(argv[1]) : 10), first(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1) {}
+        : seconds_(argc > 1 ? std::atof(argv[1]) : 10),
+          first(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1) {}
 
     // Goes on to the next seed; false when the time is over.
     bool next() {
-        if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > seconds_) return false;
+        if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() >
+            seconds_)
+            return false;
         seed = first + count++;
         return true;
     }
@@ -64,7 +67,8 @@ public:
 // A copy in memory of exactly its length, so that the sanitizer sees a read of one byte too many.
 class Exact {
 public:
-    explicit Exact(const std::vector<uint8_t>& bytes) : size(bytes.size()), bytes_(new uint8_t[bytes.size()]) {
+    explicit Exact(const std::vector<uint8_t>& bytes)
+        : size(bytes.size()), bytes_(new uint8_t[bytes.size()]) {
         std::copy(bytes.begin(), bytes.end(), bytes_.get());
     }
     const uint8_t* data() const { return bytes_.get(); }
@@ -159,7 +163,8 @@ inline Block random_block(Random& r) {
     return Block(kind, std::move(runs), std::move(before), std::move(after));
 }
 
-inline void check_positions(const uint32_t* positions, size_t count, size_t elements, uint64_t seed) {
+inline void check_positions(const uint32_t* positions, size_t count, size_t elements,
+                            uint64_t seed) {
     for (size_t i = 0; i < count; i++) {
         if (positions[i] >= elements) fail("position out of range", seed);
         if (i && positions[i] <= positions[i - 1]) fail("positions not ascending", seed);
@@ -167,10 +172,12 @@ inline void check_positions(const uint32_t* positions, size_t count, size_t elem
 }
 
 // The elements after changes, which are in range and in order, and changes.
-inline std::vector<uint8_t> changed(const Block& b, const uint32_t* positions, size_t count, const uint8_t* values,
-                                    size_t bytes, const uint8_t* before, size_t bytes_before, uint64_t seed) {
+inline std::vector<uint8_t> changed(const Block& b, const uint32_t* positions, size_t count,
+                                    const uint8_t* values, size_t bytes, const uint8_t* before,
+                                    size_t bytes_before, uint64_t seed) {
     const size_t width = size_t(b.kind.width);
-    if (bytes != count * width || bytes_before != bytes) fail("values and positions differ in number", seed);
+    if (bytes != count * width || bytes_before != bytes)
+        fail("values and positions differ in number", seed);
     check_positions(positions, count, b.elements, seed);
     std::vector<uint8_t> made = b.before;
     for (size_t i = 0; i < count; i++) {
@@ -182,8 +189,8 @@ inline std::vector<uint8_t> changed(const Block& b, const uint32_t* positions, s
     return made;
 }
 inline std::vector<uint8_t> changed(const Block& b, const pulse::Decoded& d, uint64_t seed) {
-    return changed(b, d.positions.data(), d.positions.size(), d.values.data(), d.values.size(), d.before.data(),
-                   d.before.size(), seed);
+    return changed(b, d.positions.data(), d.positions.size(), d.values.data(), d.values.size(),
+                   d.before.data(), d.before.size(), seed);
 }
 
 // Whether positions are found and weights summed by vectors, where the processor has them.
@@ -208,7 +215,8 @@ auto encoded_both_ways(Encode&& encode, uint64_t seed) {
 
 // The elements that `decode` makes of a payload, with vectors and without; empty where both refuse it.
 template <class Decode>
-std::vector<uint8_t> decoded_both_ways(const std::vector<uint8_t>& payload, Decode&& decode, uint64_t seed) {
+std::vector<uint8_t> decoded_both_ways(const std::vector<uint8_t>& payload, Decode&& decode,
+                                       uint64_t seed) {
     const Exact exact(payload);
     std::vector<uint8_t> made[2];
     for (const bool use : {false, true}) {
@@ -238,11 +246,13 @@ struct Damaged {
 };
 
 // `more`: what else is to be said of the blocks.
-inline void print_counts(const Rounds& rounds, const char* more, uint64_t damaged, uint64_t refused) {
+inline void print_counts(const Rounds& rounds, const char* more, uint64_t damaged,
+                         uint64_t refused) {
     std::printf(
         "%llu blocks came back whole%s, %llu damaged payloads: %llu refused, the rest in range; seeds %llu to %llu\n",
-        (unsigned long long)rounds.count, more, (unsigned long long)damaged, (unsigned long long)refused,
-        (unsigned long long)rounds.first, (unsigned long long)(rounds.first + rounds.count));
+        (unsigned long long)rounds.count, more, (unsigned long long)damaged,
+        (unsigned long long)refused, (unsigned long long)rounds.first,
+        (unsigned long long)(rounds.first + rounds.count));
 }
 
 }  // namespace fuzz

@@ -39,9 +39,11 @@ std::vector<uint8_t> records_of_steps(const std::vector<uint8_t>& steps) {
     std::vector<uint32_t> positions;
     std::vector<uint8_t> zeros, values;
     for (size_t i = 0; i < steps.size(); i++) {
-        if (steps[i]) positions.push_back(uint32_t(i)), zeros.push_back(0), values.push_back(steps[i]);
+        if (steps[i])
+            positions.push_back(uint32_t(i)), zeros.push_back(0), values.push_back(steps[i]);
     }
-    return records_of(positions.data(), positions.size(), zeros.data(), values.data(), {1, 0, 0, false});
+    return records_of(positions.data(), positions.size(), zeros.data(), values.data(),
+                      {1, 0, 0, false});
 }
 
 // The net steps of records, by element.
@@ -92,10 +94,12 @@ Past random_past(Random& r, const Block& b, std::vector<uint8_t>& now, uint64_t 
         plain.add(records, 1);
         past.add(below(r, 8) ? with_classes(r, records, b) : records, random_span(r));
     }
-    if (steps_of(merged_records(plain.windows, b.elements), b.elements) != total) fail("the merged windows", seed);
+    if (steps_of(merged_records(plain.windows, b.elements), b.elements) != total)
+        fail("the merged windows", seed);
     now.clear();
     for (size_t i = 0; i < b.elements; i++) {
-        const uint32_t x = element(b.before, i, b.kind.width), y = element(b.after, i, b.kind.width);
+        const uint32_t x = element(b.before, i, b.kind.width),
+                       y = element(b.after, i, b.kind.width);
         const bool goes_on = drift[i] && unit(r) < again;
         append(now, goes_on ? x + uint32_t(drift[i]) : y, b.kind.width);
     }
@@ -108,7 +112,8 @@ Past hostile_past(Random& r) {
     for (size_t n = random_length(r); n; n--) {
         std::vector<uint8_t> bytes(below(r, 3000));
         const bool any = below(r, 4) == 0;
-        for (size_t i = 0; i < bytes.size(); i++) bytes[i] = uint8_t(any || i % 4 >= 2 ? r() : below(r, 40) ? 0 : r());
+        for (size_t i = 0; i < bytes.size(); i++)
+            bytes[i] = uint8_t(any || i % 4 >= 2 ? r() : below(r, 40) ? 0 : r());
         past.add(bytes, random_span(r));
     }
     return past;
@@ -118,9 +123,11 @@ Past hostile_past(Random& r) {
 Block large_block(Random& r) {
     const uint64_t elements = (1 << 17) + below(r, 1 << 17);
     const int width = below(r, 4) ? 2 : below(r, 2) ? 1 : 4;
-    const ElementKind kind = width == 2 ? ElementKind{2, 7, 255, true} : ElementKind{width, 0, 0, false};
+    const ElementKind kind =
+        width == 2 ? ElementKind{2, 7, 255, true} : ElementKind{width, 0, 0, false};
     std::vector<uint8_t> before, after;
-    const uint32_t top = uint32_t(0x3a00 + below(r, 0x400)), span = uint32_t(1 + below(r, 1 << (7 + below(r, 6))));
+    const uint32_t top = uint32_t(0x3a00 + below(r, 0x400)),
+                   span = uint32_t(1 + below(r, 1 << (7 + below(r, 6))));
     const double changes = 0.01 * unit(r);
     for (uint64_t i = 0; i < elements; i++) {
         const uint32_t x = top - uint32_t(below(r, span));
@@ -146,7 +153,8 @@ Past large_past(Random& r, const Block& b, std::vector<uint8_t>& now) {
     }
     now.clear();
     for (size_t i = 0; i < b.elements; i++) {
-        const uint32_t x = element(b.before, i, b.kind.width), y = element(b.after, i, b.kind.width);
+        const uint32_t x = element(b.before, i, b.kind.width),
+                       y = element(b.after, i, b.kind.width);
         append(now, drift[i] && below(r, 2) ? x + uint32_t(int8_t(drift[i])) : y, b.kind.width);
     }
     return past;
@@ -170,11 +178,11 @@ int main(int argc, char** argv) {
         const Block b(made.kind, made.runs, made.before, after);
         const std::vector<Window>& windows = past.windows;
         use_vectors(false);
-        const EncodedBlock encoded =
-            encode_block(windows, b.old.data(), b.now.data(), b.kind, b.runs, true, BlockCodec::history);
+        const EncodedBlock encoded = encode_block(windows, b.old.data(), b.now.data(), b.kind,
+                                                  b.runs, true, BlockCodec::history);
         use_vectors(true);
-        const EncodedBlock again =
-            encode_block(windows, b.old.data(), b.now.data(), b.kind, b.runs, false, BlockCodec::history);
+        const EncodedBlock again = encode_block(windows, b.old.data(), b.now.data(), b.kind, b.runs,
+                                                false, BlockCodec::history);
         if (encoded.codec != again.codec || encoded.payload != again.payload) {
             fail("vectors make other bytes", seed);
         }
@@ -188,8 +196,10 @@ int main(int argc, char** argv) {
             for (bool use : {false, true}) {
                 use_vectors(use);
                 try {
-                    const Decoded d = decode_history(windows, exact.data(), exact.size, b.old.data(), b.kind, b.runs);
-                    if (changed(b, d, seed) == b.after && d.positions.size() == encoded.changed) continue;
+                    const Decoded d = decode_history(windows, exact.data(), exact.size,
+                                                     b.old.data(), b.kind, b.runs);
+                    if (changed(b, d, seed) == b.after && d.positions.size() == encoded.changed)
+                        continue;
                 } catch (const Malformed& error) {
                     std::fprintf(stderr, "%s\n", error.what());
                 }
@@ -204,8 +214,10 @@ int main(int argc, char** argv) {
             for (bool use : {false, true}) {
                 use_vectors(use);
                 try {
-                    found[use] =
-                        changed(b, decode_history(known, bad.data(), bad.size, b.old.data(), b.kind, b.runs), seed);
+                    found[use] = changed(
+                        b,
+                        decode_history(known, bad.data(), bad.size, b.old.data(), b.kind, b.runs),
+                        seed);
                 } catch (const Malformed&) {
                 }
             }
@@ -214,8 +226,8 @@ int main(int argc, char** argv) {
         }
     }
     char more[96];
-    std::snprintf(more, sizeof more, ", %llu of them by their history, %llu with groups", (unsigned long long)coded,
-                  (unsigned long long)by_groups);
+    std::snprintf(more, sizeof more, ", %llu of them by their history, %llu with groups",
+                  (unsigned long long)coded, (unsigned long long)by_groups);
     print_counts(rounds, more, bad_ones, refused);
     return 0;
 }

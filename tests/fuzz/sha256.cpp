@@ -22,7 +22,8 @@ namespace {
 uint64_t below(Random& r, uint64_t n) { return n ? r() % n : 0; }
 
 void fail(const char* what, const std::string& path, uint64_t seed) {
-    std::fprintf(stderr, "FOUND: %s, path %s (round seed %llu)\n", what, path.c_str(), (unsigned long long)seed);
+    std::fprintf(stderr, "FOUND: %s, path %s (round seed %llu)\n", what, path.c_str(),
+                 (unsigned long long)seed);
     std::abort();
 }
 
@@ -30,8 +31,8 @@ std::vector<uint8_t> one_by_one(const std::vector<std::vector<uint8_t>>& pieces,
     std::vector<uint8_t> all;
     for (const auto& piece : pieces) {
         for (size_t at = 0; at < piece.size(); at += leaf) {
-            const auto part =
-                leaf_digests({{&piece[at], std::min(leaf, piece.size() - at)}}, leaf, *sha256_plan("portable"));
+            const auto part = leaf_digests({{&piece[at], std::min(leaf, piece.size() - at)}}, leaf,
+                                           *sha256_plan("portable"));
             all.insert(all.end(), part.begin(), part.end());
         }
     }
@@ -48,7 +49,9 @@ int main(int argc, char** argv) {
     paths.push_back("");
     uint64_t seed = first, digests = 0;
     for (;; seed++) {
-        if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds) break;
+        if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() >
+            seconds)
+            break;
         Random r(seed);
         const size_t leaf = kSha256Block << below(r, 9), width = size_t(1) << below(r, 4);
         std::vector<std::vector<uint8_t>> contents(1 + below(r, 30));
@@ -65,7 +68,8 @@ int main(int argc, char** argv) {
         }
         std::vector<uint32_t> positions;
         const uint64_t gap = 1 + below(r, 3000);
-        for (uint64_t at = below(r, gap); at < total; at += 1 + below(r, gap)) positions.push_back(uint32_t(at));
+        for (uint64_t at = below(r, gap); at < total; at += 1 + below(r, gap))
+            positions.push_back(uint32_t(at));
         std::vector<uint8_t> values(positions.size() * width);
         for (auto& byte : values) byte = uint8_t(r());
         const std::vector<uint8_t> plain = one_by_one(contents, leaf);
@@ -77,20 +81,23 @@ int main(int argc, char** argv) {
             for (; k < positions.size() && positions[k] < base + content.size() / width; k++) {
                 std::memcpy(&content[(positions[k] - base) * width], &values[k * width], width);
             }
-            patched.push_back(
-                {pieces[i], positions.data() + from, uint32_t(base), values.data() + from * width, k - from});
+            patched.push_back({pieces[i], positions.data() + from, uint32_t(base),
+                               values.data() + from * width, k - from});
             base += content.size() / width;
         }
         const std::vector<uint8_t> changed = one_by_one(contents, leaf);
         for (const std::string& path : paths) {
             const Sha256Plan& plan = *sha256_plan(path);
             if (leaf_digests(pieces, leaf, plan) != plain) fail("leaves", path, seed);
-            if (changed_leaf_digests(patched, leaf, int(width), plan) != changed) fail("changed leaves", path, seed);
+            if (changed_leaf_digests(patched, leaf, int(width), plan) != changed)
+                fail("changed leaves", path, seed);
             digests += 2 * plain.size() / kSha256Digest;
         }
     }
     std::printf("%llu digests on the paths", (unsigned long long)digests);
-    for (const std::string& path : paths) std::printf(" %s", path.empty() ? "(fastest)" : path.c_str());
-    std::printf(": all equal; seeds %llu to %llu\n", (unsigned long long)first, (unsigned long long)seed);
+    for (const std::string& path : paths)
+        std::printf(" %s", path.empty() ? "(fastest)" : path.c_str());
+    std::printf(": all equal; seeds %llu to %llu\n", (unsigned long long)first,
+                (unsigned long long)seed);
     return 0;
 }

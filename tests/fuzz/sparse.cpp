@@ -35,13 +35,16 @@ std::vector<uint8_t> renumbered(const std::vector<uint8_t>& payload, size_t elem
     while (at < payload.size() && payload[at] >= 128) at++;
     std::vector<uint8_t> bad;
     put_varint(bad, 1 + below(r, elements));
-    bad.insert(bad.end(), payload.begin() + std::ptrdiff_t(std::min(at + 1, payload.size())), payload.end());
+    bad.insert(bad.end(), payload.begin() + std::ptrdiff_t(std::min(at + 1, payload.size())),
+               payload.end());
     const size_t from = std::min(size_t(20 + below(r, below(r, 2) ? 600 : bad.size())), bad.size());
     switch (below(r, 4)) {
         case 0: break;
         case 1: bad.resize(from); break;
         case 2: bad.resize(bad.size() + below(r, 300), uint8_t(r())); [[fallthrough]];
-        default: std::generate(bad.begin() + std::ptrdiff_t(from), bad.end(), [&] { return uint8_t(r()); });
+        default:
+            std::generate(bad.begin() + std::ptrdiff_t(from), bad.end(),
+                          [&] { return uint8_t(r()); });
     }
     return bad;
 }
@@ -72,13 +75,15 @@ Block sparse_block(Random& r) {
     std::vector<uint8_t> before, after;
     for (const Run& run : runs) {
         for (uint64_t i = 0; i < run.elements; i++) {
-            const uint32_t x =
-                likeness == 0   ? uint32_t(r())
-                : likeness == 1 ? center + uint32_t(below(r, 1000))
-                : likeness == 2
-                    ? (40u + uint32_t(below(r, span))) << kind.shift | uint32_t(below(r, 1u << kind.shift))
-                    : (127u - uint32_t(below(r, 9) + below(r, 9))) << kind.shift | uint32_t(below(r, 1u << kind.shift));
-            const double chance = in_part ? (i < run.elements / 32 || !i) : of_class[(x >> kind.shift) & kind.mask];
+            const uint32_t x = likeness == 0   ? uint32_t(r())
+                               : likeness == 1 ? center + uint32_t(below(r, 1000))
+                               : likeness == 2
+                                   ? (40u + uint32_t(below(r, span))) << kind.shift |
+                                         uint32_t(below(r, 1u << kind.shift))
+                                   : (127u - uint32_t(below(r, 9) + below(r, 9))) << kind.shift |
+                                         uint32_t(below(r, 1u << kind.shift));
+            const double chance =
+                in_part ? (i < run.elements / 32 || !i) : of_class[(x >> kind.shift) & kind.mask];
             append(before, x, kind.width);
             append(after, unit(r) < chance ? x + random_step(r, steps, kind.width) : x, kind.width);
         }
@@ -89,14 +94,16 @@ Block sparse_block(Random& r) {
 // Equal elements, of which one in eight changes by one step in every few batches of 512: all states go the same way.
 Block regular_block(Random& r) {
     const ElementKind kind = kKinds[below(r, std::size(kKinds))];
-    const uint64_t batches = 150 + below(r, 400), every = 2 + below(r, 12), behind = below(r, 520), place = below(r, 8);
+    const uint64_t batches = 150 + below(r, 400), every = 2 + below(r, 12), behind = below(r, 520),
+                   place = below(r, 8);
     const uint32_t x = uint32_t(r()) & 0x3c003c00u;
     std::vector<uint8_t> before, after;
     for (uint64_t i = 0; i < 512 * batches + behind; i++) {
         append(before, x, kind.width);
         append(after, i / 512 % every == 0 && i % 8 == place ? x + 1 : x, kind.width);
     }
-    const std::vector<Run> runs{{512 * batches + behind, below(r, 2) ? uint64_t(4096) : uint64_t(1) << 24, 0}};
+    const std::vector<Run> runs{
+        {512 * batches + behind, below(r, 2) ? uint64_t(4096) : uint64_t(1) << 24, 0}};
     return Block(kind, runs, std::move(before), std::move(after));
 }
 
@@ -113,24 +120,28 @@ int main(int argc, char** argv) {
         BlockCodec codecs[2];
         const EncodedBlock encoded = encoded_both_ways(
             [&, way = 0]() mutable {
-                EncodedBlock made = encode_block({}, b.old.data(), b.now.data(), b.kind, b.runs, false);
+                EncodedBlock made =
+                    encode_block({}, b.old.data(), b.now.data(), b.kind, b.runs, false);
                 codecs[way++] = made.codec;
                 return made;
             },
             seed);
         if (codecs[0] != codecs[1]) fail("vectors choose another codec", seed);
         const auto decode = [&](const Exact& payload) {
-            return changed(b, decode_sparse(payload.data(), payload.size, b.old.data(), b.kind, b.runs), seed);
+            return changed(
+                b, decode_sparse(payload.data(), payload.size, b.old.data(), b.kind, b.runs), seed);
         };
         std::vector<uint8_t> payload;  // empty where another codec suits better
         if (encoded.codec == BlockCodec::sparse) {
             payload = encoded.payload;
             by_groups += !payload.empty();
-            if (!payload.empty() && decoded_both_ways(payload, decode, seed) != b.after) fail("round trip", seed);
+            if (!payload.empty() && decoded_both_ways(payload, decode, seed) != b.after)
+                fail("round trip", seed);
         }
         tried.try_some(payload, decode, r, seed);
         if (b.elements) {
-            for (int k = 0; k < 8; k++) tried.count(renumbered(payload, b.elements, r), decode, seed);
+            for (int k = 0; k < 8; k++)
+                tried.count(renumbered(payload, b.elements, r), decode, seed);
         }
     }
     char more[60];

@@ -20,16 +20,19 @@ int main(int argc, char** argv) {
         const uint64_t seed = rounds.seed;
         Random r(seed);
         const Block b = random_block(r);
-        const Encoded encoded =
-            encoded_both_ways([&] { return encode_steps(b.old.data(), b.now.data(), b.elements, b.kind); }, seed);
+        const Encoded encoded = encoded_both_ways(
+            [&] { return encode_steps(b.old.data(), b.now.data(), b.elements, b.kind); }, seed);
         const auto decode = [&](const Exact& payload) {
-            const DecodedSteps d = decode_steps(payload.data(), payload.size, b.old.data(), b.elements, b.kind);
-            return changed(b, d.positions.data.get(), d.positions.size, d.values.data.get(), d.values.size,
-                           d.before.data.get(), d.before.size, seed);
+            const DecodedSteps d =
+                decode_steps(payload.data(), payload.size, b.old.data(), b.elements, b.kind);
+            return changed(b, d.positions.data.get(), d.positions.size, d.values.data.get(),
+                           d.values.size, d.before.data.get(), d.before.size, seed);
         };
         const Spread spread = sampled_spread(b.old.data(), b.now.data(), b.elements, b.kind.width);
-        if (!(spread.density >= 0 && spread.density <= 1 && spread.evenness >= 0)) fail("the spread", seed);
-        if (encoded.changed && decoded_both_ways(encoded.payload, decode, seed) != b.after) fail("round trip", seed);
+        if (!(spread.density >= 0 && spread.density <= 1 && spread.evenness >= 0))
+            fail("the spread", seed);
+        if (encoded.changed && decoded_both_ways(encoded.payload, decode, seed) != b.after)
+            fail("round trip", seed);
         tried.try_some(encoded.payload, decode, r, seed);
     }
     print_counts(rounds, "", tried.bad, tried.refused);

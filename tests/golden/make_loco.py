@@ -1,4 +1,5 @@
-"""Writes this folder's messages of trainers. Run it only for a new format: what a release has sent must stay readable.
+"""Writes this folder's messages of trainers. Run it only for a new format: what a release has sent
+must stay readable.
 
 python -m tests.golden.make_loco FORMAT_FOLDER
 """
@@ -20,13 +21,16 @@ BLOCKS = [(0, 600), (600, 640), (640, 1000)]
 
 
 def block() -> dict[str, np.ndarray]:
-    """Theta, momentum, pseudo-gradients (none in the second block) and the entries that pass the gate."""
+    """Theta, momentum, pseudo-gradients (none in the second block) and the entries that pass the
+    gate."""
     k = np.arange(1000, dtype=np.int64)
     uneven = (k * 2654435761 % (1 << 20)).astype(np.float32) / np.float32(1 << 20)
     theta = ((uneven - np.float32(0.5)) * np.float32(0.1)).astype(np.float32)
     theta[::97] = 0
     momentum = (theta * np.float32(1e-3) * (k % 3 - 1)).astype(np.float32)
-    s = (theta * np.where(k % 5 == 0, np.float32(2**-8), np.float32(2**-11)) * (k % 4 - 1)).astype(np.float32)
+    s = (theta * np.where(k % 5 == 0, np.float32(2**-8), np.float32(2**-11)) * (k % 4 - 1)).astype(
+        np.float32
+    )
     s[::7] = (theta - (theta - s))[::7]
     s[::50] = np.float32(1e-6)
     s[600:640] = 0
@@ -34,7 +38,9 @@ def block() -> dict[str, np.ndarray]:
     made = {"theta": theta, "momentum": momentum, "blocks": np.array(BLOCKS)}
     for name, (start, stop) in zip("abc", BLOCKS, strict=True):
         here = slice(start, stop)
-        found = open_entries(theta[here], theta[here], s[here], out[here], ROUNDINGS[torch.bfloat16])
+        found = open_entries(
+            theta[here], theta[here], s[here], out[here], ROUNDINGS[torch.bfloat16]
+        )
         assert found is not None
         made[f"{name}.positions"] = found
         made |= {f"{name}.{wire.name}": wire.round(s[here][found]) for wire in WIRES}
@@ -49,10 +55,16 @@ def main() -> None:
     for wire in WIRES:
         payloads = []
         for key, (start, stop) in zip("abc", BLOCKS, strict=True):
-            shared = (made["theta"][start:stop], made["momentum"][start:stop], ROUNDINGS[torch.bfloat16])
+            shared = (
+                made["theta"][start:stop],
+                made["momentum"][start:stop],
+                ROUNDINGS[torch.bfloat16],
+            )
             entries = (made[f"{key}.positions"], made[f"{key}.{wire.name}"])
             payloads.append(wire.encode(*shared, entries))
-        (folder / f"{wire.name}.message").write_bytes(Message(41, wire.mantissa, payloads).to_bytes())
+        (folder / f"{wire.name}.message").write_bytes(
+            Message(41, wire.mantissa, payloads).to_bytes()
+        )
 
 
 if __name__ == "__main__":

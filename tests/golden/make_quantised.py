@@ -1,9 +1,10 @@
-"""Writes what the libraries of the formats make of some weights: python -m tests.golden.make_quantised
+"""Writes what the libraries of the formats make of some weights: python -m
+tests.golden.make_quantised
 
-It needs these, which no test does. compressed-tensors 0.20.0, ModelOpt 0.47.0 and, for GPT-OSS, the reference in torch
-of triton_kernels (python/triton_kernels of Triton, of 2025-09-16), which transformers calls, made the file that is
-here. FP8 in blocks of 128 x 128 is the scheme FP8_BLOCK of compressed-tensors, under the names of DeepSeek's
-checkpoints.
+It needs these, which no test does. compressed-tensors 0.20.0, ModelOpt 0.47.0 and, for GPT-OSS, the
+reference in torch of triton_kernels (python/triton_kernels of Triton, of 2025-09-16), which
+transformers calls, made the file that is here. FP8 in blocks of 128 x 128 is the scheme FP8_BLOCK
+of compressed-tensors, under the names of DeepSeek's checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
         return torch.randn(shape, generator=generator)
 
     yield "trained", 0.02 * normal(130, 160)
-    yield "ranges", normal(20, 96) * torch.exp2(torch.randint(-120, 100, (20, 96), generator=generator).float())
+    yield (
+        "ranges",
+        normal(20, 96)
+        * torch.exp2(torch.randint(-120, 100, (20, 96), generator=generator).float()),
+    )
     yield "ties", ((torch.arange(2048) % 97) - 48).float().view(32, 64) / 8
     yield "zeros", torch.zeros(3, 32)
     some = 0.02 * normal(8, 64)
@@ -56,8 +61,13 @@ def gpt_oss(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     from triton_kernels.numerics_details.mxfp import downcast_to_mxfp_torch
 
     experts = torch.stack([weight.T, weight.T])
-    codes, scales = (t.transpose(1, 2).contiguous() for t in downcast_to_mxfp_torch(experts, torch.uint8, axis=1))
-    return {"experts.up_proj_blocks": codes.unflatten(-1, (-1, 16)), "experts.up_proj_scales": scales}
+    codes, scales = (
+        t.transpose(1, 2).contiguous() for t in downcast_to_mxfp_torch(experts, torch.uint8, axis=1)
+    )
+    return {
+        "experts.up_proj_blocks": codes.unflatten(-1, (-1, 16)),
+        "experts.up_proj_scales": scales,
+    }
 
 
 def quantised(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
@@ -77,10 +87,20 @@ def quantised(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
         return {"weight": codes, "weight_scale_inv": scales}
     groups = weight.unflatten(-1, (-1, scheme.weights.group_size))
     whole = generate_gparam(weight.min(), weight.max()) if name == "nvfp4" else None
-    scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, global_scale=whole)
-    given = {"weight": weight, "weight_scale": scales} | ({} if whole is None else {"weight_global_scale": whole})
-    formats = {"mxfp8": "mxfp8-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
-    found: dict[str, torch.Tensor] = BaseCompressor.get_value_from_registry(formats[name]).compress(given, scheme)
+    scales, _ = calculate_qparams(
+        groups.amin(-1), groups.amax(-1), scheme.weights, global_scale=whole
+    )
+    given = {"weight": weight, "weight_scale": scales} | (
+        {} if whole is None else {"weight_global_scale": whole}
+    )
+    formats = {
+        "mxfp8": "mxfp8-quantized",
+        "mxfp4": "mxfp4-pack-quantized",
+        "nvfp4": "nvfp4-pack-quantized",
+    }
+    found: dict[str, torch.Tensor] = BaseCompressor.get_value_from_registry(formats[name]).compress(
+        given, scheme
+    )
     return found
 
 

@@ -1,7 +1,7 @@
 """Writes the corpus of hostile files next to this program: python -m tests.hostile.make
 
-Each is refused with a typed error and in little memory (tests/test_hostile.py). The files are kept, so that what was
-once refused stays refused whatever becomes of this program.
+Each is refused with a typed error and in little memory (tests/test_hostile.py). The files are kept,
+so that what was once refused stays refused whatever becomes of this program.
 
     *.patch         a patch for BASE; digests are right unless they are what is wrong
     *.safetensors   a checkpoint, or the shard of an anchor
@@ -25,7 +25,16 @@ from pulse_rl._util import zstd
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import BlockEntry, PatchHeader, all_of
 from pulse_rl.stream.manifest import FORMAT
-from tests.hostile.pieces import base, changed, framed, header_of_many_blocks, honest, plain_header, varint, with_block
+from tests.hostile.pieces import (
+    base,
+    changed,
+    framed,
+    header_of_many_blocks,
+    honest,
+    plain_header,
+    varint,
+    with_block,
+)
 from tests.support.block_codecs import GAPS, ZSTD
 
 HERE = Path(__file__).parent
@@ -60,34 +69,63 @@ def patches() -> Iterator[tuple[str, bytes]]:
     yield "padded-varint", framed(plain_header(none, slices=b"\x81\0\0\x90\x10"))
     yield "endless-varint", framed(plain_header(none, slices=b"\xff" * 30))
     yield "history-of-no-versions", framed(plain_header(none, history=b"\1\0" + bytes(8)))
-    yield "history-of-65-windows", framed(plain_header(none, history=varint(65) + b"\1" * 65 + bytes(8)))
+    yield (
+        "history-of-65-windows",
+        framed(plain_header(none, history=varint(65) + b"\1" * 65 + bytes(8))),
+    )
     yield "history-cut", framed(plain_header(b"", history=b"\1\1" + bytes(7), slices=b""))
-    yield "history-that-is-not-named", framed(plain_header(varint(2) + b"\6\0" + b"\1\1" + bytes(8)), b"x")
+    yield (
+        "history-that-is-not-named",
+        framed(plain_header(varint(2) + b"\6\0" + b"\1\1" + bytes(8)), b"x"),
+    )
     yield "slices-2-to-the-60", framed(plain_header(none, slices=varint(1 << 60)))
     yield "slices-of-the-cap", framed(plain_header(none, slices=varint(1 << 20)))
-    yield "slices-of-the-cap-that-are-there", framed(plain_header(none, slices=varint(1 << 20) + b"\1\1" * (1 << 20)))
-    yield "slices-that-touch", framed(plain_header(none, slices=b"\2\0" + varint(64) + b"\0" + varint(2000)))
+    yield (
+        "slices-of-the-cap-that-are-there",
+        framed(plain_header(none, slices=varint(1 << 20) + b"\1\1" * (1 << 20))),
+    )
+    yield (
+        "slices-that-touch",
+        framed(plain_header(none, slices=b"\2\0" + varint(64) + b"\0" + varint(2000))),
+    )
     yield "slices-of-nothing", framed(plain_header(none, slices=b"\2\0" + varint(2064) + b"\0\0"))
     yield "slices-of-too-little", framed(plain_header(none, slices=b"\1\0" + varint(2063)))
     yield "slices-of-too-much", framed(plain_header(none, slices=b"\1\0" + varint(2065)))
-    yield "slices-past-the-end", framed(plain_header(none, slices=b"\1" + varint(2060) + varint(2064)))
+    yield (
+        "slices-past-the-end",
+        framed(plain_header(none, slices=b"\1" + varint(2060) + varint(2064))),
+    )
     yield (
         "slices-with-a-hole",
-        framed(plain_header(varint(2) + b"\0\0", slices=b"\2\0" + varint(5) + varint(1) + varint(2058))),
+        framed(
+            plain_header(varint(2) + b"\0\0", slices=b"\2\0" + varint(5) + varint(1) + varint(2058))
+        ),
     )
     yield "no-slices", framed(plain_header(b"\0", slices=b"\0"))
     yield "terabytes", framed(plain_header(none, slices=b"\1\0" + varint(TERA)))
-    yield "terabytes-in-blocks", framed(plain_header(varint(1 << 18) + bytes(1 << 18), slices=b"\1\0" + varint(TERA)))
+    yield (
+        "terabytes-in-blocks",
+        framed(plain_header(varint(1 << 18) + bytes(1 << 18), slices=b"\1\0" + varint(TERA))),
+    )
     yield "most-blocks", header_of_many_blocks()
-    yield "slice-overflows", framed(plain_header(none, slices=b"\1" + varint((1 << 64) - 1) + varint(2064)))
+    yield (
+        "slice-overflows",
+        framed(plain_header(none, slices=b"\1" + varint((1 << 64) - 1) + varint(2064))),
+    )
     yield "blocks-2-to-the-60", framed(plain_header(varint(1 << 60) + b"\0\0"))
     yield "blocks-one-too-many", framed(plain_header(varint(3) + b"\0\0\0"))
     yield "blocks-one-too-few", framed(plain_header(varint(1) + b"\0"))
     yield "unknown-codec", with_block(b"x", 99, 1)
-    yield "changes-past-the-block", framed(plain_header(block + varint(2001) + varint(10) + bytes(8)), b"x" * 10)
+    yield (
+        "changes-past-the-block",
+        framed(plain_header(block + varint(2001) + varint(10) + bytes(8)), b"x" * 10),
+    )
     yield "no-changes", framed(plain_header(block + varint(0) + varint(10) + bytes(8)), b"x" * 10)
     yield "payload-of-terabytes", framed(plain_header(block + varint(1) + varint(TERA) + bytes(8)))
-    yield "payload-of-no-checksum", framed(plain_header(block + varint(1) + varint(10) + bytes(8)), b"x" * 10)
+    yield (
+        "payload-of-no-checksum",
+        framed(plain_header(block + varint(1) + varint(10) + bytes(8)), b"x" * 10),
+    )
     entries = (BlockEntry(0, 0, 0),) * 2
     yield "another-base", PatchHeader("1" * 64, "2" * 64, all_of(base().specs), entries).to_bytes()
 
@@ -109,7 +147,10 @@ def blocks() -> Iterator[tuple[str, bytes]]:
     )
     yield "context-many-changes", with_block(varint((1 << 64) - 1) + b"\0\0\xff" + noise, 3, 2000)
     yield "context-no-changes", with_block(b"\0\0\0\xff" + noise, 3, 1)
-    yield "context-padded-count", with_block(bytes([0x80 | count & 0x7F, 0x80 | count >> 7, 0]) + whole[2:], 3, count)
+    yield (
+        "context-padded-count",
+        with_block(bytes([0x80 | count & 0x7F, 0x80 | count >> 7, 0]) + whole[2:], 3, count),
+    )
     yield "context-endless-count", with_block(b"\xff" * 40, 3, 1)
     yield "context-boost-255", with_block(varint(7) + b"\xff\0\xff" + noise, 3, 7)
     yield "context-classes-past-the-end", with_block(varint(7) + b"\0\xff\xff" + noise, 3, 7)
@@ -135,7 +176,10 @@ def blocks() -> Iterator[tuple[str, bytes]]:
     yield "zstd-too-few-values", with_block(gaps([0, 0], 1, b"xx", 2), 2, 2)
     yield "zstd-bomb", with_block(gaps(np.zeros(1 << 26, np.uint8), 1, b"xx", 1), 2, 1)
     yield "zstd-bomb-of-values", with_block(gaps([0], 1, bytes(1 << 26), 1), 2, 1)
-    yield "zstd-length-past-the-end", with_block(struct.pack("<IBI", 1, 1, 0xFFFFFFFF) + good[9:], 2, 1)
+    yield (
+        "zstd-length-past-the-end",
+        with_block(struct.pack("<IBI", 1, 1, 0xFFFFFFFF) + good[9:], 2, 1),
+    )
     bomb = zstd.compress(bytes(1 << 26), 1)
     yield "dense-bomb", with_block((len(bomb).to_bytes(4, "little") + bomb) * 2, 1, 2000)
     yield "dense-length-past-the-end", with_block(b"\xff\xff\xff\xff" + bomb[:50], 1, 2000)
@@ -158,23 +202,38 @@ def checkpoints() -> Iterator[tuple[str, bytes]]:
     yield "longer", good + b"\0"
     yield "header-of-exabytes", checkpoint({}, length=(1 << 64) - 1)
     yield "header-of-100-mib", checkpoint({}, length=100 << 20)
-    yield "overlapping", checkpoint({"a": entry("U8", [8], 0, 8), "b": entry("U8", [8], 4, 12)}, bytes(12))
-    yield "same-place", checkpoint({"a": entry("U8", [8], 0, 8), "b": entry("U8", [8], 0, 8)}, bytes(8))
+    yield (
+        "overlapping",
+        checkpoint({"a": entry("U8", [8], 0, 8), "b": entry("U8", [8], 4, 12)}, bytes(12)),
+    )
+    yield (
+        "same-place",
+        checkpoint({"a": entry("U8", [8], 0, 8), "b": entry("U8", [8], 0, 8)}, bytes(8)),
+    )
     yield "gap", checkpoint({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 8, 12)}, bytes(12))
     yield "negative-start", checkpoint({"a": entry("U8", [8], -8, 0)}, bytes(8))
     yield "negative-length", checkpoint({"a": entry("U8", [8], 8, 0)}, bytes(8))
     yield "negative-shape", checkpoint({"a": entry("U8", [-8], 0, 8)}, bytes(8))
     yield "negative-shape-twice", checkpoint({"a": entry("U8", [-2, -4], 0, 8)}, bytes(8))
     yield "terabytes", checkpoint({"a": entry("U8", [TERA], 0, TERA)}, bytes(8))
-    yield "past-2-to-the-64", checkpoint({"a": entry("F64", [1 << 62, 1 << 62], 0, 1 << 127)}, bytes(8))
+    yield (
+        "past-2-to-the-64",
+        checkpoint({"a": entry("F64", [1 << 62, 1 << 62], 0, 1 << 127)}, bytes(8)),
+    )
     yield "shape-of-floats", checkpoint({"a": entry("U8", [8.0], 0, 8)}, bytes(8))
     yield "shape-of-booleans", checkpoint({"a": entry("U8", [True], False, True)}, bytes(1))
     yield "shape-of-words", checkpoint({"a": entry("U8", "8", "0", "8")}, bytes(8))
     yield "shape-of-17-dimensions", checkpoint({"a": entry("U8", [1] * 17, 0, 1)}, bytes(1))
-    yield "three-offsets", checkpoint({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, bytes(1))
+    yield (
+        "three-offsets",
+        checkpoint({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, bytes(1)),
+    )
     yield "no-dtype", checkpoint({"a": {"shape": [1], "data_offsets": [0, 1]}}, bytes(1))
     yield "unknown-dtype", checkpoint({"a": entry("Q4_K", [1], 0, 1)}, bytes(1))
-    yield "dtype-a-list", checkpoint({"a": {"dtype": ["U8"], "shape": [1], "data_offsets": [0, 1]}}, bytes(1))
+    yield (
+        "dtype-a-list",
+        checkpoint({"a": {"dtype": ["U8"], "shape": [1], "data_offsets": [0, 1]}}, bytes(1)),
+    )
     yield "entry-a-list", checkpoint({"a": ["U8", [1], [0, 1]]}, bytes(1))
     yield "metadata-of-numbers", checkpoint({"__metadata__": {"a": 1}})
     yield "metadata-a-list", checkpoint({"__metadata__": ["a"]})
@@ -193,7 +252,10 @@ def checkpoints() -> Iterator[tuple[str, bytes]]:
     yield "deep-objects", checkpoint(b'{"a":' * 10_000)
     yield "digits", checkpoint(b'{"a":' + b"9" * 10_000 + b"}")
     yield "digits-in-the-shape", checkpoint({"a": entry("U8", [int("9" * 4000)], 0, 1)}, bytes(1))
-    yield "infinity", checkpoint(b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,NaN]}}', bytes(1))
+    yield (
+        "infinity",
+        checkpoint(b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,NaN]}}', bytes(1)),
+    )
 
 
 FILES: dict[str, list[str]] = {
@@ -226,17 +288,22 @@ FILES: dict[str, list[str]] = {
 def manifest(**changes: Any) -> dict[str, Any]:
     """A manifest of version 1 that would do."""
     good: dict[str, Any] = {
-        "format": FORMAT, "stream": "policy", "stream_id": "5" * 32, "version": 1, "epoch": 1, "root": "0" * 64,
-        "elements": 2064, "dense_bytes": 4512, "publisher": "hostile", "created": 0.5, "remembers": [], "aliases": {},
+        "format": FORMAT, "stream": "policy", "stream_id": "5" * 32, "version": 1, "epoch": 1,
+        "root": "0" * 64,
+        "elements": 2064, "dense_bytes": 4512, "publisher": "hostile", "created": 0.5,
+        "remembers": [], "aliases": {},
         "metadata": {}, "files": [], "patch":
-        {"base": 0, "base_root": "0" * 64, "changed": 1, "parts": [{"sha256": "0" * 64, "bytes": 100}]}, "anchor": None,
+        {"base": 0, "base_root": "0" * 64, "changed": 1, "parts": [{"sha256": "0" * 64,
+        "bytes": 100}]}, "anchor": None,
         "digest": "", "signature": None,
     }  # fmt: skip
     return good | changes
 
 
 def as_json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(
+        errors="surrogatepass"
+    )
 
 
 def sealed(value: dict[str, Any]) -> bytes:
@@ -256,7 +323,10 @@ def manifests() -> Iterator[tuple[str, bytes]]:
     link = manifest()["patch"]
     for key in ("version", "epoch", "elements", "dense_bytes", "created"):
         yield f"{key}-huge", sealed(manifest(**{key: huge}))
-        yield f"{key}-negative", sealed(manifest(**{key: -1})) if key != "created" else sealed(manifest(created="1"))
+        yield (
+            f"{key}-negative",
+            sealed(manifest(**{key: -1})) if key != "created" else sealed(manifest(created="1")),
+        )
         yield f"{key}-a-word", sealed(manifest(**{key: "1"}))
         yield f"{key}-null", sealed(manifest(**{key: None}))
     yield "epoch-0", sealed(manifest(epoch=0))
@@ -268,9 +338,20 @@ def manifests() -> Iterator[tuple[str, bytes]]:
     yield "other-stream", sealed(manifest(stream="other"))
     yield "path-as-stream", sealed(manifest(stream="../../policy"))
     yield "stream_id-missing", sealed({k: v for k, v in manifest().items() if k != "stream_id"})
-    for tag, stream_id in (("empty", ""), ("upper-case", "A" * 32), ("short", "a" * 31), ("null", None)):
+    for tag, stream_id in (
+        ("empty", ""),
+        ("upper-case", "A" * 32),
+        ("short", "a" * 31),
+        ("null", None),
+    ):
         yield f"stream_id-{tag}", sealed(manifest(stream_id=stream_id))
-    for tag, spans in (("0", [0]), ("65", [65]), ("65-times", [1] * 65), ("null", None), ("a-word", ["1"])):
+    for tag, spans in (
+        ("0", [0]),
+        ("65", [65]),
+        ("65-times", [1] * 65),
+        ("null", None),
+        ("a-word", ["1"]),
+    ):
         yield f"remembers-{tag}", sealed(manifest(remembers=spans))
     shard = {"shards": [{"sha256": "0" * 64, "bytes": 100}]}
     yield "remembers-at-an-anchor", sealed(manifest(remembers=[1], anchor=shard))
@@ -279,19 +360,34 @@ def manifests() -> Iterator[tuple[str, bytes]]:
     for wrong in ("", "0" * 63, "0" * 65, "A" * 64, "../" * 21 + "x", "0" * 63 + "\n", "０" * 64):
         tag = sha256(wrong.encode()).hexdigest()[:6]
         yield f"root-{tag}", sealed(manifest(root=wrong))
-        yield f"payload-{tag}", sealed(manifest(patch=link | {"parts": [{"sha256": wrong, "bytes": 1}]}))
-        yield f"shard-{tag}", sealed(manifest(patch=None, anchor={"shards": [{"sha256": wrong, "bytes": 1}]}))
+        yield (
+            f"payload-{tag}",
+            sealed(manifest(patch=link | {"parts": [{"sha256": wrong, "bytes": 1}]})),
+        )
+        yield (
+            f"shard-{tag}",
+            sealed(manifest(patch=None, anchor={"shards": [{"sha256": wrong, "bytes": 1}]})),
+        )
     yield "nothing", sealed(manifest(patch=None))
     yield "no-parts", sealed(manifest(patch=link | {"parts": []}))
     yield "no-shards", sealed(manifest(patch=None, anchor={"shards": []}))
-    yield "payload-of-no-bytes", sealed(manifest(patch=link | {"parts": [{"sha256": "0" * 64, "bytes": 0}]}))
-    yield "payload-of-negative-bytes", sealed(manifest(patch=link | {"parts": [{"sha256": "0" * 64, "bytes": -5}]}))
+    yield (
+        "payload-of-no-bytes",
+        sealed(manifest(patch=link | {"parts": [{"sha256": "0" * 64, "bytes": 0}]})),
+    )
+    yield (
+        "payload-of-negative-bytes",
+        sealed(manifest(patch=link | {"parts": [{"sha256": "0" * 64, "bytes": -5}]})),
+    )
     yield "base-itself", sealed(manifest(patch=link | {"base": 1}))
     yield "base-later", sealed(manifest(patch=link | {"base": 7}))
     yield "base-negative", sealed(manifest(patch=link | {"base": -1}))
     yield "changed-more-than-all", sealed(manifest(patch=link | {"changed": 2065}))
     yield "unknown-key", sealed(manifest() | {"run": "rm -rf"})
-    yield "unknown-key-of-a-payload", sealed(manifest(patch=link | {"parts": [parts[0] | {"url": "http://x"}]}))
+    yield (
+        "unknown-key-of-a-payload",
+        sealed(manifest(patch=link | {"parts": [parts[0] | {"url": "http://x"}]})),
+    )
     yield "missing-key", sealed({k: v for k, v in manifest().items() if k != "root"})
     yield "other-order", sealed(dict(reversed(manifest().items())))
     yield "key-twice", good.replace(b'"version":1', b'"version":1,"version":1')
@@ -308,11 +404,24 @@ def manifests() -> Iterator[tuple[str, bytes]]:
     yield "escaped-surrogate", good.replace(b"hostile", b"\\ud800")
     yield "not-utf-8", good.replace(b"hostile", b"hosti\xffe")
     for tag, names in FILES.items():
-        yield f"files-{tag}", sealed(manifest(files=[{"name": n, "sha256": "0" * 64, "bytes": 5} for n in names]))
-    for tag, wrong in (("of-terabytes", TERA), ("negative", -1), ("past-the-cap", (128 << 20) - 4), ("a-word", "5")):
-        files = [{"name": name, "sha256": "0" * 64, "bytes": n} for name, n in (("a", 5), ("b", wrong))]
+        yield (
+            f"files-{tag}",
+            sealed(manifest(files=[{"name": n, "sha256": "0" * 64, "bytes": 5} for n in names])),
+        )
+    for tag, wrong in (
+        ("of-terabytes", TERA),
+        ("negative", -1),
+        ("past-the-cap", (128 << 20) - 4),
+        ("a-word", "5"),
+    ):
+        files = [
+            {"name": name, "sha256": "0" * 64, "bytes": n} for name, n in (("a", 5), ("b", wrong))
+        ]
         yield f"files-{tag}", sealed(manifest(files=files))
-    yield "files-of-no-digest", sealed(manifest(files=[{"name": "a", "sha256": "../a", "bytes": 5}]))
+    yield (
+        "files-of-no-digest",
+        sealed(manifest(files=[{"name": "a", "sha256": "../a", "bytes": 5}])),
+    )
     yield "files-null", sealed(manifest(files=None))
     yield "zeros", bytes(1000)
     yield "signature-a-word", sealed(manifest(signature="trust me"))
@@ -335,7 +444,13 @@ def links() -> Iterator[tuple[str, bytes]]:
         f"{999_999_999_999}-anchor-{1:015d}",
     ]
     yield "false", "\n".join(absurd).encode()
-    strange = ["x", "5-0-1-x", "a/b/c", f"{5:012d}-{zero}-{1:015d}-{digest}x", f"{5:012d}-{zero}-{1:015d}-{'A' * 64}"]
+    strange = [
+        "x",
+        "5-0-1-x",
+        "a/b/c",
+        f"{5:012d}-{zero}-{1:015d}-{digest}x",
+        f"{5:012d}-{zero}-{1:015d}-{'A' * 64}",
+    ]
     strange += [
         f"{5:012d}-anchor",
         f"{5:012d}-anchor-{1:015d}-{digest}",
@@ -348,7 +463,12 @@ def links() -> Iterator[tuple[str, bytes]]:
 
 
 def corpus() -> Iterator[tuple[str, bytes]]:
-    for kind, made in (("patch", patches()), ("safetensors", checkpoints()), ("json", manifests()), ("links", links())):
+    for kind, made in (
+        ("patch", patches()),
+        ("safetensors", checkpoints()),
+        ("json", manifests()),
+        ("links", links()),
+    ):
         for title, data in made:
             yield f"{title}.{kind}", data
 

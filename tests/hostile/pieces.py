@@ -13,7 +13,10 @@ from pulse_rl.patch.header import BlockEntry, PatchHeader, all_of, check_of
 from pulse_rl.state.digest import state_digest
 
 _RAMP = np.arange(2000, dtype=np.uint16)
-BASE: dict[str, Bits] = {"a": Bits(_RAMP.reshape(20, 100) * 33, "BF16"), "b": Bits(_RAMP[:64].astype(np.uint64), "U64")}
+BASE: dict[str, Bits] = {
+    "a": Bits(_RAMP.reshape(20, 100) * 33, "BF16"),
+    "b": Bits(_RAMP[:64].astype(np.uint64), "U64"),
+}
 """The state that the patches say they are for."""
 
 
@@ -37,7 +40,9 @@ def varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def framed(plain: bytes, body: bytes = b"", *, stored: bytes | None = None, claim: int | None = None) -> bytes:
+def framed(
+    plain: bytes, body: bytes = b"", *, stored: bytes | None = None, claim: int | None = None
+) -> bytes:
     """A patch file around a plain header; ``claim`` is the plain length it speaks of."""
     stored = zstd.compress(plain, 9) if stored is None else stored
     claim = len(plain) if claim is None else claim
@@ -49,19 +54,23 @@ ALL = varint(1) + varint(0) + varint(2064)
 """The slices of a file that holds all of BASE."""
 
 
-def plain_header(blocks: bytes, *, history: bytes = b"\0", slices: bytes = ALL, root: str = "") -> bytes:
+def plain_header(
+    blocks: bytes, *, history: bytes = b"\0", slices: bytes = ALL, root: str = ""
+) -> bytes:
     both = bytes.fromhex(root or state_digest(base()).root)
     return both + both + history + slices + blocks
 
 
 def header_of_many_blocks(root: str = "") -> bytes:
-    """A patch file of some hundred bytes for 2^40 elements, in 2^20 blocks that are as they were."""
+    """A patch file of some hundred bytes for 2^40 elements, in 2^20 blocks that are as they
+    were."""
     slices = varint(1) + varint(0) + varint(1 << 40)
     return framed(plain_header(varint(1 << 20) + bytes(1 << 20), slices=slices, root=root))
 
 
 def with_block(payload: bytes, codec_id: int, count: int, index: int = 0) -> bytes:
-    """A well-formed patch for BASE one of whose blocks holds ``payload``. Block 0 is "a" and block 1 is "b"."""
+    """A well-formed patch for BASE one of whose blocks holds ``payload``. Block 0 is "a" and block
+    1 is "b"."""
     digest = state_digest(base())
     entries = [BlockEntry(0, 0, 0), BlockEntry(0, 0, 0)]
     entries[index] = BlockEntry(codec_id, count, len(payload), check_of(payload))

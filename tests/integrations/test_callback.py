@@ -1,4 +1,5 @@
-"""The Trainer's callback, called as a Trainer does: which errors end a training, what is said, what is counted.
+"""The Trainer's callback, called as a Trainer does: which errors end a training, what is said, what
+is counted.
 
 `make test-trainers` has the real trainers.
 """
@@ -130,7 +131,9 @@ def test_another_publisher_ends_the_training() -> None:
         training.step()
 
 
-@pytest.mark.parametrize("settings", [{"replace": False}, {"replace": True}, {"replace": False, "every": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"replace": False}, {"replace": True}, {"replace": False, "every": 3}], ids=str
+)
 def test_another_publisher_ends_a_training_that_logs_each_step(settings: dict[str, Any]) -> None:
     """What a log has seen is raised all the same, by the next step."""
     store = MemoryStore()
@@ -155,7 +158,9 @@ def test_another_publisher_ends_a_training_that_logs_each_step(settings: dict[st
     assert isinstance(training.callback.error, PublisherConflict)
 
 
-def test_another_publisher_at_the_end_is_kept_for_the_program(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_publisher_at_the_end_is_kept_for_the_program(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     store = MemoryStore()
     training = Training(store)
     training.begin()
@@ -192,7 +197,9 @@ def test_a_store_that_cannot_be_written_is_found_before_the_first_step() -> None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_any_error_at_the_end_is_kept_for_the_program(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_any_error_at_the_end_is_kept_for_the_program(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
     training = Training(MemoryStore(), rank=rank)
     training.begin()
     lost = RuntimeError("CUDA out of memory")
@@ -238,7 +245,12 @@ def test_metadata_are_the_finite_numbers_of_the_last_log() -> None:
     training.step()
     training.end()
     assert training.callback.published is not None
-    assert training.callback.published.metadata == {"loss": 0.5, "logged_step": 1, "step": 2, "epoch": 1.0}
+    assert training.callback.published.metadata == {
+        "loss": 0.5,
+        "logged_step": 1,
+        "step": 2,
+        "epoch": 1.0,
+    }
 
 
 def test_the_best_model_is_published_if_it_is_loaded_at_the_end() -> None:
@@ -289,7 +301,14 @@ def test_a_run_says_that_it_continues_a_stream(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize(
     "settings",
-    [{"dtype": "F32"}, {"every": 0}, {"every": True}, {"on_event": 3}, {"keep": 0}, {"beside": {"policy": None}}],
+    [
+        {"dtype": "F32"},
+        {"every": 0},
+        {"every": True},
+        {"on_event": 3},
+        {"keep": 0},
+        {"beside": {"policy": None}},
+    ],
 )
 def test_settings_that_make_no_sense_are_refused_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):
@@ -297,10 +316,14 @@ def test_settings_that_make_no_sense_are_refused_at_once(settings: dict[str, Any
 
 
 def test_streams_beside_get_the_same_steps() -> None:
-    """From the FP32 masters, as callbacks of their own make them; a step that failed is made up for in all."""
+    """From the FP32 masters, as callbacks of their own make them; a step that failed is made up for
+    in all."""
     stores = Gate(), MemoryStore(), MemoryStore()
     training = Training(stores[0], replace=False, beside={"policy-fp8": "fp8_block"})
-    plain, fp8 = Training(stores[1], replace=False), Training(stores[2], replace=False, quantise="fp8_block")
+    plain, fp8 = (
+        Training(stores[1], replace=False),
+        Training(stores[2], replace=False, quantise="fp8_block"),
+    )
     for each in (training, plain, fp8):
         each.begin()
         each.step()
@@ -317,7 +340,10 @@ def test_streams_beside_get_the_same_steps() -> None:
         each.end()
     done = training.callback.published
     assert done is not None
-    for stream, (published, alone) in {"policy": (done, plain), "policy-fp8": (done.beside["policy-fp8"], fp8)}.items():
+    for stream, (published, alone) in {
+        "policy": (done, plain),
+        "policy-fp8": (done.beside["policy-fp8"], fp8),
+    }.items():
         assert alone.callback.published is not None
         assert (published.stream, published.root) == (stream, alone.callback.published.root)
         assert published.metadata["step"] == 2

@@ -1,4 +1,5 @@
-"""`MegatronWeights` over a stand-in for Megatron-Bridge: tasks and an export as it has them, of one rank.
+"""`MegatronWeights` over a stand-in for Megatron-Bridge: tasks and an export as it has them, of one
+rank.
 
 The real one, on two ranks, is in tests/trainers/test_ranks.py."""
 
@@ -41,11 +42,14 @@ class Bridge:
         self, model: Any, conversion_tasks: Any = None, **_: Any
     ) -> Iterator[tuple[str, torch.Tensor]]:
         tasks = self.get_conversion_tasks(model) if conversion_tasks is None else conversion_tasks
-        yield from self.convert({task.param_name: task.param_weight for task in tasks if task}).items()
+        yield from self.convert(
+            {task.param_name: task.param_weight for task in tasks if task}
+        ).items()
 
 
 class Model(nn.Module):
-    """``qkv``: two groups of two queries, a key and a value of three rows each; a fused ``up``; two experts; a norm."""
+    """``qkv``: two groups of two queries, a key and a value of three rows each; a fused ``up``; two
+    experts; a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +66,8 @@ class Model(nn.Module):
 
 
 def moved(given: Tensors) -> Tensors:
-    """What exports do without computing: interleaved heads, halves, a stack, transposes, padding cut off, a copy."""
+    """What exports do without computing: interleaved heads, halves, a stack, transposes, padding
+    cut off, a copy."""
     groups = given["qkv"].view(2, 4, 3, 5)
     return {
         "q": groups[:, :2].reshape(12, 5),
@@ -80,26 +85,33 @@ def moved(given: Tensors) -> Tensors:
 
 
 def test_the_map_of_what_an_export_moves(tmp_path: Path) -> None:
-    """After each change the slices make the version that the export makes, without another export."""
+    """After each change the slices make the version that the export makes, without another
+    export."""
     model, bridge = Model(), Bridge(moved)
     weights = MegatronWeights(bridge, [model])
     stores = [LocalStore(tmp_path / name) for name in ("slices", "gathered")]
-    with ShardedPublisher(stores[0], stream="s") as ranks, Publisher(stores[1], stream="s") as publisher:
+    with (
+        ShardedPublisher(stores[0], stream="s") as ranks,
+        Publisher(stores[1], stream="s") as publisher,
+    ):
         for version in range(3):
             expected = publisher.publish(weights.gathered())
             slices = weights.slices()
             bridge.convert = lambda given: pytest.fail("exported again")
             assert ranks.publish(slices).root == expected.root
             assert expected.version == version
-            assert slices["up"].local.untyped_storage().data_ptr() == model.up.untyped_storage().data_ptr()
+            assert (
+                slices["up"].local.untyped_storage().data_ptr()
+                == model.up.untyped_storage().data_ptr()
+            )
             bridge.convert = moved
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.copy_(torch.randn(parameter.shape))
     assert weights.gathered(keep=False) == {}
-    assert {tensor.dtype for tensor in MegatronWeights(bridge, model.float()).gathered("BF16").values()} == {
-        torch.bfloat16
-    }
+    assert {
+        tensor.dtype for tensor in MegatronWeights(bridge, model.float()).gathered("BF16").values()
+    } == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -111,10 +123,14 @@ def test_the_map_of_what_an_export_moves(tmp_path: Path) -> None:
         "negates": lambda given: {"up": -given["up"]},
         "pads": lambda given: {"up": torch.cat([given["up"], torch.zeros_like(given["up"])])},
         "casts": lambda given: {"up": given["up"].float()},
-        "scatters": lambda given: {"up": given["up"].reshape(-1)[torch.tensor([0, 3, 1, 2] * 10)].view(8, 5)},
+        "scatters": lambda given: {
+            "up": given["up"].reshape(-1)[torch.tensor([0, 3, 1, 2] * 10)].view(8, 5)
+        },
     }.items(),
 )
-def test_what_an_export_computes_is_refused(name: str, convert: Callable[[Tensors], Tensors]) -> None:
+def test_what_an_export_computes_is_refused(
+    name: str, convert: Callable[[Tensors], Tensors]
+) -> None:
     weights = MegatronWeights(Bridge(convert), [Model()])
     with pytest.raises(UnsupportedTensor) as refused:
         weights.slices()

@@ -1,4 +1,5 @@
-"""NeMo-RL's checkpoint engine: policy ranks and rollout workers in one process, called as its synchronizer does."""
+"""NeMo-RL's checkpoint engine: policy ranks and rollout workers in one process, called as its
+synchronizer does."""
 
 from __future__ import annotations
 
@@ -22,13 +23,19 @@ BUCKET = 600
 def engine(store: Path | str, **others: Any) -> Any:
     # NeMo-RL's own setting comes with the user's.
     settings = {"store": str(store), "stream": "policy", "release_after_refit": False} | others
-    return base("nemo_rl").create_checkpoint_engine(ENGINE, bucket_size_bytes=BUCKET, engine_kwargs=settings)
+    return base("nemo_rl").create_checkpoint_engine(
+        ENGINE, bucket_size_bytes=BUCKET, engine_kwargs=settings
+    )
 
 
 def connect(policy: list[Any], rollouts: list[Any]) -> None:
     metadata = [{**one.prepare(), "rank": rank} for rank, one in enumerate(policy)]
     metadata += [{**one.prepare(), "rank": rank} for rank, one in enumerate(rollouts)]
-    topology = {"train_world_size": len(policy), "rollout_world_size": len(rollouts), "metadata": metadata}
+    topology = {
+        "train_world_size": len(policy),
+        "rollout_world_size": len(rollouts),
+        "metadata": metadata,
+    }
     for rank, one in enumerate(policy):
         one.init_policy_process_group(worker_rank=rank, **topology)
     for rank, one in enumerate(rollouts):
@@ -97,6 +104,8 @@ def test_a_run_that_starts_again_is_not_mistaken_for_the_one_before(tmp_path: Pa
         ({"stream": ""}, "needs a store and a stream"),
     ],
 )
-def test_settings_are_checked_before_the_first_refit(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+def test_settings_are_checked_before_the_first_refit(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(InputError, match=words):
         engine(settings.pop("store", tmp_path), **settings)

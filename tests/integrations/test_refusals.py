@@ -1,4 +1,5 @@
-"""Targets that no update can be written into are told before the first write; odd ones that can be are written."""
+"""Targets that no update can be written into are told before the first write; odd ones that can be
+are written."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SHAPE = (3, 4)
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that is made of another one, as quantisation libraries make them; it has no memory itself."""
+    """A tensor that is made of another one, as quantisation libraries make them; it has no memory
+    itself."""
 
     held: torch.Tensor
 
@@ -76,7 +78,10 @@ TARGETS: dict[str, tuple[type[PulseError], Callable[[], Any]]] = {
         UnsupportedTensor,
         lambda: quiet(lambda: torch.quantize_per_tensor(torch.zeros(SHAPE), 1.0, 0, torch.qint8)),
     ),
-    "nested": (UnsupportedTensor, lambda: quiet(lambda: torch.nested.nested_tensor([torch.zeros(4)] * 3))),
+    "nested": (
+        UnsupportedTensor,
+        lambda: quiet(lambda: torch.nested.nested_tensor([torch.zeros(4)] * 3)),
+    ),
     "fake": (UnsupportedTensor, fake),
     "wrapper": (UnsupportedTensor, lambda: Wrapper(torch.zeros(SHAPE))),
     "freed": (UnsupportedTensor, freed),
@@ -104,7 +109,9 @@ def refused(update: Update, target: Any, error: type[PulseError]) -> PulseError:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_without_memory_of_its_own_is_told_before_the_first_write(name: str, update: Update) -> None:
+def test_a_target_without_memory_of_its_own_is_told_before_the_first_write(
+    name: str, update: Update
+) -> None:
     error, make = TARGETS[name]
     refused(update, make(), error)
 
@@ -167,10 +174,14 @@ ODD: dict[str, Callable[[], torch.Tensor]] = {
     "inference": lambda: in_inference_mode(lambda: torch.zeros(SHAPE)),
     "inference, transposed": lambda: in_inference_mode(lambda: torch.zeros(SHAPE[::-1]).T),
     "parameter": lambda: nn.Parameter(torch.zeros(SHAPE)),
-    "channels last": lambda: torch.zeros(1, *SHAPE, 1).to(memory_format=torch.channels_last)[0, :, :, 0],
+    "channels last": lambda: torch.zeros(1, *SHAPE, 1).to(memory_format=torch.channels_last)[
+        0, :, :, 0
+    ],
     "a subclass": lambda: torch.zeros(SHAPE).as_subclass(type("Own", (torch.Tensor,), {})),
     "copied on write": lambda: torch._lazy_clone(torch.zeros(SHAPE)),
-    "at an odd address": lambda: torch.frombuffer(misaligned(np.zeros(48, np.uint8)), dtype=torch.float32).view(SHAPE),
+    "at an odd address": lambda: torch.frombuffer(
+        misaligned(np.zeros(48, np.uint8)), dtype=torch.float32
+    ).view(SHAPE),
     "negated": lambda: torch._neg_view(torch.zeros(SHAPE)),
 }
 

@@ -1,4 +1,5 @@
-"""Restarts of one's own loop: wherever a trainer dies, it goes on from the exact weights of the last commit."""
+"""Restarts of one's own loop: wherever a trainer dies, it goes on from the exact weights of the
+last commit."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.support.stores import FaultyStore
 SETTINGS: dict[str, Any] = {"stream": "policy"}
 
 
-def training(seed: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+def training(
+    seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).to(dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -40,10 +43,14 @@ def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def bits(model: nn.Module) -> str:
     """The root of the weights as they are published."""
-    return state_root({name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()})
+    return state_root(
+        {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    )
 
 
-def restored(file: Path, store: Any, model: nn.Module, **states: Any) -> tuple[int, int | None] | None:
+def restored(
+    file: Path, store: Any, model: nn.Module, **states: Any
+) -> tuple[int, int | None] | None:
     with Subscriber(store, **SETTINGS) as subscriber:
         found = restore_training(file, subscriber, model, **states)
         assert subscriber.version is None or bits(model) == subscriber.root
@@ -51,7 +58,9 @@ def restored(file: Path, store: Any, model: nn.Module, **states: Any) -> tuple[i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_twenty_of_twenty_restarts_are_at_the_exact_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_twenty_of_twenty_restarts_are_at_the_exact_weights(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     """A trainer dies at a random call to the store, before or after it took effect."""
     store, rng, file = FaultyStore(MemoryStore()), random.Random(0), tmp_path / "training.pt"
     committed: dict[int, str] = {}
@@ -104,7 +113,9 @@ def test_a_weight_that_has_not_changed_keeps_what_bf16_does_not_hold(tmp_path: P
         with torch.no_grad():
             model[0].weight[0] *= 1.1  # type: ignore[index]
         publisher.publish(model.state_dict(), dtype="BF16", metadata={"step": 4})
-    changed = {name: tensor.to(torch.bfloat16).float() for name, tensor in model.state_dict().items()}
+    changed = {
+        name: tensor.to(torch.bfloat16).float() for name, tensor in model.state_dict().items()
+    }
     fresh, _ = training(1)
     assert restored(file, store, fresh) == (4, 3)
     for name, tensor in fresh.state_dict().items():
@@ -145,7 +156,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path) -> 
         refused(InputError, "does not say its step")
         publisher.publish(model.state_dict(), dtype="BF16", metadata={"step": 1})
     tensors = fresh.state_dict()
-    refused(StateMismatch, "no tensor '2.weight'", {name: tensors[name] for name in tensors if name != "2.weight"})
+    refused(
+        StateMismatch,
+        "no tensor '2.weight'",
+        {name: tensors[name] for name in tensors if name != "2.weight"},
+    )
     refused(StateMismatch, r"is \[3\] here", tensors | {"2.weight": torch.zeros(3)})
     refused(StateMismatch, "does not hold", tensors | {"2.weight": tensors["2.weight"].half()})
     with pytest.raises(InputError, match="whole number"):
@@ -156,7 +171,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path) -> 
     refused(FormatError, "is not what save_training writes", optimizer=other)
 
 
-def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_file_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "training.pt"
     model, _ = training(0)
     save_training(file, model, step=1)

@@ -1,6 +1,7 @@
 """Changed elements of many tensors are written in groups, each by one transfer.
 
-The kernel itself needs Triton (tests/trainers/test_scatter_kernel.py) or a GPU; what leads to it is tested without.
+The kernel itself needs Triton (tests/trainers/test_scatter_kernel.py) or a GPU; what leads to it is
+tested without.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from tests.support.scatter import check, kernel_of_numpy
 from tests.support.states import Rng, all_dtypes, mutated
 
 
-@pytest.mark.parametrize("how", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"])
+@pytest.mark.parametrize(
+    "how", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"]
+)
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_a_group_is_written(width: int, how: Any) -> None:
     check(width, how)
@@ -51,7 +54,9 @@ def test_pieces_are_put_together() -> None:
 def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Sent] = []
     monkeypatch.setattr(launch, "_GROUP_ELEMENTS", 100)
-    monkeypatch.setattr(launch, "_launch_of", lambda device: lambda group: sent.append(group) or by_indices(group))
+    monkeypatch.setattr(
+        launch, "_launch_of", lambda device: lambda group: sent.append(group) or by_indices(group)
+    )
     tensors = [torch.zeros(200, dtype=torch.int16) for _ in range(7)]
     counts = [40, 40, 40, 150, 1, 0, 49]
     scatter(
@@ -62,14 +67,19 @@ def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [int((flat == k + 1).sum()) for k, flat in enumerate(tensors)] == counts
 
 
-@pytest.mark.parametrize("how", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"])
+@pytest.mark.parametrize(
+    "how", [by_indices, kernel_of_numpy], ids=["tensor by tensor", "all at once"]
+)
 def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
     """As on a device, whose tensors these say they are: all dtypes, strided ones, tied ones."""
     monkeypatch.setattr(integration, "_is_on_cuda", lambda target: True)
     monkeypatch.setattr(launch, "_launch_of", lambda device: how)
     old, strided = all_dtypes(rng, 100), False
     store = MemoryStore()
-    with Publisher(store, stream="policy") as publisher, Subscriber(store, stream="policy") as worker:
+    with (
+        Publisher(store, stream="policy") as publisher,
+        Subscriber(store, stream="policy") as worker,
+    ):
         publisher.publish(old)
         assert worker.sync() is not None
         assert worker.state is not None
@@ -88,7 +98,9 @@ def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, how: An
             versions = {name: tensor._version for name, tensor in model.items()}
             apply_(model, update)
             assert state_root(model) == worker.root
-            assert all(model[t.spec.name]._version > versions[t.spec.name] for t in update.tensors), "autograd knows"
+            assert all(
+                model[t.spec.name]._version > versions[t.spec.name] for t in update.tensors
+            ), "autograd knows"
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
@@ -104,13 +116,19 @@ def test_a_way_of_writing_is_tried_out(dtype: torch.dtype) -> None:
 
 
 def test_without_triton_tensors_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller of `apply_` is told where. Nor is a kernel used that does not do what it should."""
+    """The caller of `apply_` is told where. Nor is a kernel used that does not do what it
+    should."""
     monkeypatch.setattr(integration, "_is_on_cuda", lambda target: True)
     monkeypatch.setattr(launch, "_launch_of", lambda device: launch._tried_out(device))
     kernel = types.ModuleType("kernel")
     model = {"w": torch.zeros(10, dtype=torch.bfloat16)}
-    changed = TensorUpdate(TensorSpec("w", DTYPES["BF16"], (10,)), np.array([3]), np.array([5], np.uint16))
-    for by_kernel, said in ((None, "ImportError"), (lambda sent: None, "AssertionError: the kernel wrote something")):
+    changed = TensorUpdate(
+        TensorSpec("w", DTYPES["BF16"], (10,)), np.array([3]), np.array([5], np.uint16)
+    )
+    for by_kernel, said in (
+        (None, "ImportError"),
+        (lambda sent: None, "AssertionError: the kernel wrote something"),
+    ):
         if by_kernel:
             kernel.by_kernel = by_kernel  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "pulse_rl.integrations.scatter_kernel", kernel)
@@ -142,11 +160,15 @@ def test_a_device_without_memory_is_asked_again(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])
-def test_an_update_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, *, on_cuda: bool) -> None:
+def test_an_update_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, *, on_cuda: bool
+) -> None:
     monkeypatch.setattr(integration, "_is_on_cuda", lambda target: on_cuda)
     spec = TensorSpec("w", DTYPES["BF16"], (10,))
     model = {"v": torch.zeros(10, dtype=torch.bfloat16), "w": torch.zeros(10, dtype=torch.bfloat16)}
-    good = TensorUpdate(TensorSpec("v", DTYPES["BF16"], (10,)), np.array([1]), np.array([5], np.uint16))
+    good = TensorUpdate(
+        TensorSpec("v", DTYPES["BF16"], (10,)), np.array([1]), np.array([5], np.uint16)
+    )
     cases: list[tuple[Any, Any]] = [
         ([0, 10], np.zeros(2, np.uint16)),
         ([-1, 3], np.zeros(2, np.uint16)),

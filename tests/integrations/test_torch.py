@@ -1,4 +1,5 @@
-"""Live torch models: an update writes exactly the new bits, into every copy of a tensor, or nothing at all."""
+"""Live torch models: an update writes exactly the new bits, into every copy of a tensor, or nothing
+at all."""
 
 from __future__ import annotations
 
@@ -10,12 +11,32 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import Bits, MemoryStore, Publisher, State, Store, Subscriber, Update, as_state, state_root
+from pulse_rl import (
+    Bits,
+    MemoryStore,
+    Publisher,
+    State,
+    Store,
+    Subscriber,
+    Update,
+    as_state,
+    state_root,
+)
 from pulse_rl.errors import StateMismatch
 from pulse_rl.integrations.torch import apply_, to_torch
 from pulse_rl.testing import EngineConformance
 from tests.support.interrupts import Boom, Steps
-from tests.support.states import Live, Rng, Tensors, all_dtypes, bits, history, mutated, snapshot, weights
+from tests.support.states import (
+    Live,
+    Rng,
+    Tensors,
+    all_dtypes,
+    bits,
+    history,
+    mutated,
+    snapshot,
+    weights,
+)
 
 
 def updates(*states: Any) -> list[Update]:
@@ -35,11 +56,16 @@ def live(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def qwen(tied: bool, seed: int = 0) -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM  # takes seconds, which a quick run has not
+    from transformers import (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )  # takes seconds, which a quick run has not
 
     torch.manual_seed(seed)
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied)
+    config = Qwen2Config(
+        **sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied
+    )
     return Qwen2ForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
 
 
@@ -53,7 +79,8 @@ def train(model: nn.Module, seed: int) -> None:
 
 
 def test_every_dtype_is_written_in_place(rng: Rng) -> None:
-    """Float8 and the unsigned integers too, which lack many of torch's kernels; NaN payloads survive."""
+    """Float8 and the unsigned integers too, which lack many of torch's kernels; NaN payloads
+    survive."""
     old = all_dtypes(rng, 100)
     new = mutated(rng, old, 0.2)
     model = live(old)
@@ -122,7 +149,9 @@ def test_an_interrupt_leaves_gradients_on(rng: Rng) -> None:
     while interrupted:
         number, interrupted = number + 1, False
         try:
-            Steps(number, also=("grad_mode", "_contextlib")).run(lambda: apply_({**layer.state_dict()}, patch))
+            Steps(number, also=("grad_mode", "_contextlib")).run(
+                lambda: apply_({**layer.state_dict()}, patch)
+            )
         except Boom:
             interrupted = True
         left, _ = torch.is_grad_enabled(), torch.set_grad_enabled(True)
@@ -173,7 +202,11 @@ def test_an_untied_copy_of_a_tied_tensor_is_written_too() -> None:
 def test_a_tie_that_is_cut_is_another_set_of_tensors(rng: Rng) -> None:
     tied = weights(rng, 20, 4)
     store = MemoryStore()
-    publisher, subscriber, live = Publisher(store, stream="policy"), Subscriber(store, stream="policy"), Live()
+    publisher, subscriber, live = (
+        Publisher(store, stream="policy"),
+        Subscriber(store, stream="policy"),
+        Live(),
+    )
     for head in (tied, Bits(tied.array.copy(), "BF16"), tied):
         done = publisher.publish({"embed": tied, "head": head})
         live.apply(subscriber.sync())
@@ -196,8 +229,13 @@ def test_a_model_with_only_one_name_of_a_tied_tensor(held: str, rng: Rng) -> Non
 @pytest.mark.parametrize(
     "view",
     [
-        pytest.param(lambda t: torch.empty(t.shape[::-1], dtype=t.dtype).T.copy_(t), id="transposed"),
-        pytest.param(lambda t: torch.empty(t.shape[0], 2 * t.shape[1], dtype=t.dtype)[:, ::2].copy_(t), id="strided"),
+        pytest.param(
+            lambda t: torch.empty(t.shape[::-1], dtype=t.dtype).T.copy_(t), id="transposed"
+        ),
+        pytest.param(
+            lambda t: torch.empty(t.shape[0], 2 * t.shape[1], dtype=t.dtype)[:, ::2].copy_(t),
+            id="strided",
+        ),
     ],
 )
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F16"])
@@ -216,7 +254,9 @@ def test_targets_that_are_not_contiguous(view: Any, dtype: str, rng: Rng) -> Non
 def test_a_view_into_a_larger_tensor_leaves_the_rest_alone(rng: Rng) -> None:
     """Fused layouts: q, k and v are parts of one tensor."""
     whole = torch.full((3, 4, 5), 7.0)
-    old = {name: Bits(whole[k].numpy().view(np.uint32).copy(), "F32") for k, name in enumerate("qk")}
+    old = {
+        name: Bits(whole[k].numpy().view(np.uint32).copy(), "F32") for k, name in enumerate("qk")
+    }
     new = mutated(rng, old, 0.5)
     _, patch = updates(old, new)
     apply_({"q": whole[0], "k": whole[1]}, patch)

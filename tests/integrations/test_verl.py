@@ -23,7 +23,9 @@ Weights = dict[str, torch.Tensor]
 def engine(store: Path | str, *, master: bool = False, **others: Any) -> Engine:
     """As verl makes it."""
     role = {"is_master": True} if master else {}
-    return Registry.new("pulse", bucket_size=1 << 20, **role, store=str(store), stream="policy", **others)
+    return Registry.new(
+        "pulse", bucket_size=1 << 20, **role, store=str(store), stream="policy", **others
+    )
 
 
 def connect(actor: Engine, *workers: Engine) -> None:
@@ -65,7 +67,9 @@ def test_floats_wider_than_the_dtype_are_cast_and_nothing_else(tmp_path: Path) -
 
 
 def test_without_a_dtype_weights_are_sent_as_they_are(tmp_path: Path) -> None:
-    (got,) = update(WEIGHTS, engine(tmp_path, master=True, dtype=None), engine(tmp_path, dtype=None))
+    (got,) = update(
+        WEIGHTS, engine(tmp_path, master=True, dtype=None), engine(tmp_path, dtype=None)
+    )
     assert same(got, WEIGHTS)
 
 
@@ -105,9 +109,13 @@ def test_what_is_received_is_the_callers_own(tmp_path: Path) -> None:
     assert same(got, kept)
 
 
-def test_a_rollout_with_an_accelerator_gets_its_tensors_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_with_an_accelerator_gets_its_tensors_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator = torch.device("meta")  # stands in for one, on any machine
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: accelerator
+    )
     (got,) = update(WEIGHTS, engine(tmp_path, master=True), engine(tmp_path))
     assert {tensor.device for tensor in got.values()} == {accelerator}
 
@@ -133,7 +141,9 @@ def test_a_worker_waits_for_its_own_update_and_not_for_any(tmp_path: Path) -> No
     actor, worker = engine(tmp_path, master=True), engine(tmp_path, timeout_seconds=0.2)
     update(WEIGHTS, actor)
     connect(actor, worker)
-    with pytest.raises(pulse_rl.errors.EngineError, match=r"no version for this update within 0\.2 s") as failed:
+    with pytest.raises(
+        pulse_rl.errors.EngineError, match=r"no version for this update within 0\.2 s"
+    ) as failed:
         asyncio.run(received(worker))
     assert failed.value.__notes__ == [f"Hint: {failed.value.hint}"]
     assert "all nodes share" in failed.value.hint
@@ -147,7 +157,9 @@ def test_a_later_update_ends_the_delivery_of_an_earlier_one(tmp_path: Path) -> N
         await actor.send_weights(iter(WEIGHTS.items()))
         delivery = worker.receive_weights()
         await anext(delivery)
-        connect(actor, worker)  # whoever loads the tensors is late: the host state is about to move on
+        connect(
+            actor, worker
+        )  # whoever loads the tensors is late: the host state is about to move on
         with pytest.raises(pulse_rl.errors.EngineError, match="another weight update"):
             await anext(delivery)
 
@@ -178,7 +190,10 @@ def test_signed_updates_are_accepted_and_others_are_not(tmp_path: Path) -> None:
     assert got.keys() == WEIGHTS.keys()
     assert list((tmp_path / "cache").rglob("*"))
 
-    stranger, other = engine(tmp_path / "s", master=True), engine(tmp_path / "s", timeout_seconds=0.2, **keys)
+    stranger, other = (
+        engine(tmp_path / "s", master=True),
+        engine(tmp_path / "s", timeout_seconds=0.2, **keys),
+    )
     connect(stranger, other)
     asyncio.run(stranger.send_weights(iter(WEIGHTS.items())))
     with pytest.raises(pulse_rl.errors.EngineError, match="signed"):
@@ -204,10 +219,16 @@ def test_a_stream_that_was_deleted_and_recreated_is_followed(tmp_path: Path) -> 
         ({"store": "memory://", "stream": "p"}, "another place in every process", "s3://"),
         ({"store": "/s", "stream": "p", "dtype": "float"}, "float", ""),
         ({"store": "/s", "stream": "p", "timeout_seconds": -1}, "timeout_seconds", ""),
-        ({"store": "/s", "stream": "p", "trusted_keys": ["0" * 64]}, "without a signing_key", "pulse keygen"),
+        (
+            {"store": "/s", "stream": "p", "trusted_keys": ["0" * 64]},
+            "without a signing_key",
+            "pulse keygen",
+        ),
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_the_start(settings: dict[str, Any], reason: str, hint: str) -> None:
+def test_settings_that_cannot_work_are_refused_at_the_start(
+    settings: dict[str, Any], reason: str, hint: str
+) -> None:
     with pytest.raises(pulse_rl.errors.InputError, match=reason) as refused:
         Registry.new("pulse", bucket_size=1, is_master=True, **settings)
     assert hint in refused.value.__notes__[0]

@@ -1,4 +1,5 @@
-"""The policy's weights of a model in training, without any trainer: names, shards, and the density to expect."""
+"""The policy's weights of a model in training, without any trainer: names, shards, and the density
+to expect."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_wrappers_leave_no_trace() -> None:
 def test_what_is_whole_is_the_model_s_own_memory() -> None:
     model = Model()
     weights = policy_weights(model, "BF16")
-    assert {n: t.data_ptr() for n, t in weights.items()} == {n: t.data_ptr() for n, t in model.state_dict().items()}
+    assert {n: t.data_ptr() for n, t in weights.items()} == {
+        n: t.data_ptr() for n, t in model.state_dict().items()
+    }
     assert not any(tensor.requires_grad for tensor in weights.values())
 
 

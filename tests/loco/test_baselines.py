@@ -1,4 +1,5 @@
-"""What PULSELoCo is compared with must itself be right: DiLoCo, DDP and the ablations, against plain torch."""
+"""What PULSELoCo is compared with must itself be right: DiLoCo, DDP and the ablations, against
+plain torch."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def by_hand(trainer: Trainer) -> str:
         assert loop.last_round is not None
         assert loop.last_round.entries == loop.last_round.parameters
         assert loop.last_round.payload_bytes == 4 * loop.last_round.parameters
-        assert 2 * 2 / 3 * 4 * loop.last_round.parameters <= loop.last_round.sent_bytes < 6 * loop.last_round.parameters
+        assert (
+            2 * 2 / 3 * 4 * loop.last_round.parameters
+            <= loop.last_round.sent_bytes
+            < 6 * loop.last_round.parameters
+        )
         before = flat(loop.global_state())
         job.step(trainer.rank)
         job.backward(trainer.rank)
@@ -80,7 +85,9 @@ def ddp(trainer: Trainer) -> None:
                 alone.backward(rank)
                 for mean, p in zip(means, alone.model.parameters(), strict=True):
                     mean += p.grad / SIZE
-            for mean, p, own in zip(means, alone.model.parameters(), job.model.parameters(), strict=True):
+            for mean, p, own in zip(
+                means, alone.model.parameters(), job.model.parameters(), strict=True
+            ):
                 torch.testing.assert_close(own.grad, mean, rtol=1e-4, atol=1e-7)
                 p.grad = mean
             alone.optimizer.step()
@@ -106,11 +113,19 @@ def compared(trainer: Trainer) -> list[str]:
     roots = []
     for number, make in enumerate(
         (
-            lambda job: gated(NoFeedbackGate(torch.bfloat16, 1.0), job.model, job.optimizer, sync_every=1),
-            lambda job: gated(CastDifferenceGate(torch.bfloat16, 1.0), job.model, job.optimizer, sync_every=1),
+            lambda job: gated(
+                NoFeedbackGate(torch.bfloat16, 1.0), job.model, job.optimizer, sync_every=1
+            ),
+            lambda job: gated(
+                CastDifferenceGate(torch.bfloat16, 1.0), job.model, job.optimizer, sync_every=1
+            ),
             lambda job: sparse_loco(job.model, job.optimizer, sync_every=1, fraction=0.1),
-            lambda job: quantised_diloco(job.model, job.optimizer, sync_every=1, code="int8", **OUTER),
-            lambda job: quantised_diloco(job.model, job.optimizer, sync_every=1, code="FP4", **OUTER),
+            lambda job: quantised_diloco(
+                job.model, job.optimizer, sync_every=1, code="int8", **OUTER
+            ),
+            lambda job: quantised_diloco(
+                job.model, job.optimizer, sync_every=1, code="FP4", **OUTER
+            ),
         )
     ):
         trainer.connect(f"case {number}")

@@ -1,4 +1,5 @@
-"""The mean of what all trainers' next inner steps start from: its bits, its refusals, and that it changes nothing."""
+"""The mean of what all trainers' next inner steps start from: its bits, its refusals, and that it
+changes nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +78,10 @@ def test_it_may_be_asked_for_when_a_round_is_told() -> None:
     seen: list[bool] = []
     job = Job(0, lr=1e-3)
     loop = pulse_loco(
-        job.model, job.optimizer, sync_every=2, on_round=lambda _: seen.append(not same(common(), job.weights()))
+        job.model,
+        job.optimizer,
+        sync_every=2,
+        on_round=lambda _: seen.append(not same(common(), job.weights())),
     )
 
     def common() -> Flat:
@@ -135,7 +139,9 @@ def test_what_one_cannot_read_is_refused_by_all(
 
 
 @pytest.mark.parametrize("where", ["all_to_all", "all_gather"])
-def test_messages_of_another_length_are_refused_by_all(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_another_length_are_refused_by_all(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def shorter(messages: Any) -> Any:
         return messages[:-4] if isinstance(messages, bytes) else [*messages[:2], messages[2][:-4]]
 
@@ -157,7 +163,8 @@ def real_trainers(trainer: Trainer) -> bytes:
         for _ in range(4):
             job.step(trainer.rank)
         residuals = [
-            trainer.put("residual", loop.residual()) or trainer.get("residual", r) for r in range(trainer.size)
+            trainer.put("residual", loop.residual()) or trainer.get("residual", r)
+            for r in range(trainer.size)
         ]
         found = flat(loop.averaged_state())
         assert same(found, expected(flat(loop.global_state()), list(map(flat, residuals)), 7.0))

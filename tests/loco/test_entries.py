@@ -1,4 +1,5 @@
-"""The payloads of a round: against the plain Python oracle, against what was written once, and damaged."""
+"""The payloads of a round: against the plain Python oracle, against what was written once, and
+damaged."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl._native import Malformed, decode_entries, encode_entries, shared_octaves, sparse_outer_step
+from pulse_rl._native import (
+    Malformed,
+    decode_entries,
+    encode_entries,
+    shared_octaves,
+    sparse_outer_step,
+)
 from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.errors import CorruptMessage, InputError
 from pulse_rl.loco.gate import ROUNDINGS
@@ -37,7 +44,9 @@ def vectors_as_they_were() -> Iterator[None]:
 @every_wire
 @pytest.mark.parametrize("dtype", list(ROUNDINGS), ids=str)
 @pytest.mark.parametrize("elements", SIZES)
-def test_the_oracle_reads_and_writes_the_same_bytes(elements: int, dtype: torch.dtype, wire: Wire) -> None:
+def test_the_oracle_reads_and_writes_the_same_bytes(
+    elements: int, dtype: torch.dtype, wire: Wire
+) -> None:
     rng = np.random.default_rng([elements, list(ROUNDINGS).index(dtype)])
     for _ in range(2):
         block = Block(rng, ROUNDINGS[dtype], elements)
@@ -82,7 +91,8 @@ def test_a_block_without_entries_and_one_without_parameters(wire: Wire) -> None:
 
 @every_wire
 def test_unlikely_entries_are_written_by_any_level(wire: Wire) -> None:
-    """All are entries where the levels expect one in 4096, and few where they expect all but 16: a word or so each."""
+    """All are entries where the levels expect one in 4096, and few where they expect all but 16: a
+    word or so each."""
     rng = np.random.default_rng(3)
     for share, level in ((1.0, 1), (0.01, 31)):
         block = Block(rng, BF16, 1000, share)
@@ -100,7 +110,8 @@ def test_positions_must_ascend_within_the_block(positions: list[int]) -> None:
 
 
 def test_a_value_of_any_size_comes_back() -> None:
-    """From denormal to the largest, against theta and momentum of any size; zeros keep their sign."""
+    """From denormal to the largest, against theta and momentum of any size; zeros keep their
+    sign."""
     values = np.float32([1e-45, -1e-45, 1e-38, 1.5, -1.8446743e19, 2.0**63, 0.0, -0.0])
     theta = np.repeat(np.float32([0.0, -0.0, 1e-45, 1e-30, -0.3, 7.0, 3e38]), len(values))
     values = np.tile(values, 7)
@@ -108,15 +119,23 @@ def test_a_value_of_any_size_comes_back() -> None:
     for rounding in ROUNDINGS.values():
         for momentum in (np.zeros_like(theta), -values):
             payload = encode_entries(theta, momentum, rounding, everywhere, values, 23)
-            ((positions, back),) = decode_entries([np.frombuffer(payload, np.uint8)], theta, momentum, rounding, 23)
+            ((positions, back),) = decode_entries(
+                [np.frombuffer(payload, np.uint8)], theta, momentum, rounding, 23
+            )
             np.testing.assert_array_equal(positions, everywhere)
             np.testing.assert_array_equal(back.view(np.uint32), values.view(np.uint32))
 
 
 @every_wire
-def test_rounding_loses_nothing_that_the_residual_cannot_hold(wire: Wire, rng: np.random.Generator) -> None:
-    """What is left is exact in FP32, as |s| is at most 2^64: denormals, ties, and a rounding into the next binade."""
-    bits = rng.integers(0, 0x5F800000, 200_000, dtype=np.uint32) | rng.integers(0, 2, 200_000, dtype=np.uint32) << 31
+def test_rounding_loses_nothing_that_the_residual_cannot_hold(
+    wire: Wire, rng: np.random.Generator
+) -> None:
+    """What is left is exact in FP32, as |s| is at most 2^64: denormals, ties, and a rounding into
+    the next binade."""
+    bits = (
+        rng.integers(0, 0x5F800000, 200_000, dtype=np.uint32)
+        | rng.integers(0, 2, 200_000, dtype=np.uint32) << 31
+    )
     bits[:1000] &= 0x807FFFFF
     bits[1000:2000] |= 0xFFFF
     tie = 1 << 23 - wire.mantissa >> 1
@@ -126,8 +145,12 @@ def test_rounding_loses_nothing_that_the_residual_cannot_hold(wire: Wire, rng: n
     assert same(torch.from_numpy(sent), rounded(torch.from_numpy(s), wire.name))
     left = s - sent
     np.testing.assert_array_equal(sent.astype(np.float64) + left, s.astype(np.float64))
-    np.testing.assert_array_equal((sent + left).view(np.uint32), np.where(s == 0, sent + left, s).view(np.uint32))
-    assert (np.abs(left) <= np.abs(s) * 2.0 ** -(wire.mantissa + 1) + 2.0 ** -(127 + wire.mantissa)).all()
+    np.testing.assert_array_equal(
+        (sent + left).view(np.uint32), np.where(s == 0, sent + left, s).view(np.uint32)
+    )
+    assert (
+        np.abs(left) <= np.abs(s) * 2.0 ** -(wire.mantissa + 1) + 2.0 ** -(127 + wire.mantissa)
+    ).all()
 
 
 def test_a_value_that_is_too_large_is_refused() -> None:
@@ -138,7 +161,9 @@ def test_a_value_that_is_too_large_is_refused() -> None:
             sent = np.float32([value])
             payload = encode_entries(theta, theta, BF16, place, sent, wire.mantissa)
             with pytest.raises(Malformed):
-                decode_entries([np.frombuffer(payload, np.uint8)], theta, theta, BF16, wire.mantissa)
+                decode_entries(
+                    [np.frombuffer(payload, np.uint8)], theta, theta, BF16, wire.mantissa
+                )
 
 
 def test_other_wires_are_refused() -> None:
@@ -146,22 +171,35 @@ def test_other_wires_are_refused() -> None:
         Wire("int8")  # type: ignore[arg-type]
     for mantissa in (-1, 24):
         with pytest.raises(ValueError, match="explicit bits"):
-            encode_entries(*np.ones((2, 1), np.float32), BF16, np.uint32([0]), np.ones(1, np.float32), mantissa)
+            encode_entries(
+                *np.ones((2, 1), np.float32), BF16, np.uint32([0]), np.ones(1, np.float32), mantissa
+            )
 
 
 @every_wire
 def test_golden_messages_decode(wire: Wire) -> None:
-    """What a release has sent is decoded for ever. (How it chooses levels may change: encoding is not pinned.)"""
+    """What a release has sent is decoded for ever. (How it chooses levels may change: encoding is
+    not pinned.)"""
     block = np.load(GOLDEN / "block.npz")
     message = Message.parse((GOLDEN / f"{wire.name}.message").read_bytes(), 3)
     assert (message.round, message.wire) == (41, wire.mantissa)
     theta, momentum = block["theta"], block["momentum"]
-    for payload, (start, stop), key in zip(message.payloads, block["blocks"].tolist(), "abc", strict=True):
-        ((positions, values),) = wire.decode([payload], theta[start:stop], momentum[start:stop], BF16)
+    for payload, (start, stop), key in zip(
+        message.payloads, block["blocks"].tolist(), "abc", strict=True
+    ):
+        ((positions, values),) = wire.decode(
+            [payload], theta[start:stop], momentum[start:stop], BF16
+        )
         np.testing.assert_array_equal(positions, block[f"{key}.positions"])
-        np.testing.assert_array_equal(values.view(np.uint32), block[f"{key}.{wire.name}"].view(np.uint32))
+        np.testing.assert_array_equal(
+            values.view(np.uint32), block[f"{key}.{wire.name}"].view(np.uint32)
+        )
         entries = dict(zip(positions.tolist(), patterns(values), strict=True))
-        known = (patterns(theta[start:stop]), patterns(momentum[start:stop]), oracle.Rounding(*BF16))
+        known = (
+            patterns(theta[start:stop]),
+            patterns(momentum[start:stop]),
+            oracle.Rounding(*BF16),
+        )
         assert oracle.decode(bytes(payload), *known, wire.mantissa)[0] == entries
 
 
@@ -169,7 +207,8 @@ def test_golden_messages_decode(wire: Wire) -> None:
 
 
 def classified(theta: Floats, momentum: Floats, octaves: tuple[int, int]) -> KnownClasses:
-    """By the outer step, which is the library's own way; of an outer rate of 0, so that nothing changes."""
+    """By the outer step, which is the library's own way; of an outer rate of 0, so that nothing
+    changes."""
     classes, scratch, counts = (np.empty(len(theta), t) for t in (np.uint8, np.float32, np.int64))
     now = theta.copy(), momentum.copy(), scratch, 0.0, scratch
     sparse_outer_step(*now, 0, [], 1.0, 0.0, 1.0, 0, 1, counts, BF16, octaves, classes)
@@ -179,7 +218,8 @@ def classified(theta: Floats, momentum: Floats, octaves: tuple[int, int]) -> Kno
 @every_wire
 @pytest.mark.parametrize("size", [1, 64, 1000, 20_000])
 def test_known_classes_change_no_byte(size: int, wire: Wire, rng: np.random.Generator) -> None:
-    """Of a payload whose octaves are theirs; one of other octaves is coded, and read, without them."""
+    """Of a payload whose octaves are theirs; one of other octaves is coded, and read, without
+    them."""
     theta, momentum = (rng.normal(0, scale, size).astype(np.float32) for scale in (0.05, 2e-5))
     positions = np.union1d(np.flatnonzero(rng.random(size) < 0.2), [0]).astype(np.uint32)
     entries: Entries = positions, wire.round(rng.normal(0, 1e-4, len(positions)).astype(np.float32))
@@ -247,7 +287,8 @@ def damaged_one(rng: np.random.Generator, elements: int, wire: Wire) -> tuple[Bl
 @pytest.mark.slow
 @every_wire
 def test_damage_is_refused_as_the_oracle_does(wire: Wire) -> None:
-    """Flipped, cut, longer, random. (That a message is the one that was sent is the exchange's to check.)"""
+    """Flipped, cut, longer, random. (That a message is the one that was sent is the exchange's to
+    check.)"""
     rng = np.random.default_rng(5)
     refused = tried = 0
     for elements in (1, 64, 200, 333, 1000, 1000):
@@ -272,9 +313,12 @@ def test_damage_is_refused_as_the_oracle_does(wire: Wire) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire.mantissa], ids=lambda wire: wire.name)
+@pytest.mark.parametrize(
+    "wire", [wire for wire in WIRES if wire.mantissa], ids=lambda wire: wire.name
+)
 def test_what_decodes_though_it_is_damaged_is_in_range(wire: Wire) -> None:
-    """Plain bits may be anything: values that no encoder would write, but finite ones, as the oracle reads them."""
+    """Plain bits may be anything: values that no encoder would write, but finite ones, as the
+    oracle reads them."""
     rng = np.random.default_rng(6)
     accepted = tried = 0
     for rounding in ROUNDINGS.values():
@@ -377,4 +421,6 @@ def test_one_bad_payload_refuses_them_all() -> None:
     block = Block(np.random.default_rng(8), BF16, 400, 0.3)
     payload = block.encode(WIRES[0])
     with pytest.raises(CorruptMessage):
-        WIRES[0].decode([memoryview(payload), memoryview(payload[:-1])], block.theta, block.momentum, BF16)
+        WIRES[0].decode(
+            [memoryview(payload), memoryview(payload[:-1])], block.theta, block.momentum, BF16
+        )

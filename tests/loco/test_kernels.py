@@ -1,4 +1,5 @@
-"""The gate against torch's casts, the outer step against torch.optim.SGD, the sparse one against the dense one."""
+"""The gate against torch's casts, the outer step against torch.optim.SGD, the sparse one against
+the dense one."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def opened(theta: Floats, s: Floats, dtype: torch.dtype) -> np.ndarray:
 
 
 def gated(theta: Floats, s: Floats, dtype: torch.dtype) -> np.ndarray | None:
-    """By a model that did not move, with all of ``s`` in the residual. No -0 is in ``s``: 0 + -0 is 0."""
+    """By a model that did not move, with all of ``s`` in the residual. No -0 is in ``s``: 0 + -0 is
+    0."""
     out = np.empty_like(theta)
     found = open_entries(theta, theta, s, out, rounding_of(dtype))
     if found is not None:
@@ -56,7 +58,8 @@ def test_the_gate_is_torchs_cast(dtype: torch.dtype, rng: np.random.Generator) -
                 s[~(np.abs(s) < LIMIT)] = 0
                 s += 0.0
                 if dtype == torch.float8_e4m3fn:
-                    # Above its largest number torch gives that number or NaN, depending on torch's version.
+                    # Above its largest number torch gives that number or NaN, depending on torch's
+                    # version.
                     outside = (np.abs(theta) > 448) | (np.abs(theta - s) > 448)
                     theta[outside] = s[outside] = 0
                 np.testing.assert_array_equal(gated(theta, s, dtype), opened(theta, s, dtype))
@@ -64,9 +67,12 @@ def test_the_gate_is_torchs_cast(dtype: torch.dtype, rng: np.random.Generator) -
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_boundary_is_where_torch_has_it(dtype: torch.dtype) -> None:
-    """Theta on both sides of every boundary of the narrow dtype, moved by the smallest step, and over zero."""
+    """Theta on both sides of every boundary of the narrow dtype, moved by the smallest step, and
+    over zero."""
     width = torch.finfo(dtype).bits
-    numbers = torch.arange(1 << width, dtype=torch.int32).to(torch.int16 if width == 16 else torch.uint8)
+    numbers = torch.arange(1 << width, dtype=torch.int32).to(
+        torch.int16 if width == 16 else torch.uint8
+    )
     exact = numbers.view(dtype).float().numpy()
     exact = np.sort(exact[np.isfinite(exact)])
     between = ((exact[:-1].astype(np.float64) + exact[1:]) / 2).astype(np.float32)
@@ -80,12 +86,15 @@ def test_every_boundary_is_where_torch_has_it(dtype: torch.dtype) -> None:
     theta, s = np.repeat(tiny, 4), np.tile(tiny, 4) + np.float32(0)
     np.testing.assert_array_equal(gated(theta, s, dtype), opened(theta, s, dtype))
     negative, out = np.float32([-0.0]), np.empty(1, np.float32)
-    assert open_entries(negative, -negative, negative, out, rounding_of(dtype)) == [0], "s is -0: theta becomes 0"
+    assert open_entries(negative, -negative, negative, out, rounding_of(dtype)) == [0], (
+        "s is -0: theta becomes 0"
+    )
     assert np.signbit(out)
 
 
 def test_float8_e4m3fn_saturates() -> None:
-    """It has no infinity: engines quantise to the largest number, so that nothing changes beyond it."""
+    """It has no infinity: engines quantise to the largest number, so that nothing changes beyond
+    it."""
     theta = np.float32([448, 448, -448, 460, 460, 416])
     target = np.float32([460, 1e9, -1e18, 470, 400, 1e9])
     found = gated(theta, theta - target, torch.float8_e4m3fn)
@@ -100,8 +109,8 @@ def test_float8_e4m3fn_saturates() -> None:
 def test_s_is_what_the_steps_left_and_the_residual(
     dtype: torch.dtype, count: int, lookahead: float, bf16_start: bool, rng: np.random.Generator
 ) -> None:
-    """(start - now) + residual, in this order, of every entry of every chunk; start is theta - lookahead * residual,
-    rounded twice, as the model holds it."""
+    """(start - now) + residual, in this order, of every entry of every chunk; start is theta -
+    lookahead * residual, rounded twice, as the model holds it."""
     limit = LIMIT / 4096
     theta, now, residual = (floats(rng, count, limit) for _ in range(3))
     for _ in range(4):
@@ -110,7 +119,16 @@ def test_s_is_what_the_steps_left_and_the_residual(
             start = torch.from_numpy(start).bfloat16().float().numpy()
         expected = (start - now) + residual
         out = np.empty_like(theta)
-        found = gate(theta, now, residual, float(np.float32(lookahead)), bf16_start, out, rounding_of(dtype), 100)
+        found = gate(
+            theta,
+            now,
+            residual,
+            float(np.float32(lookahead)),
+            bf16_start,
+            out,
+            rounding_of(dtype),
+            100,
+        )
         np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
         assert found is not None
         if dtype != torch.float8_e4m3fn:  # which torch may not saturate
@@ -138,8 +156,12 @@ def test_a_sum_that_overflows_is_not_finite() -> None:
     out, none = np.empty_like(large), np.zeros(3, np.float32)
     assert gate(large, -large, large, 0.0, False, out, rounding, 0) is None
     assert gate(large, large, none, 0.0, False, out, rounding, 0) is not None
-    assert gate(large, large, none, 0.0, True, out, rounding, 0) is None, "BF16 rounds it away from where it was"
-    assert gate(none, none, large / 10, 1024.0, False, out, rounding, 0) is None, "a start that overflows"
+    assert gate(large, large, none, 0.0, True, out, rounding, 0) is None, (
+        "BF16 rounds it away from where it was"
+    )
+    assert gate(none, none, large / 10, 1024.0, False, out, rounding, 0) is None, (
+        "a start that overflows"
+    )
 
 
 def test_other_dtypes_are_refused() -> None:
@@ -160,8 +182,11 @@ COUNTS = [0, 1, 255, 257, 4095, 4096, 4097, 9000]
 
 @pytest.mark.parametrize("trainers", [1, 2, 3, 7])
 @pytest.mark.parametrize(("lr", "mu"), [(0.7, 0.9), (1.0, 0.5), (0.3, 0.99)])
-def test_the_outer_step_is_torchs_nesterov(trainers: int, lr: float, mu: float, rng: np.random.Generator) -> None:
-    """Bit for bit where torch fuses multiplication and addition; to half a step in the last place where it does not."""
+def test_the_outer_step_is_torchs_nesterov(
+    trainers: int, lr: float, mu: float, rng: np.random.Generator
+) -> None:
+    """Bit for bit where torch fuses multiplication and addition; to half a step in the last place
+    where it does not."""
     fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     for count in (1, 7, 8, 9, 33, 100, 4099):
         theta, momentum = floats(rng, count), np.zeros(count, np.float32)
@@ -177,8 +202,11 @@ def test_the_outer_step_is_torchs_nesterov(trainers: int, lr: float, mu: float, 
             outer_step(theta, momentum, total, trainers, lr, mu)
             buffer = sgd.state[p]["momentum_buffer"].numpy()
             if fused:
-                np.testing.assert_array_equal(theta.view(np.uint32), p.detach().numpy().view(np.uint32))
-                # torch's first step copies the gradient; ours adds it to 0: they differ in the sign of an underflow.
+                np.testing.assert_array_equal(
+                    theta.view(np.uint32), p.detach().numpy().view(np.uint32)
+                )
+                # torch's first step copies the gradient; ours adds it to 0: they differ in the sign
+                # of an underflow.
                 np.testing.assert_array_equal(momentum, buffer)
             else:
                 np.testing.assert_allclose(theta, p.detach().numpy(), rtol=1e-6, atol=1e-30)
@@ -209,7 +237,9 @@ def any_summands(rng: np.random.Generator, elements: int, number: int) -> list[E
     """From none to all of the positions; some cancel in the sum, some are 0 themselves."""
     summands: list[Entries] = []
     for _ in range(number):
-        positions = np.flatnonzero(rng.random(elements) < rng.choice([0, 1e-3, 0.1, 1])).astype(np.uint32)
+        positions = np.flatnonzero(rng.random(elements) < rng.choice([0, 1e-3, 0.1, 1])).astype(
+            np.uint32
+        )
         summands.append((positions, floats(rng, len(positions), 1e30)))
     if summands and rng.random() < 0.5:
         positions, values = summands[int(rng.integers(number))]
@@ -219,7 +249,12 @@ def any_summands(rng: np.random.Generator, elements: int, number: int) -> list[E
 
 
 def step_densely(
-    state: State, lookahead: float, first: int, summands: list[Entries], how: tuple[float, float, float], offset: int
+    state: State,
+    lookahead: float,
+    first: int,
+    summands: list[Entries],
+    how: tuple[float, float, float],
+    offset: int,
 ) -> None:
     """As `sparse_outer_step` of parameters from ``first`` on, in granules of 256."""
     count = len(state.theta)
@@ -236,8 +271,11 @@ def step_densely(
 @pytest.mark.parametrize("number", [0, 1, 2, 7])
 @pytest.mark.parametrize("lookahead", [0.0, 7.0, float(np.float32(0.3))])
 @pytest.mark.parametrize("count", COUNTS)
-def test_the_sparse_step_is_the_dense_one(count: int, lookahead: float, number: int, rng: np.random.Generator) -> None:
-    """Of a segment of a block: entries before and behind it change nothing; what is beside its granules neither."""
+def test_the_sparse_step_is_the_dense_one(
+    count: int, lookahead: float, number: int, rng: np.random.Generator
+) -> None:
+    """Of a segment of a block: entries before and behind it change nothing; what is beside its
+    granules neither."""
     for first, offset in ((0, 0), (1, 255), (700, 100), (5000, 256), (4096, 5)):
         summands = any_summands(rng, first + count + 500, number)
         dense = any_state(rng, count, (offset + count + 255) // 256 + 1)
@@ -246,11 +284,24 @@ def test_the_sparse_step_is_the_dense_one(count: int, lookahead: float, number: 
         with np.errstate(over="ignore", invalid="ignore"):
             step_densely(dense, lookahead, first, summands, how, offset)
         place, classes = (offset, 256, sparse.counts), np.empty(count, np.uint8)
-        sparse_outer_step(*sparse[:3], lookahead, sparse.start, first, summands, *how, *place, BF16, OCTAVES, classes)
+        sparse_outer_step(
+            *sparse[:3],
+            lookahead,
+            sparse.start,
+            first,
+            summands,
+            *how,
+            *place,
+            BF16,
+            OCTAVES,
+            classes,
+        )
         sparse.same(dense)
         few = slice(None, None, 1 + count // 500)
         bits = (array[few].view(np.uint32).tolist() for array in (dense.theta, dense.momentum))
-        assert classes[few].tolist() == [class_of(x, m, Rounding(*BF16), *OCTAVES) for x, m in zip(*bits, strict=True)]
+        assert classes[few].tolist() == [
+            class_of(x, m, Rounding(*BF16), *OCTAVES) for x, m in zip(*bits, strict=True)
+        ]
 
 
 def test_segments_of_a_block_are_the_block(rng: np.random.Generator) -> None:
@@ -263,13 +314,17 @@ def test_segments_of_a_block_are_the_block(rng: np.random.Generator) -> None:
         theta, momentum, residual, start = (array[first:last] for array in pieces[:4])
         place = before + first, 256, pieces.counts
         classified = BF16, OCTAVES, np.empty(last - first, np.uint8)
-        sparse_outer_step(theta, momentum, residual, 2.5, start, first, summands, *how, *place, *classified)
+        sparse_outer_step(
+            theta, momentum, residual, 2.5, start, first, summands, *how, *place, *classified
+        )
     pieces.same(whole)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 7])
 @pytest.mark.parametrize("elements", COUNTS)
-def test_sums_are_those_of_the_dense_way(elements: int, number: int, rng: np.random.Generator) -> None:
+def test_sums_are_those_of_the_dense_way(
+    elements: int, number: int, rng: np.random.Generator
+) -> None:
     for _ in range(4):
         summands, total = any_summands(rng, elements, number), np.zeros(elements, np.float32)
         for positions, values in summands:
@@ -342,9 +397,31 @@ def test_arrays_at_odd_addresses_are_refused() -> None:
     good, at, counts = np.zeros(4, np.float32), np.uint32([0, 1, 2, 3]), np.zeros(1, np.int64)
     payload = np.frombuffer(encode_entries(good, good, BF16, at, good, 23), np.uint8)
 
-    def sparse(theta: Array, momentum: Array, residual: Array, start: Array, positions: Array, values: Array) -> None:
+    def sparse(
+        theta: Array,
+        momentum: Array,
+        residual: Array,
+        start: Array,
+        positions: Array,
+        values: Array,
+    ) -> None:
         summands = [(positions, values)]
-        sparse_outer_step(theta, momentum, residual, 1.0, start, 0, summands, 1, 0.7, 0.9, 0, 256, counts, *CLASSIFIED)
+        sparse_outer_step(
+            theta,
+            momentum,
+            residual,
+            1.0,
+            start,
+            0,
+            summands,
+            1,
+            0.7,
+            0.9,
+            0,
+            256,
+            counts,
+            *CLASSIFIED,
+        )
 
     calls: list[tuple[Callable[..., Any], list[Array]]] = [
         (lambda t, n, r, s: gate(t, n, r, 1.0, False, s, BF16, 0), [good.copy() for _ in range(4)]),

@@ -1,4 +1,5 @@
-"""Trainers that are late for a round over a store, leave late, or come in a crowd: nothing is lost, nobody waits."""
+"""Trainers that are late for a round over a store, leave late, or come in a crowd: nothing is lost,
+nobody waits."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from .test_over_store import SECONDS, Killed, Member, alone, closes, local_steps
 
 
 def test_who_is_late_is_left_out_loses_nothing_and_does_not_wait() -> None:
-    """c takes its first steps while a does three rounds. What it has learnt is put for the next round while it goes on,
-    until that has counted in time."""
+    """c takes its first steps while a does three rounds. What it has learnt is put for the next
+    round while it goes on, until that has counted in time."""
     stored = MemoryStore()
     a, c = alone(stored), Member(stored, "c", quorum=2, grace=0.0)
     of_a, of_c = Reference(a.first), Reference(c.first)
@@ -52,7 +53,9 @@ def test_who_is_late_is_left_out_loses_nothing_and_does_not_wait() -> None:
         assert c.loop.inner_step == 0
         of_c.residual, sent = of_c.select(of_c.start())
         of_c.whole = True
-        assert same(flat(c.loop.residual()), of_c.residual), "with what it sends, until that has counted"
+        assert same(flat(c.loop.residual()), of_c.residual), (
+            "with what it sends, until that has counted"
+        )
         return sent
 
     with a.loop, c.loop, ThreadPoolExecutor(1) as pool:
@@ -87,7 +90,13 @@ def test_who_is_late_is_left_out_loses_nothing_and_does_not_wait() -> None:
         sent = of_c.select(steps_of_c())[1]
         end(other.result(SECONDS), sent)
         for member, reference in ((a, of_a), (c, of_c)):
-            assert all(map(same, member.held(), (reference.theta.data, reference.residual, reference.start())))
+            assert all(
+                map(
+                    same,
+                    member.held(),
+                    (reference.theta.data, reference.residual, reference.start()),
+                )
+            )
     assert closes(stored) == [["a"]] * 3 + [["a", "c"], ["a"], ["a", "c"], ["a", "c"]]
 
 
@@ -132,7 +141,8 @@ def test_steps_behind_a_message_that_never_arrived_stay_what_they_were() -> None
 
 
 def test_a_crowd_is_let_in_by_and_by() -> None:
-    """All read the messages of a first round: it names sixteen, and the next one all who are there."""
+    """All read the messages of a first round: it names sixteen, and the next one all who are
+    there."""
     store = MemoryStore()
     names = [f"t{number:02d}" for number in range(18)]
     waiting = []
@@ -148,7 +158,9 @@ def test_a_crowd_is_let_in_by_and_by() -> None:
     with last.loop:
         last.round()
         assert closes(store) == [names[:16]]
-        posts = [name for call, name in counted.calls if call == "get" and name.startswith("loco/posts/")]
+        posts = [
+            name for call, name in counted.calls if call == "get" and name.startswith("loco/posts/")
+        ]
         assert len(posts) == 16, "it reads those that it names"
         held = flat(last.loop.residual()).clone()
         assert held.any()
@@ -162,7 +174,8 @@ def test_a_crowd_is_let_in_by_and_by() -> None:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_who_is_late_when_it_leaves_does_not_wait(overlap: int) -> None:
-    """Its message is there all the same, and counts if the others go on; it comes back and knows."""
+    """Its message is there all the same, and counts if the others go on; it comes back and
+    knows."""
     store = MemoryStore()
     a, c = alone(store), Member(store, "c", quorum=2, grace=0.0, overlap=overlap)
     with a.loop:

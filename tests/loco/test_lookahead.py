@@ -1,4 +1,5 @@
-"""Where the inner steps start, and what the model holds meanwhile; the rounds themselves: test_trainers."""
+"""Where the inner steps start, and what the model holds meanwhile; the rounds themselves:
+test_trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tests.support.loco_reference import Flat, Job, Reference, flat, pulse_loco,
 
 def made(seed: int = 0, **settings: Any) -> tuple[Job, PulseLoCo]:
     job = Job(seed, lr=1e-3)
-    return job, pulse_loco(job.model, job.optimizer, **({"sync_every": 2, "lookahead": 7.0} | settings))
+    return job, pulse_loco(
+        job.model, job.optimizer, **({"sync_every": 2, "lookahead": 7.0} | settings)
+    )
 
 
 def round_of(job: Job) -> None:
@@ -53,7 +56,8 @@ def test_the_model_holds_theta_while_it_is_looked_at() -> None:
 
 
 def test_a_look_within_a_look_leaves_theta_in_the_model() -> None:
-    """An evaluation that on_round calls looks at theta, too; what is published after it is still theta."""
+    """An evaluation that on_round calls looks at theta, too; what is published after it is still
+    theta."""
     seen: list[bool] = []
 
     def look(_: Round) -> None:
@@ -71,7 +75,9 @@ def test_a_look_within_a_look_leaves_theta_in_the_model() -> None:
     assert seen == [True] * 6
 
 
-def test_who_leaves_tells_the_others_even_if_the_model_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_tells_the_others_even_if_the_model_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job, loop = made()
 
     def fails(_: object) -> None:
@@ -112,15 +118,20 @@ def test_the_default_is_auto() -> None:
 
 
 def test_auto_is_what_an_entry_moves_theta_by_in_the_end() -> None:
-    assert made(lookahead="auto", outer_lr=0.7, outer_momentum=0.9)[1].lookahead == pytest.approx(7.0)
+    assert made(lookahead="auto", outer_lr=0.7, outer_momentum=0.9)[1].lookahead == pytest.approx(
+        7.0
+    )
     assert made(lookahead="auto", outer_lr=0.5, outer_momentum=0.0)[1].lookahead == 0.5
 
 
 @pytest.mark.parametrize(("gate_sums", "sites"), [(False, ""), (True, ""), (True, "aab")])
 @pytest.mark.parametrize("ahead", [0.0, 7.0])
-def test_what_is_learnt_counts_once_whatever_is_sent(ahead: float, sites: str, *, gate_sums: bool) -> None:
-    """The rule has a virtual iterate, theta - lr / (1 - mu) (e + mu^2 m), that moves by what trainers learn alone
-    (docs/design/0029): e is the mean of the residuals. In the reference, which the library equals bit for bit."""
+def test_what_is_learnt_counts_once_whatever_is_sent(
+    ahead: float, sites: str, *, gate_sums: bool
+) -> None:
+    """The rule has a virtual iterate, theta - lr / (1 - mu) (e + mu^2 m), that moves by what
+    trainers learn alone (docs/design/0029): e is the mean of the residuals. In the reference, which
+    the library equals bit for bit."""
     size, learnt = 600, torch.Generator().manual_seed(0)
     theta = torch.randn(size, generator=learnt) / 50
     settings: dict[str, Any] = {"lookahead": ahead, "gate_sums": gate_sums, "sites": sites}
@@ -128,7 +139,9 @@ def test_what_is_learnt_counts_once_whatever_is_sent(ahead: float, sites: str, *
 
     def virtual() -> Flat:
         residual = torch.stack([t.residual.double() for t in trainers]).mean(0)
-        return trainers[0].theta.data.double() - 7.0 * (residual + 0.81 * trainers[0].momentum().double())
+        return trainers[0].theta.data.double() - 7.0 * (
+            residual + 0.81 * trainers[0].momentum().double()
+        )
 
     expected = None
     for number in range(12):
@@ -151,7 +164,9 @@ def followed(job: Job, loop: PulseLoCo, reference: Reference, *, from_theta: boo
     if from_theta:
         reference.lookahead = torch.tensor(0.0)
     hook = job.optimizer.register_step_post_hook(lambda *_: sent.append(job.weights()))
-    job.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # before the loop's own
+    job.optimizer._optimizer_step_post_hooks.move_to_end(
+        hook.id, last=False
+    )  # before the loop's own
     with loop.global_weights() if from_theta else nullcontext():
         round_of(job)
         assert same(job.weights(), flat(loop.global_state())) == from_theta

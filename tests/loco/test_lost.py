@@ -1,4 +1,5 @@
-"""Trainers that die or stand still in any part of a round: an error in time, and the others go on with nothing lost."""
+"""Trainers that die or stand still in any part of a round: an error in time, and the others go on
+with nothing lost."""
 
 from __future__ import annotations
 
@@ -15,17 +16,35 @@ import torch
 
 from pulse_rl.errors import InputError, TrainerLost
 from pulse_rl.loco import PulseLoCo
-from tests.support.loco_reference import Job, Reference, flat, force_gated, group_of, pulse_loco, same
-from tests.support.trainers import Group, Trainer, cut_off_in_broadcast, force_scattered, lose, side_by_side, together
+from tests.support.loco_reference import (
+    Job,
+    Reference,
+    flat,
+    force_gated,
+    group_of,
+    pulse_loco,
+    same,
+)
+from tests.support.trainers import (
+    Group,
+    Trainer,
+    cut_off_in_broadcast,
+    force_scattered,
+    lose,
+    side_by_side,
+    together,
+)
 
 pytestmark = pytest.mark.slow
 
-# Where the victim is lost: on entering a phase, or before the n-th collective of the round (lengths, messages, whether
-# all were read, roots).
+# Where the victim is lost: on entering a phase, or before the n-th collective of the round
+# (lengths, messages, whether all were read, roots).
 PLACES = ["gate", 1, 2, 3, "update", 4]
-# The same of a scattered round: lengths, parts, lengths of the sums, sums, whether all were read, roots.
+# The same of a scattered round: lengths, parts, lengths of the sums, sums, whether all were read,
+# roots.
 PLACES_SCATTERED = ["gate", 1, 2, 3, 4, 5, "update", 6]
-# The same of two levels: lengths, parts, lengths of the sites' sums, these, lengths of the sums, sums, whether, roots.
+# The same of two levels: lengths, parts, lengths of the sites' sums, these, lengths of the sums,
+# sums, whether, roots.
 PLACES_SITES = [2, 4, 6, "update", 8]
 WAYS = ["gathered", "scattered", "gated", "sites"]
 """The last ones: scattered, and its sums pass a gate; among several sites, where there are."""
@@ -39,9 +58,12 @@ def sites_of(ranks: tuple[int, ...]) -> str:
 
 
 class CheckedTrainer:
-    """One trainer beside the dense reference. It puts what it is about to send where the others find it."""
+    """One trainer beside the dense reference. It puts what it is about to send where the others
+    find it."""
 
-    def __init__(self, trainer: Trainer, way: str, *, seed: int = 0, timeout_seconds: float = 20) -> None:
+    def __init__(
+        self, trainer: Trainer, way: str, *, seed: int = 0, timeout_seconds: float = 20
+    ) -> None:
         force_scattered(way == "scattered")
         force_gated(way == "gated")
         self.trainer, self.job, self.way = trainer, Job(seed, lr=1e-3), way
@@ -96,7 +118,10 @@ class CheckedTrainer:
         self.reference = self.after(number, ranks)
         self.reference.check(self.loop)
         assert self.loop.last_round is not None
-        assert (self.loop.last_round.number, self.loop.last_round.trainers) == (number + 1, len(ranks))
+        assert (self.loop.last_round.number, self.loop.last_round.trainers) == (
+            number + 1,
+            len(ranks),
+        )
         return self.loop.last_round.root
 
 
@@ -130,8 +155,16 @@ def lose_at(loop: PulseLoCo, place: object, how: signal.Signals) -> None:
     exchange._all_to_all_arrays = losing(all_to_all)  # type: ignore[method-assign]
 
 
-def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, timeout_seconds: float, way: str) -> str:
-    """A round in which ``victim`` is lost; the others go on. Returns theta's root two rounds later."""
+def survive(
+    trainer: Trainer,
+    place: object,
+    how: signal.Signals,
+    victim: int,
+    timeout_seconds: float,
+    way: str,
+) -> str:
+    """A round in which ``victim`` is lost; the others go on. Returns theta's root two rounds
+    later."""
     last = {"gathered": 4, "sites": 8}.get(way, 6)
     finished = place in ("update", last)  # by then the others have all that they need
     everyone = (0, 1, 2)
@@ -146,14 +179,17 @@ def survive(trainer: Trainer, place: object, how: signal.Signals, victim: int, t
         started = time.monotonic()
         with pytest.raises(TrainerLost) as caught:
             checked.step()
-        assert time.monotonic() - started < (2 * timeout_seconds if how == signal.SIGSTOP else timeout_seconds)
+        assert time.monotonic() - started < (
+            2 * timeout_seconds if how == signal.SIGSTOP else timeout_seconds
+        )
         assert "rejoin" in caught.value.hint
         with pytest.raises(InputError, match="not met"):  # no second try before they have
             loop._run_round()
         trainer.connect("second", survivors)
         checked.rejoin()
         assert (loop.round, loop.inner_step) == (2, 0)
-        # Nothing is lost, nothing is sent twice: theta has taken what was sent, the residual is what is left of s.
+        # Nothing is lost, nothing is sent twice: theta has taken what was sent, the residual is
+        # what is left of s.
         checked.reference = checked.after(1, everyone if finished else survivors)
         checked.reference.check(loop)
         checked.round(survivors)
@@ -169,7 +205,9 @@ def test_the_others_go_on(how: signal.Signals, way: str) -> None:
     """In every part of a round; side by side, as most of the time is waiting."""
     timeout_seconds = 20 if how == signal.SIGKILL else 4
     groups = {}
-    for i, place in enumerate({"gathered": PLACES, "sites": PLACES_SITES}.get(way, PLACES_SCATTERED)):
+    for i, place in enumerate(
+        {"gathered": PLACES, "sites": PLACES_SITES}.get(way, PLACES_SCATTERED)
+    ):
         victim = i % 3
         groups[place] = Group(survive, 3, place, how, victim, timeout_seconds, way, lost=(victim,))
     for place, roots in side_by_side(groups).items():
@@ -192,8 +230,8 @@ def miss_the_end(loop: PulseLoCo) -> None:
 
 
 def come_back(trainer: Trainer, way: str) -> list[str]:
-    """Who missed the end of a round, slept through one, comes from a checkpoint, is new, or left in mid-round: all
-    join, and what each has not sent is sent later, once. Returns theta's roots."""
+    """Who missed the end of a round, slept through one, comes from a checkpoint, is new, or left in
+    mid-round: all join, and what each has not sent is sent later, once. Returns theta's roots."""
     me, roots = trainer.rank, []
     checked = CheckedTrainer(trainer, way, seed=me, timeout_seconds=4)
     loop = checked.loop
@@ -250,7 +288,8 @@ def come_back(trainer: Trainer, way: str) -> list[str]:
     early = loop.state_dict()
     roots.append(checked.round(everyone))
 
-    # Trainer 3 comes back from a checkpoint of a round that the others have left: what it kept then may have been sent.
+    # Trainer 3 comes back from a checkpoint of a round that the others have left: what it kept then
+    # may have been sent.
     trainer.connect("e")
     if me == 3:
         assert checked.reference.residual.any()
@@ -311,7 +350,8 @@ def meetings(trainer: Trainer) -> None:
         assert same(flat(loop.global_state()), before)
     trainer.barrier("nobody met", (0, 1, 2))
 
-    # All but trainer 2 go on for some rounds. It loses them in the middle of the state that it fetches.
+    # All but trainer 2 go on for some rounds. It loses them in the middle of the state that it
+    # fetches.
     if trainer.rank != 2:
         trainer.connect("b", (0, 1))
         loop.__enter__()
@@ -338,7 +378,8 @@ def meetings(trainer: Trainer) -> None:
         job.step(trainer.rank)
     assert loop.round == 4
 
-    # Ctrl-C on trainer 1 between two collectives. Nobody died, so torch.distributed need not be initialised anew.
+    # Ctrl-C on trainer 1 between two collectives. Nobody died, so torch.distributed need not be
+    # initialised anew.
     exchange = group_of(loop)
     if trainer.rank == 1:
         exchange.all_gather_fixed = interrupt  # type: ignore[method-assign]

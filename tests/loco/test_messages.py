@@ -1,4 +1,5 @@
-"""What trainers send each other besides entries: handshakes, messages, buffers; and who forwards what."""
+"""What trainers send each other besides entries: handshakes, messages, buffers; and who forwards
+what."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ LEADER = at(5)  # it holds the messages "5-0" and "5-1"
         (None, 2, True, Delivery.UNKNOWN),
     ],
 )
-def test_what_became_of_a_message(message: str | None, number: int, from_checkpoint: bool, expected: Delivery) -> None:
+def test_what_became_of_a_message(
+    message: str | None, number: int, from_checkpoint: bool, expected: Delivery
+) -> None:
     """The table of docs/loco.md, section 5."""
     assert delivery_of(message, number, LEADER, from_checkpoint=from_checkpoint) is expected
 
@@ -90,7 +93,9 @@ def test_the_digest_of_the_parameters_knows_names_dtypes_shapes_and_order() -> N
     assert len({specs_digest(specs) for specs in [(a, b), *others]}) == 1 + len(others)
     # As the document has it: trainers of two releases must agree on it.
     written = '[[["a","F32",[2,3]],["b","F32",[4]]],[["c","torch.float32",[]]]]'
-    assert specs_digest((a, b), [("c", "torch.float32", ())]) == sha256(written.encode()).hexdigest()
+    assert (
+        specs_digest((a, b), [("c", "torch.float32", ())]) == sha256(written.encode()).hexdigest()
+    )
 
 
 # -- messages
@@ -131,7 +136,9 @@ def test_a_damaged_message_is_refused(damage: object) -> None:
 # -- buffers
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
 def test_the_mean_of_equal_bits_is_those_bits(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(3)
     x = torch.from_numpy(rng.normal(0, 1, 1000) * np.exp2(rng.integers(-10, 10, 1000))).to(dtype)
@@ -149,7 +156,8 @@ def test_the_mean_of_equal_bits_is_those_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device, where it is no SHA-256: changes that cancel in a sum, in any piece, and another order."""
+    """On a device, where it is no SHA-256: changes that cancel in a sum, in any piece, and another
+    order."""
     monkeypatch.setattr(buffers, "_PIECE", 1 << 4)
     buffers._weights.cache_clear()
     x = torch.arange(40).to(dtype)
@@ -160,7 +168,8 @@ def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.Mon
     others[3] = x.roll(16)
     try:
         found = [
-            buffers.fingerprint_on_device(t) for t in [x, x.clone(), x.reshape(5, 8).t().contiguous().t(), *others]
+            buffers.fingerprint_on_device(t)
+            for t in [x, x.clone(), x.reshape(5, 8).t().contiguous().t(), *others]
         ]
     finally:
         buffers._weights.cache_clear()
@@ -220,7 +229,9 @@ def test_alone_or_all_together_sites_make_no_difference(names: str) -> None:
     sites = Sites.of(list(names))
     assert sites.members == (tuple(range(len(names))),)
     assert not sites.several
-    assert [sites.reduces_for(rank) for rank in range(len(names))] == [[rank] for rank in range(len(names))]
+    assert [sites.reduces_for(rank) for rank in range(len(names))] == [
+        [rank] for rank in range(len(names))
+    ]
 
 
 @pytest.mark.parametrize("names", ["aabb", "aaab", "abab", "aaabb", "aaaabbbbcccc", "abcddd"])
@@ -228,7 +239,9 @@ def test_every_share_has_one_forwarder_in_every_site(names: str) -> None:
     sites = Sites.of(list(names))
     work = {rank: sites.reduces_for(rank) for rank in range(len(names))}
     for ranks in sites.members:
-        assert sorted(itertools.chain.from_iterable(work[rank] for rank in ranks)) == list(range(len(names)))
+        assert sorted(itertools.chain.from_iterable(work[rank] for rank in ranks)) == list(
+            range(len(names))
+        )
     assert all(rank in owners for rank, owners in work.items())
     for ranks in sites.members:
         if len(names) % len(ranks) == 0 and names == "".join(sorted(names)):

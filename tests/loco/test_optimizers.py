@@ -32,7 +32,10 @@ def test_two_optimizers_are_one_that_trains_all(method: Any) -> None:
     one, two = Job(), Job()
     whole = torch.optim.SGD(one.model.parameters(), lr=0.1)
     parts = halves(two, lr=0.1)
-    with method(one.model, whole, sync_every=2) as alone, method(two.model, parts, sync_every=2) as loop:
+    with (
+        method(one.model, whole, sync_every=2) as alone,
+        method(two.model, parts, sync_every=2) as loop,
+    ):
         for _ in range(6):
             step(one, whole)
             step(two, *parts)
@@ -67,21 +70,27 @@ def test_muon_beside_adamw_equals_the_dense_algorithm() -> None:
 
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_a_scaler_that_skips_one_of_two_optimizers(skipped: int) -> None:
-    """The last one's steps are counted: a round never falls between two optimizers' steps of one batch."""
+    """The last one's steps are counted: a round never falls between two optimizers' steps of one
+    batch."""
     job = Job()
     optimizers = halves(job, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     ends: list[tuple[int, int]] = []
     batches = 0
     with pulse_loco(
-        job.model, optimizers, sync_every=2, on_round=lambda done: ends.append((done.number, batches))
+        job.model,
+        optimizers,
+        sync_every=2,
+        on_round=lambda done: ends.append((done.number, batches)),
     ) as loop:
         for batches in range(6):
             job.backward(0)
             for p in job.model.parameters():
                 p.grad = scaler.scale(p.grad)
             if batches == 2:
-                next(p for p in job.model.parameters() if p.ndim == 2 - skipped).grad.fill_(float("inf"))
+                next(p for p in job.model.parameters() if p.ndim == 2 - skipped).grad.fill_(
+                    float("inf")
+                )
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
@@ -92,7 +101,10 @@ def test_a_scaler_that_skips_one_of_two_optimizers(skipped: int) -> None:
 def test_the_order_of_the_list_is_that_of_the_steps() -> None:
     job = Job()
     first, last = halves(job, lr=0.1)
-    with pulse_loco(job.model, [last, first], sync_every=2), pytest.raises(InputError, match="steps after") as caught:
+    with (
+        pulse_loco(job.model, [last, first], sync_every=2),
+        pytest.raises(InputError, match="steps after") as caught,
+    ):
         step(job, first, last)
     assert "order" in caught.value.hint
     with pulse_loco(job.model, [first, last], sync_every=2) as loop:
@@ -115,10 +127,16 @@ def test_the_order_of_the_list_is_that_of_the_steps() -> None:
         (lambda m: [], "no optimizer"),
         (lambda m: [torch.optim.SGD(m.parameters()), m], "optimizer 1 is a Linear"),
         (
-            lambda m: [torch.optim.SGD(m.parameters()), torch.optim.Adam([nn.Parameter(torch.ones(3, 5))])],
+            lambda m: [
+                torch.optim.SGD(m.parameters()),
+                torch.optim.Adam([nn.Parameter(torch.ones(3, 5))]),
+            ],
             r"optimizer 1 \(Adam\) trains tensors.*number 0 of group 0, float32 \[3, 5\]",
         ),
-        (lambda m: torch.optim.SGD([("mine", nn.Parameter(torch.ones(2)))]), "the optimizer trains.*'mine'"),
+        (
+            lambda m: torch.optim.SGD([("mine", nn.Parameter(torch.ones(2)))]),
+            "the optimizer trains.*'mine'",
+        ),
     ],
 )
 def test_optimizers_that_do_not_fit_are_refused(make: Callable[[Any], Any], match: str) -> None:
@@ -149,7 +167,9 @@ def test_parameters_that_change_in_mid_run_are_named() -> None:
             step(job, first)
     with pulse_loco(job.model, first, sync_every=1):
         job.model.add_module("adapter", nn.Linear(7, 7))
-        with pytest.raises(InputError, match=r"parameters have changed: 'adapter\.bias', 'adapter\.weight'"):
+        with pytest.raises(
+            InputError, match=r"parameters have changed: 'adapter\.bias', 'adapter\.weight'"
+        ):
             first.step()
 
 

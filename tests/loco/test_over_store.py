@@ -1,4 +1,5 @@
-"""Rounds over a store: the same theta on all, whoever is late, gone, back or new, as a plain simulation has it."""
+"""Rounds over a store: the same theta on all, whoever is late, gone, back or new, as a plain
+simulation has it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ import torch
 from torch import nn
 
 from pulse_rl import MemoryStore, PulseLoCo, Store
-from pulse_rl.errors import InputError, NonFinite, PulseError, StateMismatch, StoreUnavailable, TrainerLost
+from pulse_rl.errors import (
+    InputError,
+    NonFinite,
+    PulseError,
+    StateMismatch,
+    StoreUnavailable,
+    TrainerLost,
+)
 from pulse_rl.loco import Exchange, Round, StoreExchange
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import WireName
@@ -45,7 +53,9 @@ class Member:
         self.wire, self.sweep = wire, sweep
         self.name, self.job = name, Job(lr=1e-3)
         self.now, self.log = torch.empty(0), list[tuple[int, int, torch.Tensor]]()
-        self.job.optimizer.register_step_post_hook(lambda *_: setattr(self, "now", self.job.weights()))
+        self.job.optimizer.register_step_post_hook(
+            lambda *_: setattr(self, "now", self.job.weights())
+        )
         over = StoreExchange(
             store,
             trainer=name,
@@ -56,7 +66,9 @@ class Member:
             sweep=sweep,
             **settings,
         )
-        self.loop = PulseLoCo(self.job.model, self.job.optimizer, sync_every=2, over=over, overlap=overlap)
+        self.loop = PulseLoCo(
+            self.job.model, self.job.optimizer, sync_every=2, over=over, overlap=overlap
+        )
         self.first = flat(self.loop.global_state()).clone()
 
     def round(self) -> str:
@@ -69,7 +81,11 @@ class Member:
 
     def held(self) -> tuple[torch.Tensor, ...]:
         """Theta, residual and the next start."""
-        return flat(self.loop.global_state()).clone(), flat(self.loop.residual()).clone(), self.job.weights()
+        return (
+            flat(self.loop.global_state()).clone(),
+            flat(self.loop.residual()).clone(),
+            self.job.weights(),
+        )
 
 
 def closes(store: Store) -> list[list[str]]:
@@ -81,16 +97,21 @@ def closes(store: Store) -> list[list[str]]:
 
 def sums_of(store: Store, number: int) -> list[dict[str, Any]]:
     """What is said of the sums of a round, by share."""
-    return [json.loads(store.get(info.name).partition(b"\n")[0]) for info in store.list(f"loco/sums/{number:012d}")]
+    return [
+        json.loads(store.get(info.name).partition(b"\n")[0])
+        for info in store.list(f"loco/sums/{number:012d}")
+    ]
 
 
 def simulate(members: list[Member], store: Store) -> dict[str, Reference]:
-    """By the document: who is in is summed by name; who is not keeps all that it has, as does a part that is left
-    out; and who has made sums keeps what they lack."""
+    """By the document: who is in is summed by name; who is not keeps all that it has, as does a
+    part that is left out; and who has made sums keeps what they lack."""
     rounds = closes(store)
     references = {m.name: Reference(m.first, wire=m.wire, sweep=m.sweep) for m in members}
     for member in members:
-        references[member.name].blocks = [block.stop - block.start for block in member.loop.parameters.blocks]
+        references[member.name].blocks = [
+            block.stop - block.start for block in member.loop.parameters.blocks
+        ]
     logs = {member.name: list(member.log) for member in members}
     for number, names in enumerate(rounds):
         sent = {}
@@ -116,7 +137,9 @@ def simulate(members: list[Member], store: Store) -> dict[str, Reference]:
                 references[name].residual[of] += sent[name][of]
                 sent[name] = torch.where(of, 0.0, sent[name])
         for name, reference in references.items():
-            reference.owns = [share for share, each in enumerate(sums) if each["trainer"] == name] or [-1]
+            reference.owns = [
+                share for share, each in enumerate(sums) if each["trainer"] == name
+            ] or [-1]
             reference.outer_step([sent[name] for name in names])
     return references
 
@@ -160,8 +183,11 @@ def test_all_hold_the_same_theta_after_each_round(wire: WireName, sweep: int | N
         assert 0 < done.payload_bytes <= done.sent_bytes
 
 
-def overlapped(reference: Reference, now: torch.Tensor, ended: list[torch.Tensor], own: int) -> torch.Tensor:
-    """By the document, 7.1: the end of a round of which all messages are known, and the message of the next one."""
+def overlapped(
+    reference: Reference, now: torch.Tensor, ended: list[torch.Tensor], own: int
+) -> torch.Tensor:
+    """By the document, 7.1: the end of a round of which all messages are known, and the message of
+    the next one."""
     learnt = reference.start().float() - now
     if ended:
         reference.residual = (reference.residual - ended[own]) + learnt
@@ -202,7 +228,9 @@ def test_a_round_is_exchanged_behind_the_steps_of_the_next_one(told: bool) -> No
     for i, (member, reference) in enumerate(zip(members, references, strict=True)):
         reference.residual = reference.residual - sent[i]
         reference.outer_step(sent)
-        for mine, expected in zip(member.final, (reference.theta.data, reference.residual), strict=False):
+        for mine, expected in zip(
+            member.final, (reference.theta.data, reference.residual), strict=False
+        ):
             assert same(mine, expected)
         assert [each.number for each in rounds[member.name]] == ([1, 2, 3, 4] if told else [])
         assert member.loop.last_round is not None
@@ -271,7 +299,8 @@ def test_a_trainer_comes_back_from_a_checkpoint_with_its_message_on_the_way(arri
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_steps_that_may_have_counted_are_not_sent_again(overlap: int) -> None:
-    """A checkpoint of mid-round; then its process puts the round's message, and dies: what is saved is part of that."""
+    """A checkpoint of mid-round; then its process puts the round's message, and dies: what is saved
+    is part of that."""
     store = MemoryStore()
     first = alone(store, overlap=overlap)
     with suppress(Killed), first.loop:
@@ -342,17 +371,23 @@ def local_steps(member: Member) -> torch.Tensor:
     """What the inner steps under way have come to, as the next message counts it."""
     residual = member.loop.reduction.residual
     residual._require_due()
-    return torch.cat([torch.from_numpy(residual._steps(block)) for block in member.loop.parameters.blocks])
+    return torch.cat(
+        [torch.from_numpy(residual._steps(block)) for block in member.loop.parameters.blocks]
+    )
 
 
 def test_steps_that_may_have_counted_are_not_followed_by_an_empty_message() -> None:
-    """While a takes its steps, a process of its name runs so far ahead that the messages of a's round are gone."""
+    """While a takes its steps, a process of its name runs so far ahead that the messages of a's
+    round are gone."""
     store = MemoryStore()
     slow, fast = alone(store), alone(store)
     with slow.loop:
         slow.job.step(ord("a"))
         with fast.loop:
-            while fast.loop.round < 20 or f"{fast.loop.round:012d}" not in list(store.list("loco/snapshots"))[-1].name:
+            while (
+                fast.loop.round < 20
+                or f"{fast.loop.round:012d}" not in list(store.list("loco/snapshots"))[-1].name
+            ):
                 fast.round()
         assert not any(store.list("loco/posts/000000000000"))
         done = len(closes(store))
@@ -366,7 +401,8 @@ def test_steps_that_may_have_counted_are_not_followed_by_an_empty_message() -> N
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_trainer_that_is_killed_and_comes_back_is_counted_once(counted: bool) -> None:
-    """It dies as it puts its message, which the others count, or never saw. What has counted is not sent again."""
+    """It dies as it puts its message, which the others count, or never saw. What has counted is not
+    sent again."""
     store = FaultyStore(MemoryStore())
     first, other = alone(store), alone(store, "b")
     with first.loop:
@@ -392,9 +428,12 @@ def test_a_trainer_that_is_killed_and_comes_back_is_counted_once(counted: bool) 
 
 
 @pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize(("call", "folder"), [("put", "posts"), ("put_new", "closed"), ("get", "closed")])
+@pytest.mark.parametrize(
+    ("call", "folder"), [("put", "posts"), ("put_new", "closed"), ("get", "closed")]
+)
 def test_a_round_whose_store_fails_goes_on(call: str, folder: str, after: bool) -> None:
-    """Every reply may be lost: `rejoin` ends the round that was due, with the bits of a run without failure."""
+    """Every reply may be lost: `rejoin` ends the round that was due, with the bits of a run without
+    failure."""
     store = FaultyStore(MemoryStore())
     members = [alone(store), alone(MemoryStore())]
     for member in members:
@@ -433,7 +472,8 @@ def test_without_a_quorum_nothing_is_lost() -> None:
 
 
 def test_what_others_write_is_passed_over() -> None:
-    """Names that are none, a message of another theta, one that is cut off, and one larger than any."""
+    """Names that are none, a message of another theta, one that is cut off, and one larger than
+    any."""
     store = MemoryStore()
     member = alone(store)
     with member.loop:
@@ -446,7 +486,9 @@ def test_what_others_write_is_passed_over() -> None:
         store.put("loco/posts/000000000001/README", b"junk")
         store.put("loco/closed/README", b"junk")
         member.round()
-    assert [post[0] for post in json.loads(store.get("loco/closed/000000000001.json"))["posts"]] == ["a"]
+    assert [
+        post[0] for post in json.loads(store.get("loco/closed/000000000001.json"))["posts"]
+    ] == ["a"]
 
 
 def test_what_is_not_finite_is_its_trainers_own_affair() -> None:
@@ -467,7 +509,9 @@ def test_what_is_not_finite_is_its_trainers_own_affair() -> None:
 def refusals() -> dict[str, tuple[Callable[[Store], Any], type[PulseError], str]]:
     def run(store: Store, model: nn.Module, **settings: Any) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return PulseLoCo(model, optimizer, over=StoreExchange(store, quorum=1), **({"sync_every": 2} | settings))
+        return PulseLoCo(
+            model, optimizer, over=StoreExchange(store, quorum=1), **({"sync_every": 2} | settings)
+        )
 
     def buffers(store: Store) -> None:
         model = nn.Sequential(nn.Linear(24, 8), nn.BatchNorm1d(8))
@@ -476,15 +520,25 @@ def refusals() -> dict[str, tuple[Callable[[Store], Any], type[PulseError], str]
             loop.parameters.optimizers._all[0].step()
 
     return {
-        "settings": (lambda s: run(s, Job().model, sync_every=3).__enter__(), InputError, "settings"),
+        "settings": (
+            lambda s: run(s, Job().model, sync_every=3).__enter__(),
+            InputError,
+            "settings",
+        ),
         "model": (lambda s: run(s, nn.Linear(2, 2)).__enter__(), StateMismatch, "those of the run"),
         "buffers": (buffers, StateMismatch, "not averaged"),
-        "both": (lambda s: PulseLoCo(*_parts(), sync_every=1, group=object(), over=s), InputError, "not both"),  # type: ignore[arg-type]
+        "both": (
+            lambda s: PulseLoCo(*_parts(), sync_every=1, group=object(), over=s),
+            InputError,
+            "not both",
+        ),  # type: ignore[arg-type]
         "name": (lambda s: StoreExchange(s, trainer="a/b"), InputError, "trainer"),
         "a wide sweep": (lambda s: StoreExchange(s, sweep=4), InputError, "wire 'FP32'"),
         "no sweep": (lambda s: StoreExchange(s, sweep=0, wire="int4"), InputError, "sweep"),
         "a sweep that overshoots": (
-            lambda s: PulseLoCo(*_parts(), sync_every=1, lookahead=0, group=Exchange(sweep=4, wire="int2")),
+            lambda s: PulseLoCo(
+                *_parts(), sync_every=1, lookahead=0, group=Exchange(sweep=4, wire="int2")
+            ),
             InputError,
             "lookahead",
         ),
@@ -525,7 +579,8 @@ class CountingStore(FaultyStore):
 
 @pytest.mark.slow
 def test_what_leaves_a_trainer_does_not_grow_with_their_number() -> None:
-    """Counted at the store, snapshots included, which all make by turns; and the requests of a round are bounded."""
+    """Counted at the store, snapshots included, which all make by turns; and the requests of a
+    round are bounded."""
     rounds, means = 6, list[float]()
     for trainers in (4, 16):
         store = MemoryStore()
@@ -534,7 +589,9 @@ def test_what_leaves_a_trainer_does_not_grow_with_their_number() -> None:
             line, random = CountingStore(store), torch.Generator().manual_seed(ord(name))
             weight = nn.Parameter(torch.randn(20_000, generator=torch.Generator().manual_seed(0)))
             optimizer = torch.optim.SGD([weight], lr=1e-3)
-            over = StoreExchange(line, trainer=name, quorum=trainers, grace_seconds=SECONDS, deadline_seconds=SECONDS)
+            over = StoreExchange(
+                line, trainer=name, quorum=trainers, grace_seconds=SECONDS, deadline_seconds=SECONDS
+            )
             with PulseLoCo({"w": weight}, optimizer, sync_every=1, over=over) as loop:
                 loop.threads = 1
                 line.sent, line.calls = 0, []
@@ -549,7 +606,11 @@ def test_what_leaves_a_trainer_does_not_grow_with_their_number() -> None:
             pieces = sum(call == "put" and "pieces" in of for call, of in line.calls)
             looks = sum(call == "list" and "posts/" in of for call, of in line.calls)
             deleted = sum(call == "delete" for call, _ in line.calls)
-            others = [of for call, of in line.calls if "snapshots" not in of and "pieces" not in of and "/" in of[5:]]
+            others = [
+                of
+                for call, of in line.calls
+                if "snapshots" not in of and "pieces" not in of and "/" in of[5:]
+            ]
             assert len(others) <= rounds * (trainers + 8) + 2 * looks + deleted
             return line.sent, pieces
 

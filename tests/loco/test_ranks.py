@@ -19,7 +19,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from pulse_rl import LocalStore, MemoryStore, PulseLoCo
-from pulse_rl.errors import InputError, NonFinite, RankLost, StateMismatch, StoreUnavailable, UnsupportedTensor
+from pulse_rl.errors import (
+    InputError,
+    NonFinite,
+    RankLost,
+    StateMismatch,
+    StoreUnavailable,
+    UnsupportedTensor,
+)
 from pulse_rl.loco import Round, StoreExchange
 from tests.support.stores import FaultyStore
 from tests.support.trainers import Group, Trainer, side_by_side, together
@@ -48,7 +55,9 @@ def shard(model: nn.Module, how: str) -> nn.Module:
         fully_shard(model.get_submodule("up"))
         fully_shard(model)
     elif how == "replicas":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        )
     elif how == "tensor parallel":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -85,17 +94,23 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, who: int, number: i
 
 
 def weights(model: nn.Module) -> bytes:
-    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    whole = {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in model.named_parameters()
+    }
     return bits_of(whole)
 
 
 def bits_of(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    return b"".join(tensors[name].detach().view(torch.uint8).numpy().tobytes() for name in sorted(tensors))
+    return b"".join(
+        tensors[name].detach().view(torch.uint8).numpy().tobytes() for name in sorted(tensors)
+    )
 
 
 @dataclass
 class Seen:
-    """What a process saw: roots and weights by round, weights after each step, what the outer state was at the end."""
+    """What a process saw: roots and weights by round, weights after each step, what the outer state
+    was at the end."""
 
     roots: list[str] = field(default_factory=list)
     shown: list[bytes] = field(default_factory=list)
@@ -104,7 +119,8 @@ class Seen:
 
 
 def run(trainer: Trainer, how: str, dtype: torch.dtype, overlap: int) -> Seen:
-    """All processes but the last are one trainer, and the last one is another; without a way to shard each is one."""
+    """All processes but the last are one trainer, and the last one is another; without a way to
+    shard each is one."""
     who = int(trainer.rank == trainer.size - 1)
     model, seen = Net().to(dtype), Seen()
     if how and not who:
@@ -112,14 +128,19 @@ def run(trainer: Trainer, how: str, dtype: torch.dtype, overlap: int) -> Seen:
         model = shard(model, how)
     optimizer = descent(model)
     over = StoreExchange(
-        str(trainer.folder / "run"), trainer="ab"[who], grace_seconds=SECONDS, deadline_seconds=SECONDS
+        str(trainer.folder / "run"),
+        trainer="ab"[who],
+        grace_seconds=SECONDS,
+        deadline_seconds=SECONDS,
     )
 
     def on_round(done: Round) -> None:
         seen.roots.append(done.root)
         seen.shown.append(weights(model))
 
-    with PulseLoCo(model, optimizer, sync_every=2, over=over, overlap=overlap, on_round=on_round) as loop:
+    with PulseLoCo(
+        model, optimizer, sync_every=2, over=over, overlap=overlap, on_round=on_round
+    ) as loop:
         for number in range(2 * ROUNDS):
             step(model, optimizer, who, number)
             seen.weights.append(weights(model))
@@ -127,13 +148,17 @@ def run(trainer: Trainer, how: str, dtype: torch.dtype, overlap: int) -> Seen:
             seen.weights.append(weights(model))
         state = loop.state_dict()
         random = ("message", "messages")  # digests: a message has a number at random in it
-        seen.state = {k: bits_of(v) if isinstance(v, dict) else v for k, v in state.items() if k not in random}
+        seen.state = {
+            k: bits_of(v) if isinstance(v, dict) else v for k, v in state.items() if k not in random
+        }
     seen.weights.append(weights(model))
     return seen
 
 
 @pytest.mark.parametrize(
-    ("dtype", "overlap"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)], ids=["fp32", "bf16", "overlap"]
+    ("dtype", "overlap"),
+    [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)],
+    ids=["fp32", "bf16", "overlap"],
 )
 def test_a_sharded_trainer_is_one_trainer(dtype: torch.dtype, overlap: int) -> None:
     ways = {"": 2, "fsdp": 3, "ddp": 3, "replicas": 5, "tensor parallel": 5}
@@ -144,13 +169,16 @@ def test_a_sharded_trainer_is_one_trainer(dtype: torch.dtype, overlap: int) -> N
         for process in processes[:-1]:
             expected = plain[0]
             if process is not processes[0]:  # these know how far they are
-                expected = replace(expected, state={key: expected.state[key] for key in ("round", "inner_step")})
+                expected = replace(
+                    expected, state={key: expected.state[key] for key in ("round", "inner_step")}
+                )
             assert process == expected, how
         assert processes[-1] == plain[1], how
 
 
 def resumed(trainer: Trainer, folder: str) -> list[Any]:
-    """Ranks 0 and 1 are a trainer that fails, rewinds, saves, ends, and comes back; rank 2 never fails."""
+    """Ranks 0 and 1 are a trainer that fails, rewinds, saves, ends, and comes back; rank 2 never
+    fails."""
     who = int(trainer.rank == 2)
     found: list[Any] = []
     if not who:
@@ -161,7 +189,9 @@ def resumed(trainer: Trainer, folder: str) -> list[Any]:
         if not who:
             shard(model, "fsdp")
         optimizer = descent(model)
-        over = StoreExchange(folder, trainer="ab"[who], grace_seconds=SECONDS, deadline_seconds=SECONDS)
+        over = StoreExchange(
+            folder, trainer="ab"[who], grace_seconds=SECONDS, deadline_seconds=SECONDS
+        )
         return model, optimizer, PulseLoCo(model, optimizer, sync_every=1, over=over)
 
     model, optimizer, loop = made()
@@ -172,7 +202,9 @@ def resumed(trainer: Trainer, folder: str) -> list[Any]:
             before = weights(model)
             # One shard of one tensor is NaN: all ranks are told, and the trainer is as it was.
             with torch.no_grad():
-                model.get_parameter("up.bias").to_local()[0] = torch.nan if trainer.rank == 1 else 0.0  # type: ignore[operator]
+                model.get_parameter("up.bias").to_local()[0] = (
+                    torch.nan if trainer.rank == 1 else 0.0
+                )  # type: ignore[operator]
             with pytest.raises(NonFinite, match=r"up\.bias"):
                 step(model, optimizer, who, 1)
             loop.rewind()
@@ -204,7 +236,8 @@ def test_errors_and_restarts_are_those_of_all_ranks(tmp_path: Path) -> None:
 
 
 def ended(trainer: Trainer, folder: str, how: str) -> str:
-    """What a rank leaves with if, between two rounds, one of the two dies, fails, or makes a call alone."""
+    """What a rank leaves with if, between two rounds, one of the two dies, fails, or makes a call
+    alone."""
     trainer.connect("site")
     model = Net()
     shard(model, "fsdp")
@@ -255,7 +288,9 @@ def evaluated(trainer: Trainer, folder: str) -> None:
     over = StoreExchange(folder, quorum=1, grace_seconds=0, deadline_seconds=SECONDS)
 
     def computes_with_its_weights() -> bool:
-        (up, up_bias), (down, down_bias) = ([p.full_tensor() for p in layer.parameters()] for layer in model)
+        (up, up_bias), (down, down_bias) = (
+            [p.full_tensor() for p in layer.parameters()] for layer in model
+        )
         expected = (torch.ones(1, 4) @ up.T + up_bias) @ down.T + down_bias
         return torch.allclose(model(torch.ones(1, 4)), expected, rtol=0, atol=1e-6)
 
@@ -281,7 +316,8 @@ def test_the_next_forward_pass_has_the_weights_that_were_written(tmp_path: Path)
 
 
 def apart(trainer: Trainer, folder: str) -> list[Any]:
-    """What only some of the ranks hold: plain parameters beside shards, buffers, counters, errors."""
+    """What only some of the ranks hold: plain parameters beside shards, buffers, counters,
+    errors."""
     trainer.connect("site")
     store, found = FaultyStore(LocalStore(folder)), list[Any]()
 
@@ -289,13 +325,16 @@ def apart(trainer: Trainer, folder: str) -> list[Any]:
         model = Net()
         fully_shard(model.get_submodule("up"))
         optimizer = descent(model)
-        over = StoreExchange(store, trainer="a", quorum=1, grace_seconds=0, deadline_seconds=SECONDS)
+        over = StoreExchange(
+            store, trainer="a", quorum=1, grace_seconds=0, deadline_seconds=SECONDS
+        )
         return model, optimizer, PulseLoCo(model, optimizer, sync_every=2, over=over)
 
     model, optimizer, loop = made()
     with loop:
         step(model, optimizer, 0, 0)
-        # 1. A round that the store does not take: the same error on all ranks, which go on together.
+        # 1. A round that the store does not take: the same error on all ranks, which go on
+        # together.
         store.fail_on("put", "posts")
         with pytest.raises(StoreUnavailable):
             step(model, optimizer, 0, 1)
@@ -303,7 +342,10 @@ def apart(trainer: Trainer, folder: str) -> list[Any]:
         loop.rejoin()
         found.append((loop.round, loop.inner_step, weights(model)))
         step(model, optimizer, 0, 2)
-        state, there = loop.state_dict(), {name: t.clone() for name, t in model.state_dict().items()}
+        state, there = (
+            loop.state_dict(),
+            {name: t.clone() for name, t in model.state_dict().items()},
+        )
     # 2. Left in mid-round: all tensors keep their local steps, sharded or not.
     found.append(weights(model))
     model, optimizer, loop = made()
@@ -361,4 +403,6 @@ def refused(trainer: Trainer) -> list[str]:
 
 def test_what_is_no_slice_of_one_model_is_refused() -> None:
     for found in together(refused, 2):
-        assert ["sharded" in found[0], "1.weight" in found[1], "FSDP1" in found[2]] == [True] * 3, found
+        assert ["sharded" in found[0], "1.weight" in found[1], "FSDP1" in found[2]] == [True] * 3, (
+            found
+        )

@@ -1,4 +1,5 @@
-"""What must not spread: other settings, other models, NaN, a theta that differs, damaged messages. All find out."""
+"""What must not spread: other settings, other models, NaN, a theta that differs, damaged messages.
+All find out."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl.errors import CorruptMessage, Diverged, InputError, NonFinite, PulseError, StateMismatch
+from pulse_rl.errors import (
+    CorruptMessage,
+    Diverged,
+    InputError,
+    NonFinite,
+    PulseError,
+    StateMismatch,
+)
 from pulse_rl.loco import DiLoCo, PulseLoCo
 from pulse_rl.loco.exchange import Transfer
 from pulse_rl.loco.group import TrainerGroup
@@ -52,7 +60,8 @@ def other_model(trainer: Trainer) -> None:
 
 
 def not_finite(trainer: Trainer) -> None:
-    """NaN and Inf of one trainer stop all of them, name it and the parameter, and nothing has changed anywhere."""
+    """NaN and Inf of one trainer stop all of them, name it and the parameter, and nothing has
+    changed anywhere."""
     job = Job()
     with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=10, threads=2) as loop:
         for _ in range(2):
@@ -95,8 +104,11 @@ def overflowing(trainer: Trainer) -> None:
             assert kept(loop, before)
 
 
-def differing(trainer: Trainer, flip: Callable[[PulseLoCo], np.ndarray], bits: tuple[int, ...], match: str) -> None:
-    """One bit of the common state differs on trainer 1: all of them stop. Often the messages cannot even be read."""
+def differing(
+    trainer: Trainer, flip: Callable[[PulseLoCo], np.ndarray], bits: tuple[int, ...], match: str
+) -> None:
+    """One bit of the common state differs on trainer 1: all of them stop. Often the messages cannot
+    even be read."""
     for bit in bits:
         job = Job()
         with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
@@ -123,9 +135,11 @@ def two_states(trainer: Trainer) -> None:
             assert kept(loop, before)
 
 
-def damaged(trainer: Trainer, damage: Callable[[PulseLoCo, bytes], bytes], *, sums: bool = False) -> None:
-    """Trainer 0 sends something else than it should in place of its entries (int4), or of its ``sums`` (FP32). Nobody
-    takes any of it."""
+def damaged(
+    trainer: Trainer, damage: Callable[[PulseLoCo, bytes], bytes], *, sums: bool = False
+) -> None:
+    """Trainer 0 sends something else than it should in place of its entries (int4), or of its
+    ``sums`` (FP32). Nobody takes any of it."""
     job = Job()
     with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=3, wire="int4") as loop:
         for _ in range(2):
@@ -190,7 +204,9 @@ def announced_to_one(trainer: Trainer) -> None:
     messages = [bytes(10), bytes(101 if trainer.rank == 2 else 10), bytes(10)]
     with pytest.raises(CorruptMessage, match="trainer 2 announces 101"):
         exchange.all_to_all(messages, max_bytes=[[200, 100, 200]] * 3)
-    found = exchange.all_to_all([bytes([trainer.rank, to]) for to in range(3)], max_bytes=[[2, 2, 2]] * 3)
+    found = exchange.all_to_all(
+        [bytes([trainer.rank, to]) for to in range(3)], max_bytes=[[2, 2, 2]] * 3
+    )
     assert found == [bytes([source, trainer.rank]) for source in range(3)]
     exchange.close()
 
@@ -273,13 +289,18 @@ def refuse(trainer: Trainer, scattered: bool) -> list[str]:
         "theta": lambda t: differing(
             t, lambda loop: loop.state.theta, (3, 12, 25, 31), r"0\.weight' on trainers \[1\]"
         ),
-        "momentum": lambda t: differing(t, lambda loop: loop.state.momentum, (20, 25, 29), r"trainers \[1\]"),
+        "momentum": lambda t: differing(
+            t, lambda loop: loop.state.momentum, (20, 25, 29), r"trainers \[1\]"
+        ),
         "garbled round": garbled_round,
         **{f.__name__: lambda t, f=f: damaged(t, f) for f in damages},
     }
     if scattered:
         cases["garbled parts"] = lambda t: garbled_round(t, "_all_to_all_arrays")
-        cases |= {f"answer {a!r}": lambda t, a=a: unknown_answer(t, a) for a in (b"", b"garbage", b"PLSHx")}
+        cases |= {
+            f"answer {a!r}": lambda t, a=a: unknown_answer(t, a)
+            for a in (b"", b"garbage", b"PLSHx")
+        }
         cases |= {f"{f.__name__} sums": lambda t, f=f: damaged(t, f, sums=True) for f in damages}
     else:
         cases |= {

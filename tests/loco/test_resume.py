@@ -1,4 +1,5 @@
-"""Checkpoints and interrupts: training goes on to the same bits, from a boundary, from mid-round, and after Ctrl-C."""
+"""Checkpoints and interrupts: training goes on to the same bits, from a boundary, from mid-round,
+and after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -24,16 +25,24 @@ def run(job: Job, loop: PulseLoCo, steps: int) -> None:
 def whole(job: Job, loop: PulseLoCo) -> list[torch.Tensor]:
     state = loop.state_dict()
     moments = [s["exp_avg_sq"].float().reshape(-1) for s in job.optimizer.state.values()]
-    return [job.weights(), torch.cat(moments), *(flat(state[k]) for k in ("theta", "momentum", "residual"))]
+    return [
+        job.weights(),
+        torch.cat(moments),
+        *(flat(state[k]) for k in ("theta", "momentum", "residual")),
+    ]
 
 
 @pytest.mark.parametrize("lookahead", [0.0, 7.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stop", [3, 4, 5, 6])
-def test_resume_is_exact_at_a_boundary_and_in_mid_round(stop: int, dtype: torch.dtype, lookahead: float) -> None:
+def test_resume_is_exact_at_a_boundary_and_in_mid_round(
+    stop: int, dtype: torch.dtype, lookahead: float
+) -> None:
     def make(seed: int) -> tuple[Job, PulseLoCo]:
         job = Job(seed, dtype=dtype, lr=1e-2)
-        return job, pulse_loco(job.model, job.optimizer, sync_every=3, wire="BF16", lookahead=lookahead)
+        return job, pulse_loco(
+            job.model, job.optimizer, sync_every=3, wire="BF16", lookahead=lookahead
+        )
 
     job, loop = make(0)
     run(job, loop, 11)
@@ -82,7 +91,9 @@ def test_at_a_boundary_the_model_needs_no_checkpoint() -> None:
         lambda s: s.update(messages=None),
     ],
 )
-def test_another_state_is_refused_and_nothing_has_changed(spoil: Callable[[dict[str, Any]], Any]) -> None:
+def test_another_state_is_refused_and_nothing_has_changed(
+    spoil: Callable[[dict[str, Any]], Any],
+) -> None:
     job = Job()
     loop = pulse_loco(job.model, job.optimizer, sync_every=2)
     run(job, loop, 3)
@@ -98,9 +109,12 @@ def test_another_state_is_refused_and_nothing_has_changed(spoil: Callable[[dict[
 
 
 @pytest.mark.parametrize(
-    "name", ["open_entries", "encode_entries", "decode_entries", "sparse_outer_step", "state_digest"]
+    "name",
+    ["open_entries", "encode_entries", "decode_entries", "sparse_outer_step", "state_digest"],
 )
-def test_an_interrupt_leaves_the_state_of_one_round_or_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_the_state_of_one_round_or_the_other(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C in a kernel of a round, while threads work on other blocks."""
     monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", 1 << 8)
     states: dict[int, list[torch.Tensor]] = {}

@@ -15,7 +15,9 @@ from pulse_rl.loco import Round
 from tests.support.loco_reference import Job, Reference, flat, pulse_loco, same
 
 
-def sgd(*values: float, lr: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[dict[str, torch.Tensor], Any]:
+def sgd(
+    *values: float, lr: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, torch.Tensor], Any]:
     """A single tensor and an optimizer that takes its gradient off it."""
     w = nn.Parameter(torch.tensor(values, dtype=dtype))
     return {"w": w}, torch.optim.SGD([w], lr=lr)
@@ -28,7 +30,9 @@ def move(parameters: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, 
 
 
 @pytest.mark.parametrize("wire", ["FP32", "BF16", "int4", "int2"])
-@pytest.mark.parametrize("gate", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "gate", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounds_equal_the_dense_algorithm(dtype: torch.dtype, gate: torch.dtype, wire: str) -> None:
     job = Job(dtype=dtype, lr=1e-2 if dtype == torch.bfloat16 else 1e-3)
@@ -45,9 +49,9 @@ def test_rounds_equal_the_dense_algorithm(dtype: torch.dtype, gate: torch.dtype,
             s, sent = selected[-1]
             reference.outer_step([sent])
             reference.check(loop)
-            assert same(s, torch.where(sent == 0, flat(loop.residual()), sent + flat(loop.residual()))), (
-                "s is not whole"
-            )
+            assert same(
+                s, torch.where(sent == 0, flat(loop.residual()), sent + flat(loop.residual()))
+            ), "s is not whole"
             assert loop.last_round is not None
             assert (loop.last_round.number, loop.last_round.trainers) == (number + 1, 1)
             assert loop.last_round.sent_bytes == 0
@@ -55,7 +59,8 @@ def test_rounds_equal_the_dense_algorithm(dtype: torch.dtype, gate: torch.dtype,
 
 
 def test_small_steps_add_up_until_the_gate_opens() -> None:
-    """1 moves by 2^-11 a round; its neighbour below is 1 - 2^-8; half of that is a tie, which goes to the even 1."""
+    """1 moves by 2^-11 a round; its neighbour below is 1 - 2^-8; half of that is a tie, which goes
+    to the even 1."""
     parameters, optimizer = sgd(1.0, 1.0)
     rounds: list[Round] = []
     settings = {"sync_every": 1, "outer_lr": 1, "outer_momentum": 0, "lookahead": 0}
@@ -66,13 +71,16 @@ def test_small_steps_add_up_until_the_gate_opens() -> None:
             assert parameters["w"].tolist() == [1, 1]
         move(parameters, optimizer, 2.0**-11, 0)
         assert loop.residual()["w"].tolist() == [0, 0]
-        assert parameters["w"].tolist() == loop.global_state()["w"].tolist() == [1 - 5 * 2.0**-11, 1]
+        assert (
+            parameters["w"].tolist() == loop.global_state()["w"].tolist() == [1 - 5 * 2.0**-11, 1]
+        )
     assert [r.entries for r in rounds] == [0, 0, 0, 0, 1]
     assert rounds[0].root == rounds[3].root != rounds[4].root
 
 
 def test_the_cast_of_theta_is_no_pseudo_gradient() -> None:
-    """A BF16 model holds theta as cast. If it did not move it sends nothing, however far theta is from its cast."""
+    """A BF16 model holds theta as cast. If it did not move it sends nothing, however far theta is
+    from its cast."""
     parameters, optimizer = sgd(1.0, -3.0, dtype=torch.bfloat16)
     with pulse_loco(parameters, optimizer, sync_every=1, outer_lr=0.3, outer_momentum=0) as loop:
         move(parameters, optimizer, 2.0**-7, 2.0**-5)
@@ -102,7 +110,10 @@ def test_tied_and_frozen_parameters_and_several_groups() -> None:
         assert list(loop.global_state()) == ["a.bias", "a.weight", "b.bias", "c.bias"]
         x = torch.randn(8, 4)
         sum(model[k](x).square().mean() for k in "abc").backward()
-        expected = {p: p.detach() - lr * p.grad for p, lr in ((model["a"].weight, 0.1), (model["c"].bias, 0.2))}
+        expected = {
+            p: p.detach() - lr * p.grad
+            for p, lr in ((model["a"].weight, 0.1), (model["c"].bias, 0.2))
+        }
         optimizer.step()
         # theta - (theta - w), which is w but for the rounding of the difference
         for p, value in expected.items():
@@ -131,14 +142,38 @@ def test_masters_are_given_by_name() -> None:
     ("make", "match"),
     [
         (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=0), "sync_every"),
-        (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, outer_lr=0), "outer_lr"),
-        (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, outer_lr=float("nan")), "outer_lr"),
-        (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, outer_momentum=1), "outer_momentum"),
-        (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, gate_dtype=torch.int8), "gate_dtype"),
-        (lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, wire="int8"), "wire"),
+        (
+            lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, outer_lr=0),
+            "outer_lr",
+        ),
+        (
+            lambda m: pulse_loco(
+                m, torch.optim.SGD(m.parameters()), sync_every=1, outer_lr=float("nan")
+            ),
+            "outer_lr",
+        ),
+        (
+            lambda m: pulse_loco(
+                m, torch.optim.SGD(m.parameters()), sync_every=1, outer_momentum=1
+            ),
+            "outer_momentum",
+        ),
+        (
+            lambda m: pulse_loco(
+                m, torch.optim.SGD(m.parameters()), sync_every=1, gate_dtype=torch.int8
+            ),
+            "gate_dtype",
+        ),
+        (
+            lambda m: pulse_loco(m, torch.optim.SGD(m.parameters()), sync_every=1, wire="int8"),
+            "wire",
+        ),
         (lambda m: pulse_loco(m.half(), torch.optim.SGD(m.parameters()), sync_every=1), "float16"),
         (lambda m: pulse_loco({}, torch.optim.SGD(m.parameters()), sync_every=1), "not parameters"),
-        (lambda m: pulse_loco(m, torch.optim.SGD([nn.Parameter(torch.ones(1))]), sync_every=1), "not parameters"),
+        (
+            lambda m: pulse_loco(m, torch.optim.SGD([nn.Parameter(torch.ones(1))]), sync_every=1),
+            "not parameters",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused(make: Callable[[nn.Module], Any], match: str) -> None:
@@ -156,7 +191,10 @@ def test_a_timeout_is_positive(seconds: float) -> None:
 def test_several_trainers_need_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     job = Job()
-    with pytest.raises(InputError, match="not initialised"), pulse_loco(job.model, job.optimizer, sync_every=1):
+    with (
+        pytest.raises(InputError, match="not initialised"),
+        pulse_loco(job.model, job.optimizer, sync_every=1),
+    ):
         pass
 
 
@@ -187,7 +225,9 @@ def test_parameters_of_any_layout_are_read_and_written(dtype: torch.dtype) -> No
         "none": nn.Parameter(torch.ones(0, 3, dtype=dtype)),
     }
     optimizer = torch.optim.SGD(named.values(), lr=1.0)
-    with pulse_loco(named, optimizer, sync_every=1, outer_lr=1, outer_momentum=0, lookahead=0) as loop:
+    with pulse_loco(
+        named, optimizer, sync_every=1, outer_lr=1, outer_momentum=0, lookahead=0
+    ) as loop:
         before = {name: p._version for name, p in named.items()}
         for p in named.values():
             p.grad = -p.detach().clone()  # twice the value passes any gate

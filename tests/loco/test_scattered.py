@@ -1,4 +1,5 @@
-"""When rounds are scattered by themselves, and that nothing but the bytes on the network depends on it."""
+"""When rounds are scattered by themselves, and that nothing but the bytes on the network depends on
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import torch
 from torch import nn
 
 from pulse_rl.loco import PulseLoCo, Round
-from tests.support.loco_reference import Job, cut_blocks, flat, force_gated, group_of, pulse_loco, same
+from tests.support.loco_reference import (
+    Job,
+    cut_blocks,
+    flat,
+    force_gated,
+    group_of,
+    pulse_loco,
+    same,
+)
 from tests.support.trainers import Trainer, force_scattered, together
 
 pytestmark = pytest.mark.slow
@@ -22,7 +31,8 @@ def looped(job: Job, rounds: list[Round], **settings: Any) -> PulseLoCo:
 
 
 def by_itself(trainer: Trainer, settings: dict[str, Any]) -> list[list[tuple[bool, str]]]:
-    """(scattered, root) of each round: gathered, and as the rule has it, with a meeting in between."""
+    """(scattered, root) of each round: gathered, and as the rule has it, with a meeting in
+    between."""
     found = []
     trainer.connect("start")
     for scattered in (False, None):
@@ -50,7 +60,9 @@ def by_itself(trainer: Trainer, settings: dict[str, Any]) -> list[list[tuple[boo
         (8, {"wire": "int2", "lookahead": 0.0}, True),  # or its sums would be gated
     ],
 )
-def test_rounds_are_scattered_where_less_is_sent(size: int, settings: dict[str, Any], *, by_default: bool) -> None:
+def test_rounds_are_scattered_where_less_is_sent(
+    size: int, settings: dict[str, Any], *, by_default: bool
+) -> None:
     for gathered, chosen in together(by_itself, size, settings, seconds=90):
         assert [root for _, root in gathered] == [root for _, root in chosen]
         assert [scattered for scattered, _ in gathered] == [False] * 5
@@ -61,14 +73,17 @@ def skewed(seed: int) -> Job:
     """Its first layer hardly moves, so that equal shares are not even."""
     job = Job(seed)
     first, *rest = job.model
-    groups = [{"params": first.parameters(), "lr": 1e-6}, {"params": nn.Sequential(*rest).parameters(), "lr": 1e-3}]
+    groups = [
+        {"params": first.parameters(), "lr": 1e-6},
+        {"params": nn.Sequential(*rest).parameters(), "lr": 1e-3},
+    ]
     job.optimizer = torch.optim.AdamW(groups)
     return job
 
 
 def resumed(trainer: Trainer, stop: int, gated: bool, sites: str) -> None:
-    """From a checkpoint of all trainers, in mid-round or at a boundary, to the same bits, shares included: trainers
-    that meet cut them alike."""
+    """From a checkpoint of all trainers, in mid-round or at a boundary, to the same bits, shares
+    included: trainers that meet cut them alike."""
     force_scattered(True)
     force_gated(gated)
 
@@ -102,7 +117,8 @@ def resumed(trainer: Trainer, stop: int, gated: bool, sites: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "gated", "sites"), [(5, False, ""), (6, False, ""), (5, True, ""), (6, True, ""), (5, True, "aba")]
+    ("stop", "gated", "sites"),
+    [(5, False, ""), (6, False, ""), (5, True, ""), (6, True, ""), (5, True, "aba")],
 )
 def test_resume_is_exact(stop: int, sites: str, *, gated: bool) -> None:
     together(resumed, 3, stop, gated, sites, seconds=60)
@@ -115,12 +131,16 @@ def tied(trainer: Trainer) -> None:
     for scattered in (False, True):
         force_scattered(scattered)
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(20, 20), nn.Linear(20, 20))
+        model = nn.Sequential(
+            nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(20, 20), nn.Linear(20, 20)
+        )
         model[2].weight = model[0].weight
         model[3].weight.requires_grad_(False)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer, rounds = torch.optim.AdamW(trained, lr=1e-3), list[Round]()
-        loop = pulse_loco(model, optimizer, sync_every=2, timeout_seconds=20, on_round=rounds.append)
+        loop = pulse_loco(
+            model, optimizer, sync_every=2, timeout_seconds=20, on_round=rounds.append
+        )
         data = torch.Generator().manual_seed(trainer.rank)
         with loop:
             for _ in range(6):
@@ -139,8 +159,8 @@ def test_tied_weights_and_buffers() -> None:
 
 
 def at_the_limit(trainer: Trainer) -> None:
-    """A sum that no message takes is gathered: its trainers' values are within the limit, and so is theta. Nothing is
-    withheld then."""
+    """A sum that no message takes is gathered: its trainers' values are within the limit, and so is
+    theta. Nothing is withheld then."""
     trainer.connect("start")
     found = []
     for scattered, gated in ((False, False), (True, False), (False, True)):
@@ -153,7 +173,9 @@ def at_the_limit(trainer: Trainer) -> None:
             w.grad = torch.zeros_like(w)
             w.grad[2500] = 1.5e19
             w.grad[7] = 1.0 if trainer.rank else -1.0
-            w.grad[11] = 0.0 if trainer.rank else 0.0025  # passes the trainer's gate; a third of it does not
+            w.grad[11] = (
+                0.0 if trainer.rank else 0.0025
+            )  # passes the trainer's gate; a third of it does not
             optimizer.step()
             done = loop.last_round
             assert done is not None
@@ -199,7 +221,9 @@ def elsewhere(trainer: Trainer) -> None:
     with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=5) as loop:
         exchange = group_of(loop)
         with torch.device("meta"):
-            arrived = exchange.all_to_all([bytes([trainer.rank, to]) for to in range(2)], max_bytes=[[9, 9]] * 2)
+            arrived = exchange.all_to_all(
+                [bytes([trainer.rank, to]) for to in range(2)], max_bytes=[[9, 9]] * 2
+            )
         assert arrived == [bytes([source, trainer.rank]) for source in range(2)]
 
 

@@ -1,5 +1,5 @@
-"""Rounds over a store whose shares have owners: the same theta on all, and what owners withhold is theirs, as a plain
-simulation has it; owners that are late or killed, and parts that are damaged."""
+"""Rounds over a store whose shares have owners: the same theta on all, and what owners withhold is
+theirs, as a plain simulation has it; owners that are late or killed, and parts that are damaged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from pulse_rl.errors import CorruptMessage, StoreError, StoreUnavailable, Untrus
 from pulse_rl.loco import StoreExchange, round_posts, run_store
 from pulse_rl.loco.round_posts import RoundPosts
 from pulse_rl.loco.round_sums import RoundSums
-from pulse_rl.loco.store_format import Close, Parts, Place, Post, PostedMessage, ShareSums, head_bytes
+from pulse_rl.loco.store_format import (
+    Close,
+    Parts,
+    Place,
+    Post,
+    PostedMessage,
+    ShareSums,
+    head_bytes,
+)
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.loco.wire import Entries, WireName
 from pulse_rl.store import Data
@@ -32,7 +40,8 @@ from .test_over_store import SECONDS, Member, at_once, check, closes, sums_of
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Shares of few parameters, and of few trainers; and no snapshot, which would delete what is looked at."""
+    """Shares of few parameters, and of few trainers; and no snapshot, which would delete what is
+    looked at."""
     monkeypatch.setattr(round_posts, "MIN_SHARE", 1)
     monkeypatch.setattr(run_store.RunStore, "keep_snapshot", lambda *_: None)
     force_gated(True)
@@ -103,12 +112,16 @@ def test_who_comes_after_a_late_owner_makes_its_sums_first() -> None:
         member.round()
         meeting = member.loop.meeting
         assert isinstance(meeting, StoreRounds)
-        close = Close(meeting._store.run, 3, "", tuple(Post(name, "0" * 64, 200) for name in "abcdefgh"))
+        close = Close(
+            meeting._store.run, 3, "", tuple(Post(name, "0" * 64, 200) for name in "abcdefgh")
+        )
 
         def distance(name: str, share: int) -> int:
             posts = posts_of(meeting)
             posts.place = posts.place._replace(round=3)
-            return RoundSums(meeting._store, posts, close, meeting._state, meeting._reduction, name)._distance(share)
+            return RoundSums(
+                meeting._store, posts, close, meeting._state, meeting._reduction, name
+            )._distance(share)
 
         assert [distance(name, 0) for name in "abcdefghx"] == [5, 6, 7, 0, 1, 2, 3, 4, 8]
         assert distance("a", 5) == 0
@@ -130,7 +143,8 @@ def test_an_owner_that_lost_a_reply_knows_its_sums() -> None:
 
 
 def test_an_owner_that_was_killed_finds_what_it_withheld() -> None:
-    """From a checkpoint: its own message may not count twice, but what it held back of sums it makes again."""
+    """From a checkpoint: its own message may not count twice, but what it held back of sums it
+    makes again."""
     store = MemoryStore()
     line = FaultyStore(store)
     a, b = gated(line, "a"), gated(store, "b")
@@ -179,7 +193,9 @@ def test_a_part_that_is_damaged_is_left_out_and_loses_nothing() -> None:
         )
         together(a, b)
         assert b.loop.last_round.left_out == ""
-        left_out = [[dict(each["left_out"]) for each in sums_of(store, number)] for number in range(5)]
+        left_out = [
+            [dict(each["left_out"]) for each in sums_of(store, number)] for number in range(5)
+        ]
         # Where b owns the last share itself it has what it sent.
         assert left_out[1] == left_out[3] == [{}, {"b": "part 1 is damaged in the store"}]
         assert left_out[2] == left_out[4] == [{}, {}]
@@ -202,7 +218,10 @@ def test_who_closes_reads_heads_alone(overlap: int) -> None:
 
     line = FaultyStore(store)
     line.damage = arrives
-    a, b = gated(store, "a", overlap=overlap, accept=accept), gated(line, "b", overlap=overlap, quorum=3)
+    a, b = (
+        gated(store, "a", overlap=overlap, accept=accept),
+        gated(line, "b", overlap=overlap, quorum=3),
+    )
     with a.loop, b.loop:
         at_once(*(lambda m=m: [m.job.step(ord(m.name)) for _ in range(8)] for m in (a, b)))
     for number in range(1, 4):
@@ -220,7 +239,10 @@ def test_a_part_that_is_not_what_its_head_says_is_left_out(lie: str) -> None:
         together(a, b)
         assert isinstance(a.loop.meeting, StoreRounds)
         posts = posts_of(a.loop.meeting)
-        entries = [[(np.zeros(1, np.uint32), np.ones(1, np.float32)) for _ in units] for units in posts.shares]
+        entries = [
+            [(np.zeros(1, np.uint32), np.ones(1, np.float32)) for _ in units]
+            for units in posts.shares
+        ]
         messages = posts.coder.encode_each(posts.shares, entries)
         if lie == "not finite":
             messages = not_finite(a.loop.meeting)
@@ -233,7 +255,10 @@ def test_a_part_that_is_not_what_its_head_says_is_left_out(lie: str) -> None:
         together(a, b)
         assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))
     assert closes(store) == [["a", "b"], ["0", "a", "b"]]
-    words = {"not finite": "a value that is not finite", "junk": "a message of 4 bytes is too short for 1 blocks"}
+    words = {
+        "not finite": "a value that is not finite",
+        "junk": "a message of 4 bytes is too short for 1 blocks",
+    }
     left_out = [dict(each["left_out"]) for each in sums_of(store, 1)]
     expected = {"0": words.get(lie, "its head has other entries, or another norm")}
     assert left_out == ([expected, {}] if lie == "junk" else [expected] * 2)
@@ -258,18 +283,24 @@ def test_sums_that_no_message_takes_are_added_by_all() -> None:
     assert same(a, b)
     # Momentum 0.9, and both trainers' mean: theta moves by 0.7 (1 + 0.9) of it.
     assert a[:8].tolist() == pytest.approx([-0.7 * 1.9 * huge] * 8)
-    messages = [store.get(info.name).partition(b"\n")[2] for info in store.list("loco/sums/000000000001")]
+    messages = [
+        store.get(info.name).partition(b"\n")[2] for info in store.list("loco/sums/000000000001")
+    ]
     assert [len(message) > 0 for message in messages] == [False, True]
 
 
-def test_sums_that_are_more_than_messages_add_up_to_stop_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_are_more_than_messages_add_up_to_stop_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A member that has a key, and adds what nobody has sent."""
     store, honest = MemoryStore(), RoundSums._gated
 
     def gated_sums(self: RoundSums, share: int, parts: list[list[Entries]]) -> Any:
         gate, sums = honest(self, share, parts)
         assert sums is not None
-        return gate, [(places, values * 1e4 if self._name == "a" else values) for places, values in sums]
+        return gate, [
+            (places, values * 1e4 if self._name == "a" else values) for places, values in sums
+        ]
 
     monkeypatch.setattr(RoundSums, "_gated", gated_sums)
     a, b = gated(store, "a", max_norm=1.0), gated(store, "b", max_norm=1.0)
@@ -282,7 +313,10 @@ def test_sums_that_are_more_than_messages_add_up_to_stop_all(monkeypatch: pytest
                 member.round()
 
         at_once(*(lambda m=m: stops(m) for m in (a, b)))
-        assert all(same(flat(m.loop.global_state()), theta) for m, theta in zip((a, b), thetas, strict=True))
+        assert all(
+            same(flat(m.loop.global_state()), theta)
+            for m, theta in zip((a, b), thetas, strict=True)
+        )
 
 
 def test_who_cannot_read_what_others_have_added_stops() -> None:
@@ -369,13 +403,19 @@ def test_all_stop_at_a_close_that_names_what_cannot_count(monkeypatch: pytest.Mo
     refused: list[str] = []
 
     def head(self: RoundPosts, post: Post) -> Parts | str:
-        return "its norm is too large" if refused and self.place.trainer == "b" == post.trainer else honest(self, post)
+        return (
+            "its norm is too large"
+            if refused and self.place.trainer == "b" == post.trainer
+            else honest(self, post)
+        )
 
     with a.loop, b.loop:
         together(a, b)
         theta = flat(b.loop.global_state()).clone()
         monkeypatch.setattr(RoundPosts, "head", head)
-        monkeypatch.setattr(RoundSums, "_make", lambda self, share: made(self, share) if self._name == "a" else None)
+        monkeypatch.setattr(
+            RoundSums, "_make", lambda self, share: made(self, share) if self._name == "a" else None
+        )
         refused.append("b")
 
         def stops() -> None:

@@ -34,7 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all sums, int2": {**ALL_SUMS, "wire": "int2"},
     "sweep": {"wire": "int4", "sweep": 2},
 }
-"""Sums are gated between sites, unless there is no lookahead: of the setting ``gate_sums`` only the reference knows."""
+"""Sums are gated between sites, unless there is no lookahead: of the setting ``gate_sums`` only the
+reference knows."""
 
 
 @pytest.mark.parametrize("names", ["aabb", "aaabbb", "aab", "aaabb", "abab", "aabbc"])
@@ -57,9 +58,12 @@ SWEPT = {"wire": "int2", "sweep": 2}
 
 
 @pytest.mark.parametrize(
-    ("size", "settings", "gated"), [(8, {}, True), (7, {}, False), (8, {"lookahead": 0.0}, False), (4, SWEPT, True)]
+    ("size", "settings", "gated"),
+    [(8, {}, True), (7, {}, False), (8, {"lookahead": 0.0}, False), (4, SWEPT, True)],
 )
-def test_sums_are_gated_by_themselves_where_they_are_many(size: int, settings: dict[str, Any], *, gated: bool) -> None:
+def test_sums_are_gated_by_themselves_where_they_are_many(
+    size: int, settings: dict[str, Any], *, gated: bool
+) -> None:
     def work(member: Member) -> None:
         for _ in range(2):
             member.round()
@@ -84,7 +88,8 @@ def test_sites_that_make_no_difference_change_nothing(names: str) -> None:
 
 
 def by_hand(member: Member, names: str) -> Callable[[], int]:
-    """What this member gives to the network for other sites from now on: a gathered message goes around the ring."""
+    """What this member gives to the network for other sites from now on: a gathered message goes
+    around the ring."""
     exchange, counts = member.group, [0]
     all_gather, all_to_all = exchange._all_gather_array, exchange._all_to_all_arrays
     here, following = names[member.rank], names[(member.rank + 1) % len(names)]
@@ -94,7 +99,9 @@ def by_hand(member: Member, names: str) -> Callable[[], int]:
         return all_gather(data)
 
     def sending(pieces: Any, lengths: Any) -> Any:
-        counts[0] += sum(len(piece) for piece, name in zip(pieces, names, strict=True) if name != here)
+        counts[0] += sum(
+            len(piece) for piece, name in zip(pieces, names, strict=True) if name != here
+        )
         return all_to_all(pieces, lengths)
 
     exchange._all_gather_array, exchange._all_to_all_arrays = gathering, sending
@@ -144,7 +151,9 @@ def spoil(member: Member, call: int, change: Callable[[list[bytes]], list[bytes]
     all_to_all = exchange.all_to_all
 
     def spoiling(messages: Sequence[bytes], *, max_bytes: Any) -> Any:
-        return all_to_all(change(list(messages)) if next(calls) == call else messages, max_bytes=max_bytes)
+        return all_to_all(
+            change(list(messages)) if next(calls) == call else messages, max_bytes=max_bytes
+        )
 
     exchange.all_to_all = spoiling
 
@@ -166,14 +175,19 @@ DAMAGES: dict[str, tuple[int, Callable[[list[bytes]], list[bytes]], str]] = {
     "a site's sums are cut": (2, at(2), r"trainers \[2\] could not read"),
     "a site's sums are of no known form": (2, at(2, b"PLSHx"), r"trainers \[2\] could not read"),
     "a site's sums are missing": (2, at(2, b""), "no known form"),
-    "a site's sums for the same site": (2, at(1, b"PLSL"), r"trainer 0 announces 4 bytes, more than 0"),
+    "a site's sums for the same site": (
+        2,
+        at(1, b"PLSL"),
+        r"trainer 0 announces 4 bytes, more than 0",
+    ),
     "a site's sums are too long": (2, at(2, bytes(1 << 17)), r"trainer 0 announces 131072 bytes"),
 }
 
 
 @pytest.mark.parametrize("what", DAMAGES)
 def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
-    """Trainer 0 sends it. Nothing has changed anywhere, and the next try succeeds, with all that was withheld."""
+    """Trainer 0 sends it. Nothing has changed anywhere, and the next try succeeds, with all that
+    was withheld."""
     call, change, words = DAMAGES[what]
 
     def work(member: Member) -> None:
@@ -185,7 +199,11 @@ def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
             member.step()
         assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
         residual = member.loop.reduction.residual
-        assert (member.loop.round, residual.pending_message, residual.add_held_back) == (1, None, None)
+        assert (member.loop.round, residual.pending_message, residual.add_held_back) == (
+            1,
+            None,
+            None,
+        )
         member.loop.rewind()
         member.reference.residual = reference
         for _ in range(2):
@@ -204,7 +222,9 @@ def test_what_is_damaged_on_the_way_to_one_is_refused_by_all(call: int) -> None:
         def damaged(pieces: Any, lengths: Any) -> Any:
             arrived = receive(pieces, lengths)
             if next(calls) == call:
-                longest = max((r for r in range(4) if r != member.rank), key=lambda r: len(arrived[r]))
+                longest = max(
+                    (r for r in range(4) if r != member.rank), key=lambda r: len(arrived[r])
+                )
                 arrived[longest] = arrived[longest] ^ np.uint8(64)
             return arrived
 

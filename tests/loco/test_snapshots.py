@@ -68,7 +68,8 @@ def test_a_snapshot_that_cannot_be_read_is_passed_over(how: str) -> None:
 
 @pytest.mark.parametrize("name", ["b", "c"])
 def test_who_reads_a_snapshot_too_slowly_takes_the_next_one(name: str) -> None:
-    """While it reads the newest one, new or far behind, two more are stored, and that one is deleted."""
+    """While it reads the newest one, new or far behind, two more are stored, and that one is
+    deleted."""
     store = MemoryStore()
     behind, member = alone(store, "b"), alone(store)
     with behind.loop:

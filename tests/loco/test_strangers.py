@@ -1,4 +1,5 @@
-"""Rounds over a store to which strangers can write: what is in a round is signed by members, and within bounds."""
+"""Rounds over a store to which strangers can write: what is in a round is signed by members, and
+within bounds."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ STRANGER = Signer.generate()
 
 
 class Member:
-    def __init__(self, store: Store, signer: Signer | None, keys: list[str] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, store: Store, signer: Signer | None, keys: list[str] | None = None, **settings: Any
+    ) -> None:
         known = (keys or KEYS) if signer else None
         settings = {"quorum": 1, "grace_seconds": 0.0, "deadline_seconds": 0.0, **settings}
         over = StoreExchange(store, signer=signer, trusted_keys=known, **settings)
@@ -63,7 +66,9 @@ def members(store: Store, **settings: Any) -> list[Member]:
 def close_of(store: Store, number: int) -> tuple[list[str], dict[str, str]]:
     """Who is in a round, and why others are not, by digest."""
     fields = json.loads(store.get(f"loco/closed/{number:012d}.json"))
-    return [each[0] for each in fields["posts"]], {digest: reason for _, digest, reason in fields["refused"]}
+    return [each[0] for each in fields["posts"]], {
+        digest: reason for _, digest, reason in fields["refused"]
+    }
 
 
 def put(store: Store, number: int, trainer: str, data: bytes) -> str:
@@ -90,7 +95,8 @@ def test_members_meet_by_their_keys() -> None:
 
 
 def test_posts_of_strangers_are_refused_and_say_why() -> None:
-    """Forged, replayed in another round or under another's name, of another run, cut off, and too large."""
+    """Forged, replayed in another round or under another's name, of another run, cut off, and too
+    large."""
     store, elsewhere = MemoryStore(), MemoryStore()
     a, b = members(store)
     (other,) = (Member(elsewhere, MEMBERS[1]),)
@@ -155,10 +161,19 @@ def test_who_learns_too_much_rewinds_and_goes_on(overlap: int, inside: bool) -> 
         with torch.no_grad():
             for parameter in job.model.parameters():
                 parameter += 10
-        with nullcontext() if not inside else pytest.raises(InputError, match="would be refused by all: its norm is"):
+        with (
+            nullcontext()
+            if not inside
+            else pytest.raises(InputError, match="would be refused by all: its norm is")
+        ):
             job.step(0)
 
-    with nullcontext() if inside else pytest.raises(InputError, match="would be refused by all: its norm is"), loop:
+    with (
+        nullcontext()
+        if inside
+        else pytest.raises(InputError, match="would be refused by all: its norm is"),
+        loop,
+    ):
         job.step(0)
         learn_too_much()
         loop.rewind()
@@ -186,7 +201,8 @@ def test_a_message_in_another_name_is_not_counted_twice() -> None:
 @pytest.mark.parametrize("kind", ["closed", "run", "snapshot"])
 @pytest.mark.parametrize("how", ["unsigned", "stranger", "changed", "junk"])
 def test_what_only_members_may_say(kind: str, how: str) -> None:
-    """All stop alike at a forged close, or run, and go on once it is deleted; a forged snapshot is passed over."""
+    """All stop alike at a forged close, or run, and go on once it is deleted; a forged snapshot is
+    passed over."""
     store, forged = MemoryStore(), MemoryStore()
     signer = {"unsigned": None, "stranger": STRANGER}.get(how, MEMBERS[0])
     liar = Member(forged, signer, [STRANGER.public_key] if signer is STRANGER else None)
@@ -196,7 +212,8 @@ def test_what_only_members_may_say(kind: str, how: str) -> None:
     if kind == "run":
         data = forged.get("loco/run.json")
         store.put(
-            "loco/run.json", {"changed": data.replace(b'"round": 0', b'"round": 1'), "junk": b"{}"}.get(how, data)
+            "loco/run.json",
+            {"changed": data.replace(b'"round": 0', b'"round": 1'), "junk": b"{}"}.get(how, data),
         )
         with pytest.raises((Untrusted, CorruptMessage), match="loco/run"):
             a.loop.__enter__()
@@ -205,7 +222,9 @@ def test_what_only_members_may_say(kind: str, how: str) -> None:
         a.round()
         theta = flat(a.loop.global_state()).clone()
         data = forged.get("loco/closed/000000000000.json")
-        data = {"changed": data.replace(b'"round": 0', b'"round": 1'), "junk": b"junk"}.get(how, data)
+        data = {"changed": data.replace(b'"round": 0', b'"round": 1'), "junk": b"junk"}.get(
+            how, data
+        )
         if kind == "snapshot":
             store.put("loco/snapshots/000000000001.json", data)
             store.put("loco/snapshots/000000000009.json", data)
@@ -213,9 +232,13 @@ def test_what_only_members_may_say(kind: str, how: str) -> None:
         if kind == "closed":
             store.put("loco/closed/000000000001.json", data)
             for member in (a, b):
-                with pytest.raises((Untrusted, CorruptMessage), match="closed/000000000001") as caught:
+                with pytest.raises(
+                    (Untrusted, CorruptMessage), match="closed/000000000001"
+                ) as caught:
                     member.round(3)
-                assert how in ("changed", "junk") or "delete loco/closed/000000000001.json" in (caught.value.hint or "")
+                assert how in ("changed", "junk") or "delete loco/closed/000000000001.json" in (
+                    caught.value.hint or ""
+                )
                 assert same(flat(member.loop.global_state()), theta)
             store.delete("loco/closed/000000000001.json")
             for member in (a, b):
@@ -254,10 +277,12 @@ def test_who_closes_asks_accept_and_says_why() -> None:
         assert list(close_of(store, 0)[1].values()) == ["not accepted: not today"]
 
 
-@pytest.mark.parametrize(("bound", "words"), [("max_norm", "its norm is"), ("max_entries", "entries, more than")])
+@pytest.mark.parametrize(
+    ("bound", "words"), [("max_norm", "its norm is"), ("max_entries", "entries, more than")]
+)
 def test_a_bound_holds_for_all(bound: str, words: str) -> None:
-    """Its own trainer does not send what is above it. Where a member does, it is passed over; where one closes a round
-    with it, all refuse that."""
+    """Its own trainer does not send what is above it. Where a member does, it is passed over; where
+    one closes a round with it, all refuse that."""
     store = MemoryStore()
     bounds: dict[str, Any] = {bound: {"max_norm": 1e-4, "max_entries": 10}[bound]}
     honest = Member(store, MEMBERS[0], **bounds)
@@ -286,7 +311,10 @@ def test_what_is_not_finite_is_refused_without_keys_as_well() -> None:
         data = member.not_finite()
         digest = put(store, 0, "stranger", data)
         member.round()
-        assert close_of(store, 0) == ([member.loop.trainer.name], {digest: "a value that is not finite"})
+        assert close_of(store, 0) == (
+            [member.loop.trainer.name],
+            {digest: "a value that is not finite"},
+        )
         assert all(tensor.isfinite().all() for tensor in member.loop.global_state().values())
 
 
@@ -295,8 +323,14 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
     return {
         "no keys": (lambda: StoreExchange(store, signer=own), "trusted_keys"),
         "no signer": (lambda: StoreExchange(store, trusted_keys=KEYS), "members sign"),
-        "two names": (lambda: StoreExchange(store, trainer="a", signer=own, trusted_keys=KEYS), "named by its key"),
-        "not a member": (lambda: StoreExchange(store, signer=STRANGER, trusted_keys=KEYS), "own key"),
+        "two names": (
+            lambda: StoreExchange(store, trainer="a", signer=own, trusted_keys=KEYS),
+            "named by its key",
+        ),
+        "not a member": (
+            lambda: StoreExchange(store, signer=STRANGER, trusted_keys=KEYS),
+            "own key",
+        ),
         "norm": (lambda: StoreExchange(store, max_norm=-1.0), "max_norm"),
         "entries": (lambda: StoreExchange(store, max_entries=0), "max_entries"),
     }

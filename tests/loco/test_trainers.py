@@ -1,4 +1,5 @@
-"""PULSELoCo among real processes: bit for bit the dense algorithm, on every trainer, whatever each of them sends."""
+"""PULSELoCo among real processes: bit for bit the dense algorithm, on every trainer, whatever each
+of them sends."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from pulse_rl.loco import Round
-from tests.support.loco_reference import Job, Reference, cut_blocks, flat, force_gated, pulse_loco, same
+from tests.support.loco_reference import (
+    Job,
+    Reference,
+    cut_blocks,
+    flat,
+    force_gated,
+    pulse_loco,
+    same,
+)
 from tests.support.trainers import Trainer, force_scattered, together
 
 pytestmark = pytest.mark.slow
@@ -37,8 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def agree(trainer: Trainer, names: list[str], scattered: bool) -> dict[str, list[Round]]:
-    """Rounds against the dense reference; unequal rates, and rounds in which one or all stand still. Shares hold parts
-    of blocks, and of several."""
+    """Rounds against the dense reference; unequal rates, and rounds in which one or all stand
+    still. Shares hold parts of blocks, and of several."""
     force_scattered(scattered)
     cut_blocks(1700)
     trainer.connect("start")
@@ -74,7 +83,11 @@ def agreed(
     )
     with loop:
         reference = Reference(
-            flat(loop.global_state()), model_dtype=dtype, rank=trainer.rank, gate_sums=gate_sums, **settings
+            flat(loop.global_state()),
+            model_dtype=dtype,
+            rank=trainer.rank,
+            gate_sums=gate_sums,
+            **settings,
         )
         reference.blocks = [block.stop - block.start for block in loop.parameters.blocks]
         for number in range(ROUNDS):
@@ -105,16 +118,21 @@ FEW = ["fp32", "bf16 wire", "no lookahead", "gated sums, int2"]
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
 @pytest.mark.parametrize(("size", "names"), [(3, list(VARIANTS)), (4, FEW), (5, FEW)])
-def test_every_round_equals_the_dense_algorithm(size: int, names: list[str], scattered: bool) -> None:
+def test_every_round_equals_the_dense_algorithm(
+    size: int, names: list[str], scattered: bool
+) -> None:
     found = together(agree, size, names, scattered, seconds=120)
     for name in names:
         each = [rounds[name] for rounds in found]
         for number, seen in enumerate(zip(*each, strict=True)):
             assert len({r.root for r in seen}) == 1
-            assert {(r.number, r.trainers, r.parameters) for r in seen} == {(number + 1, size, seen[0].parameters)}
+            assert {(r.number, r.trainers, r.parameters) for r in seen} == {
+                (number + 1, size, seen[0].parameters)
+            }
             ways = {(scattered or "gated" in name, seen[0].summed)}
             assert {(r.scattered, r.summed) for r in seen} == ways
-            # A ring: heads, padded messages, words that all is read, and roots of all but one leave each process.
+            # A ring: heads, padded messages, words that all is read, and roots of all but one leave
+            # each process.
             ring = (size - 1) * (40 + max(r.payload_bytes for r in seen) + 1 + 32)
             if not seen[0].scattered:
                 assert {r.sent_bytes for r in seen} == {ring}
@@ -127,8 +145,12 @@ def test_every_round_equals_the_dense_algorithm(size: int, names: list[str], sca
         else:
             assert all(before.root != after.root for before, after in pairwise(each[0]))
             assert each[0][1].entries > 0
-    assert len({rounds["fp32"][1].entries for rounds in found}) == size, "payloads of unequal lengths"
+    assert len({rounds["fp32"][1].entries for rounds in found}) == size, (
+        "payloads of unequal lengths"
+    )
     if "everything is sent" in names:
         assert found[0]["everything is sent"][1].density > 0.99
-        exact, bf16, int4 = (found[0][name][0].payload_bytes for name in ("fp32", "bf16 wire", "int4 wire"))
+        exact, bf16, int4 = (
+            found[0][name][0].payload_bytes for name in ("fp32", "bf16 wire", "int4 wire")
+        )
         assert int4 < 0.9 * bf16 < 0.9 * 0.8 * exact

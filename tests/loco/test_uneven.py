@@ -1,4 +1,5 @@
-"""Trainers that do not take as many inner steps as the others: an error in time that says who is where."""
+"""Trainers that do not take as many inner steps as the others: an error in time that says who is
+where."""
 
 from __future__ import annotations
 
@@ -26,8 +27,12 @@ def steps(loop: PulseLoCo, job: Job, who: int, count: int) -> None:
 
 
 def fewer_batches(trainer: Trainer) -> None:
-    """The loop of trainer 1 ends one batch before a round; that of trainer 0 at a round, when the others go on."""
-    for early, batches, where in ((1, 3, "1 of 2 inner steps of round 2"), (0, 4, "0 of 2 inner steps of round 3")):
+    """The loop of trainer 1 ends one batch before a round; that of trainer 0 at a round, when the
+    others go on."""
+    for early, batches, where in (
+        (1, 3, "1 of 2 inner steps of round 2"),
+        (0, 4, "0 of 2 inner steps of round 3"),
+    ):
         job = Job(trainer.rank)
         with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=20) as loop:
             steps(loop, job, trainer.rank, batches)
@@ -51,7 +56,9 @@ def an_error_in_the_loop(trainer: Trainer) -> None:
         return
     with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=20) as loop:
         steps(loop, job, trainer.rank, 3)
-        with pytest.raises(TrainerLost, match="trainer 1 left with OSError: no such batch") as caught:
+        with pytest.raises(
+            TrainerLost, match="trainer 1 left with OSError: no such batch"
+        ) as caught:
             steps(loop, job, trainer.rank, 1)
         assert "fewer batches" not in caught.value.hint
 
@@ -76,13 +83,16 @@ def stalled(trainer: Trainer) -> None:
     with pulse_loco(job.model, job.optimizer, sync_every=2, timeout_seconds=2) as loop:
         steps(loop, job, trainer.rank, 3)
         if trainer.rank != 1:
-            with pytest.raises(TrainerLost, match=r"trainer 1 had taken 1 of 2 inner steps of round 2.*GradScaler"):
+            with pytest.raises(
+                TrainerLost, match=r"trainer 1 had taken 1 of 2 inner steps of round 2.*GradScaler"
+            ):
                 job.step(trainer.rank)
         trainer.barrier("stalled", (0, 1, 2))
 
 
 def skipped_steps(trainer: Trainer) -> None:
-    """Gradients overflow on trainer 1 alone: its scaler skips a step, and its round takes a batch more."""
+    """Gradients overflow on trainer 1 alone: its scaler skips a step, and its round takes a batch
+    more."""
     job = Job(trainer.rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
 
@@ -108,7 +118,9 @@ def skipped_steps(trainer: Trainer) -> None:
         batch()
         if trainer.rank == 1:  # as many batches as the others
             return
-        with pytest.raises(TrainerLost, match=r"trainer 1 left after 1 of 2 inner steps of round 2.*has taken 2") as e:
+        with pytest.raises(
+            TrainerLost, match=r"trainer 1 left after 1 of 2 inner steps of round 2.*has taken 2"
+        ) as e:
             batch()
         assert "GradScaler" in e.value.hint
 
@@ -138,7 +150,9 @@ def exits(trainer: Trainer) -> Any:
     steps(loop, job, trainer.rank, 3)
     if trainer.rank == 1:
         os._exit(0)
-    with pytest.raises(TrainerLost, match=r"trainer 1 had taken 1 of 2 inner steps of round 2.*fewer batches"):
+    with pytest.raises(
+        TrainerLost, match=r"trainer 1 had taken 1 of 2 inner steps of round 2.*fewer batches"
+    ):
         job.step(trainer.rank)
 
 

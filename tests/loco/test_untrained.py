@@ -1,4 +1,5 @@
-"""Frozen parameters and buffers among real processes: the same bits everywhere, or an error with their names."""
+"""Frozen parameters and buffers among real processes: the same bits everywhere, or an error with
+their names."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def all_equal(trainer: Trainer, name: str, model: Model) -> bool:
 
 
 def meeting_and_rounds(trainer: Trainer) -> None:
-    """Rank 0's at first; then the mean of floats, rank 0's of others; only what changed is sent; newcomers get it."""
+    """Rank 0's at first; then the mean of floats, rank 0's of others; only what changed is sent;
+    newcomers get it."""
     for kind in (PulseLoCo, DiLoCo):
         model, optimizer, loop = make(trainer.rank, kind)
         name, zero = kind.__name__, Model(0).tensors()
@@ -75,7 +77,9 @@ def meeting_and_rounds(trainer: Trainer) -> None:
                     model.norm(torch.randn(4, 5))
                 # What the second step of the round makes of the buffers, before the round.
                 before: dict[str, torch.Tensor] = {}
-                hook = optimizer.register_step_pre_hook(lambda *_, kept=before, m=model: kept.update(m.tensors()))
+                hook = optimizer.register_step_pre_hook(
+                    lambda *_, kept=before, m=model: kept.update(m.tensors())
+                )
                 step(model, optimizer, trainer.rank, 2 * number + 1)
                 hook.remove()
                 trainer.put(f"{name}-{number}", before)
@@ -102,7 +106,8 @@ def meeting_and_rounds(trainer: Trainer) -> None:
 
 
 def coming_back(trainer: Trainer) -> None:
-    """A new trainer takes frozen parameters and the last round's buffers, not those of a leader in mid-round."""
+    """A new trainer takes frozen parameters and the last round's buffers, not those of a leader in
+    mid-round."""
     model, optimizer, loop = make(trainer.rank)
     if trainer.rank != 2:
         trainer.connect("two", (0, 1))
@@ -128,7 +133,8 @@ def coming_back(trainer: Trainer) -> None:
 
 
 def frozen_that_change(trainer: Trainer) -> None:
-    """By an optimizer that PulseLoCo does not know, say. On all alike it is fine, on one it is not."""
+    """By an optimizer that PulseLoCo does not know, say. On all alike it is fine, on one it is
+    not."""
     model, optimizer, loop = make(trainer.rank, sync_every=1)
     with loop:
         model.head.weight.data.mul_(2)
@@ -140,7 +146,9 @@ def frozen_that_change(trainer: Trainer) -> None:
         model(torch.ones(4, 6) * (1 + trainer.rank)).sum().backward()
         if trainer.rank != 0:
             other.step()
-        with pytest.raises(Diverged, match=r"round 2: parameter 'head\.bias'.*trainers \[1, 2\]") as caught:
+        with pytest.raises(
+            Diverged, match=r"round 2: parameter 'head\.bias'.*trainers \[1, 2\]"
+        ) as caught:
             step(model, optimizer, trainer.rank, 1)
         assert "optimizers" in caught.value.hint
         assert (loop.round, root_of(loop)) == (1, before)
@@ -172,7 +180,9 @@ def buffers_that_become_others(trainer: Trainer) -> None:
     with loop:
         if trainer.rank == 2:
             model.table = torch.zeros(7)
-        with pytest.raises(StateMismatch, match=r"trainer 2: buffer 'table'.*is now torch\.float32 \[7\]"):
+        with pytest.raises(
+            StateMismatch, match=r"trainer 2: buffer 'table'.*is now torch\.float32 \[7\]"
+        ):
             step(model, optimizer, trainer.rank, 0)
         assert loop.round == 0
 
@@ -181,7 +191,10 @@ def other_models(trainer: Trainer) -> None:
     model, optimizer, _ = make(trainer.rank)
     if trainer.rank == 1:
         model.register_buffer("more", torch.zeros(2))
-    with pytest.raises(StateMismatch, match="buffers"), pulse_loco(model, optimizer, sync_every=1, timeout_seconds=10):
+    with (
+        pytest.raises(StateMismatch, match="buffers"),
+        pulse_loco(model, optimizer, sync_every=1, timeout_seconds=10),
+    ):
         pass
 
 
@@ -206,7 +219,10 @@ def damaged(trainer: Trainer) -> None:
         with pytest.raises(CorruptMessage, match=r"trainers \[1\].*buffers"):
             step(model, optimizer, trainer.rank, 0)
         assert loop.round == 0
-        assert equal({n: before[n] for n in ("table", "steep")}, {n: model.tensors()[n] for n in ("table", "steep")})
+        assert equal(
+            {n: before[n] for n in ("table", "steep")},
+            {n: model.tensors()[n] for n in ("table", "steep")},
+        )
         step(model, optimizer, trainer.rank, 1)
         assert all_equal(trainer, "undamaged", model)
         if trainer.rank == 1:

@@ -13,7 +13,9 @@ from pulse_rl.errors import EmptyStream, InputError
 
 @pytest.mark.parametrize("call", [fold_stream, verify_stream])
 @pytest.mark.parametrize("wrong", [{"threads": 0}, {"on_event": 1}, {"stream_id": "me"}])
-def test_wrong_arguments_are_refused_by_the_call(call: Callable[..., Any], wrong: dict[str, Any]) -> None:
+def test_wrong_arguments_are_refused_by_the_call(
+    call: Callable[..., Any], wrong: dict[str, Any]
+) -> None:
     with pytest.raises(InputError):
         call(MemoryStore(), "policy", **wrong)
 

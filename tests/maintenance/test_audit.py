@@ -12,7 +12,9 @@ from pulse_rl.errors import InputError
 
 
 def tied_model() -> torch.nn.Module:
-    model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)).bfloat16()
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)
+    ).bfloat16()
     model[1].weight = model[0].weight
     return model
 
@@ -41,14 +43,21 @@ def test_one_bit_is_found_in_its_tensor() -> None:
     with torch.no_grad():
         model[1].bias.view(torch.int32)[2] ^= 1
     report = pulse_rl.audit(model, subscriber.digest)
-    assert (report.ok, report.differing, report.missing, report.unexpected) == (False, ("1.bias",), (), ())
+    assert (report.ok, report.differing, report.missing, report.unexpected) == (
+        False,
+        ("1.bias",),
+        (),
+        (),
+    )
     assert report.root != report.expected_root == subscriber.root
     assert not pulse_rl.audit(model, subscriber.root).ok
 
 
 def test_missing_extra_and_reshaped_tensors_are_told_apart() -> None:
     subscriber = followed({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4)})
-    report = pulse_rl.audit({"a": np.ones((2, 2), np.float32), "b": np.ones(4), "d": np.ones(1)}, subscriber.digest)
+    report = pulse_rl.audit(
+        {"a": np.ones((2, 2), np.float32), "b": np.ones(4), "d": np.ones(1)}, subscriber.digest
+    )
     assert (report.differing, report.missing, report.unexpected) == (("a", "b"), ("c",), ("d",))
 
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Store, Subscriber, gc_stream, state_root, verify_stream
+from pulse_rl import (
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    Store,
+    Subscriber,
+    gc_stream,
+    state_root,
+    verify_stream,
+)
 from pulse_rl.errors import EmptyStream, InputError, StoreUnavailable
 from pulse_rl.events import CallFailed, Event
 from tests.support.lying_store import LyingStore
@@ -15,7 +24,9 @@ from tests.support.states import TinyTrainer
 from tests.support.stores import FaultyStore, names
 
 
-def stream_with_anchors(store: Store, versions: int = 30) -> tuple[Publisher, TinyTrainer, list[str]]:
+def stream_with_anchors(
+    store: Store, versions: int = 30
+) -> tuple[Publisher, TinyTrainer, list[str]]:
     trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", folds=(4, 16), anchor_ratio=0.02, threads=1)
     roots = []
@@ -63,7 +74,9 @@ def test_no_number_is_used_again_where_gc_was_cut_short_and_the_head_is_damaged(
     store.fail_on("delete", "versions", after=True)
     with pytest.raises(StoreUnavailable):
         gc_stream(store, "s", keep=1)
-    assert names(store, "s/versions")[-2:] == [f"s/versions/{version:012d}.json" for version in (7, 9)]
+    assert names(store, "s/versions")[-2:] == [
+        f"s/versions/{version:012d}.json" for version in (7, 9)
+    ]
     store.put("s/versions/000000000009.json", b"{")
     again = Publisher(store, stream="s", threads=1)
     for version in (10, 11):
@@ -77,12 +90,15 @@ def test_a_payload_whose_manifest_is_on_its_way_stays() -> None:
     store = MemoryStore()
     stream_with_anchors(store)
     store.put(f"s/payloads/{'ab' * 32}.patch", b"just uploaded")
-    assert not any("payloads" in name for name in gc_stream(store, "s", keep=1, grace_seconds=3600).names)
+    assert not any(
+        "payloads" in name for name in gc_stream(store, "s", keep=1, grace_seconds=3600).names
+    )
     assert f"s/payloads/{'ab' * 32}.patch" in gc_stream(store, "s", keep=1, grace_seconds=0).names
 
 
 def test_a_reader_in_mid_restore_finds_another_path() -> None:
-    """gc runs between the reader's planning and its fetching: the read that fails makes it plan again."""
+    """gc runs between the reader's planning and its fetching: the read that fails makes it plan
+    again."""
 
     def collect(liar: LyingStore[MemoryStore], name: str, right: Callable[[], bytes]) -> bytes:
         if name.endswith(".patch"):
@@ -111,8 +127,11 @@ def test_bad_wishes() -> None:
         gc_stream(MemoryStore(), "s", keep=0)
 
 
-def test_a_clock_that_goes_backwards_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The times of manifests only inform; gc measures age by the store's clock, whatever this machine's says."""
+def test_a_clock_that_goes_backwards_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The times of manifests only inform; gc measures age by the store's clock, whatever this
+    machine's says."""
     now = 2e9
     monkeypatch.setattr("time.time", lambda: now)
     store, trainer = LocalStore(tmp_path), TinyTrainer()
@@ -147,14 +166,18 @@ def test_a_publisher_keeps_what_it_is_told_to() -> None:
     with Publisher(store, stream="s", anchor_ratio=0.02, keep=1) as again:
         trainer.step()
         again.publish(trainer.state, anchor=True)
-    assert names(store, "s/versions") == [f"s/versions/{30:012d}.json"], "a restarted one begins with what was left"
+    assert names(store, "s/versions") == [f"s/versions/{30:012d}.json"], (
+        "a restarted one begins with what was left"
+    )
     with pytest.raises(InputError, match="keep"):
         Publisher(store, stream="s", keep=0)
 
 
 def test_what_cannot_be_deleted_is_said_and_the_version_is_there() -> None:
     events, store, trainer = list[Event](), FaultyStore(MemoryStore()), TinyTrainer()
-    with Publisher(store, stream="s", anchor_ratio=0.0, keep=1, on_event=events.append) as publisher:
+    with Publisher(
+        store, stream="s", anchor_ratio=0.0, keep=1, on_event=events.append
+    ) as publisher:
         for _ in range(3):
             trainer.step()
             store.fail_on("delete", "links")

@@ -1,4 +1,5 @@
-"""A relay: one copy of each payload crosses, what it shows is whole, and who follows it reaches the newest version."""
+"""A relay: one copy of each payload crosses, what it shows is whole, and who follows it reaches the
+newest version."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Signer, Subscriber, fold_stream, gc_stream
+from pulse_rl import (
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    Relay,
+    Signer,
+    Subscriber,
+    fold_stream,
+    gc_stream,
+)
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable
 from pulse_rl.events import Event, FallbackUsed, Relayed
 from tests.support.folds import fold_link
@@ -24,7 +34,9 @@ def test_a_follower_of_the_target_is_where_the_source_is(signed: bool, rng: Rng)
     states = history(rng, 12)
     source, target = Counted(), MemoryStore()
     keys = [KEY.public_key] if signed else None
-    publisher = tuned(source, stream="policy", signer=KEY if signed else None, anchor_ratio=0.05, shard_bytes=3000)
+    publisher = tuned(
+        source, stream="policy", signer=KEY if signed else None, anchor_ratio=0.05, shard_bytes=3000
+    )
     relay = Relay(source, target, stream="policy", trusted_keys=keys, threads=1)
     assert relay.sync() is None
     reader = Subscriber(target, stream="policy", trusted_keys=keys, threads=1)
@@ -48,7 +60,8 @@ def test_a_follower_of_the_target_is_where_the_source_is(signed: bool, rng: Rng)
 
 
 def test_who_was_cut_off_comes_back_by_folds() -> None:
-    """No full state crosses, nor the patches that a fold stands for; and what is then shown is a whole stream."""
+    """No full state crosses, nor the patches that a fold stands for; and what is then shown is a
+    whole stream."""
     source, target, trainer = Counted(), MemoryStore(), TinyTrainer()
     publisher = Publisher(source, stream="s", threads=1, folds=(4, 16), anchor_ratio=1e9)
 
@@ -99,7 +112,8 @@ def test_what_a_relay_skipped_can_be_collected_around() -> None:
 
 
 def test_a_fold_with_the_bytes_of_a_patch_can_be_collected_around(rng: Rng) -> None:
-    """Nothing changed in version 1, so that the fold 0->2 is the patch 1->2; the relay has not copied version 1."""
+    """Nothing changed in version 1, so that the fold 0->2 is the patch 1->2; the relay has not
+    copied version 1."""
     source, target = MemoryStore(), MemoryStore()
     first, second = history(rng, 2)
     publisher = Publisher(source, stream="policy", threads=1, anchor_ratio=1e9)
@@ -126,7 +140,9 @@ def test_a_relay_that_stops_at_any_call_goes_on(after: bool, rng: Rng) -> None:
     """And shows nothing meanwhile that is not whole."""
     states = history(rng, 5)
     source = MemoryStore()
-    publisher = tuned(source, stream="policy", anchor_ratio=0.02, shard_bytes=3000, folds=(2,), threads=1)
+    publisher = tuned(
+        source, stream="policy", anchor_ratio=0.02, shard_bytes=3000, folds=(2,), threads=1
+    )
     for state in states:
         publisher.publish(state)
     publisher.wait()
@@ -193,7 +209,10 @@ def test_a_damaged_payload_is_not_passed_on(damage: str) -> None:
     done = relay.sync()
     assert done is not None
     assert done.links[-1] == "the fold 0->4"
-    assert [e.kind for e in seen if isinstance(e, FallbackUsed)] in (["digest_mismatch"], ["not_found"])
+    assert [e.kind for e in seen if isinstance(e, FallbackUsed)] in (
+        ["digest_mismatch"],
+        ["not_found"],
+    )
     assert name not in names(target, "s/payloads")
     assert newest_root(target, "s") == root
     assert_whole(target, "s")
@@ -281,7 +300,9 @@ def test_a_chain_of_relays(rng: Rng) -> None:
         assert newest_root(stores[-1]) == root
 
 
-def test_memory_is_bounded_by_pieces_not_by_payloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_by_pieces_not_by_payloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pulse_rl.maintenance.relay._CHUNK_BYTES", 1 << 16)
     largest = 0
 
@@ -326,4 +347,7 @@ def test_from_bucket_to_bucket(s3: str, rng: Rng, threads: int | None) -> None:
     assert_whole(target)
     reader = Subscriber(target, stream="policy")
     reader.sync()
-    assert (reader.root, reader.files()) == (roots(states)[-1], {"config.json": b"{}", "empty.txt": b""})
+    assert (reader.root, reader.files()) == (
+        roots(states)[-1],
+        {"config.json": b"{}", "empty.txt": b""},
+    )

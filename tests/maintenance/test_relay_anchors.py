@@ -1,4 +1,5 @@
-"""A relay and anchors: versions come first, none is starved, and what they make superfluous is collected."""
+"""A relay and anchors: versions come first, none is starved, and what they make superfluous is
+collected."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def test_its_retention_where_versions_come_by_anchors(rng: Rng) -> None:
     publisher = Publisher(source, stream="policy", threads=1)
     relay = Relay(source, target, stream="policy", keep=1, threads=1)
     for number, state in enumerate(history(rng, 4)):
-        publisher.publish({**state, f"another.{number}": weights(rng, 3)})  # other tensors each time: no patch
+        publisher.publish(
+            {**state, f"another.{number}": weights(rng, 3)}
+        )  # other tensors each time: no patch
         relay.sync()
     assert names(target, "policy/versions") == ["policy/versions/000000000003.json"]
     assert_whole(target)

@@ -1,4 +1,5 @@
-"""Relays between stores that others write to, and streams that are recreated or published from elsewhere."""
+"""Relays between stores that others write to, and streams that are recreated or published from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ JUNK: dict[str, tuple[str, bytes]] = {
     "the next version": ("policy/versions/000000000003.json", b""),
     "a payload that nobody names": (f"policy/payloads/{sha256(b'x').hexdigest()}.patch", b"x"),
     "a link to nothing": fold_link("policy", 0, 2, (sha256(b"x").hexdigest(), 7)),
-    "a huge link": (f"policy/links/{2:012d}-{0:012d}-{7:015d}-{sha256(b'x').hexdigest()}", bytes(5000)),
+    "a huge link": (
+        f"policy/links/{2:012d}-{0:012d}-{7:015d}-{sha256(b'x').hexdigest()}",
+        bytes(5000),
+    ),
     "a claim": ("policy/epochs/000000000009", b"00ff00ff00ff00ff"),
     "something else": ("policy/README", b"hello"),
 }
@@ -44,7 +48,8 @@ def test_junk_is_not_passed_on(what: str, signed: bool, rng: Rng) -> None:
 
 
 def test_a_fold_that_is_none_is_not_passed_on() -> None:
-    """A patch of one version, listed as one over sixteen: followers of the target would be stuck behind it."""
+    """A patch of one version, listed as one over sixteen: followers of the target would be stuck
+    behind it."""
     source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
     publisher = Publisher(source, stream="s", threads=1, anchor_ratio=1e9)
     for version in range(18):
@@ -78,7 +83,8 @@ def test_only_what_a_trusted_key_has_signed_is_passed_on(rng: Rng) -> None:
 
 
 def test_a_stream_that_is_recreated(rng: Rng) -> None:
-    """As for a subscriber: refused, or followed where that is wished; the followers of the target see the same."""
+    """As for a subscriber: refused, or followed where that is wished; the followers of the target
+    see the same."""
     states = history(rng, 6)
     source, target = MemoryStore(), MemoryStore()
     publisher = Publisher(source, stream="policy")
@@ -150,7 +156,8 @@ def test_what_lies_in_the_place_of_a_version_makes_room(rng: Rng) -> None:
 
 
 def test_a_source_that_was_set_back_does_not_break_the_target(rng: Rng) -> None:
-    """A store that was restored from a backup goes on from an earlier version: its next patch has another base."""
+    """A store that was restored from a backup goes on from an earlier version: its next patch has
+    another base."""
     states = history(rng, 6)
     source, target = MemoryStore(), MemoryStore()
     with Publisher(source, stream="policy", threads=1, anchor_ratio=1e9) as publisher:

@@ -1,4 +1,5 @@
-"""What a relay asks of its source: the numbers of docs/clusters.md; where the source can be waited for, it waits."""
+"""What a relay asks of its source: the numbers of docs/clusters.md; where the source can be waited
+for, it waits."""
 
 from __future__ import annotations
 
@@ -42,7 +43,13 @@ def test_a_version_costs_a_list_a_manifest_and_the_patch(rng: Rng) -> None:
     relay.sync()
     look = Counter({"list versions": 1})
     version = look + Counter(
-        {"get versions": 1, "head payloads": 1, "get payloads": 1, "head digests": 1, "get digests": 1}
+        {
+            "get versions": 1,
+            "head payloads": 1,
+            "get payloads": 1,
+            "head digests": 1,
+            "get digests": 1,
+        }
     )
     for state in states[1:]:
         publisher.publish(state)
@@ -93,12 +100,22 @@ def test_a_command_that_waits_copies_each_stream_at_once(
 ) -> None:
     """Long before the poll's time."""
     states = history(rng, 3)
-    publishers = {stream: Publisher(origin, stream=stream, threads=1) for stream in ("solver", "verifier")}
+    publishers = {
+        stream: Publisher(origin, stream=stream, threads=1) for stream in ("solver", "verifier")
+    }
     for publisher in publishers.values():
         publisher.publish(states[0])
     streams = [word for stream in publishers for word in ("--stream", stream)]
-    command = [str(Path(sys.executable).parent / "pulse"), "relay", served.url, str(tmp_path / "near"), *streams]
-    with subprocess.Popen([*command, "--poll", "60", "--json"], stdout=subprocess.PIPE, text=True) as relay:
+    command = [
+        str(Path(sys.executable).parent / "pulse"),
+        "relay",
+        served.url,
+        str(tmp_path / "near"),
+        *streams,
+    ]
+    with subprocess.Popen(
+        [*command, "--poll", "60", "--json"], stdout=subprocess.PIPE, text=True
+    ) as relay:
         try:
             assert relay.stdout is not None
             for _ in publishers:

@@ -1,4 +1,5 @@
-"""Listeners: JSON lines that survive a crash, the watch over density, and facts of the events that they need."""
+"""Listeners: JSON lines that survive a crash, the watch over density, and facts of the events that
+they need."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ def of(kind: type[Event], events: list[Event]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def synced_over(store: Store, states: list[Any], *, every: int = 1) -> tuple[list[Event], list[Event]]:
-    """The events of a publisher of ``states``, and of a subscriber that syncs after every few of them."""
+def synced_over(
+    store: Store, states: list[Any], *, every: int = 1
+) -> tuple[list[Event], list[Event]]:
+    """The events of a publisher of ``states``, and of a subscriber that syncs after every few of
+    them."""
     sent: list[Event] = []
     seen: list[Event] = []
     publisher = Publisher(store, stream="policy", on_event=sent.append)
@@ -85,12 +89,15 @@ def test_json_lines_hold_every_event_but_progress(tmp_path: Path) -> None:
     with JsonLines(path) as log:
         for event in ONE_OF_EACH:
             log(event)
-            assert path.read_bytes().endswith(b"\n") or isinstance(event, Progress)  # on disk before the next event
+            assert path.read_bytes().endswith(b"\n") or isinstance(
+                event, Progress
+            )  # on disk before the next event
     with pytest.raises(ValueError, match="closed"):
         log(PUBLISHED)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["event"] for line in lines] == [
-        "published", "baseline_restored", "synced", "call_failed", "fallback_used", "hint", "folded",
+        "published", "baseline_restored", "synced", "call_failed", "fallback_used", "hint",
+        "folded",
         "call_failed", "density_drift",
     ]  # fmt: skip
     assert lines[0]["metadata"] == {"step": 1}
@@ -120,7 +127,8 @@ def test_lines_of_several_threads_do_not_mix(tmp_path: Path) -> None:
     versions = [range(i * 50, i * 50 + 50) for i in range(8)]
     with JsonLines(tmp_path / "events.jsonl") as log:
         threads = [
-            threading.Thread(target=lambda r=r: [log(replace(PUBLISHED, version=v)) for v in r]) for r in versions
+            threading.Thread(target=lambda r=r: [log(replace(PUBLISHED, version=v)) for v in r])
+            for r in versions
         ]
         for thread in threads:
             thread.start()
@@ -131,8 +139,20 @@ def test_lines_of_several_threads_do_not_mix(tmp_path: Path) -> None:
 
 def test_what_is_no_event_is_skipped(tmp_path: Path) -> None:
     good = b'{"event": "published", "time": 1}\n'
-    bad = [b"\n", b"null\n", b"[1]\n", b'"event"\n', b'{"event": 1, "time": 1}\n', b'{"event": "a"}\n', b"\xff\xfe\n"]
-    bad += [b'{"event": "a", "time": "1"}\n', b"[" * 100_000 + b"\n", b'{"x": "' + b"y" * (1 << 21) + b'"}\n']
+    bad = [
+        b"\n",
+        b"null\n",
+        b"[1]\n",
+        b'"event"\n',
+        b'{"event": 1, "time": 1}\n',
+        b'{"event": "a"}\n',
+        b"\xff\xfe\n",
+    ]
+    bad += [
+        b'{"event": "a", "time": "1"}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"x": "' + b"y" * (1 << 21) + b'"}\n',
+    ]
     path = tmp_path / "events.jsonl"
     path.write_bytes(good + good.join(bad) + good)
     assert len(list(read_events(path))) == len(bad) + 1
@@ -168,7 +188,8 @@ def drifts(densities: list[float]) -> list[int]:
 def test_progress_shows_bars_until_the_call_ends(
     rng: Rng, wanted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside the listener, which gets what it always gets, for a publish, a patch and a first sync."""
+    """Beside the listener, which gets what it always gets, for a publish, a patch and a first
+    sync."""
     monkeypatch.setattr("pulse_rl.events._BAR_DELAY_SECONDS", 0)
     heard: list[Event] = []
     store = MemoryStore()
@@ -188,8 +209,12 @@ def test_progress_shows_bars_until_the_call_ends(
 
 
 def warm_up(steps: int, peak: float) -> list[float]:
-    """Density as in the PULSE paper's runs: a rise over 20 steps, ``peak`` times the steady state, then a decline."""
-    return [0.01 * min(1, (i + 1) / 20) * (1 + (peak - 1) * math.exp(-max(0, i - 20) / 12)) for i in range(steps)]
+    """Density as in the PULSE paper's runs: a rise over 20 steps, ``peak`` times the steady state,
+    then a decline."""
+    return [
+        0.01 * min(1, (i + 1) / 20) * (1 + (peak - 1) * math.exp(-max(0, i - 20) / 12))
+        for i in range(steps)
+    ]
 
 
 @pytest.mark.parametrize("peak", [1.0, 2.0, 3.0])
@@ -202,7 +227,10 @@ def test_a_lasting_change_is_reported_once(change: float) -> None:
     steady = [0.01] * (QUIET + 30)
     after = [0.01 * change] * 200
     assert drifts(steady + after) == [len(steady) + IN_A_ROW - 1]
-    assert drifts(steady + after + steady) == [len(steady) + IN_A_ROW - 1, len(steady + after) + IN_A_ROW - 1]
+    assert drifts(steady + after + steady) == [
+        len(steady) + IN_A_ROW - 1,
+        len(steady + after) + IN_A_ROW - 1,
+    ]
 
 
 def test_single_steps_and_small_changes_are_no_drift() -> None:
@@ -238,7 +266,11 @@ def test_streams_are_watched_apart() -> None:
 
 def test_versions_without_a_patch_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever density their event has."""
-    monkeypatch.setattr(Published, "density", property(lambda e: 1.0 if e.changed is None else e.changed / e.elements))
+    monkeypatch.setattr(
+        Published,
+        "density",
+        property(lambda e: 1.0 if e.changed is None else e.changed / e.elements),
+    )
     seen: list[Event] = []
     watch = DriftWatch(seen.append)
     for version in range(2 * QUIET):

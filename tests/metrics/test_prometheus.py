@@ -68,7 +68,11 @@ def test_each_event_counts_where_it_belongs(registry: CollectorRegistry) -> None
 def test_a_version_without_a_patch_leaves_the_density_as_it_was(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Published, "density", property(lambda e: 1.0 if e.changed is None else e.changed / e.elements))
+    monkeypatch.setattr(
+        Published,
+        "density",
+        property(lambda e: 1.0 if e.changed is None else e.changed / e.elements),
+    )
     metrics = PrometheusMetrics(registry)
     metrics(PUBLISHED)
     metrics(replace(PUBLISHED, version=2, changed=None, patch_bytes=0, anchor_bytes=2000))
@@ -78,14 +82,21 @@ def test_a_version_without_a_patch_leaves_the_density_as_it_was(
 
 def test_the_docstring_lists_what_is_registered(registry: CollectorRegistry) -> None:
     PrometheusMetrics(registry)
-    listed = dict(re.findall(r"``(pulse_\w+)``\s+(gauge|counter|histogram|summary)", PrometheusMetrics.__doc__ or ""))
+    listed = dict(
+        re.findall(
+            r"``(pulse_\w+)``\s+(gauge|counter|histogram|summary)", PrometheusMetrics.__doc__ or ""
+        )
+    )
     registered = {
-        family.name + ("_total" if family.type == "counter" else ""): family.type for family in registry.collect()
+        family.name + ("_total" if family.type == "counter" else ""): family.type
+        for family in registry.collect()
     }
     assert listed == registered
 
 
-def test_dashboard_and_alerts_name_only_what_is_there(rng: Rng, registry: CollectorRegistry) -> None:
+def test_dashboard_and_alerts_name_only_what_is_there(
+    rng: Rng, registry: CollectorRegistry
+) -> None:
     """After real syncs and all events, which give each family its samples and labels."""
     metrics, store = PrometheusMetrics(registry), MemoryStore()
     with Publisher(store, stream="policy", on_event=metrics) as publisher:
@@ -94,9 +105,13 @@ def test_dashboard_and_alerts_name_only_what_is_there(rng: Rng, registry: Collec
             Subscriber(store, stream="policy", on_event=metrics).sync()
     for event in ONE_OF_EACH:
         metrics(event)
-    labels = {sample.name: {*sample.labels, "instance", "job"} for f in registry.collect() for sample in f.samples}
+    labels = {
+        sample.name: {*sample.labels, "instance", "job"}
+        for f in registry.collect()
+        for sample in f.samples
+    }
     folder = Path(__file__).parents[2] / "examples" / "monitoring"
-    panels = [target["expr"] for panel in json.loads((folder / "grafana.json").read_text())["panels"]
+    panels = [target["expr"] for panel in json.loads((folder / "grafana.json").read_text())["panels"]  # noqa: E501
               for target in panel.get("targets", [])]  # fmt: skip
     rules = yaml.safe_load((folder / "alerts.yaml").read_text())["groups"]
     alerts = [rule["expr"] for group in rules for rule in group["rules"]]
@@ -109,12 +124,18 @@ def test_dashboard_and_alerts_name_only_what_is_there(rng: Rng, registry: Collec
             assert {*re.findall(r"(\w+)=", chosen)} <= labels[name], expression
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool of Prometheus on the path")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool of Prometheus on the path"
+)
 def test_alerts_fire_for_what_they_say_and_for_nothing_usual() -> None:
-    subprocess.run(["promtool", "test", "rules", "alerts.yaml"], cwd=Path(__file__).parent, check=True)
+    subprocess.run(
+        ["promtool", "test", "rules", "alerts.yaml"], cwd=Path(__file__).parent, check=True
+    )
 
 
-def test_a_scrape_of_real_syncs_parses_and_names_follow_the_conventions(rng: Rng, registry: CollectorRegistry) -> None:
+def test_a_scrape_of_real_syncs_parses_and_names_follow_the_conventions(
+    rng: Rng, registry: CollectorRegistry
+) -> None:
     metrics = PrometheusMetrics(registry, prefix="rl")
     store = MemoryStore()
     publisher = Publisher(store, stream="policy", on_event=metrics)
@@ -122,13 +143,23 @@ def test_a_scrape_of_real_syncs_parses_and_names_follow_the_conventions(rng: Rng
     for state in history(rng, 3):
         publisher.publish(state)
         subscriber.sync()
-    families = {f.name: f for f in text_string_to_metric_families(generate_latest(registry).decode())}
-    assert all(re.fullmatch(r"rl_[a-z_]+", name) and family.documentation for name, family in families.items())
-    samples = {s.name: s.value for f in families.values() for s in f.samples if "phase" not in s.labels}
+    families = {
+        f.name: f for f in text_string_to_metric_families(generate_latest(registry).decode())
+    }
+    assert all(
+        re.fullmatch(r"rl_[a-z_]+", name) and family.documentation
+        for name, family in families.items()
+    )
+    samples = {
+        s.name: s.value for f in families.values() for s in f.samples if "phase" not in s.labels
+    }
     assert samples["rl_version"] == 2
     assert samples["rl_versions_behind"] == 1
     assert samples["rl_patch_bytes_total"] > 0
-    assert {s.labels["role"] for f in families.values() for s in f.samples} == {"publisher", "subscriber"}
+    assert {s.labels["role"] for f in families.values() for s in f.samples} == {
+        "publisher",
+        "subscriber",
+    }
 
 
 def test_one_object_serves_a_registry(registry: CollectorRegistry) -> None:
@@ -138,7 +169,9 @@ def test_one_object_serves_a_registry(registry: CollectorRegistry) -> None:
     assert "Share" in caught.value.hint
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InputError, match="prometheus-client") as caught:
         PrometheusMetrics()

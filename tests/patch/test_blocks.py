@@ -1,4 +1,5 @@
-"""The cut of a state into blocks: every element once, in order, leaves never torn; and patches in parts."""
+"""The cut of a state into blocks: every element once, in order, leaves never torn; and patches in
+parts."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ tensor_sets = st.lists(st.tuples(st.sampled_from(["U8", "BF16", "F32", "F64"]), 
 
 
 def specs_of(tensors: list[tuple[str, int]]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(f"w{k:02}", DTYPES[dtype], (size,)) for k, (dtype, size) in enumerate(tensors))
+    return tuple(
+        TensorSpec(f"w{k:02}", DTYPES[dtype], (size,)) for k, (dtype, size) in enumerate(tensors)
+    )
 
 
 @given(tensor_sets, st.sampled_from([UNIT, 2 * UNIT, 4 * UNIT]))
@@ -70,10 +73,23 @@ def test_a_large_tensor_is_cut_into_the_fewest_runs(elements: int) -> None:
 
 
 def test_small_tensors_of_one_dtype_share_a_block() -> None:
-    """So that the scales of a quantised checkpoint, one behind each weight, are one block and not thousands."""
-    tensors = [("BF16", 5), ("BF16", 0), ("BF16", 7), ("F32", 3), ("BF16", 2), ("F32", 1), ("BF16", UNIT)]
+    """So that the scales of a quantised checkpoint, one behind each weight, are one block and not
+    thousands."""
+    tensors = [
+        ("BF16", 5),
+        ("BF16", 0),
+        ("BF16", 7),
+        ("F32", 3),
+        ("BF16", 2),
+        ("F32", 1),
+        ("BF16", UNIT),
+    ]
     blocks = cut(specs_of(tensors), most=UNIT)
-    assert [[s.spec.name for s in b.segments] for b in blocks] == [["w00", "w02", "w04"], ["w03", "w05"], ["w06"]]
+    assert [[s.spec.name for s in b.segments] for b in blocks] == [
+        ["w00", "w02", "w04"],
+        ["w03", "w05"],
+        ["w06"],
+    ]
     assert str(blocks[0]) == "w00 … w04"
     assert str(blocks[2]) == "w06[0:1048576]"
 
@@ -81,7 +97,10 @@ def test_small_tensors_of_one_dtype_share_a_block() -> None:
 def test_the_cut_is_pinned() -> None:
     """Both sides compute it: a changed cut makes every stored patch unreadable."""
     tensors = [("BF16", 3 * UNIT + 7), ("BF16", 10), ("F64", 2 * UNIT), ("U8", 2 * UNIT + 1)]
-    found = [[(s.spec.name, s.start, s.stop) for s in b.segments] for b in cut(specs_of(tensors), most=UNIT)]
+    found = [
+        [(s.spec.name, s.start, s.stop) for s in b.segments]
+        for b in cut(specs_of(tensors), most=UNIT)
+    ]
     assert found == [
         [("w00", 0, 1048576)],
         [("w00", 1048576, 2097152)],
@@ -114,7 +133,9 @@ def test_a_state_in_one_piece_is_read_without_a_copy() -> None:
 
 
 def test_what_lies_apart_is_copied() -> None:
-    gap = State.empty(tuple(TensorSpec(f"w{k}", DTYPES["BF16"], (5,)) for k in range(3)))  # lines of 64 bytes between
+    gap = State.empty(
+        tuple(TensorSpec(f"w{k}", DTYPES["BF16"], (5,)) for k in range(3))
+    )  # lines of 64 bytes between
     other = State.of({f"w{k}": np.zeros(32, np.uint16) for k in range(3)})
     for state in (gap, other):
         (block,) = cut(state.specs)
@@ -127,7 +148,8 @@ def test_what_lies_apart_is_copied() -> None:
 def test_the_blocks_of_parts_tile_the_state_and_stay_within_its_groups(
     tensors: list[tuple[str, int]], places: list[float]
 ) -> None:
-    """However the state is cut into ranges. Whoever has the tensors of a whole block can decode its parts."""
+    """However the state is cut into ranges. Whoever has the tensors of a whole block can decode its
+    parts."""
     specs = specs_of(tensors)
     total = sum(spec.elements for spec in specs)
     ends = sorted({int(place * total) for place in places} | {0, total})
@@ -135,7 +157,9 @@ def test_the_blocks_of_parts_tile_the_state_and_stay_within_its_groups(
     groups = [{s.spec.name for s in block.segments} for block in cut(specs)]
     for start, stop in pairwise(ends):
         blocks = state.cut([(start, stop)], Room())
-        held = sorted((s for block in blocks for s in block.segments), key=lambda s: (s.spec.name, s.start))
+        held = sorted(
+            (s for block in blocks for s in block.segments), key=lambda s: (s.spec.name, s.start)
+        )
         assert slices_of(specs, held) == ((start, stop),)
         found += [segment.place for segment in held]
         for block in blocks:
@@ -148,7 +172,11 @@ def test_the_blocks_of_parts_tile_the_state_and_stay_within_its_groups(
 
 def test_slices_are_whole_tensors_where_they_can_be() -> None:
     specs = specs_of([("BF16", 5), ("BF16", 0), ("F32", 7)])
-    assert all_of(specs) == ((0, 12),) == slices_of(specs, [Segment(spec, 0, spec.elements) for spec in specs])
+    assert (
+        all_of(specs)
+        == ((0, 12),)
+        == slices_of(specs, [Segment(spec, 0, spec.elements) for spec in specs])
+    )
     assert slices_of(specs, [Segment(specs[0], 1, 2), Segment(specs[2], 0, 3)]) == ((1, 2), (5, 8))
     assert all_of(specs[1:2]) == ()
 
@@ -158,7 +186,10 @@ def test_slices_are_whole_tensors_where_they_can_be() -> None:
 
 def pair(rng: Rng) -> tuple[State, State]:
     """Small tensors of all dtypes, and some that span leaves and blocks."""
-    tensors = all_dtypes(rng) | {"large": weights(rng, 5000, 1000), "long": bits(rng, "F32", 700_001)}
+    tensors = all_dtypes(rng) | {
+        "large": weights(rng, 5000, 1000),
+        "long": bits(rng, "F32", 700_001),
+    }
     return State.of(tensors).copy(), State.of(mutated(rng, tensors, 0.01)).copy()
 
 
@@ -194,7 +225,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rng: Rng) -> None:
     for wrong, words in (
         (parts[:2], "in no file|not in one file"),
         ([*parts, parts[1]], "not in one file"),
-        ([parts[0], parts[1], part(old, new, slices[2], target_root="0" * 64)], "same base and target"),
+        (
+            [parts[0], parts[1], part(old, new, slices[2], target_root="0" * 64)],
+            "same base and target",
+        ),
         ([parts[0], build_patch(old, new, base).to_bytes()], "not in one file"),
         ([parts[0][:-1], *parts[1:]], "its header implies"),
     ):
@@ -220,9 +254,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rng: Rng) -> None:
 
 @pytest.mark.slow
 def test_a_damaged_header_is_refused_or_another_one(rng: Rng) -> None:
-    """Whatever its bytes: an error of the library, in bounded time and memory, or a header that is consistent."""
-    old = State.of({"a": weights(rng, 40, 50), "b": weights(rng, 7), "c": bits(rng, "F32", 30)}).copy()
-    new = State.of({spec.name: bits(rng, spec.dtype.name, *spec.shape) for spec in old.specs}).copy()
+    """Whatever its bytes: an error of the library, in bounded time and memory, or a header that is
+    consistent."""
+    old = State.of(
+        {"a": weights(rng, 40, 50), "b": weights(rng, 7), "c": bits(rng, "F32", 30)}
+    ).copy()
+    new = State.of(
+        {spec.name: bits(rng, spec.dtype.name, *spec.shape) for spec in old.specs}
+    ).copy()
     data = part(old, new, cut_among(old, rng, 2)[0])
     plain, end = open_header(memoryview(data))
     parsed, base = 0, Base(old.specs)
@@ -269,9 +308,12 @@ def test_counts_that_cannot_be(numbers: tuple[int, ...], words: str) -> None:
 
 
 def test_parts_share_one_budget() -> None:
-    """What is small as a file may list as much as a patch is allowed to; several such files together may not."""
+    """What is small as a file may list as much as a patch is allowed to; several such files
+    together may not."""
     specs = State.of({f"w{k:03}": Bits(np.zeros(1, np.uint8), "U8") for k in range(300)}).specs
-    small = memoryview(PatchHeader("0" * 64, "1" * 64, all_of(specs), (BlockEntry(0, 0, 0),)).to_bytes())
+    small = memoryview(
+        PatchHeader("0" * 64, "1" * 64, all_of(specs), (BlockEntry(0, 0, 0),)).to_bytes()
+    )
     assert Room().left == MAX_SLICES
     room = Room(1000)
     for _ in range(3):
@@ -280,7 +322,9 @@ def test_parts_share_one_budget() -> None:
         parse_header(small, Base(specs), room=room)
 
 
-def test_many_files_that_claim_the_whole_state_cost_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_that_claim_the_whole_state_cost_one_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each is some bytes, and would unfold to all tensors."""
     monkeypatch.setattr(Room.__init__, "__defaults__", (1 << 15,))
     specs = tuple(TensorSpec(f"w{k:05}", DTYPES["U8"], (3,)) for k in range(1 << 10))

@@ -1,5 +1,5 @@
-"""Patches with a history: coded by what changed before, named only where that makes a patch smaller, and refused by who
-remembers anything else."""
+"""Patches with a history: coded by what changed before, named only where that makes a patch
+smaller, and refused by who remembers anything else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from pulse_rl.codec import HISTORY, SAME, Changes, element_kind
 from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase, WrongHistory
 from pulse_rl.patch import BuiltPatch, apply_patch, build_patch, parse_patch
 from pulse_rl.patch.blocks import cut
-from pulse_rl.patch.header import BlockEntry, PatchHeader, check_of, closed_header, open_header, parse_header
+from pulse_rl.patch.header import (
+    BlockEntry,
+    PatchHeader,
+    check_of,
+    closed_header,
+    open_header,
+    parse_header,
+)
 from pulse_rl.patch.history import MAX_SPAN, MAX_WINDOWS, History, HistoryName, Recorder, Window
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.state.digest import StateDigest, state_digest
@@ -28,16 +35,23 @@ from tests.support.states import Rng, Tensors, bits, snapshot, weights
 
 MIB = 1 << 20
 ROOTS = [f"{k:064x}" for k in range(9)]
-BLOCKS = cut(State.of({"v": Bits(np.zeros(9, np.uint8), "U8"), "w": Bits(np.zeros(9, np.uint8), "I8")}).specs)
+BLOCKS = cut(
+    State.of({"v": Bits(np.zeros(9, np.uint8), "U8"), "w": Bits(np.zeros(9, np.uint8), "I8")}).specs
+)
 
 
 def chain(rng: Rng, versions: int) -> list[State]:
-    """Versions in which the same elements go on by a step; one tensor is of a dtype that the codec does not take, one
-    never changes."""
-    tensors: Tensors = {"a": weights(rng, 50, 200), "b": weights(rng, 700), "f": bits(rng, "F32", 4000)}
+    """Versions in which the same elements go on by a step; one tensor is of a dtype that the codec
+    does not take, one never changes."""
+    tensors: Tensors = {
+        "a": weights(rng, 50, 200),
+        "b": weights(rng, 700),
+        "f": bits(rng, "F32", 4000),
+    }
     tensors |= {"d": bits(rng, "F64", 300), "still": bits(rng, "I8", 90)}
     drift = {
-        name: (rng.random(t.array.shape) < 0.04) * rng.choice([-1, 1], t.array.shape) for name, t in tensors.items()
+        name: (rng.random(t.array.shape) < 0.04) * rng.choice([-1, 1], t.array.shape)
+        for name, t in tensors.items()
     }
     drift["still"][:] = 0
     states = [State.of(tensors).copy()]
@@ -72,7 +86,8 @@ def digested(state: State) -> tuple[State, StateDigest]:
 
 def same_records(one: History, other: History) -> bool:
     return one.name == other.name and all(
-        a.records.keys() == b.records.keys() and all(np.array_equal(a.records[k], b.records[k]) for k in a.records)
+        a.records.keys() == b.records.keys()
+        and all(np.array_equal(a.records[k], b.records[k]) for k in a.records)
         for a, b in zip(one.windows, other.windows, strict=True)
     )
 
@@ -95,7 +110,9 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
         log = UndoLog(k, root)
         log.record(applied.undo)
         for index, block in enumerate(cut(state.specs)):
-            np.testing.assert_array_equal(log.rewind(index, block.read(state)), block.read(states[k]))
+            np.testing.assert_array_equal(
+                log.rewind(index, block.read(state)), block.read(states[k])
+            )
         digest = applied.digest
     assert same_records(history, known)
     plain = build_patch(states[3], states[4], state_digest(states[3]))
@@ -107,7 +124,9 @@ def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
     states = chain(rng, 3)
     _, history = followed(states)
     digest = state_digest(states[2])
-    elsewhere = State.of({s.name: bits(rng, s.dtype.name, *s.shape) for s in states[2].specs}).copy()
+    elsewhere = State.of(
+        {s.name: bits(rng, s.dtype.name, *s.shape) for s in states[2].specs}
+    ).copy()
     nothing = History((Window(1, ROOTS[0], {}, ()),))
     for new, known, options in (
         (states[1], History(), {}),
@@ -115,7 +134,9 @@ def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
         (states[1], nothing, {}),
         (elsewhere, history, {}),
     ):
-        built = build_patch(states[2], new, digest, **({"max_records": 1 << 40, "history": known} | options))
+        built = build_patch(
+            states[2], new, digest, **({"max_records": 1 << 40, "history": known} | options)
+        )
         assert built.header.history is None
         state, tree = digested(states[2])
         apply_patch(parse_patch([built.to_bytes()], tree), state, tree)
@@ -124,19 +145,24 @@ def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_patches_in_parts_are_coded_by_any_ranks_history(ranks: int, rng: Rng) -> None:
-    """A history is the same by whatever cut it was recorded: one patch has the parts of some ranks, the next one those
-    of others."""
+    """A history is the same by whatever cut it was recorded: one patch has the parts of some ranks,
+    the next one those of others."""
     states = chain(rng, 5)
     _, whole = followed(states)
     state, digest = digested(states[0])
     history, by_history = History(), 0
     for k, new in enumerate(states[1:]):
-        files = [part(states[k], new, segments, before(whole, k)) for segments in cut_among(state, rng, ranks)]
+        files = [
+            part(states[k], new, segments, before(whole, k))
+            for segments in cut_among(state, rng, ranks)
+        ]
         patch = parse_patch(files, digest)
         by_history += sum(file.history is not None for file in patch.header.files)
         applied = apply_patch(patch, state, digest, history=history, max_records=1 << 20)
         assert snapshot(state) == snapshot(new)
-        history = history.after(Window(1, digest.root, applied.records, patch.header.cuts), (1,) * (k + 1), 1 << 20)
+        history = history.after(
+            Window(1, digest.root, applied.records, patch.header.cuts), (1,) * (k + 1), 1 << 20
+        )
         assert same_records(history.of(cut(state.specs)), before(whole, k + 1))
         digest = applied.digest
     assert by_history > ranks
@@ -148,7 +174,10 @@ def test_parts_that_name_different_histories_are_refused(rng: Rng) -> None:
     _, history = followed(states)
     first, second = cut_among(states[0], rng, 2)
     known = before(history, 2)
-    files = [part(states[2], states[3], first, known), part(states[2], states[3], second, known.last(1))]
+    files = [
+        part(states[2], states[3], first, known),
+        part(states[2], states[3], second, known.last(1)),
+    ]
     with pytest.raises(CorruptPatch, match="different histories"):
         parse_patch(files, state_digest(states[2]))
 
@@ -190,7 +219,9 @@ def test_a_failure_leaves_the_state_as_it_was(rng: Rng) -> None:
     state, digest = digested(states[1])
     before = snapshot(state)
     body = b"".join(patches[1].chunks[1:])
-    false = parse_patch([replace(patches[1].header, target_root=ROOTS[3]).to_bytes() + body], digest)
+    false = parse_patch(
+        [replace(patches[1].header, target_root=ROOTS[3]).to_bytes() + body], digest
+    )
     with pytest.raises(DigestMismatch):
         apply_patch(false, state, digest, history=base)
     assert snapshot(state) == before
@@ -206,8 +237,8 @@ def test_a_failure_leaves_the_state_as_it_was(rng: Rng) -> None:
 
 
 def test_a_block_by_windows_that_remember_nothing_of_it_is_refused(rng: Rng) -> None:
-    """U counts the history's windows, also those without records of the block; then nothing is remembered that could
-    change, which is refused before anything is."""
+    """U counts the history's windows, also those without records of the block; then nothing is
+    remembered that could change, which is refused before anything is."""
     states = chain(rng, 3)
     patches, _ = followed(states)
     history = followed(states[:2])[1]
@@ -229,9 +260,16 @@ def test_a_block_by_windows_that_remember_nothing_of_it_is_refused(rng: Rng) -> 
     bodies[index] = payload
     target = states[2].copy()
     blocks[index].read(target)[:] = new
-    header = replace(patches[1].header, blocks=tuple(entries), target_root=state_digest(target).root)
+    header = replace(
+        patches[1].header, blocks=tuple(entries), target_root=state_digest(target).root
+    )
     with pytest.raises(CorruptPatch, match="no element that is remembered changes"):
-        apply_patch(parse_patch([header.to_bytes() + b"".join(bodies)], digest), state, digest, history=history)
+        apply_patch(
+            parse_patch([header.to_bytes() + b"".join(bodies)], digest),
+            state,
+            digest,
+            history=history,
+        )
     assert snapshot(state) == before
 
 
@@ -272,7 +310,10 @@ def test_the_past_of_a_block_and_what_it_takes() -> None:
         (records(1, 1).tolist(), 2),
         (records(1, 2).tolist(), 1),
     ]
-    assert [(r.tolist(), span) for r, span in history.past(1)] == [([], 2), (records(7).tolist(), 1)]
+    assert [(r.tolist(), span) for r, span in history.past(1)] == [
+        ([], 2),
+        (records(7).tolist(), 1),
+    ]
     assert [(r.tolist(), span) for r, span in history.past(5)] == [([], 2), ([], 1)]
     assert History().past(0) == ()
     assert history.nbytes == 4 * 5
@@ -298,7 +339,8 @@ def test_the_past_of_a_block_and_what_it_takes() -> None:
 def test_regrouped_windows_are_those_between_the_states(
     asked: tuple[int, ...], found: tuple[int, ...], rng: Rng
 ) -> None:
-    """A history is a function of the states: merged from single versions, or by one patch over several."""
+    """A history is a function of the states: merged from single versions, or by one patch over
+    several."""
     states = chain(rng, 5)
     _, history = followed(states)
     regrouped = history.regrouped(asked)
@@ -320,7 +362,10 @@ def test_windows_are_not_split() -> None:
 
 
 def test_of_changes_that_cancel_each_other_only_the_class_is_kept() -> None:
-    first, second = Window(1, ROOTS[0], {0: records(1, -3)}, BLOCKS), Window(1, ROOTS[1], {0: records(-1, 3)}, BLOCKS)
+    first, second = (
+        Window(1, ROOTS[0], {0: records(1, -3)}, BLOCKS),
+        Window(1, ROOTS[1], {0: records(-1, 3)}, BLOCKS),
+    )
     (merged,) = History((first, second)).regrouped((2,)).windows
     assert (merged.span, merged.base_root, list(merged.records)) == (2, ROOTS[0], [0])
     assert merged.records[0].tolist() == records(0, 0).tolist()
@@ -349,7 +394,9 @@ def test_histories_that_cannot_be(windows: bytes, words: str, rng: Rng) -> None:
     plain = plain_of(a_header(rng))
     assert plain[64:66] == b"\x01\x01"
     good = plain[:64] + b"\x01\x40" + plain[66:]
-    assert parse_header(memoryview(closed_header(good))).header.history == HistoryName((64,), plain[66:74])
+    assert parse_header(memoryview(closed_header(good))).header.history == HistoryName(
+        (64,), plain[66:74]
+    )
     with pytest.raises(CorruptPatch, match=words):
         parse_header(memoryview(closed_header(plain[:64] + windows + plain[66:])))
 
@@ -384,7 +431,10 @@ def test_histories_that_cannot_be_read_are_not_written(rng: Rng) -> None:
 @pytest.mark.parametrize("recurs", [0.1, 1.0])
 def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs: float) -> None:
     flat, history = weights(rng, 20_000).array.copy(), History()
-    moving, old = rng.choice(flat.size, 100, replace=False), State.of({"w": Bits(flat.copy(), "BF16")})
+    moving, old = (
+        rng.choice(flat.size, 100, replace=False),
+        State.of({"w": Bits(flat.copy(), "BF16")}),
+    )
     named = []
     for _ in range(6):
         keeps = rng.random(100) < recurs
@@ -396,7 +446,9 @@ def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs
         parsed = parse_patch([built.to_bytes()], digest)
         assert parsed.header.history in (None, history.name)
         state, known = old.copy(), state_digest(old)
-        assert apply_patch(parsed, state, known, history=history).digest.root == state_digest(new).root
+        assert (
+            apply_patch(parsed, state, known, history=history).digest.root == state_digest(new).root
+        )
         named.append(built.header.history is not None)
         assert built.records is not None
         history, old = history.then(Window(1, digest.root, built.records, cut(old.specs))), new

@@ -1,4 +1,5 @@
-"""A patch turns its base into its target bit for bit, or leaves the state as it was; what is decoded is proved."""
+"""A patch turns its base into its target bit for bit, or leaves the state as it was; what is
+decoded is proved."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from pulse_rl.patch.header import check_of
 from pulse_rl.patch.history import History, Window, records_of
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import DTYPES, UIntArray
-from tests.support.states import SPECIAL_BITS, Rng, Tensors, bits, mutated, policy, snapshot, weights
+from tests.support.states import (
+    SPECIAL_BITS,
+    Rng,
+    Tensors,
+    bits,
+    mutated,
+    policy,
+    snapshot,
+    weights,
+)
 
 MIB = 1 << 20
 
@@ -104,12 +114,18 @@ def test_tensors_of_several_blocks(name: str, rng: Rng) -> None:
     assert [b.segments[0].spec.name for b in same].count("wide") == 2
 
 
-@given(seed=st.integers(0, 2**32), density=st.sampled_from([0.0, 0.003, 0.1, 1.0]), name=st.sampled_from(codec.CODECS))
+@given(
+    seed=st.integers(0, 2**32),
+    density=st.sampled_from([0.0, 0.003, 0.1, 1.0]),
+    name=st.sampled_from(codec.CODECS),
+)
 def test_random_states(seed: int, density: float, name: str) -> None:
     rng = np.random.default_rng(seed)
     dtypes = rng.choice(["BF16", "F32", "F8_E4M3", "I64", "U8"], rng.integers(0, 6))
     shapes = [(), (0,), (1,), (7, 3), (2, 3, 4), (300,), (5, 0)]
-    old = {f"t{k}": bits(rng, str(d), *shapes[rng.integers(len(shapes))]) for k, d in enumerate(dtypes)}
+    old = {
+        f"t{k}": bits(rng, str(d), *shapes[rng.integers(len(shapes))]) for k, d in enumerate(dtypes)
+    }
     check_round_trip(old, mutated(rng, old, density), codec=name)
 
 
@@ -145,7 +161,9 @@ def test_a_baseline_is_advanced_without_decoding(
     undo = patch.advance_state(state, blocks, made.changes, threads=2)
     assert snapshot(state) == snapshot(new)
     for index, changes in undo.items():
-        np.testing.assert_array_equal(changes.values, blocks[index].read(State.of(old))[changes.positions])
+        np.testing.assert_array_equal(
+            changes.values, blocks[index].read(State.of(old))[changes.positions]
+        )
 
 
 def test_unchanged_blocks_cost_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +171,10 @@ def test_unchanged_blocks_cost_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch
     old = {f"w{k}": weights(rng, MIB + k) for k in range(8)}
     state, digest = digested(old)
     for hashing in ("leaves_of", "changed_leaves_of"):
-        monkeypatch.setattr(f"pulse_rl.patch.tree.{hashing}", lambda *_: pytest.fail("an unchanged block was hashed"))
+        monkeypatch.setattr(
+            f"pulse_rl.patch.tree.{hashing}",
+            lambda *_: pytest.fail("an unchanged block was hashed"),
+        )
     made = build_patch(state, State.of(old), digest)
     assert made.nbytes < 400
     assert made.target == digest
@@ -166,10 +187,14 @@ def test_unchanged_blocks_cost_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "other",
     [
-        pytest.param(lambda t: {("new" if n == "steps" else n): v for n, v in t.items()}, id="renamed"),
+        pytest.param(
+            lambda t: {("new" if n == "steps" else n): v for n, v in t.items()}, id="renamed"
+        ),
         pytest.param(lambda t: {n: v for n, v in t.items() if n != "steps"}, id="missing"),
         pytest.param(lambda t: t | {"new": Bits(t["steps"].array.copy(), "I64")}, id="added"),
-        pytest.param(lambda t: t | {"steps": Bits(t["steps"].array.reshape(1), "I64")}, id="reshaped"),
+        pytest.param(
+            lambda t: t | {"steps": Bits(t["steps"].array.reshape(1), "I64")}, id="reshaped"
+        ),
         pytest.param(lambda t: t | {"steps": Bits(t["steps"].array, "U64")}, id="other-dtype"),
     ],
 )
@@ -201,7 +226,9 @@ def test_a_wrong_base_is_refused_and_untouched(rng: Rng) -> None:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_cancelling_at_any_block_leaves_the_state_as_it_was(threads: int, rng: Rng) -> None:
-    old = {f"{dtype}.{k}": bits(rng, dtype, 50) for k in range(3) for dtype in ("BF16", "F32", "U8")}
+    old = {
+        f"{dtype}.{k}": bits(rng, dtype, 50) for k in range(3) for dtype in ("BF16", "F32", "U8")
+    }
     new = mutated(rng, old, 0.3)
     made = built(old, new)
     state, digest = digested(old)
@@ -227,7 +254,11 @@ def test_a_patch_that_does_not_lead_to_its_target_root_is_undone(rng: Rng) -> No
     lying = dataclasses.replace(made.header, target_root="0" * 64)
     state, digest = digested(old)
     with pytest.raises(DigestMismatch, match="0000000000000000"):
-        apply_patch(parse_patch([lying.to_bytes() + made.to_bytes()[-lying.body_bytes :]], digest), state, digest)
+        apply_patch(
+            parse_patch([lying.to_bytes() + made.to_bytes()[-lying.body_bytes :]], digest),
+            state,
+            digest,
+        )
     assert snapshot(state) == snapshot(old)
 
 
@@ -238,7 +269,9 @@ def test_a_block_of_another_patch_under_its_own_digest_is_undone(rng: Rng) -> No
     mixed = dataclasses.replace(one.header, blocks=(one.header.blocks[0], two.header.blocks[1]))
     state, digest = digested(old)
     with pytest.raises(DigestMismatch):
-        apply_patch(parse_patch([mixed.to_bytes() + one.chunks[1] + two.chunks[2]], digest), state, digest)
+        apply_patch(
+            parse_patch([mixed.to_bytes() + one.chunks[1] + two.chunks[2]], digest), state, digest
+        )
     assert snapshot(state) == snapshot(old)
 
 
@@ -246,25 +279,41 @@ def test_a_wrong_count_of_changes_is_refused_and_undone(rng: Rng) -> None:
     old = {"a": weights(rng, 500), "b": bits(rng, "F32", 500)}
     made = built(old, mutated(rng, old))
     first, last = made.header.blocks
-    lying = dataclasses.replace(made.header, blocks=(first, last._replace(changed=last.changed + 1)))
+    lying = dataclasses.replace(
+        made.header, blocks=(first, last._replace(changed=last.changed + 1))
+    )
     state, digest = digested(old)
-    with pytest.raises(CorruptPatch, match=r"block 1 \(b\[0:500\]\): 5 changes, but the header says 6"):
-        apply_patch(parse_patch([lying.to_bytes() + b"".join(made.chunks[1:])], digest), state, digest)
+    with pytest.raises(
+        CorruptPatch, match=r"block 1 \(b\[0:500\]\): 5 changes, but the header says 6"
+    ):
+        apply_patch(
+            parse_patch([lying.to_bytes() + b"".join(made.chunks[1:])], digest), state, digest
+        )
     assert snapshot(state) == snapshot(old)
 
 
 @pytest.mark.parametrize("codec_id", [1, 2, 3, 5, 6, 7, 99])
-def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(codec_id: int, rng: Rng) -> None:
+def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(
+    codec_id: int, rng: Rng
+) -> None:
     old = {"a": weights(rng, 500), "b": bits(rng, "F32", 500)}
     made = built(old, mutated(rng, old))
     junk = b"\xff" * 40
-    entry = made.header.blocks[1]._replace(codec_id=codec_id, length=len(junk), check=check_of(junk))
+    entry = made.header.blocks[1]._replace(
+        codec_id=codec_id, length=len(junk), check=check_of(junk)
+    )
     known = History((Window(1, "0" * 64, {}, ()),) if codec_id == codec.HISTORY else ())
-    lying = dataclasses.replace(made.header, blocks=(made.header.blocks[0], entry), history=known.name)
+    lying = dataclasses.replace(
+        made.header, blocks=(made.header.blocks[0], entry), history=known.name
+    )
     state, digest = digested(old)
     with pytest.raises((CorruptPatch, DigestMismatch)) as caught:
         apply_patch(
-            parse_patch([lying.to_bytes() + made.chunks[1] + junk], digest), state, digest, history=known, threads=1
+            parse_patch([lying.to_bytes() + made.chunks[1] + junk], digest),
+            state,
+            digest,
+            history=known,
+            threads=1,
         )
     if isinstance(caught.value, CorruptPatch):
         assert "block 1 (b[0:500])" in str(caught.value)
@@ -290,8 +339,8 @@ def stepped(rng: Rng, tensors: Tensors) -> Tensors:
 def test_the_same_patch_as_block_by_block(
     rng: Rng, copied: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With blocks in which nothing changed among them. A trainer's tensors lie anywhere (``copied``, for blocks of
-    several), those of a state in one piece."""
+    """With blocks in which nothing changed among them. A trainer's tensors lie anywhere
+    (``copied``, for blocks of several), those of a state in one piece."""
     old = many_blocks(rng)
     new = stepped(rng, old) | {name: old[name] for name in ("b1", "b2", "b4", "c")}
     before = State.of(old).copy()
@@ -308,7 +357,9 @@ def test_the_same_patch_as_block_by_block(
 
 
 @pytest.mark.slow
-def test_a_damaged_block_in_the_middle_of_a_group_is_undone(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_block_in_the_middle_of_a_group_is_undone(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pulse_rl.patch.tree._ROUNDS", 0)  # however little there is to do
     old = many_blocks(rng)
     state = State.of(old).copy()
@@ -367,7 +418,10 @@ def test_what_differs_is_refused(
         return found._replace(found=Changes(positions, values))
 
     def prove() -> str:
-        known, chosen = (past if name == "history" else ()), "zstd" if name == "zstd" else codec.AUTO
+        known, chosen = (
+            (past if name == "history" else ()),
+            "zstd" if name == "zstd" else codec.AUTO,
+        )
         encoded, _ = encode_proved(block, before, after, known, codec=chosen, stride=16)
         by = codec.codec_name(encoded.codec_id)
         return "auto" if by in ("gaps", "sparse") else by
@@ -381,7 +435,9 @@ def test_what_differs_is_refused(
         prove()
 
 
-def test_a_payload_that_decodes_to_something_else_is_refused(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_that_decodes_to_something_else_is_refused(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the encoder has decoded it."""
     block, before, after = changed_block(rng, MANY)
     past = there_and_back(block, before, after)
@@ -399,7 +455,9 @@ def test_a_payload_that_decodes_to_something_else_is_refused(rng: Rng, monkeypat
 
 
 @pytest.mark.parametrize("name", ["auto", "history"])
-def test_a_payload_that_does_not_decode_is_refused(name: str, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_that_does_not_decode_is_refused(
+    name: str, rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the encoder may make one of elements that are written to meanwhile."""
     block, before, after = changed_block(rng, 5000)
     past = there_and_back(block, before, after)

@@ -1,4 +1,5 @@
-"""The bytes of a patch file: damaged or hostile ones are refused and cost nothing (golden ones: test_golden)."""
+"""The bytes of a patch file: damaged or hostile ones are refused and cost nothing (golden ones:
+test_golden)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def test_an_unchanged_state_gives_this_header() -> None:
     state = State.of({"a.x": np.zeros((2, 3), np.float32), "a.y": np.uint8(1)})
     tree = state_digest(state)
     data = build_patch(state, state, tree).to_bytes()
-    # Two roots; no history; a slice of seven elements from the start; two blocks, of which nothing changed.
+    # Two roots; no history; a slice of seven elements from the start; two blocks, of which nothing
+    # changed.
     expected = bytes.fromhex(tree.root + tree.root) + bytes([0, 1, 0, 7, 2, 0, 0])
     assert patch_header.open_header(memoryview(data)) == (expected, len(data))
     assert data[:12] == b"\x89PULSE\r\n" + (1).to_bytes(4, "little")
@@ -45,7 +47,9 @@ def refused_and_unchanged(broken: bytes, base: State) -> Exception:
 
 def a_patch(rng: Rng) -> tuple[bytes, State, PatchHeader]:
     """(patch, base, header): some small blocks of several dtypes, one of them untouched."""
-    old: Tensors = {f"layer.{k}.{d}": bits(rng, d, 90) for k in range(2) for d in ("BF16", "F32", "U8")}
+    old: Tensors = {
+        f"layer.{k}.{d}": bits(rng, d, 90) for k in range(2) for d in ("BF16", "F32", "U8")
+    }
     new = mutated(rng, old, 0.05)
     new["layer.1.U8"] = old["layer.1.U8"]
     state = State.of(old).copy()
@@ -87,10 +91,14 @@ def test_exchanged_bytes_are_refused(rng: Rng) -> None:
 
 
 def sealed(plain: bytes, *, claimed: int | None = None) -> bytes:
-    """A patch file's prelude and header around any bytes, with right checksums: what an attacker can write as well."""
+    """A patch file's prelude and header around any bytes, with right checksums: what an attacker
+    can write as well."""
     stored = zstd.compress(plain, 9)
     size = len(plain) if claimed is None else claimed
-    return patch_header._PRELUDE.pack(patch_header.MAGIC, 1, len(stored), size, check_of(stored)) + stored
+    return (
+        patch_header._PRELUDE.pack(patch_header.MAGIC, 1, len(stored), size, check_of(stored))
+        + stored
+    )
 
 
 def number(value: int) -> bytes:
@@ -104,8 +112,11 @@ BASE = state_digest(FIVE)
 ROOTS = bytes.fromhex(BASE.root) * 2
 
 
-def plain_header(history: bytes = b"\0", slices: bytes = b"\x01\0\x05", blocks: bytes = b"\x01\0") -> bytes:
-    """A plain header piece by piece; as it stands, of all five elements of a tensor, without changes."""
+def plain_header(
+    history: bytes = b"\0", slices: bytes = b"\x01\0\x05", blocks: bytes = b"\x01\0"
+) -> bytes:
+    """A plain header piece by piece; as it stands, of all five elements of a tensor, without
+    changes."""
     return ROOTS + history + slices + blocks
 
 
@@ -129,7 +140,9 @@ BLOCK = b"\x01\x02\x01\x01" + CHECK
         pytest.param(plain_header()[:-1], id="no-blocks"),
         pytest.param(plain_header() + b"\0", id="leftover"),
         pytest.param(plain_header(history=b"\x01\0" + CHECK), id="a-span-of-0"),
-        pytest.param(plain_header(history=number(65) + b"\x01" * 65 + CHECK), id="too-many-windows"),
+        pytest.param(
+            plain_header(history=number(65) + b"\x01" * 65 + CHECK), id="too-many-windows"
+        ),
         pytest.param(plain_header(slices=b"\x81\0\0\x05"), id="padded-number"),
         pytest.param(plain_header(slices=b"\xff" * 10 + b"\x01"), id="endless-number"),
         pytest.param(plain_header(slices=number((1 << 20) + 1)), id="too-many-slices"),
@@ -145,8 +158,13 @@ BLOCK = b"\x01\x02\x01\x01" + CHECK
         pytest.param(plain_header(blocks=number(1 << 40) + b"\0"), id="a-trillion-blocks"),
         pytest.param(plain_header(blocks=b"\x01\x02\0\x01" + CHECK), id="changed-without-changes"),
         pytest.param(plain_header(blocks=b"\x01\x02\x01\0" + CHECK), id="changed-without-bytes"),
-        pytest.param(plain_header(blocks=b"\x01\x02\x06\x01" + CHECK), id="more-changes-than-elements"),
-        pytest.param(plain_header(blocks=b"\x01\x02\x01" + number((1 << 40) + 1) + CHECK), id="a-block-of-a-terabyte"),
+        pytest.param(
+            plain_header(blocks=b"\x01\x02\x06\x01" + CHECK), id="more-changes-than-elements"
+        ),
+        pytest.param(
+            plain_header(blocks=b"\x01\x02\x01" + number((1 << 40) + 1) + CHECK),
+            id="a-block-of-a-terabyte",
+        ),
         pytest.param(plain_header(blocks=BLOCK[:-1]), id="half-a-checksum"),
         pytest.param(plain_header(blocks=BLOCK), id="no-body"),
     ],
@@ -190,7 +208,8 @@ def test_a_claimed_plain_size_allocates_nothing() -> None:
 
 
 def test_a_header_is_no_longer_than_any_for_its_state() -> None:
-    """A megabyte of blocks is a few bytes of zstd; a reader who knows that there is one refuses to unfold them."""
+    """A megabyte of blocks is a few bytes of zstd; a reader who knows that there is one refuses to
+    unfold them."""
     data = sealed(plain_header(blocks=number(1 << 20) + bytes(1 << 20)))
     with bounded(1 << 19), pytest.raises(CorruptPatch, match="more than one for these tensors"):
         parse_patch([data], BASE)
@@ -198,14 +217,18 @@ def test_a_header_is_no_longer_than_any_for_its_state() -> None:
 
 def test_what_cannot_be_read_back_is_not_written() -> None:
     with pytest.raises(InputError, match="blocks"):
-        PatchHeader("0" * 64, "1" * 64, ((0, 5),), (BlockEntry(SAME, 0, 0),) * ((1 << 20) + 1)).to_bytes()
+        PatchHeader(
+            "0" * 64, "1" * 64, ((0, 5),), (BlockEntry(SAME, 0, 0),) * ((1 << 20) + 1)
+        ).to_bytes()
     with pytest.raises(InputError, match="slices"):
         PatchHeader("0" * 64, "1" * 64, ((0, 1),) * ((1 << 20) + 1), ()).to_bytes()
 
 
 @given(
     slices=st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(1, 1 << 40)), max_size=20),
-    blocks=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 1 << 22), st.integers(1, 1 << 40)), max_size=20),
+    blocks=st.lists(
+        st.tuples(st.integers(0, 7), st.integers(1, 1 << 22), st.integers(1, 1 << 40)), max_size=20
+    ),
     spans=st.lists(st.integers(1, 64), max_size=64),
 )
 def test_a_header_is_read_as_it_was_written(
@@ -216,12 +239,16 @@ def test_a_header_is_read_as_it_was_written(
         placed.append((at + gap, at + gap + length))
         at += gap + length
     entries = tuple(
-        BlockEntry(codec_id, changed, length, bytes([codec_id] * 8)) if codec_id else BlockEntry(SAME, 0, 0)
+        BlockEntry(codec_id, changed, length, bytes([codec_id] * 8))
+        if codec_id
+        else BlockEntry(SAME, 0, 0)
         for codec_id, changed, length in blocks
     )
     history = HistoryName(tuple(spans), b"historic") if spans else None
     if history is None:
-        entries = tuple(BlockEntry(SAME, 0, 0) if entry.codec_id == HISTORY else entry for entry in entries)
+        entries = tuple(
+            BlockEntry(SAME, 0, 0) if entry.codec_id == HISTORY else entry for entry in entries
+        )
     header = PatchHeader("a" * 64, "b" * 64, tuple(placed), entries, history)
     data = header.to_bytes()
     assert parse_header(memoryview(data + b"payloads")) == (header, None, len(data))

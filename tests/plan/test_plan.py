@@ -1,4 +1,5 @@
-"""The planner: the paper's Figure 1 from its inputs, recorded patches, fleets and relays, and its own consistency."""
+"""The planner: the paper's Figure 1 from its inputs, recorded patches, fleets and relays, and its
+own consistency."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_the_papers_figure_1() -> None:
 @pytest.mark.parametrize(
     ("density", "ours", "zstd"),
     [
-        (0.00256, 0.943, 2.99), (0.00295, 0.940, 2.97), (0.00381, 0.887, 2.87), (0.00666, 0.828, 2.71),
+        (0.00256, 0.943, 2.99), (0.00295, 0.940, 2.97), (0.00381, 0.887, 2.87), (0.00666, 0.828,
+        2.71),
         (0.00704, 0.842, 2.72),
     ],
 )  # fmt: skip
@@ -49,9 +51,13 @@ def test_bytes_agree_with_recorded_folds(density: float, ours: float) -> None:
 
 
 @pytest.mark.parametrize(("density", "history"), [(0.0030, 0.893), (0.0073, 0.793)])
-def test_bytes_with_history_agree_with_recorded_runs_behind_fp32_masters(density: float, history: float) -> None:
+def test_bytes_with_history_agree_with_recorded_runs_behind_fp32_masters(
+    density: float, history: float
+) -> None:
     """docs/benchmarks.md, "Streams with history"."""
-    assert sync_bytes("history", 22_700_000, density) / (22.7e6 * density) == pytest.approx(history, rel=0.05)
+    assert sync_bytes("history", 22_700_000, density) / (22.7e6 * density) == pytest.approx(
+        history, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("density", [0.003, 0.007])
@@ -77,7 +83,9 @@ def test_a_patch_is_never_larger_than_the_state_and_grows_with_density(method: s
 @pytest.mark.parametrize("method", METHODS)
 def test_the_bandwidth_for_a_target_reaches_it(scenario: Scenario, method: str) -> None:
     needed = make_plan(scenario).methods[method].bandwidth_for_target
-    assert make_plan(replace(scenario, bandwidth=needed)).methods[method].utilisation == pytest.approx(0.9)
+    assert make_plan(replace(scenario, bandwidth=needed)).methods[
+        method
+    ].utilisation == pytest.approx(0.9)
     assert bandwidth_for(1e6, 1.0, 0.5) == 8e6
 
 
@@ -130,7 +138,9 @@ def test_a_long_way_as_it_was_measured(method: str, bandwidth: float, seconds: f
     """benchmarks/results/wan-cubic.jsonl: what a worker's sync takes."""
     scenario = replace(SMALL, params=45_130_752, bandwidth=bandwidth, cores=1, **LONG_WAY)  # type: ignore[arg-type]
     phases = make_plan(scenario).methods[method].phases
-    assert phases["download"] + phases["verify"] + phases["apply"] == pytest.approx(seconds, rel=0.1)
+    assert phases["download"] + phases["verify"] + phases["apply"] == pytest.approx(
+        seconds, rel=0.1
+    )
 
 
 def test_a_full_sync_wins_on_the_far_side_of_its_crossover() -> None:
@@ -146,7 +156,11 @@ def test_a_full_sync_wins_on_the_far_side_of_its_crossover() -> None:
     assert ahead(density=where * 0.99) > 0 > ahead(density=where * 1.01)
     bandwidth = make_plan(replace(scenario, density=0.3)).full_wins.bandwidth
     assert bandwidth is not None
-    assert ahead(density=0.3, bandwidth=bandwidth * 0.99) > 0 > ahead(density=0.3, bandwidth=bandwidth * 1.01)
+    assert (
+        ahead(density=0.3, bandwidth=bandwidth * 0.99)
+        > 0
+        > ahead(density=0.3, bandwidth=bandwidth * 1.01)
+    )
 
 
 def test_a_full_sync_never_wins_on_a_slow_link_or_where_a_patch_codes_faster() -> None:
@@ -162,8 +176,10 @@ def test_nothing_changes() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"params": 0}, {"density": -0.1}, {"density": 1.1}, {"density": float("nan")}, {"step_seconds": 0.0},
-        {"bandwidth": -1.0}, {"bandwidth": float("inf")}, {"upload_bandwidth": 0.0}, {"sharers": 0}, {"cores": 0},
+        {"params": 0}, {"density": -0.1}, {"density": 1.1}, {"density": float("nan")},
+        {"step_seconds": 0.0},
+        {"bandwidth": -1.0}, {"bandwidth": float("inf")}, {"upload_bandwidth": 0.0},
+        {"sharers": 0}, {"cores": 0},
         {"round_trip_seconds": -1.0}, {"upload_round_trip_seconds": -1.0}, {"loss": 1.5},
         {"bytes_per_changed": {"zstd": -1.0}},
     ],
@@ -182,12 +198,16 @@ def test_a_study_settles_params_density_and_bytes() -> None:
 def test_a_study_settles_what_history_takes_from_one_version_to_the_next() -> None:
     with_history = STUDY | {"history": {"bytes_per_changed_history": 0.3}}
     assert from_study(with_history).bytes_per_changed == {"auto": 0.5, "history": 0.3}
-    assert from_study(STUDY | {"history": {"bytes_per_changed_history": None}}).bytes_per_changed == {"auto": 0.5}
+    assert from_study(
+        STUDY | {"history": {"bytes_per_changed_history": None}}
+    ).bytes_per_changed == {"auto": 0.5}
     apart = with_history | {"rows": STUDY["rows"][:1]}
     assert from_study(apart).bytes_per_changed == {"auto": 0.7, "zstd": 2.5}
 
 
-@pytest.mark.parametrize("study", [None, [], {}, {"rows": []}, STUDY | {"parameters": 0}, STUDY | {"rows": [{"k": 1}]}])
+@pytest.mark.parametrize(
+    "study", [None, [], {}, {"rows": []}, STUDY | {"parameters": 0}, STUDY | {"rows": [{"k": 1}]}]
+)
 def test_what_is_no_study_is_refused(study: object) -> None:
     with pytest.raises(InputError, match="not a study"):
         from_study(study)
@@ -199,8 +219,12 @@ def test_a_target_that_no_link_reaches_is_refused(target: float) -> None:
         make_plan(SMALL, target=target)
 
 
-SEVEN = Scenario(params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=1e9, round_trip_seconds=0.1)
-FLEET = Fleet(workers=1000, regions=4, origin_bandwidth=10e9, region_bandwidth=1e9, near_bandwidth=10e9)
+SEVEN = Scenario(
+    params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=1e9, round_trip_seconds=0.1
+)
+FLEET = Fleet(
+    workers=1000, regions=4, origin_bandwidth=10e9, region_bandwidth=1e9, near_bandwidth=10e9
+)
 
 
 def test_a_version_by_hand() -> None:
@@ -215,8 +239,12 @@ def test_a_version_by_hand() -> None:
     assert relays.origin_bytes == pytest.approx(4 * size * 86400 / 50, rel=1e-6)
     assert relays.dollars == pytest.approx(relays.origin_bytes / 1e9 * 0.09)
     assert relays.idle_looks == 4 * 60 + 1000 * 2
-    direct = make_fleet_plan(SEVEN, replace(FLEET, region_bandwidth=None, origin_bandwidth=None)).ways["direct"]["auto"]
-    assert direct.seconds_to_all == pytest.approx(coding + 1 + 0.3 + transfer_seconds(size, 1e9, 0.1, 0.0))
+    direct = make_fleet_plan(
+        SEVEN, replace(FLEET, region_bandwidth=None, origin_bandwidth=None)
+    ).ways["direct"]["auto"]
+    assert direct.seconds_to_all == pytest.approx(
+        coding + 1 + 0.3 + transfer_seconds(size, 1e9, 0.1, 0.0)
+    )
     assert direct.origin_bytes == pytest.approx(250 * relays.origin_bytes, rel=1e-6)
     assert direct.idle_looks == 60_000
 
@@ -247,7 +275,9 @@ def test_catching_up() -> None:
         assert ways["folds"] < ways["patches"] == versions * patch
     with_history, without = catch_up_bytes(SEVEN, 71, method="history"), catch_up_bytes(SEVEN, 71)
     saved = patch - make_plan(SEVEN).methods["history"].sync_bytes
-    assert without["folds"] - with_history["folds"] == pytest.approx(7 * saved)  # folds know no history
+    assert without["folds"] - with_history["folds"] == pytest.approx(
+        7 * saved
+    )  # folds know no history
     assert without["patches"] - with_history["patches"] == pytest.approx(71 * saved)
     assert density_of(0.01, 1) == pytest.approx(0.01)
     assert density_of(0.01, 64) == pytest.approx(1 - 0.99**64)
@@ -256,7 +286,8 @@ def test_catching_up() -> None:
 
 @pytest.mark.slow
 def test_when_a_relay_pays() -> None:
-    """Where a region's workers share a link, from some workers on; where each has its own to the origin, never."""
+    """Where a region's workers share a link, from some workers on; where each has its own to the
+    origin, never."""
     plan = make_fleet_plan(SEVEN, FLEET)
     few = plan.relays_pay_from
     assert few is not None
@@ -272,14 +303,23 @@ def test_when_a_relay_pays() -> None:
 @pytest.mark.parametrize("params", [7e9, 70e9, 1e12])
 def test_more_workers_never_arrive_sooner(workers: int, params: float) -> None:
     scenario = replace(SEVEN, params=int(params))
-    small, large = (make_fleet_plan(scenario, replace(FLEET, workers=n)) for n in (workers, 2 * workers))
+    small, large = (
+        make_fleet_plan(scenario, replace(FLEET, workers=n)) for n in (workers, 2 * workers)
+    )
     for way in WAYS:
         assert large.ways[way]["auto"].seconds_to_all >= small.ways[way]["auto"].seconds_to_all
         assert small.ways[way]["full"].fetch_bytes >= small.ways[way]["auto"].fetch_bytes
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"workers": 0}, {"regions": 0}, {"regions": 1001}, {"origin_bandwidth": 0.0}, {"poll_seconds": -1}]
+    "wrong",
+    [
+        {"workers": 0},
+        {"regions": 0},
+        {"regions": 1001},
+        {"origin_bandwidth": 0.0},
+        {"poll_seconds": -1},
+    ],
 )
 def test_impossible_fleets(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError):

@@ -1,6 +1,8 @@
-"""What the promises are checked against: states, their roots by hashlib alone, and a worker's own copy in numpy.
+"""What the promises are checked against: states, their roots by hashlib alone, and a worker's own
+copy in numpy.
 
-Nothing here imports more of the library than `pulse_rl` shows, so that these tests outlive any rewrite of its inside.
+Nothing here imports more of the library than `pulse_rl` shows, so that these tests outlive any
+rewrite of its inside.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def root_of(tensors: Mapping[str, Bits]) -> str:
         array, dtype = tensors[name].array, tensors[name].dtype
         data = array.astype(array.dtype.newbyteorder("<")).tobytes()
         leaves = b"".join(sha256(data[at : at + LEAF]).digest() for at in range(0, len(data), LEAF))
-        head = b"".join(struct.pack("<I", len(text)) + text for text in (name.encode(), dtype.encode()))
+        head = b"".join(
+            struct.pack("<I", len(text)) + text for text in (name.encode(), dtype.encode())
+        )
         shape = struct.pack(f"<I{array.ndim}Q", array.ndim, *array.shape)
         digests += sha256(b"pulse.tensor.1\0" + head + shape + leaves).digest()
     return sha256(b"pulse.state.1\0" + digests).hexdigest()
@@ -39,7 +43,8 @@ def bf16(values: np.ndarray[Any, Any]) -> Bits:
 
 
 class Trainer:
-    """Weights of mixed dtypes, and steps that change some of their bits. ``root`` is the oracle's."""
+    """Weights of mixed dtypes, and steps that change some of their bits. ``root`` is the
+    oracle's."""
 
     def __init__(self, seed: int = 0, elements: int = 6000) -> None:
         self._rng = np.random.default_rng(seed)
@@ -54,7 +59,9 @@ class Trainer:
 
     def step(self, density: float = 0.01) -> Tensors:
         """The next state, in memory of its own."""
-        self.state = {name: Bits(bits.array.copy(), bits.dtype) for name, bits in self.state.items()}
+        self.state = {
+            name: Bits(bits.array.copy(), bits.dtype) for name, bits in self.state.items()
+        }
         for bits in self.state.values():
             flat = bits.array.reshape(-1)
             at = self._rng.choice(flat.size, max(1, round(density * flat.size)), replace=False)
@@ -67,7 +74,8 @@ class Trainer:
 
 
 def publish(publisher: Any, trainer: Trainer, count: int = 1, **settings: Any) -> list[str]:
-    """The roots of the next ``count`` versions, as the oracle has them and the publisher reports them."""
+    """The roots of the next ``count`` versions, as the oracle has them and the publisher reports
+    them."""
     roots = []
     for _ in range(count):
         published = publisher.publish(trainer.step(), **settings)
@@ -80,7 +88,10 @@ def held(subscriber: Subscriber) -> Tensors:
     """What a subscriber holds, copied out of it."""
     state = subscriber.state
     specs = {spec.name: spec for spec in state.specs}
-    return {name: Bits(np.array(state.read(name)).reshape(spec.shape), spec.dtype.name) for name, spec in specs.items()}
+    return {
+        name: Bits(np.array(state.read(name)).reshape(spec.shape), spec.dtype.name)
+        for name, spec in specs.items()
+    }
 
 
 class Worker:
@@ -105,7 +116,9 @@ class Worker:
         specs = {tensor.spec.name: tensor.spec for tensor in update.tensors}
         for name, indices, values in update:
             if indices is None:
-                self.tensors[name] = Bits(np.array(values).reshape(specs[name].shape), specs[name].dtype.name)
+                self.tensors[name] = Bits(
+                    np.array(values).reshape(specs[name].shape), specs[name].dtype.name
+                )
             else:
                 self.tensors[name].array.reshape(-1)[indices] = values
 
@@ -115,7 +128,8 @@ class Worker:
 
 
 class Flaky:
-    """A store whose call number ``fail_at`` (0: the next) fails once, before it has an effect or ``after`` it."""
+    """A store whose call number ``fail_at`` (0: the next) fails once, before it has an effect or
+    ``after`` it."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

@@ -15,7 +15,10 @@ def test_checkpoints_travel_from_folder_to_folder(pulse: Pulse, tmp_path: Path) 
     rng, store, key = np.random.default_rng(0), tmp_path / "store", tmp_path / "key"
     pulse("keygen", key)
     trust = Signer.load(key).public_key
-    state = {"a": rng.standard_normal((50, 40)).astype(np.float32), "b": np.arange(30, dtype=np.int64)}
+    state = {
+        "a": rng.standard_normal((50, 40)).astype(np.float32),
+        "b": np.arange(30, dtype=np.int64),
+    }
     for step in range(4):
         state["a"][step] += 1
         save_file(state, tmp_path / "model.safetensors")

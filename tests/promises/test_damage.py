@@ -1,4 +1,5 @@
-"""Whatever becomes of the objects in a store: a worker shows a verified state or says why not, never a wrong one."""
+"""Whatever becomes of the objects in a store: a worker shows a verified state or says why not,
+never a wrong one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from .oracle import STREAM, Trainer, Worker, copied, objects, publish
 
 def flip(data: bytes, chance: Random) -> bytes | None:
     at = chance.randrange(len(data)) if data else 0
-    return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :] if data else b"x"
+    return (
+        data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :] if data else b"x"
+    )
 
 
 def cut(data: bytes, chance: Random) -> bytes | None:
@@ -43,8 +46,8 @@ def stream(versions: int = 5) -> tuple[MemoryStore, list[str]]:
 
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: str(harm.__name__))
 def test_any_object_may_be_harmed(harm: Harm) -> None:
-    """One after another: newcomers and followers of each version get its very bits or an error of the library's, and a
-    publisher goes on."""
+    """One after another: newcomers and followers of each version get its very bits or an error of
+    the library's, and a publisher goes on."""
     store, roots = stream()
     chance = Random(5)
     for name, data in objects(store).items():
@@ -132,7 +135,10 @@ def test_junk_in_every_folder_is_passed_over(store: Store) -> None:
             folder, _, last = name.rpartition("/")
             store.put(f"{folder}/junk-{chance.getrandbits(32)}", b"junk")
             stem, dot, end = last.partition(".")
-            store.put(f"{folder}/{int(stem) + 5:012d}{dot}{end}" if stem.isdigit() else f"{name}x", chance.randbytes(9))
+            store.put(
+                f"{folder}/{int(stem) + 5:012d}{dot}{end}" if stem.isdigit() else f"{name}x",
+                chance.randbytes(9),
+            )
         publish(publisher, trainer)
         worker.sync()
         assert worker.root == trainer.root

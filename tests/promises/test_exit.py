@@ -1,4 +1,5 @@
-"""A program that ends waits for what it has submitted, as it would for an executor's work, and never aborts."""
+"""A program that ends waits for what it has submitted, as it would for an executor's work, and
+never aborts."""
 
 from __future__ import annotations
 
@@ -62,7 +63,15 @@ def test_where_no_thread_can_be_started_the_work_is_done(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "status"), [("normal", 0), ("exception", 1), ("exit", 3), ("thread", 0), ("at exit", 0), ("destructor", 0)]
+    ("how", "status"),
+    [
+        ("normal", 0),
+        ("exception", 1),
+        ("exit", 3),
+        ("thread", 0),
+        ("at exit", 0),
+        ("destructor", 0),
+    ],
 )
 def test_what_was_submitted_is_published(how: str, status: int, tmp_path: Path) -> None:
     for attempt in range(3):

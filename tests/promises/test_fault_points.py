@@ -1,4 +1,5 @@
-"""The seams of the promises, at the moments that no call to a store shows: the code is stopped at each fault point."""
+"""The seams of the promises, at the moments that no call to a store shows: the code is stopped at
+each fault point."""
 
 from __future__ import annotations
 
@@ -53,9 +54,19 @@ def test_every_point_is_in_the_code_and_armed_by_a_test() -> None:
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
-    "point", ["payload.before", "payload.after", "commit.before", "commit.after", "baseline.before", "baseline.written"]
+    "point",
+    [
+        "payload.before",
+        "payload.after",
+        "commit.before",
+        "commit.after",
+        "baseline.before",
+        "baseline.written",
+    ],
 )
-def test_a_publish_that_stops_anywhere_is_made_up_for_by_the_next(point: str, error: BaseException) -> None:
+def test_a_publish_that_stops_anywhere_is_made_up_for_by_the_next(
+    point: str, error: BaseException
+) -> None:
     store, trainer, publisher = stream()
     worker = Worker(store)
     worker.sync()
@@ -66,7 +77,9 @@ def test_a_publish_that_stops_anywhere_is_made_up_for_by_the_next(point: str, er
     assert calls[0] == 1
     update = worker.sync()
     assert (worker.root == root) == (update is None)
-    assert update is None or worker.root == trainer.root, "committed, and told as if it was not: never half"
+    assert update is None or worker.root == trainer.root, (
+        "committed, and told as if it was not: never half"
+    )
     for _ in range(2):
         publish(publisher, trainer)
         worker.sync()
@@ -75,7 +88,8 @@ def test_a_publish_that_stops_anywhere_is_made_up_for_by_the_next(point: str, er
 
 
 def test_at_the_commit_all_that_a_version_needs_is_there_and_no_sooner_is_it_shown() -> None:
-    """A newcomer looks at the very moments before and after it, with an anchor and without, and with a fold due."""
+    """A newcomer looks at the very moments before and after it, with an anchor and without, and
+    with a fold due."""
     store, trainer, publisher = stream(folds=(2,))
     seen: list[tuple[int | None, str]] = []
 
@@ -113,7 +127,10 @@ def test_a_baseline_moves_after_the_commit_only() -> None:
 
 def test_of_two_that_claim_a_stream_at_once_one_goes_on() -> None:
     store, first, second = MemoryStore(), Trainer(1), Trainer(2)
-    one, other = Publisher(store, stream=STREAM, threads=1), Publisher(store, stream=STREAM, threads=1)
+    one, other = (
+        Publisher(store, stream=STREAM, threads=1),
+        Publisher(store, stream=STREAM, threads=1),
+    )
     raced = []
 
     def race() -> None:
@@ -206,7 +223,10 @@ def test_a_patch_that_leads_elsewhere_is_undone_to_the_last_bit(behind: Any) -> 
     for name in objects(store):
         if name.endswith(".safetensors"):
             store.delete(name)
-    with armed("apply.written", once(DigestMismatch("not the root that was promised"))[0]), pytest.raises(ChainGap):
+    with (
+        armed("apply.written", once(DigestMismatch("not the root that was promised"))[0]),
+        pytest.raises(ChainGap),
+    ):
         worker.subscriber.sync()
     assert worker.subscriber.status == "ready"
     assert root_of(held(worker.subscriber)) == worker.subscriber.root == root

@@ -1,4 +1,5 @@
-"""The first run explains itself: what a user who passes no listener is told, once, and how objects print."""
+"""The first run explains itself: what a user who passes no listener is told, once, and how objects
+print."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import GroupMember, MemoryStore, Publisher, Relay, Signer, State, Subscriber, Subscribers, open_store
+from pulse_rl import (
+    GroupMember,
+    MemoryStore,
+    Publisher,
+    Relay,
+    Signer,
+    State,
+    Subscriber,
+    Subscribers,
+    open_store,
+)
 from pulse_rl.events import Event, Hint
 from tests.support.states import run_python
 
@@ -22,7 +33,10 @@ from .oracle import STREAM, Trainer, publish
 def test_an_fp32_model_is_told_once_what_to_add(caplog: pytest.LogCaptureFixture) -> None:
     rng = np.random.default_rng(0)
     weights = rng.standard_normal(10_000).astype(np.float32)
-    with pytest.warns(UserWarning, match="policy") as caught, Publisher(MemoryStore(), stream="policy") as publisher:  # noqa: PT031
+    with (  # noqa: PT031
+        pytest.warns(UserWarning, match="policy") as caught,
+        Publisher(MemoryStore(), stream="policy") as publisher,
+    ):
         lines = []
         for _ in range(4):
             lines.append(str(publisher.publish({"w": weights})))
@@ -32,7 +46,9 @@ def test_an_fp32_model_is_told_once_what_to_add(caplog: pytest.LogCaptureFixture
     assert "FP32" in told
     assert [record.message for record in caplog.records if record.name == "pulse_rl"] == [told]
     assert re.fullmatch(r"version 0 of policy: the full state of 40 kB \(.*first.*\)", lines[0])
-    assert re.fullmatch(r"version 1 of policy: \S+% changed, .* for 40 kB, .* times smaller", lines[1])
+    assert re.fullmatch(
+        r"version 1 of policy: \S+% changed, .* for 40 kB, .* times smaller", lines[1]
+    )
 
 
 @pytest.mark.filterwarnings("error")
@@ -57,7 +73,9 @@ def test_a_listener_hears_why_patches_are_large() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("there", [[], ["policy", "policy-2"]])
-def test_a_mistyped_stream_is_said_once_with_what_is_there(tmp_path: Path, there: list[str]) -> None:
+def test_a_mistyped_stream_is_said_once_with_what_is_there(
+    tmp_path: Path, there: list[str]
+) -> None:
     for stream in there:
         publish(Publisher(tmp_path, stream=stream), Trainer())
     (tmp_path / "notes.txt").write_text("no stream")
@@ -69,7 +87,11 @@ def test_a_mistyped_stream_is_said_once_with_what_is_there(tmp_path: Path, there
     assert ("no streams" in told) == (not there)
     if not there:
         with pytest.warns(UserWarning, match="does not exist"):
-            list(Subscriber(tmp_path / "nowhere", stream="s").updates(poll_seconds=0.4, timeout_seconds=2.5))
+            list(
+                Subscriber(tmp_path / "nowhere", stream="s").updates(
+                    poll_seconds=0.4, timeout_seconds=2.5
+                )
+            )
 
 
 @pytest.mark.slow
@@ -93,8 +115,10 @@ def test_objects_print_in_a_line(tmp_path: Path) -> None:
     group = GroupMember(worker, group="all", name="w")
     with Subscribers(store, [STREAM]) as several:
         objects = [
-            publisher, worker, update, done, several, group, store, MemoryStore(), worker.state, worker.digest,
-            Relay(store, MemoryStore(), stream=STREAM), Signer.generate(), State.of({"w": np.zeros(2)}),
+            publisher, worker, update, done, several, group, store, MemoryStore(), worker.state,
+            worker.digest,
+            Relay(store, MemoryStore(), stream=STREAM), Signer.generate(),
+            State.of({"w": np.zeros(2)}),
             open_store("http://localhost:1"), *Trainer().state.values(),
         ]  # fmt: skip
         shown = [repr(each) for each in objects]
@@ -111,11 +135,16 @@ def test_objects_print_in_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_public_object_prints_as_an_address() -> None:
-    """But what users write themselves. What needs a framework is looked at where that is installed."""
+    """But what users write themselves. What needs a framework is looked at where that is
+    installed."""
     elsewhere = {"axolotl", "nemo_rl", "verl"}
     for line in (Path(__file__).parents[1] / "public_api.txt").read_text().splitlines():
         found = re.match(r"class (pulse_rl[\w.]*)\.(\w+)\(", line)
-        if found and found[1].rpartition(".")[2] not in elsewhere and not re.fullmatch("Store|.*Conformance", found[2]):
+        if (
+            found
+            and found[1].rpartition(".")[2] not in elsewhere
+            and not re.fullmatch("Store|.*Conformance", found[2])
+        ):
             kind = getattr(importlib.import_module(found[1]), found[2])
             assert kind.__repr__ not in (object.__repr__, Future.__repr__), kind
 

@@ -21,7 +21,10 @@ from tests.support.states import Rng
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = {"a.weight": np.zeros(5000, np.float32), "b.weight": np.ones((3, 7), np.int32)}
-PLACES = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}
+PLACES = {
+    "a.weight": "model-00001-of-00002.safetensors",
+    "b.weight": "model-00002-of-00002.safetensors",
+}
 
 
 def files_of(version: int) -> dict[str, bytes]:
@@ -36,7 +39,9 @@ def files_of(version: int) -> dict[str, bytes]:
 
 
 def publish(publisher: Publisher, version: int) -> None:
-    publisher.publish(WEIGHTS | {"b.weight": np.full((3, 7), version, np.int32)}, files=files_of(version))
+    publisher.publish(
+        WEIGHTS | {"b.weight": np.full((3, 7), version, np.int32)}, files=files_of(version)
+    )
 
 
 @pytest.fixture
@@ -49,10 +54,15 @@ def store(tmp_path: Path) -> Path:
 
 
 def version_of(folder: Path, *, sharded: bool = False) -> int:
-    """The version that a folder shows to who opens its files by their names. Fails unless it is that one throughout."""
+    """The version that a folder shows to who opens its files by their names. Fails unless it is
+    that one throughout."""
     version: int = json.loads((folder / "config.json").read_text())["version"]
     assert (folder / "templates/chat.jinja").read_text() == str(version)
-    shown = {entry.name for entry in folder.iterdir() if entry.exists() and not entry.name.startswith((".", "pulse."))}
+    shown = {
+        entry.name
+        for entry in folder.iterdir()
+        if entry.exists() and not entry.name.startswith((".", "pulse."))
+    }
     names = {"config.json", f"only-{version}.txt", "templates"}
     weights = {*PLACES.values(), INDEX} if sharded else {"model.safetensors"}
     assert shown == names | weights
@@ -107,7 +117,9 @@ def test_a_follower_that_is_killed_again_and_again(tmp_path: Path, rng: Rng) -> 
             worker.sync()
             worker.save(out)
         shown = 0
-        with Killed(out, follow(tmp_path / "store", out), rng.integers(1, 90, 40).tolist()) as killed:
+        with Killed(
+            out, follow(tmp_path / "store", out), rng.integers(1, 90, 40).tolist()
+        ) as killed:
             for newest in range(1, 41):
                 killed.next()
                 now = version_of(out)
@@ -178,7 +190,11 @@ def test_what_others_keep_in_its_hidden_folder_stays(
     """Another program's folder has that name, too."""
     mine, out = tmp_path / "mine", tmp_path / "out"
     hidden = mine if behind_a_link else out / ".pulse"
-    for file in (hidden / "cookie", hidden / "000000000001-abc/x", mine / "0123456789ab-01234567/x"):
+    for file in (
+        hidden / "cookie",
+        hidden / "000000000001-abc/x",
+        mine / "0123456789ab-01234567/x",
+    ):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"mine")
     if behind_a_link:
@@ -189,16 +205,28 @@ def test_what_others_keep_in_its_hidden_folder_stays(
         pulse(*follow(store, out))
         pulse(*follow(store, out))
         assert version_of(out) == 1
-    for file in (hidden / "cookie", hidden / "000000000001-abc/x", mine / "0123456789ab-01234567/x"):
+    for file in (
+        hidden / "cookie",
+        hidden / "000000000001-abc/x",
+        mine / "0123456789ab-01234567/x",
+    ):
         assert file.read_bytes() == b"mine"
 
 
 def content(folder: Path) -> Mapping[str, bytes]:
-    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.exists() and entry.is_file()}
+    return {
+        entry.name: entry.read_bytes()
+        for entry in folder.iterdir()
+        if entry.exists() and entry.is_file()
+    }
 
 
-@pytest.mark.parametrize("name", [INDEX, "model-00001-of-00002.safetensors", "consolidated.safetensors"])
-def test_no_folder_gets_weights_beside_others(pulse: Pulse, store: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [INDEX, "model-00001-of-00002.safetensors", "consolidated.safetensors"]
+)
+def test_no_folder_gets_weights_beside_others(
+    pulse: Pulse, store: Path, tmp_path: Path, name: str
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_bytes(b"{}")
     for force in ((), ("--force",)):
@@ -214,7 +242,9 @@ def test_the_layout_changes_on_request(pulse: Pulse, store: Path, tmp_path: Path
             worker.save(out, sharded=sharded)
             assert version_of(out, sharded=sharded) == 1
     pulse(*follow(store, out, "--sharded"))
-    assert os.readlink(out / "config.json") == ".pulse/current/config.json", "what moves with the folder stays right"
+    assert os.readlink(out / "config.json") == ".pulse/current/config.json", (
+        "what moves with the folder stays right"
+    )
 
 
 def test_commands_carry_a_folder_s_files(pulse: Pulse, store: Path, tmp_path: Path) -> None:
@@ -226,7 +256,9 @@ def test_commands_carry_a_folder_s_files(pulse: Pulse, store: Path, tmp_path: Pa
             worker.save(folder, sharded=True)
     pulse("publish", first, tmp_path / "other", "--stream", "policy")
     pulse("follow", tmp_path / "other", "--stream", "policy", "--once", "--out", out, "--sharded")
-    expected = {name: data for name, data in content(first).items() if not name.startswith("pulse.")}
+    expected = {
+        name: data for name, data in content(first).items() if not name.startswith("pulse.")
+    }
     weights = [name for name in expected if name.endswith(".safetensors")]
     assert {n: d for n, d in content(out).items() if n not in weights} == {
         n: d for n, d in expected.items() if n not in weights
@@ -237,7 +269,15 @@ def test_commands_carry_a_folder_s_files(pulse: Pulse, store: Path, tmp_path: Pa
     assert state_root(tmp_path / "applied") == state_root(tmp_path / "second")
     assert (tmp_path / "applied/config.json").read_bytes() == files_of(0)["config.json"]
     pulse(
-        "publish", first, tmp_path / "other", "--stream", "policy", "--file", first / "config.json", "--dtype", "bf16"
+        "publish",
+        first,
+        tmp_path / "other",
+        "--stream",
+        "policy",
+        "--file",
+        first / "config.json",
+        "--dtype",
+        "bf16",
     )
     pulse("follow", tmp_path / "other", "--stream", "policy", "--once", "--out", out)
     assert set(content(out)) == {"config.json", "model.safetensors"}
@@ -254,7 +294,9 @@ def test_a_cast_checkpoint_says_what_it_is_now(pulse: Pulse, tmp_path: Path, key
     write_checkpoint(tmp_path / "model", WEIGHTS)
     config = {"a": 1, key: "float32", "text_config": {key: "float32", "n": 2}}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
-    pulse("publish", tmp_path / "model", tmp_path / "store", "--stream", "policy", "--dtype", "BF16")
+    pulse(
+        "publish", tmp_path / "model", tmp_path / "store", "--stream", "policy", "--dtype", "BF16"
+    )
     pulse("follow", tmp_path / "store", "--stream", "policy", "--once", "--out", tmp_path / "out")
     found = json.loads((tmp_path / "out/config.json").read_text())
     assert found == {"a": 1, key: "bfloat16", "text_config": {key: "bfloat16", "n": 2}}
@@ -264,11 +306,20 @@ def test_an_adapter_becomes_a_folder_that_peft_loads(pulse: Pulse, tmp_path: Pat
     store, out, config = tmp_path / "store", tmp_path / "out", b'{"peft_type": "LORA", "r": 2}'
     with Publisher(LocalStore(store), stream="policy") as publisher:
         for version in range(3):
-            weights = {"base_model.model.q_proj.lora_A.weight": np.full((2, 3), version, np.float32)}
+            weights = {
+                "base_model.model.q_proj.lora_A.weight": np.full((2, 3), version, np.float32)
+            }
             publisher.publish(weights, files={"adapter_config.json": config})
             pulse(*follow(store, out, *(["--sharded"] if version == 1 else [])))
-            assert content(out).keys() - {"pulse.history"} == {"adapter_config.json", "adapter_model.safetensors"}
+            assert content(out).keys() - {"pulse.history"} == {
+                "adapter_config.json",
+                "adapter_model.safetensors",
+            }
             assert content(out)["adapter_config.json"] == config
-            assert state_root(load_file(out / "adapter_model.safetensors")) == state_root(weights) == state_root(out)
+            assert (
+                state_root(load_file(out / "adapter_model.safetensors"))
+                == state_root(weights)
+                == state_root(out)
+            )
     idle = pulse.json(*follow(store, out))
     assert (idle["version"], idle["payload_bytes"]) == (2, 0)

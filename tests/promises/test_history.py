@@ -1,5 +1,5 @@
-"""Where the same weights change again and again, a publisher codes them by what changed before; elsewhere it does not.
-Nobody asks it to, and workers follow."""
+"""Where the same weights change again and again, a publisher codes them by what changed before;
+elsewhere it does not. Nobody asks it to, and workers follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ SHAPE = (1000, 1200)
 
 
 def states(recurs: bool, seed: int = 1, rows: int = SHAPE[0]) -> Iterator[dict[str, Bits]]:
-    """Of each one weight in 200 changes: half of the same hundredth, all in the first ``rows``, or any."""
+    """Of each one weight in 200 changes: half of the same hundredth, all in the first ``rows``, or
+    any."""
     rng = np.random.default_rng(seed)
     weight = rng.integers(0x3C00, 0x4000, SHAPE).astype(np.uint16)
     often = (rng.random(SHAPE) < 0.01 * SHAPE[0] / rows) & (np.arange(SHAPE[0]) < rows)[:, None]
@@ -44,7 +45,10 @@ def published(
 @pytest.mark.slow
 def test_it_turns_on_where_it_saves_and_off_where_it_does_not() -> None:
     store = MemoryStore()
-    with Publisher(store, stream="s", anchor_ratio=1e9) as publisher, Subscriber(store, stream="s") as worker:
+    with (
+        Publisher(store, stream="s", anchor_ratio=1e9) as publisher,
+        Subscriber(store, stream="s") as worker,
+    ):
         again, ever_others = states(recurs=True), states(recurs=False, seed=2)
         sizes, remembered = published(publisher, worker, again, 16)
         assert not any(remembered[:2])
@@ -63,7 +67,10 @@ def test_it_turns_on_where_it_saves_and_off_where_it_does_not() -> None:
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
 def test_it_stays_off(codec: str) -> None:
     store = MemoryStore()
-    with Publisher(store, stream="s", codec=codec) as publisher, Subscriber(store, stream="s") as worker:
+    with (
+        Publisher(store, stream="s", codec=codec) as publisher,
+        Subscriber(store, stream="s") as worker,
+    ):
         _, remembered = published(publisher, worker, states(recurs=codec == "zstd"), 24)
     assert not any(remembered)
 
@@ -74,4 +81,6 @@ def test_a_restarted_publisher_goes_on() -> None:
         with Publisher(store, stream="s", anchor_ratio=1e9) as publisher:
             published(publisher, worker, given, 12)
         with Publisher(store, stream="s", anchor_ratio=1e9) as publisher:
-            assert all(published(publisher, worker, given, 2)[1]), "it has found what the one before remembered"
+            assert all(published(publisher, worker, given, 2)[1]), (
+                "it has found what the one before remembered"
+            )

@@ -1,4 +1,5 @@
-"""Calls that fail, programs that are killed, trainers that are replaced: nothing committed is lost, all go on."""
+"""Calls that fail, programs that are killed, trainers that are replaced: nothing committed is lost,
+all go on."""
 
 from __future__ import annotations
 

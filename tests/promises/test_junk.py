@@ -1,11 +1,21 @@
-"""Any number of objects that cannot be read keeps nobody out: not a newcomer, and none of the tools."""
+"""Any number of objects that cannot be read keeps nobody out: not a newcomer, and none of the
+tools."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, Relay, Signer, Subscriber, anchor_stream, fold_stream, state_root
+from pulse_rl import (
+    MemoryStore,
+    Publisher,
+    Relay,
+    Signer,
+    Subscriber,
+    anchor_stream,
+    fold_stream,
+    state_root,
+)
 from pulse_rl.errors import CorruptManifest
 from tests.support.states import Rng, history
 
@@ -16,7 +26,8 @@ pytestmark = pytest.mark.parametrize(("count", "nbytes"), COUNTS)
 def with_junk(
     rng: Rng, count: int, nbytes: int, versions: int = 3, signer: Signer | None = None
 ) -> tuple[MemoryStore, list[str]]:
-    """A stream below ``count`` objects of ``nbytes`` in the place of versions, and the roots of its versions."""
+    """A stream below ``count`` objects of ``nbytes`` in the place of versions, and the roots of its
+    versions."""
     store, states = MemoryStore(), history(rng, versions)
     with Publisher(store, stream="policy", signer=signer) as publisher:
         for state in states:
@@ -37,7 +48,9 @@ def test_a_newcomer_gets_the_newest_version_by_one_sync(count: int, nbytes: int,
 def test_updates_begin_at_once(count: int, nbytes: int, rng: Rng) -> None:
     store, _ = with_junk(rng, count, nbytes)
     worker = Subscriber(store, stream="policy")
-    assert [update.version for update in worker.updates(poll_seconds=0.01, timeout_seconds=0.05)] == [2]
+    assert [
+        update.version for update in worker.updates(poll_seconds=0.01, timeout_seconds=0.05)
+    ] == [2]
 
 
 def test_the_tools_find_the_head(count: int, nbytes: int, rng: Rng) -> None:
@@ -54,7 +67,9 @@ def test_the_tools_find_the_head(count: int, nbytes: int, rng: Rng) -> None:
     assert (anchored.root, anchored.changed) == (roots[8], 0)
 
 
-def test_a_signing_trainer_that_restarts_goes_on_with_its_stream(count: int, nbytes: int, rng: Rng) -> None:
+def test_a_signing_trainer_that_restarts_goes_on_with_its_stream(
+    count: int, nbytes: int, rng: Rng
+) -> None:
     signer = Signer.generate()
     store, _ = with_junk(rng, count, nbytes, signer=signer)
     follower = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])

@@ -1,4 +1,5 @@
-"""PULSELoCo: trainers that exchange what the forward pass can see hold the same bits after every round."""
+"""PULSELoCo: trainers that exchange what the forward pass can see hold the same bits after every
+round."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_a_lone_trainer_moves_as_its_outer_optimizer_says() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    with PulseLoCo(net, optimizer, sync_every=STEPS, outer_lr=1.0, outer_momentum=0.0, lookahead=0.0) as loop:
+    with PulseLoCo(
+        net, optimizer, sync_every=STEPS, outer_lr=1.0, outer_momentum=0.0, lookahead=0.0
+    ) as loop:
         trained(net, optimizer, 0, STEPS)
         assert loop.last_round is not None
         assert loop.last_round.number == 1

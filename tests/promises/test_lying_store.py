@@ -1,5 +1,5 @@
-"""Whatever a store answers, every call on it ends: with what is right or an error of the library, and within the budget
-of docs/protocol.md, section 2."""
+"""Whatever a store answers, every call on it ends: with what is right or an error of the library,
+and within the budget of docs/protocol.md, section 2."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def followed(store: Any, **options: Any) -> None:
     try:
         worker.sync()
     finally:
-        assert worker.version is None or options.get("select") or worker.root == ROOTS[worker.version]
+        assert (
+            worker.version is None or options.get("select") or worker.root == ROOTS[worker.version]
+        )
 
 
 def by_many(store: Store) -> None:
@@ -114,7 +116,9 @@ def copied(stream: dict[str, bytes]) -> MemoryStore:
     return store
 
 
-def told_by(stream: dict[str, bytes], call: str, lie: Lie, operation: str, tmp_path: Any) -> PulseError | None:
+def told_by(
+    stream: dict[str, bytes], call: str, lie: Lie, operation: str, tmp_path: Any
+) -> PulseError | None:
     """The error with which an operation ended on a store that lies."""
     liar = LyingStore(copied(stream), call, lie)
 
@@ -145,7 +149,9 @@ def test_every_call_ends_within_its_budget(
         told_by(stream, call, lie, operation, tmp_path)
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in ("a near store", "many")])
+@pytest.mark.parametrize(
+    "operation", [name for name in OPERATIONS if name not in ("a near store", "many")]
+)
 def test_a_store_whose_every_answer_is_late_ends_it(
     operation: str, stream: dict[str, bytes], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,14 +8,26 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import Bits, MemoryStore, Publisher, Store, Subscriber, Subscribers, audit, state_root, verify_stream
+from pulse_rl import (
+    Bits,
+    MemoryStore,
+    Publisher,
+    Store,
+    Subscriber,
+    Subscribers,
+    audit,
+    state_root,
+    verify_stream,
+)
 from pulse_rl.errors import InputError
 from pulse_rl.integrations.torch import apply_
 
 from .oracle import STREAM, Trainer, Worker, held, publish, root_of
 
 WIDTHS = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **dict.fromkeys(
+        ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1
+    ),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
@@ -66,8 +78,13 @@ def test_bits_survive_whatever_they_mean(store: Store) -> None:
     rng, worker = np.random.default_rng(3), Worker(store)
     state = {"empty": Bits(np.zeros((3, 0), np.uint16), "BF16")}
     for dtype, width in WIDTHS.items():
-        state[dtype] = Bits(rng.integers(0, 1 << 8 * width - 1, (7, 11), dtype=np.uint64).astype(UINTS[width]), dtype)
-    special = np.array([0x0000, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF] * 30, np.uint16)
+        state[dtype] = Bits(
+            rng.integers(0, 1 << 8 * width - 1, (7, 11), dtype=np.uint64).astype(UINTS[width]),
+            dtype,
+        )
+    special = np.array(
+        [0x0000, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF] * 30, np.uint16
+    )
     with Publisher(store, stream=STREAM) as publisher:
         for shift in range(4):
             state["special"] = Bits(np.roll(special, shift), "BF16")
@@ -161,7 +178,8 @@ def test_states_are_taken_when_they_are_submitted(store: Store) -> None:
 
 
 def test_a_trainer_that_restarts_submits_what_it_has(store: Store) -> None:
-    """Its first state is the head: the memory that it was copied into is the publisher's from then on."""
+    """Its first state is the head: the memory that it was copied into is the publisher's from then
+    on."""
     trainer = Trainer()
     with Publisher(store, stream=STREAM) as publisher:
         publish(publisher, trainer, 2)
@@ -193,7 +211,9 @@ def test_many_streams_are_followed_together() -> None:
         for _ in range(2):
             for publisher, trainer in zip(publishers, trainers, strict=True):
                 publish(publisher, trainer)
-            newest = {stream: trainer.root for stream, trainer in zip(streams, trainers, strict=True)}
+            newest = {
+                stream: trainer.root for stream, trainer in zip(streams, trainers, strict=True)
+            }
             for stream, update in fleet.updates(timeout_seconds=30):
                 roots[stream] = update.root
                 if roots == newest:
@@ -202,7 +222,9 @@ def test_many_streams_are_followed_together() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
-def test_a_model_of_torch_has_the_bits_that_torch_would_have_cast(store: Store, dtype: torch.dtype) -> None:
+def test_a_model_of_torch_has_the_bits_that_torch_would_have_cast(
+    store: Store, dtype: torch.dtype
+) -> None:
     names = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
     torch.manual_seed(0)
     weights = {"a": torch.randn(50, 20) * 0.02, "b": torch.randn(300)}

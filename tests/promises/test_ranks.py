@@ -40,11 +40,18 @@ def whole(step: int) -> dict[str, torch.Tensor]:
 
 
 def root(step: int) -> str:
-    kinds: dict[torch.dtype, Any] = {torch.bfloat16: (np.uint16, "BF16"), torch.float32: (np.uint32, "F32")}
+    kinds: dict[torch.dtype, Any] = {
+        torch.bfloat16: (np.uint16, "BF16"),
+        torch.float32: (np.uint32, "F32"),
+    }
     return root_of(
         {
             name: Bits(
-                tensor.contiguous().view(torch.uint8).numpy().view(kinds[tensor.dtype][0]).reshape(tensor.shape),
+                tensor.contiguous()
+                .view(torch.uint8)
+                .numpy()
+                .view(kinds[tensor.dtype][0])
+                .reshape(tensor.shape),
                 kinds[tensor.dtype][1],
             )
             for name, tensor in whole(step).items()
@@ -100,11 +107,14 @@ def test_another_number_of_ranks_goes_on_and_so_does_one_process(tmp_path: Any) 
 
 def test_old_versions_go_while_ranks_publish(tmp_path: Any) -> None:
     together(partial(publishing, anchor_ratio=0.0, keep=1), 2, str(tmp_path), range(VERSIONS))
-    assert [report.version for report in verify_stream(LocalStore(tmp_path), STREAM)] == [VERSIONS - 1]
+    assert [report.version for report in verify_stream(LocalStore(tmp_path), STREAM)] == [
+        VERSIONS - 1
+    ]
 
 
 def failing(rank: Rank, folder: str) -> list[str]:
-    """The store of one rank fails at one call after another: no rank goes on alone, and all go on together."""
+    """The store of one rank fails at one call after another: no rank goes on alone, and all go on
+    together."""
     rank.connect("world")
     mesh = init_device_mesh("cpu", (rank.size,))
     store = Flaky(LocalStore(folder))
@@ -134,7 +144,8 @@ def test_a_rank_whose_store_fails_fails_on_all_and_the_next_try_is_of_all(tmp_pa
 
 
 def lost(rank: Rank, folder: str) -> str:
-    """Rank 1 is gone between two versions: the other says so, and its store shows no half version."""
+    """Rank 1 is gone between two versions: the other says so, and its store shows no half
+    version."""
     rank.connect("world")
     mesh = init_device_mesh("cpu", (rank.size,))
     publisher = ShardedPublisher(LocalStore(folder), stream=STREAM, threads=1)
@@ -163,14 +174,21 @@ def test_a_rank_that_dies_commits_nothing_and_a_restart_goes_on(tmp_path: Any) -
 
 
 def recurring(rank: Rank, folder: str, steps: range) -> list[tuple[int, int, str]]:
-    """Bytes, remembered windows and root of versions in which the same weights change again and again."""
+    """Bytes, remembered windows and root of versions in which the same weights change again and
+    again."""
     rank.connect(f"world-{steps.start}")
     mesh, given, done = init_device_mesh("cpu", (rank.size,)), states(recurs=True, rows=400), []
-    with ShardedPublisher(LocalStore(folder), stream=STREAM, anchor_ratio=1e9, threads=1) as publisher:
+    with ShardedPublisher(
+        LocalStore(folder), stream=STREAM, anchor_ratio=1e9, threads=1
+    ) as publisher:
         for step in range(steps.stop):
-            weight = torch.from_numpy(next(given)["weight"].array.view(np.int16)).view(torch.bfloat16)
+            weight = torch.from_numpy(next(given)["weight"].array.view(np.int16)).view(
+                torch.bfloat16
+            )
             if step in steps:
-                published = publisher.publish({"weight": distribute_tensor(weight, mesh, [Shard(0)])})
+                published = publisher.publish(
+                    {"weight": distribute_tensor(weight, mesh, [Shard(0)])}
+                )
                 head = publisher.head()
                 assert head is not None
                 done.append((published.patch_bytes, len(head.remembers), published.root))
@@ -178,8 +196,9 @@ def recurring(rank: Rank, folder: str, steps: range) -> list[tuple[int, int, str
 
 
 def test_ranks_code_by_what_changed_before(tmp_path: Any) -> None:
-    """By themselves, as one process does, though most of what changes is one rank's, and in as many bytes but for each
-    file's own (of patches of 4 kB here); ranks and processes that come after them know what they remembered."""
+    """By themselves, as one process does, though most of what changes is one rank's, and in as many
+    bytes but for each file's own (of patches of 4 kB here); ranks and processes that come after
+    them know what they remembered."""
     store, given = LocalStore(tmp_path / "ranks"), states(recurs=True, rows=400)
     alone = together(recurring, 1, str(tmp_path / "alone"), range(14))[0]
     follower, part = Worker(store), Subscriber(store, stream=STREAM, select="weight")
@@ -193,7 +212,9 @@ def test_ranks_code_by_what_changed_before(tmp_path: Any) -> None:
             assert follower.root == part.root == done[-1][2]
         if size == 3:
             assert [each[1:] for each in done] == [each[1:] for each in alone]
-            assert sum(nbytes for nbytes, *_ in done[8:]) < 1.1 * sum(nbytes for nbytes, *_ in alone[8:])
+            assert sum(nbytes for nbytes, *_ in done[8:]) < 1.1 * sum(
+                nbytes for nbytes, *_ in alone[8:]
+            )
             assert sum(nbytes for nbytes, *_ in done[8:]) < 0.8 * 6 * done[1][0]
     assert [state_root(next(given)) for _ in range(22)][-1] == follower.root
     assert all(not report.problems for report in verify_stream(store, STREAM))

@@ -1,4 +1,5 @@
-"""A worker of some tensors has their very bits, proved by the version's root, and fetches little else."""
+"""A worker of some tensors has their very bits, proved by the version's root, and fetches little
+else."""
 
 from __future__ import annotations
 

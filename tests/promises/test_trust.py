@@ -73,7 +73,11 @@ def test_an_older_version_cannot_be_shown_as_a_newer_one() -> None:
     store, trainer = MemoryStore(), Trainer(1)
     with Publisher(store, stream=STREAM, signer=OURS) as publisher:
         roots = publish(publisher, trainer, 3)
-    (first,) = [name for name in objects(store) if "/versions/" in name and int(name.rpartition("/")[2][:12]) == 0]
+    (first,) = [
+        name
+        for name in objects(store)
+        if "/versions/" in name and int(name.rpartition("/")[2][:12]) == 0
+    ]
     for number in (1, 2, 3, 9):
         store.put(first.replace("0" * 12, f"{number:012d}"), store.get(first))
     assert shown(store) == roots[0]

@@ -1,4 +1,5 @@
-"""Folds, garbage collection, relays and several stores change how a version is reached, never what it is."""
+"""Folds, garbage collection, relays and several stores change how a version is reached, never what
+it is."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def test_a_relays_copy_is_the_stream(store: Store) -> None:
     assert [report.root for report in verify_stream(near, STREAM)] == roots
 
 
-@pytest.mark.parametrize(("side", "after"), [("source", False), ("target", False), ("target", True)])
+@pytest.mark.parametrize(
+    ("side", "after"), [("source", False), ("target", False), ("target", True)]
+)
 def test_a_relay_may_fail_at_every_call_to_a_store(side: str, after: bool) -> None:
     trainer, source, target = Trainer(elements=600), Flaky(MemoryStore()), Flaky(MemoryStore())
     failing = source if side == "source" else target
@@ -107,7 +110,10 @@ def test_a_relay_may_fail_at_every_call_to_a_store(side: str, after: bool) -> No
             except StoreUnavailable:
                 cut_short = Worker(target.inner)
                 cut_short.sync()
-                assert cut_short.subscriber.version is None or cut_short.root == roots[cut_short.subscriber.version]
+                assert (
+                    cut_short.subscriber.version is None
+                    or cut_short.root == roots[cut_short.subscriber.version]
+                )
                 relay.sync()
             worker = Worker(target.inner)
             worker.sync()

@@ -1,4 +1,5 @@
-"""The report in a real browser: what is drawn, what moves with the sliders, narrow, dark, printed, hostile."""
+"""The report in a real browser: what is drawn, what moves with the sliders, narrow, dark, printed,
+hostile."""
 
 from __future__ import annotations
 
@@ -18,12 +19,24 @@ from pulse_rl.report.document import planned
 from tests.support import chromium
 from tests.support.chromium import Chromium
 from tests.support.plans import METHODS
-from tests.support.reports import HOSTILE, PARAMETERS, START, published, quantised_too, study, synced, write, write_run
+from tests.support.reports import (
+    HOSTILE,
+    PARAMETERS,
+    START,
+    published,
+    quantised_too,
+    study,
+    synced,
+    write,
+    write_run,
+)
 
 EXECUTABLE = chromium.find()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium here: install one, or name it in PULSE_CHROMIUM"),
+    pytest.mark.skipif(
+        EXECUTABLE is None, reason="no Chromium here: install one, or name it in PULSE_CHROMIUM"
+    ),
 ]
 
 SLIDERS = {"step_seconds": (0.01, 1000), "bandwidth": (1e6, 1e12), "workers": (1, 1024)}
@@ -43,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(folder: Path) -> dict[str, Path]:
-    """Pages by name: with everything, the planner alone, three versions, a long run, hostile names."""
+    """Pages by name: with everything, the planner alone, three versions, a long run, hostile
+    names."""
     long_name = "worker-" + "x" * 200
     write_run(folder / "whole", 60)
     failed = {
@@ -56,7 +70,11 @@ def pages(folder: Path) -> dict[str, Path]:
     drift = {"event": "density_drift", "time": START + 9, "stream": "policy", "version": 7}
     write(
         folder / f"whole/events-{long_name}.jsonl",
-        [synced(0, None), failed | {"link": "the patch 1->2"}, drift | {"density": 0.2, "low": 0.003, "high": 0.03}],
+        [
+            synced(0, None),
+            failed | {"link": "the patch 1->2"},
+            drift | {"density": 0.2, "low": 0.003, "high": 0.03},
+        ],
     )
     write_run(folder / "hostile", 5, stream=HOSTILE)
     write(
@@ -66,7 +84,9 @@ def pages(folder: Path) -> dict[str, Path]:
     hostile = study(name=HOSTILE) | {"source": HOSTILE * 5}
     hostile["layers"][0]["layer"] = HOSTILE
     made = {
-        "whole": render(run=read_run(write_run(folder / "whole", 60)), study=quantised_too(study())),
+        "whole": render(
+            run=read_run(write_run(folder / "whole", 60)), study=quantised_too(study())
+        ),
         "planner": render(),
         "short": render(run=read_run(write_run(folder / "short", 3))),
         "long": render(run=read_run(write_run(folder / "long", 3000, workers=3))),
@@ -88,7 +108,8 @@ def table(browser: Chromium) -> dict[str, list[str]]:
     """The planner's rows: method, then bytes, time, two utilisations, bandwidth for the target."""
     rows: dict[str, list[str]] = browser.evaluate(
         "Object.fromEntries([...document.querySelectorAll('.plan tbody tr')].map("
-        "row => [row.dataset.method, [...row.querySelectorAll('td')].map(cell => cell.textContent)]))"
+        "row => [row.dataset.method, [...row.querySelectorAll('td')].map(cell => "
+        "cell.textContent)]))"
     )
     return rows
 
@@ -115,12 +136,15 @@ def slide(browser: Chromium, name: str, position: int) -> float:
 
 
 def slide_density(browser: Chromium, place: int, start: float = 0.01) -> float:
-    """Moves the slider of the density to a place and returns the density that the library planned there."""
+    """Moves the slider of the density to a place and returns the density that the library planned
+    there."""
     browser.evaluate(
         f"(slider => {{ slider.value = {place}; slider.dispatchEvent(new Event('input')); }})"
         "(document.getElementById('plan-density'))"
     )
-    density: float = planned(Scenario(params=1, density=start, step_seconds=1, bandwidth=1))["densities"][place]
+    density: float = planned(Scenario(params=1, density=start, step_seconds=1, bandwidth=1))[
+        "densities"
+    ][place]
     return density
 
 
@@ -145,8 +169,10 @@ def test_pages_draw_fit_and_ask_for_nothing(
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     outside = browser.evaluate(
         "[...document.querySelectorAll('svg text')].filter(text => {"
-        " const box = text.getBoundingClientRect(), around = text.ownerSVGElement.getBoundingClientRect();"
-        " return box.left < Math.max(-1, around.left - 8) || box.right > Math.min(innerWidth + 1, around.right + 14);"
+        " const box = text.getBoundingClientRect(), around = "
+        "text.ownerSVGElement.getBoundingClientRect();"
+        " return box.left < Math.max(-1, around.left - 8) || box.right > Math.min(innerWidth + "
+        "1, around.right + 14);"
         "}).map(text => text.textContent)"
     )
     assert outside == []
@@ -155,7 +181,8 @@ def test_pages_draw_fit_and_ask_for_nothing(
     )
     assert (brightness(paper) < 60, brightness(ink) > 200) == (dark, dark)
     unlabelled = browser.evaluate(
-        "[...document.querySelectorAll('svg[role=img]')].filter(svg => !svg.getAttribute('aria-label')).length +"
+        "[...document.querySelectorAll('svg[role=img]')].filter(svg => "
+        "!svg.getAttribute('aria-label')).length +"
         "[...document.querySelectorAll('input')].filter(input => !input.labels.length).length"
     )
     assert unlabelled == 0
@@ -167,16 +194,21 @@ def brightness(colour: str) -> float:
 
 def test_every_figure_is_there(browser: Chromium, pages: dict[str, Path]) -> None:
     browser.show(pages["whole"])
-    titles = browser.evaluate("[...document.querySelectorAll('figure h3')].map(title => title.textContent)")
+    titles = browser.evaluate(
+        "[...document.querySelectorAll('figure h3')].map(title => title.textContent)"
+    )
     assert titles == [
         "Reward", "Density", "Bytes", "Phases", "Workers over time",
-        "Sparsity by k", "Cost of a change", "Recurrence by age", "Quantised, beside BF16", "Density by layer type",
+        "Sparsity by k", "Cost of a change", "Recurrence by age", "Quantised, beside "
+                                                                  "BF16", "Density by layer type",
         "Density by size of the weight", "Density over time", "Tensors of the highest density",
         "Utilisation by bandwidth", "Where the time of a sync goes",
     ]  # fmt: skip
     assert browser.evaluate("document.querySelectorAll('figure').length") == len(titles)
     figure = f"document.querySelectorAll('figure')[{titles.index('Quantised, beside BF16')}]"
-    cells = browser.evaluate(f"[...{figure}.querySelector('tbody tr').children].map(cell => cell.textContent)")
+    cells = browser.evaluate(
+        f"[...{figure}.querySelector('tbody tr').children].map(cell => cell.textContent)"
+    )
     assert cells == ["1", "1.2%", "0.1%", "75%", "37.8 MB", "2"]
     warnings = browser.evaluate(
         "[...document.querySelectorAll('.warning.wide')].map(node => node.firstChild.textContent)"
@@ -187,7 +219,9 @@ def test_every_figure_is_there(browser: Chromium, pages: dict[str, Path]) -> Non
     ]
 
 
-def test_the_reward_is_drawn_by_the_bytes_between_trainers(browser: Chromium, pages: dict[str, Path]) -> None:
+def test_the_reward_is_drawn_by_the_bytes_between_trainers(
+    browser: Chromium, pages: dict[str, Path]
+) -> None:
     browser.show(pages["trainers"])
     figure = "document.querySelectorAll('figure')[1]"
     assert browser.evaluate(f"{figure}.querySelector('h3').textContent") == "Reward by bytes"
@@ -218,13 +252,15 @@ def test_charts_show_what_the_data_says(browser: Chromium, pages: dict[str, Path
     )
     full, patch = heights
     ticks = browser.evaluate(
-        "Object.fromEntries([...document.querySelectorAll('figure')[2].querySelectorAll('svg:last-of-type text')]"
+        "Object.fromEntries([...document.querySelectorAll('figure')[2].querySelectorAll('svg:last-of-type text')]"  # noqa: E501
         ".filter(text => /B$/.test(text.textContent))"
         ".map(text => [text.textContent, Number(text.getAttribute('y')) - 4]))"
     )
     decade = ticks["1 GB"] - ticks["10 GB"]
     assert (ticks["10 GB"] - full) / decade == pytest.approx(0.146, abs=0.02)  # log10 of 14 / 10
-    assert (patch - ticks["100 MB"]) / decade == pytest.approx(0.2007, abs=0.02)  # log10 of 100 / 63
+    assert (patch - ticks["100 MB"]) / decade == pytest.approx(
+        0.2007, abs=0.02
+    )  # log10 of 100 / 63
 
 
 def test_moving_sliders_draws_what_the_plan_says(browser: Chromium, pages: dict[str, Path]) -> None:
@@ -235,26 +271,39 @@ def test_moving_sliders_draws_what_the_plan_says(browser: Chromium, pages: dict[
     seen = [curves(browser)]
     changes: dict[str, Any] = {}
     for name, position in [("bandwidth", 700), ("density", 38), ("step_seconds", 400)]:
-        move = slide_density(browser, position) if name == "density" else slide(browser, name, position)
+        move = (
+            slide_density(browser, position)
+            if name == "density"
+            else slide(browser, name, position)
+        )
         changes[name] = move
-        plan = make_plan(Scenario(**({"params": PARAMETERS, "density": 0.01, "step_seconds": 50.0, "bandwidth": 2e8}
+        plan = make_plan(Scenario(**({"params": PARAMETERS, "density": 0.01, "step_seconds": 50.0,
+        "bandwidth": 2e8}
                                     | changes)))  # fmt: skip
         assert table(browser) == {method: row(plan.methods[method]) for method in METHODS}, name
         shown = browser.evaluate(f"document.querySelector('output[for=plan-{name}]').textContent")
-        assert shown == browser.evaluate(f"document.getElementById('plan-{name}').getAttribute('aria-valuetext')")
+        assert shown == browser.evaluate(
+            f"document.getElementById('plan-{name}').getAttribute('aria-valuetext')"
+        )
         seen.append(curves(browser))
     assert all(before != after for before, after in pairwise(seen))
     assert browser.errors == []
 
 
-def test_a_shared_link_divides_the_bandwidth_among_workers(browser: Chromium, pages: dict[str, Path]) -> None:
+def test_a_shared_link_divides_the_bandwidth_among_workers(
+    browser: Chromium, pages: dict[str, Path]
+) -> None:
     browser.show(pages["planner"])
     alone = table(browser)
     slide(browser, "workers", 600)
     assert table(browser) == alone
     browser.evaluate("document.getElementById('plan-shared').click()")
-    workers = int(browser.evaluate("document.querySelector('output[for=plan-workers]').textContent"))
-    plan = make_plan(Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=2e8, sharers=workers))
+    workers = int(
+        browser.evaluate("document.querySelector('output[for=plan-workers]').textContent")
+    )
+    plan = make_plan(
+        Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=2e8, sharers=workers)
+    )
     assert table(browser) == {name: row(plan.methods[name]) for name in METHODS} != alone
 
 
@@ -263,8 +312,13 @@ def test_the_keyboard_moves_a_slider(browser: Chromium, pages: dict[str, Path]) 
     before = table(browser)
     browser.evaluate("document.getElementById('plan-bandwidth').focus()")
     for kind in ("rawKeyDown", "keyUp"):
-        browser.call("Input.dispatchKeyEvent", type=kind, key="Home", code="Home", windowsVirtualKeyCode=36)
-    assert browser.evaluate("document.querySelector('output[for=plan-bandwidth]').textContent") == "1 Mbit/s"
+        browser.call(
+            "Input.dispatchKeyEvent", type=kind, key="Home", code="Home", windowsVirtualKeyCode=36
+        )
+    assert (
+        browser.evaluate("document.querySelector('output[for=plan-bandwidth]').textContent")
+        == "1 Mbit/s"
+    )
     plan = make_plan(Scenario(params=PARAMETERS, density=0.01, step_seconds=50.0, bandwidth=1e6))
     assert table(browser) == {name: row(plan.methods[name]) for name in METHODS} != before
 
@@ -297,7 +351,11 @@ def test_tables_hold_the_numbers(browser: Chromium, pages: dict[str, Path]) -> N
     assert tables["Table: Sparsity by k"][1][:3] == ["1", "39", "98.8%"]
     assert tables["Table: Workers over time"][1][0] == "worker-0"
     assert ["publish", "build", "3 s"] in tables["Table: Phases"]
-    assert tables["Table: failed paths"][1][1:] == ["digest_mismatch", "the patch 1->2", "it differs"]
+    assert tables["Table: failed paths"][1][1:] == [
+        "digest_mismatch",
+        "the patch 1->2",
+        "it differs",
+    ]
 
 
 def test_hostile_names_are_shown_and_not_run(browser: Chromium, pages: dict[str, Path]) -> None:
@@ -307,7 +365,9 @@ def test_hostile_names_are_shown_and_not_run(browser: Chromium, pages: dict[str,
     assert "</script><script>" in browser.evaluate("document.querySelector('.about').textContent")
 
 
-def test_the_policy_stops_the_network_and_other_scripts(browser: Chromium, pages: dict[str, Path]) -> None:
+def test_the_policy_stops_the_network_and_other_scripts(
+    browser: Chromium, pages: dict[str, Path]
+) -> None:
     browser.show(pages["planner"])
     refused = browser.evaluate("fetch('http://127.0.0.1:9/').then(() => false, () => true)")
     ran = browser.evaluate(
@@ -332,7 +392,9 @@ def test_the_pointer_reads_a_chart(browser: Chromium, pages: dict[str, Path]) ->
 def test_it_prints_on_paper(browser: Chromium, pages: dict[str, Path]) -> None:
     browser.show(pages["whole"], dark=True)
     browser.call(
-        "Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}]
+        "Emulation.setEmulatedMedia",
+        media="print",
+        features=[{"name": "prefers-color-scheme", "value": "dark"}],
     )
     assert brightness(browser.evaluate("getComputedStyle(document.body).backgroundColor")) == 255
     assert len(browser.call("Page.printToPDF")["data"]) > 20_000
@@ -342,9 +404,19 @@ def test_it_prints_on_paper(browser: Chromium, pages: dict[str, Path]) -> None:
 def test_charts_follow_the_width(browser: Chromium, pages: dict[str, Path]) -> None:
     browser.show(pages["planner"])
     wide = browser.evaluate("document.querySelector('#plan svg').getAttribute('width')")
-    browser.call("Emulation.setDeviceMetricsOverride", width=500, height=800, deviceScaleFactor=1, mobile=False)
+    browser.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=500,
+        height=800,
+        deviceScaleFactor=1,
+        mobile=False,
+    )
     browser.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 100)))")
-    assert 0 < float(browser.evaluate("document.querySelector('#plan svg').getAttribute('width')")) < float(wide)
+    assert (
+        0
+        < float(browser.evaluate("document.querySelector('#plan svg').getAttribute('width')"))
+        < float(wide)
+    )
     assert browser.errors == []
 
 
@@ -359,6 +431,8 @@ def test_without_a_trainers_events_the_rest_is_drawn(browser: Chromium, folder: 
         assert "Workers over time" in browser.evaluate("document.body.innerText")
     unchanged = published(1, changed=0, patch_bytes=0)
     write(folder / "unchanged/events-trainer.jsonl", [published(0), unchanged])
-    (folder / "unchanged.html").write_text(render(run=read_run(folder / "unchanged")), encoding="utf-8")
+    (folder / "unchanged.html").write_text(
+        render(run=read_run(folder / "unchanged")), encoding="utf-8"
+    )
     browser.show(folder / "unchanged.html")
     assert browser.errors == []

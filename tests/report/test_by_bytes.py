@@ -13,7 +13,10 @@ def test_the_reward_of_trainers_is_told_by_the_bytes_between_them(tmp_path: Path
     done = Round(1, 4, 1000, 60, 90, True, 120, 300, 0, "root", {})
     assert done.dense_bytes == 6000
     assert done.metadata == {"round": 1, "loco_sent_bytes": 300, "loco_dense_bytes": 6000}
-    rounds = [published(v, metadata=done.metadata | {"round": v + 7, "reward": v / 4}) for v in range(1, 5)]
+    rounds = [
+        published(v, metadata=done.metadata | {"round": v + 7, "reward": v / 4})
+        for v in range(1, 5)
+    ]
     write(tmp_path / "events.jsonl", [published(0, metadata={"round": 0}), *rounds])
     assert read_run(tmp_path)["by_bytes"] == {
         "sent": {"xs": [300.0, 600.0, 900.0, 1200.0], "ys": [0.25, 0.5, 0.75, 1.0]},

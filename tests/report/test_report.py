@@ -1,4 +1,5 @@
-"""The report's page and what it is made of, without a browser: data, escaping, policy, sizes, errors."""
+"""The report's page and what it is made of, without a browser: data, escaping, policy, sizes,
+errors."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def test_a_real_run_becomes_a_page(tmp_path: Path, rng: Rng, pulse: Pulse) -> No
     assert len(headline) == 3
 
 
-def test_a_watched_run_is_written_again(tmp_path: Path, pulse: Pulse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watched_run_is_written_again(
+    tmp_path: Path, pulse: Pulse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whenever there is news, until it is interrupted."""
     run, out = write_run(tmp_path / "run", 3), tmp_path / "report.html"
     pages: list[str] = []
@@ -116,12 +119,18 @@ def test_of_a_study_alone(tmp_path: Path, pulse: Pulse) -> None:
     assert page.data["run"] is None
     assert [row["k"] for row in page.data["study"]["rows"]] == [1, 2, 4, 8, 16, 32]
     scenario = page.data["scenario"]
-    assert (scenario["params"], scenario["param_bytes"], scenario["step_seconds"]) == (PARAMETERS, 2.0, 50.0)
+    assert (scenario["params"], scenario["param_bytes"], scenario["step_seconds"]) == (
+        PARAMETERS,
+        2.0,
+        50.0,
+    )
     assert scenario["density"] == pytest.approx(0.012)
     assert scenario["bytes_per_changed"] == {"auto": 0.9, "zstd": 2.8, "history": 0.85}
 
 
-def test_run_and_study_share_a_page_and_the_planner_starts_as_the_run(tmp_path: Path, pulse: Pulse) -> None:
+def test_run_and_study_share_a_page_and_the_planner_starts_as_the_run(
+    tmp_path: Path, pulse: Pulse
+) -> None:
     write_run(tmp_path / "run", 20, workers=3)
     (tmp_path / "run/study.json").write_text(json.dumps(study()))
     facts = pulse.json("report", tmp_path / "run", "-o", tmp_path / "r.html")
@@ -142,12 +151,23 @@ def test_the_page_is_complete_in_itself_and_its_policy_forbids_all_else(tmp_path
     text = render(run=read_run(write_run(tmp_path, 5)), study=study())
     page = Page(text)
     for _, attributes, _ in page.elements:
-        assert not {"src", "href", "srcset", "action", "style", "onclick", "onload"} & set(attributes)
+        assert not {"src", "href", "srcset", "action", "style", "onclick", "onload"} & set(
+            attributes
+        )
     assert not re.search(r"@import|url\(", page.all("style")[0][1])
     assert [name for name, _, _ in page.elements].count("link") == 0
-    (policy,) = [a["content"] for a, _ in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        a["content"]
+        for a, _ in page.all("meta")
+        if a.get("http-equiv") == "Content-Security-Policy"
+    ]
     allowed = dict(part.split(" ", 1) for part in (policy or "").split("; "))
-    assert allowed.pop("default-src") == allowed.pop("base-uri") == allowed.pop("form-action") == "'none'"
+    assert (
+        allowed.pop("default-src")
+        == allowed.pop("base-uri")
+        == allowed.pop("form-action")
+        == "'none'"
+    )
     style, script = page.all("style")[0][1], page.all("script")[1][1]
     assert allowed == {"style-src": hash_of(style), "script-src": hash_of(script)}
     head = {a.get("name"): a.get("content") for a, _ in page.all("meta")}
@@ -171,7 +191,10 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
         "reason": HOSTILE,
         "kind": HOSTILE,
     }
-    write(tmp_path / "events-<img src=x onerror=alert(1)>.jsonl", [failed, synced(1, 0, stream=HOSTILE)])
+    write(
+        tmp_path / "events-<img src=x onerror=alert(1)>.jsonl",
+        [failed, synced(1, 0, stream=HOSTILE)],
+    )
     made = study(name=HOSTILE) | {"source": HOSTILE, "dtype": HOSTILE}
     made["layers"][0]["layer"] = HOSTILE
     text = render(run=read_run(tmp_path), study=made, title=HOSTILE)
@@ -194,7 +217,10 @@ def test_a_page_with_a_lone_surrogate_can_be_written(tmp_path: Path, pulse: Puls
 def test_scripts_never_parse_text_as_html() -> None:
     for name in SCRIPTS:
         source = (files("pulse_rl.report") / "assets" / f"{name}.js").read_text(encoding="utf-8")
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|fetch\(", source)
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|fetch\(",
+            source,
+        )
         assert "</" not in source
         assert source.count("\n") <= 400
 
@@ -242,7 +268,10 @@ def test_a_slow_sync_ends_behind(tmp_path: Path) -> None:
     write(tmp_path / "events-trainer.jsonl", [published(v) for v in range(3)])
     write(tmp_path / "events-w.jsonl", [synced(0, None), synced(1, 0, lag=60.0)])
     (worker,) = read_run(tmp_path)["workers"]
-    assert list(zip(worker["behind"]["xs"], worker["behind"]["ys"], strict=True))[-2:] == [(104.0, 2), (114.0, 1)]
+    assert list(zip(worker["behind"]["xs"], worker["behind"]["ys"], strict=True))[-2:] == [
+        (104.0, 2),
+        (114.0, 1),
+    ]
 
 
 def test_without_the_trainers_events_the_workers_tell_of_commits(tmp_path: Path) -> None:
@@ -256,7 +285,9 @@ def test_without_the_trainers_events_the_workers_tell_of_commits(tmp_path: Path)
 
 def test_a_worker_whose_clock_is_ahead_is_never_ahead_of_the_trainer(tmp_path: Path) -> None:
     write(tmp_path / "events-trainer.jsonl", [published(v) for v in range(3)])
-    write(tmp_path / "events-w.jsonl", [synced(v, v - 1 if v else None, lag=-20.0) for v in range(3)])
+    write(
+        tmp_path / "events-w.jsonl", [synced(v, v - 1 if v else None, lag=-20.0) for v in range(3)]
+    )
     (worker,) = read_run(tmp_path)["workers"]
     assert min(worker["behind"]["ys"]) == 0
 
@@ -333,10 +364,14 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
         {"event": "synced", "time": 1.0, "stream": "policy"},
     ]
     incomplete = published(
-        3, metadata={"reward": float("nan")}, phases={"build": "x", "weird": 1.0}, changed=float("inf")
+        3,
+        metadata={"reward": float("nan")},
+        phases={"build": "x", "weird": 1.0},
+        changed=float("inf"),
     )
     write(
-        tmp_path / "events-trainer.jsonl", [published(0), published(1), *bad, incomplete, published(4, metadata=None)]
+        tmp_path / "events-trainer.jsonl",
+        [published(0), published(1), *bad, incomplete, published(4, metadata=None)],
     )
     run = read_run(tmp_path)
     assert run["versions"] == 4
@@ -372,7 +407,9 @@ def test_what_is_no_study_is_an_input_error(damage: Any) -> None:
 def test_a_study_of_little_is_drawn() -> None:
     made = study((4,))
     for row in made["rows"]:
-        row |= dict.fromkeys(["bytes", "bytes_per_changed", "bytes_per_changed_zstd", "entropy_bound", "times_bound"])
+        row |= dict.fromkeys(
+            ["bytes", "bytes_per_changed", "bytes_per_changed_zstd", "entropy_bound", "times_bound"]
+        )
     made |= {"layers": [], "tensors": [], "pairs": [], "exponents": [], "gradients": [], "lr": None}
     made |= {"gradient_density": None}
     made["summary"] |= dict.fromkeys(["bytes_per_sync", "bandwidth_for_target", "bandwidth_full"])
@@ -389,7 +426,9 @@ def test_a_quantised_study_stands_beside() -> None:
     assert Page(render(study=study())).data["study"]["quantised"] is None
 
 
-@pytest.mark.parametrize("damage", [lambda s: s.pop("history"), lambda s: s["history"].update(changed=0)])
+@pytest.mark.parametrize(
+    "damage", [lambda s: s.pop("history"), lambda s: s["history"].update(changed=0)]
+)
 def test_a_study_without_history_is_drawn(damage: Any) -> None:
     made = study()
     damage(made)
@@ -409,7 +448,9 @@ def test_refusals(tmp_path: Path, pulse: Pulse) -> None:
     pulse.refused("report", tmp_path / "two", "-o", out, kind="input", match="streams a, b")
     pulse.refused("report", tmp_path / "one", "--stream", "x", "-o", out, kind="input", match="'x'")
     pulse.refused("report", tmp_path / "broken.json", "-o", out, kind="input", match="cannot read")
-    pulse.refused("report", tmp_path / "one", "-o", tmp_path / "one", kind="input", match="is a folder")
+    pulse.refused(
+        "report", tmp_path / "one", "-o", tmp_path / "one", kind="input", match="is a folder"
+    )
     assert not out.exists()
     assert "run report" in pulse("report", tmp_path / "two", "--stream", "b", "-o", out)
     assert pulse.json("report", tmp_path / "one/events-trainer.jsonl", "-o", out)["run"]

@@ -1,5 +1,5 @@
-"""Checkpoints on disk: what safetensors and Hugging Face write is read, what is written they can read, and the rest is
-refused with a typed error."""
+"""Checkpoints on disk: what safetensors and Hugging Face write is read, what is written they can
+read, and the rest is refused with a typed error."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, policy, run_pyth
 
 @pytest.fixture(scope="module")
 def qwen() -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM  # takes seconds, which a quick run has not
+    from transformers import (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )  # takes seconds, which a quick run has not
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
-    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    config = Qwen2Config(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False
+    )
     return Qwen2ForCausalLM(config).to(torch.bfloat16)
 
 
@@ -139,7 +144,11 @@ for file in Path(sys.argv[1]).iterdir():
 
 @given(st.data())
 def test_damaged_headers_end_in_a_typed_error_or_in_a_state(data: st.DataObject) -> None:
-    header = {"__metadata__": {"a": "b"}, "x": entry("F32", [2, 2], [0, 16]), "y": entry("U8", [3], [16, 19])}
+    header = {
+        "__metadata__": {"a": "b"},
+        "x": entry("F32", [2, 2], [0, 16]),
+        "y": entry("U8", [3], [16, 19]),
+    }
     broken = bytearray(file_of(header, bytes(19)))
     for _ in range(data.draw(st.integers(1, 3))):
         broken[data.draw(st.integers(0, len(broken) - 1))] = data.draw(st.integers(0, 255))
@@ -226,7 +235,9 @@ def test_what_is_no_path(path: Any) -> None:
         save(path, State.of({}))
 
 
-@pytest.mark.parametrize("metadata", [{"step": 1}, {1: "step"}, {"loss": float("nan")}, ["step"]], ids=repr)
+@pytest.mark.parametrize(
+    "metadata", [{"step": 1}, {1: "step"}, {"loss": float("nan")}, ["step"]], ids=repr
+)
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, metadata: Any) -> None:
     """Metadata that are no strings made a file that no reader takes, in place of the one before."""
     file = tmp_path / "w.safetensors"
@@ -239,7 +250,9 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, metadata: Any) ->
     assert file.read_bytes() == before
 
 
-def test_saving_replaces_the_whole_file_or_nothing(tmp_path: Path, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_replaces_the_whole_file_or_nothing(
+    tmp_path: Path, rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "model.safetensors"
     old, new = State.of(policy(rng)), State.of(policy(rng))
     save(target, old)

@@ -1,4 +1,5 @@
-"""The root is the SHA-256 tree of docs/format.md, whoever computes it and with however many threads."""
+"""The root is the SHA-256 tree of docs/format.md, whoever computes it and with however many
+threads."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_sizes_around_leaves_and_tasks(dtype: str, extra: int, rng: np.random.Ge
 
 def test_any_number_of_threads_gives_one_root(rng: np.random.Generator) -> None:
     tensors = policy(rng) | {"big": bits(rng, "BF16", 9, MIB), "wide": bits(rng, "F64", 1000)}
-    assert {state_root(tensors, threads=threads) for threads in (None, 1, 2, 3, 8)} == {root_of(tensors)}
+    assert {state_root(tensors, threads=threads) for threads in (None, 1, 2, 3, 8)} == {
+        root_of(tensors)
+    }
 
 
 def test_the_mapping_order_does_not_matter(rng: np.random.Generator) -> None:
@@ -114,7 +117,9 @@ def test_name_dtype_shape_and_order_are_part_of_the_root() -> None:
 
 def test_empty_tensors_of_other_shapes_differ() -> None:
     shapes = [(0,), (0, 1), (1, 0), (2, 0), (0, 2, 0)]
-    assert len({state_root({"w": Bits(np.empty(s, np.uint16), "BF16")}) for s in shapes}) == len(shapes)
+    assert len({state_root({"w": Bits(np.empty(s, np.uint16), "BF16")}) for s in shapes}) == len(
+        shapes
+    )
 
 
 def test_one_root_for_every_source(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -122,4 +127,8 @@ def test_one_root_for_every_source(tmp_path: Path, rng: np.random.Generator) -> 
     write_checkpoint(tmp_path, tensors)
     expected = root_of(tensors)
     assert state_root(tensors) == state_root(State.of(tensors)) == expected
-    assert state_root(tmp_path) == state_root(str(tmp_path / "model.safetensors"), threads=1) == expected
+    assert (
+        state_root(tmp_path)
+        == state_root(str(tmp_path / "model.safetensors"), threads=1)
+        == expected
+    )

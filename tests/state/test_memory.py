@@ -1,4 +1,5 @@
-"""Arrays in one piece of memory, tensors of a device read by pieces, and changes of flat arrays: all or nothing."""
+"""Arrays in one piece of memory, tensors of a device read by pieces, and changes of flat arrays:
+all or nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_spare_memory_comes_back_after_an_error() -> None:
 
 
 def test_device_tensors_are_copied_by_slices() -> None:
-    """What is not in host memory is read piece by piece; a CPU tensor stands in for the device here."""
+    """What is not in host memory is read piece by piece; a CPU tensor stands in for the device
+    here."""
     values = torch.arange(10, dtype=torch.int16)
     spec = TensorSpec("w", DTYPES["I16"], (10,))
     state = State((spec,), {"w": DeviceTensor(values.view(torch.uint8), 2)})
@@ -89,7 +91,10 @@ def test_held_sees_every_difference(dtype: type, count: int, rng: Rng) -> None:
         assert not bits.held(elements, positions, other)
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.lists(st.integers(0, 2**32 - 1), max_size=9))
+@given(
+    st.lists(st.integers(0, 2**32 - 1), max_size=40),
+    st.lists(st.integers(0, 2**32 - 1), max_size=9),
+)
 def test_below_counts(places: list[int], ends: list[int]) -> None:
     positions = np.unique(np.array(places, np.uint32))
     assert bits.below(positions, ends) == [int((positions < end).sum()) for end in ends]
@@ -98,7 +103,8 @@ def test_below_counts(places: list[int], ends: list[int]) -> None:
 @pytest.mark.parametrize("base", [0, 1, 1000, 2**32 - 9])
 @pytest.mark.parametrize("length", [0, 1, 8])
 def test_no_position_outside_is_touched(base: int, length: int) -> None:
-    """Positions below the base, which wrap around, and behind the end; among many that are inside."""
+    """Positions below the base, which wrap around, and behind the end; among many that are
+    inside."""
     elements = np.arange(length, dtype=np.uint16)
     inside = np.tile(np.arange(length, dtype=np.uint64), 20)
     for offset in (-base, -1, length, length + 1, 2**31, 2**32 - 1 - base):

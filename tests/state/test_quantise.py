@@ -1,4 +1,5 @@
-"""Quantised states: the bits of the library that defines the formats, whatever is read of them; and streams of them."""
+"""Quantised states: the bits of the library that defines the formats, whatever is read of them; and
+streams of them."""
 
 from __future__ import annotations
 
@@ -32,24 +33,33 @@ UNDEFINED = [("zeros", "modelopt"), ("tiny", "modelopt")]
 
 
 def layer(weight: np.ndarray[Any, Any]) -> dict[str, Any]:
-    return {"model.layers.0.mlp.up_proj.weight": weight, "model.norm.weight": np.ones(weight.shape[1], np.float32)}
+    return {
+        "model.layers.0.mlp.up_proj.weight": weight,
+        "model.norm.weight": np.ones(weight.shape[1], np.float32),
+    }
 
 
 def quantised(weight: Any, name: str, dtype: str = "F32") -> QuantisedState:
     """A layer with that weight; of GPT-OSS two experts."""
     array = np.stack([weight.T] * 2) if name == "gpt_oss" else weight
-    given = {"m.experts.up_proj" if name == "gpt_oss" else "m.weight": Bits(array, dtype) if dtype == "BF16" else array}
+    given = {
+        "m.experts.up_proj" if name == "gpt_oss" else "m.weight": Bits(array, dtype)
+        if dtype == "BF16"
+        else array
+    }
     return QuantisedState(State.of(given), CONFIGS.get(name, name))
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *CONFIGS])
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_are_the_reference_librarys(case: str, name: str) -> None:
-    """Of compressed-tensors, ModelOpt and, for GPT-OSS, triton_kernels (`make_quantised`). Odd shapes, zeros, ties,
-    subnormal numbers and such whose scales are."""
+    """Of compressed-tensors, ModelOpt and, for GPT-OSS, triton_kernels (`make_quantised`). Odd
+    shapes, zeros, ties, subnormal numbers and such whose scales are."""
     weight = GOLDEN[f"{case}/weight"]
     made = quantised(weight, name)
-    expected = {key.rpartition("/")[2]: GOLDEN[key] for key in GOLDEN if key.startswith(f"{case}/{name}/")}
+    expected = {
+        key.rpartition("/")[2]: GOLDEN[key] for key in GOLDEN if key.startswith(f"{case}/{name}/")
+    }
     assert {spec.name for spec in made.specs} == {f"m.{part}" for part in expected}
     if (case, name) in UNDEFINED:
         packed = made.read("m.weight")
@@ -64,22 +74,33 @@ def test_the_bits_are_the_reference_librarys(case: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F64"])
 def test_any_part_is_that_part_of_the_whole(name: str, dtype: str, rng: Rng) -> None:
     """Of the weights in any float: FP32 of what they are."""
-    wide = rng.normal(0, 0.02, (260, 320)).astype({"F64": np.float64, "F16": np.float16}.get(dtype, np.float32))
+    wide = rng.normal(0, 0.02, (260, 320)).astype(
+        {"F64": np.float64, "F16": np.float16}.get(dtype, np.float32)
+    )
     if dtype == "BF16":
-        bits = cast(wide.reshape(-1).view(np.uint32), DTYPES["F32"], DTYPES["BF16"]).reshape(wide.shape)
+        bits = cast(wide.reshape(-1).view(np.uint32), DTYPES["F32"], DTYPES["BF16"]).reshape(
+            wide.shape
+        )
         given, wide = bits, (bits.astype(np.uint32) << 16).view(np.float32)
     else:
         given = wide
-    whole, mixed = (quantised(array, name, kind) for array, kind in ((wide.astype(np.float32), "F32"), (given, dtype)))
+    whole, mixed = (
+        quantised(array, name, kind)
+        for array, kind in ((wide.astype(np.float32), "F32"), (given, dtype))
+    )
     for spec in whole.specs:
         elements = whole.read(spec.name)
         for _ in range(20):
             start, stop = sorted(rng.integers(0, spec.elements + 1, 2).tolist())
             for one in (mixed, quantised(given, name, dtype)):
-                np.testing.assert_array_equal(one.read(spec.name, start, stop), elements[start:stop])
+                np.testing.assert_array_equal(
+                    one.read(spec.name, start, stop), elements[start:stop]
+                )
 
 
-@pytest.mark.parametrize(("name", "scales", "nan"), [("fp8_block", "scale_inv", 0x7FC00000), ("mxfp4", "scale", 255)])
+@pytest.mark.parametrize(
+    ("name", "scales", "nan"), [("fp8_block", "scale_inv", 0x7FC00000), ("mxfp4", "scale", 255)]
+)
 def test_a_nan_is_not_lost(name: str, scales: str, nan: int) -> None:
     weight = np.ones((4, 64), np.float32)
     weight[2, 5] = np.nan
@@ -100,24 +121,50 @@ def test_experts_are_quantised_one_by_one(rng: Rng) -> None:
 
 def test_what_is_left_out(rng: Rng) -> None:
     weight = rng.normal(0, 0.02, (64, 64)).astype(np.float32)
-    names = ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.0.a", "model.layers.10.a"]
-    state = State.of({f"{name}.weight": weight.copy() for name in names} | {"model.norm.weight": weight[0].copy()})
+    names = [
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.0.mlp.gate",
+        "model.layers.0.a",
+        "model.layers.10.a",
+    ]
+    state = State.of(
+        {f"{name}.weight": weight.copy() for name in names}
+        | {"model.norm.weight": weight[0].copy()}
+    )
 
     def codes(how: Any) -> set[str]:
         made = QuantisedState(state, how, DTYPES["BF16"])
         assert {spec.dtype.name for spec in made.specs} <= {"F8_E4M3", "U8", "F32", "BF16"}
-        return {spec.name.removesuffix(".weight") for spec in made.specs if spec.dtype.name == "F8_E4M3"}
+        return {
+            spec.name.removesuffix(".weight") for spec in made.specs if spec.dtype.name == "F8_E4M3"
+        }
 
     assert codes("fp8_block") == {"model.layers.0.a", "model.layers.10.a"}
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers.0"]}
+    fp8 = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.layers.0"],
+    }
     assert codes(fp8) == {"model.layers.10.a"}
-    packed = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "ignore": ["re:.*10.a"]}
+    packed = {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp8-quantized",
+        "ignore": ["re:.*10.a"],
+    }
     assert codes(packed) == {"model.layers.0.a"}
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["fp4", {}, {"quant_method": "awq"}, {"quant_method": "fp8", "weight_block_size": [64, 64]}, "mxfp4", "nvfp4"],
+    [
+        "fp4",
+        {},
+        {"quant_method": "awq"},
+        {"quant_method": "fp8", "weight_block_size": [64, 64]},
+        "mxfp4",
+        "nvfp4",
+    ],
 )
 def test_what_cannot_be_made_is_refused(wrong: str | Mapping[str, Any]) -> None:
     with pytest.raises(InputError):
@@ -133,13 +180,16 @@ def test_scales_of_inputs_come_with_the_state(rng: Rng) -> None:
         QuantisedState(State.of(layer(weight)), config)
     scale = {"model.layers.0.mlp.up_proj.input_scale": np.float32(0.3)}
     made = QuantisedState(State.of(layer(weight) | scale), config, DTYPES["BF16"])
-    assert {spec.name: spec.dtype.name for spec in made.specs}.items() >= dict.fromkeys(scale, "F32").items()
+    assert {spec.name: spec.dtype.name for spec in made.specs}.items() >= dict.fromkeys(
+        scale, "F32"
+    ).items()
     with pytest.raises(InputError, match="fused"):
         QuantisedState(State.of(experts), config | {"quant_algo": "W4A16_NVFP4"})
 
 
 def test_a_function_quantises(rng: Rng) -> None:
-    """It sees FP32 whatever the weights are; where it makes other tensors than before it is refused."""
+    """It sees FP32 whatever the weights are; where it makes other tensors than before it is
+    refused."""
     calls: list[str] = []
 
     def halved(name: str, weight: np.ndarray[Any, Any]) -> dict[str, Any] | None:
@@ -155,8 +205,15 @@ def test_a_function_quantises(rng: Rng) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     expected = (weight * 100).astype(np.int8).reshape(-1)
     for start, stop in ((0, 70), (70, weight.size)):
-        np.testing.assert_array_equal(made.read(f"{name}_int", start, stop).view(np.int8), expected[start:stop])
-    assert {spec.name for spec in made.specs} == {f"{name}_int", f"{name}_by", "model.norm.weight", "steps"}
+        np.testing.assert_array_equal(
+            made.read(f"{name}_int", start, stop).view(np.int8), expected[start:stop]
+        )
+    assert {spec.name for spec in made.specs} == {
+        f"{name}_int",
+        f"{name}_by",
+        "model.norm.weight",
+        "steps",
+    }
 
     def fickle(name: str, weight: np.ndarray[Any, Any]) -> dict[str, Any]:
         calls.append(name)
@@ -166,15 +223,32 @@ def test_a_function_quantises(rng: Rng) -> None:
         QuantisedState(state, fickle).copy()
 
 
-def test_the_command_quantises(tmp_path: Path, rng: Rng, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_quantises(
+    tmp_path: Path, rng: Rng, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By a format's name, or as the config of a quantised model says."""
-    save(tmp_path / "step.safetensors", State.of(layer(rng.normal(0, 0.02, (64, 64)).astype(np.float32))))
+    save(
+        tmp_path / "step.safetensors",
+        State.of(layer(rng.normal(0, 0.02, (64, 64)).astype(np.float32))),
+    )
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}))
+    config.write_text(
+        json.dumps(
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+        )
+    )
     roots = []
     for how in ("fp8_block", str(config)):
         store = f"{tmp_path}/{len(roots)}"
-        given = ["publish", f"{tmp_path}/step.safetensors", store, "--stream", "policy", "--quantise", how]
+        given = [
+            "publish",
+            f"{tmp_path}/step.safetensors",
+            store,
+            "--stream",
+            "policy",
+            "--quantise",
+            how,
+        ]
         assert main([*given, "--dtype", "BF16"]) == 0
         with Subscriber(store, stream="policy") as worker:
             worker.sync()
@@ -183,7 +257,17 @@ def test_the_command_quantises(tmp_path: Path, rng: Rng, capsys: pytest.CaptureF
     assert roots[0] == roots[1]
     config.write_text("{}")
     with pytest.raises(SystemExit):
-        main(["publish", f"{tmp_path}/step.safetensors", store, "--stream", "policy", "--quantise", str(config)])
+        main(
+            [
+                "publish",
+                f"{tmp_path}/step.safetensors",
+                store,
+                "--stream",
+                "policy",
+                "--quantise",
+                str(config),
+            ]
+        )
     assert "fp8_block" in capsys.readouterr().err
 
 
@@ -192,10 +276,15 @@ def test_a_study_has_codes_and_scales_beside_the_weights(
 ) -> None:
     weight = rng.normal(0, 0.02, (256, 128)).astype(np.float32)
     for step in range(3):
-        save(tmp_path / f"step-{step}.safetensors", State.of(layer(weight * np.float32(1 + 1e-4 * step))))
+        save(
+            tmp_path / f"step-{step}.safetensors",
+            State.of(layer(weight * np.float32(1 + 1e-4 * step))),
+        )
     assert main(["study", str(tmp_path), "--k", "1", "--quantise", "fp8_block", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [(row["kind"], row["elements"]) for row in found["kinds"]] == [("BF16", weight.size + 128)]
+    assert [(row["kind"], row["elements"]) for row in found["kinds"]] == [
+        ("BF16", weight.size + 128)
+    ]
     parts = {row["kind"]: row for row in found["quantised"]["kinds"]}
     assert (parts["scales"]["elements"], parts["scales"]["changed"]) == (2, 2), "all weights grow"
     assert (parts["F8_E4M3"]["elements"], parts["BF16"]["elements"]) == (weight.size, 128)
@@ -205,7 +294,11 @@ def test_a_study_has_codes_and_scales_beside_the_weights(
 
 
 def test_the_kernels_refuse_what_does_not_fit() -> None:
-    elements, scales, codes = np.zeros(256, np.uint8), np.ones(4, np.float32), np.zeros(64, np.uint8)
+    elements, scales, codes = (
+        np.zeros(256, np.uint8),
+        np.ones(4, np.float32),
+        np.zeros(64, np.uint8),
+    )
     wrong: list[Callable[[], object]] = [
         lambda: block_maxima(elements, 3, (8, 1, 8)),
         lambda: block_maxima(elements, 4, (7, 1, 7)),
@@ -228,12 +321,19 @@ def test_the_kernels_refuse_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_stream_of_quantised_states(name: str, rng: Rng) -> None:
-    """Followers see a state like any other, with the root of what the trainer could have quantised itself; tied weights
-    stay tied, and what is submitted may change."""
+    """Followers see a state like any other, with the root of what the trainer could have quantised
+    itself; tied weights stay tied, and what is submitted may change."""
     store = MemoryStore()
     weight = torch.from_numpy(rng.normal(0, 0.02, (256, 512)).astype(np.float32))
-    state: dict[str, Any] = {"a.weight": weight, "b.weight": weight, "lm_head.weight": weight.clone()}
-    with Publisher(store, stream="policy") as publisher, Subscriber(store, stream="policy") as worker:
+    state: dict[str, Any] = {
+        "a.weight": weight,
+        "b.weight": weight,
+        "lm_head.weight": weight.clone(),
+    }
+    with (
+        Publisher(store, stream="policy") as publisher,
+        Subscriber(store, stream="policy") as worker,
+    ):
         for step in range(4):
             own = QuantisedState(State.of(state), name, DTYPES["BF16"]).copy()
             if step % 2:
@@ -242,7 +342,9 @@ def test_a_stream_of_quantised_states(name: str, rng: Rng) -> None:
                 publisher.wait()
                 weight.sub_(1)
             else:
-                publisher.publish(state, quantise=name, dtype="BF16", files={"config.json": b'{"vocab_size": 9}'})
+                publisher.publish(
+                    state, quantise=name, dtype="BF16", files={"config.json": b'{"vocab_size": 9}'}
+                )
             worker.sync()
             assert worker.root == state_digest(own).root
             assert worker.state.aliases == own.aliases
@@ -250,6 +352,10 @@ def test_a_stream_of_quantised_states(name: str, rng: Rng) -> None:
             config = json.loads(worker.files()["config.json"])
             assert config.pop("vocab_size") == 9
             if step % 2 == 0:
-                again = QuantisedState(State.of(state), config["quantization_config"], DTYPES["BF16"])
-                assert state_digest(again).root == worker.root, "what the engine is told makes the same state"
+                again = QuantisedState(
+                    State.of(state), config["quantization_config"], DTYPES["BF16"]
+                )
+                assert state_digest(again).root == worker.root, (
+                    "what the engine is told makes the same state"
+                )
             weight.add_(torch.from_numpy(rng.normal(0, 1e-4, (256, 512)).astype(np.float32)))

@@ -1,5 +1,5 @@
-"""Weights that are quantised on a device: the bits that the host makes. Where there is no GPU, the device is the CPU's
-torch, which has the same operations."""
+"""Weights that are quantised on a device: the bits that the host makes. Where there is no GPU, the
+device is the CPU's torch, which has the same operations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ ODD_SCALES = np.array([0, 2**-149, 2**-127, np.inf, np.nan, 1], F32)
 def there(state: State) -> State:
     """The same as tensors of a device."""
     data = {
-        spec.name: DeviceTensor(torch.from_numpy(state.read(spec.name).view(np.uint8)).to(DEVICE), spec.dtype.width)
+        spec.name: DeviceTensor(
+            torch.from_numpy(state.read(spec.name).view(np.uint8)).to(DEVICE), spec.dtype.width
+        )
         for spec in state.specs
     }
     return State(state.specs, data, state.aliases)
@@ -52,10 +54,12 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def odd_bits(rng: Rng, scales: np.ndarray[Any, Any], size: int, width: int) -> np.ndarray[Any, Any]:
-    """Elements by groups that have these ``scales``: half of them are codes' numbers and ties between these times the
-    scale, or a unit in the last place beside; the others any bits."""
+    """Elements by groups that have these ``scales``: half of them are codes' numbers and ties
+    between these times the scale, or a unit in the last place beside; the others any bits."""
     elements = rng.integers(0, 1 << 32, (len(scales), size), np.uint32)
-    ties = np.array([0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 7, 17, 248, 464, 2**-10, 3 * 2**-10, 2**-6, -0.0])
+    ties = np.array(
+        [0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 7, 17, 248, 464, 2**-10, 3 * 2**-10, 2**-6, -0.0]
+    )
     with np.errstate(all="ignore"):
         near = (rng.choice(ties, elements.shape).astype(F32) * scales[:, None]).view(np.uint32)
     near += rng.integers(-1, 2, elements.shape).astype(np.uint32)
@@ -69,10 +73,14 @@ def odd_bits(rng: Rng, scales: np.ndarray[Any, Any], size: int, width: int) -> n
 def test_operations_make_the_bits_of_the_kernels(
     width: int, piece: int, rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all exponents, of NaN, infinities, subnormal numbers and ties, with scales of any bits; from any place."""
+    """Of all exponents, of NaN, infinities, subnormal numbers and ties, with scales of any bits;
+    from any place."""
     monkeypatch.setattr(quantise_device, "_PIECE", piece)
     for rows, columns, block_rows, block_columns in [
-        *((rows, columns, 128, 128) for rows, columns in ((300, 77), (128, 128), (5, 259), (1, 1), (257, 128))),
+        *(
+            (rows, columns, 128, 128)
+            for rows, columns in ((300, 77), (128, 128), (5, 259), (1, 1), (257, 128))
+        ),
         *((200, size, 1, size) for size in (16, 32)),
         *((64, columns, 32, 1) for columns in (7, 130)),
         (1, 4096, 1, 32),
@@ -80,14 +88,25 @@ def test_operations_make_the_bits_of_the_kernels(
     ]:
         across, count = -(-columns // block_columns), rows * columns
         bits = rng.integers(0, 0x7F800002, -(-rows // block_rows) * across, np.uint32)
-        scales = (bits & rng.choice(np.uint32([0x7F800000, 0x7FFFFFFF]), bits.shape)).view(F32)  # half powers of two
+        scales = (bits & rng.choice(np.uint32([0x7F800000, 0x7FFFFFFF]), bits.shape)).view(
+            F32
+        )  # half powers of two
         scales = np.where(rng.random(bits.shape) < 0.9, scales, rng.choice(ODD_SCALES, bits.shape))
-        of = np.arange(count) // columns // block_rows * across + np.arange(count) % columns // block_columns
+        of = (
+            np.arange(count) // columns // block_rows * across
+            + np.arange(count) % columns // block_columns
+        )
         host = odd_bits(rng, scales[of], 1, width)
-        blocks, ints = (columns, block_rows, block_columns), torch.from_numpy(host.view(f"i{width}")).to(DEVICE)
+        blocks, ints = (
+            (columns, block_rows, block_columns),
+            torch.from_numpy(host.view(f"i{width}")).to(DEVICE),
+        )
         most = block_maxima(host.view(np.uint8), width, blocks)
         assert quantise_device.block_maxima(ints, blocks).tobytes() == most.tobytes()
-        for start, stop in [(0, count), *(sorted(rng.integers(0, count + 1, 2).tolist()) for _ in range(5))]:
+        for start, stop in [
+            (0, count),
+            *(sorted(rng.integers(0, count + 1, 2).tolist()) for _ in range(5)),
+        ]:
             here, on_device = np.empty((2, stop - start), np.uint8)
             to_e4m3(host[start:stop].view(np.uint8), width, start, blocks, scales, here)
             quantise_device.to_e4m3(ints[start:stop], start, blocks, scales, on_device)
@@ -108,16 +127,24 @@ def test_a_state_on_a_device_has_the_root_of_the_hosts(
     """Whatever is read of it, tied tensors and fused experts too."""
     monkeypatch.setattr(quantise_device, "_PIECE", 1 << 12)
     shapes = {"a": (260, 352), "b": (33, 64), "any": (160, 96)}
-    given = {f"{key}.weight": rng.normal(0, 0.02, shape).astype(F32) for key, shape in shapes.items()}
+    given = {
+        f"{key}.weight": rng.normal(0, 0.02, shape).astype(F32) for key, shape in shapes.items()
+    }
     given["any.weight"] = odd_bits(rng, np.full(160, 0.01, F32), 96, 4).view(F32).reshape(160, 96)
-    given |= {f"{k}.weight": GOLDEN[f"{case}/weight"] for k, case in enumerate({n.partition("/")[0] for n in GOLDEN})}
+    given |= {
+        f"{k}.weight": GOLDEN[f"{case}/weight"]
+        for k, case in enumerate({n.partition("/")[0] for n in GOLDEN})
+    }
     if name != "modelopt":
         given["mlp.experts.up_proj"] = rng.normal(0, 0.02, (3, 160, 96)).astype(F32)
         given["mlp.experts.any"] = given["any.weight"][None].copy()
     if name == "fp8_block":
         given["odd.weight"] = rng.normal(0, 0.02, (131, 259)).astype(F32)
     if dtype == "BF16":
-        given = {key: Bits((array.view(np.uint32) >> 16).astype(np.uint16), dtype) for key, array in given.items()}  # type: ignore[misc]
+        given = {
+            key: Bits((array.view(np.uint32) >> 16).astype(np.uint16), dtype)
+            for key, array in given.items()
+        }  # type: ignore[misc]
     state = State.of(given | {"tied.weight": given["a.weight"]})
     host = QuantisedState(state, CONFIGS.get(name, name))
     device = QuantisedState(there(state), CONFIGS.get(name, name))
@@ -139,12 +166,16 @@ def test_a_state_on_a_device_has_the_root_of_the_hosts(
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_publish_from_a_device(name: str, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device fails, or divides otherwise, the host quantises."""
-    state = State.of({"a.weight": rng.normal(0, 0.02, (256, 512)).astype(F32), "norm.weight": np.ones(64, F32)})
+    state = State.of(
+        {"a.weight": rng.normal(0, 0.02, (256, 512)).astype(F32), "norm.weight": np.ones(64, F32)}
+    )
     root = state_digest(QuantisedState(state, name)).root
     copied = list[int]()
     read = DeviceTensor.read
     monkeypatch.setattr(
-        DeviceTensor, "read", lambda tensor, start, stop: copied.append(stop - start) or read(tensor, start, stop)
+        DeviceTensor,
+        "read",
+        lambda tensor, start, stop: copied.append(stop - start) or read(tensor, start, stop),
     )
 
     def largest_copy() -> int:

@@ -48,8 +48,12 @@ def _fake() -> torch.Tensor:
         pytest.param(lambda: torch.zeros(3, device="meta"), id="meta"),
         pytest.param(lambda: torch.eye(3).to_sparse(), id="sparse"),
         pytest.param(lambda: torch.eye(3).to_mkldnn(), id="mkldnn"),
-        pytest.param(lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), id="quantized"),
-        pytest.param(lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), id="nested"),
+        pytest.param(
+            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), id="quantized"
+        ),
+        pytest.param(
+            lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), id="nested"
+        ),
         pytest.param(_fake, id="fake"),
         pytest.param(lambda: _Wrapper(torch.zeros(3)), id="wrapper-subclass"),
         pytest.param(lambda: torch.zeros(3).as_subclass(_Sharded), id="sharded"),
@@ -79,8 +83,11 @@ def test_what_has_no_plain_bits_is_unsupported(make: Callable[[], Any]) -> None:
     assert "odd" in str(caught.value) or "F6_E3M2" in str(caught.value)
 
 
-# The last is where a safetensors header keeps its metadata: an anchor with such a tensor could not be read back.
-@pytest.mark.parametrize("name", ["", "x" * 1025, "é" * 513, "\ud800", 1, None, b"w", "__metadata__"])
+# The last is where a safetensors header keeps its metadata: an anchor with such a tensor could not
+# be read back.
+@pytest.mark.parametrize(
+    "name", ["", "x" * 1025, "é" * 513, "\ud800", 1, None, b"w", "__metadata__"]
+)
 def test_names_that_are_refused(name: Any) -> None:
     with pytest.raises(InputError):
         State.of({name: np.zeros(1)})
@@ -91,11 +98,22 @@ def test_names_that_are_refused(name: Any) -> None:
 
 def test_names_that_are_kept() -> None:
     names = ["x" * 1024, "é" * 512, " ", "a/b", "..", "\0", "\U0001f600", "Ω"]
-    assert [s.name for s in State.of({n: np.zeros(1) for n in names}).specs] == sorted(names, key=str.encode)
+    assert [s.name for s in State.of({n: np.zeros(1) for n in names}).specs] == sorted(
+        names, key=str.encode
+    )
 
 
 @pytest.mark.parametrize(
-    "shape", [(-1,), (2, -3), (1,) * 17, ((1 << 48) + 1,), (1 << 24, 1 << 24, 2), (0, 1 << 64), (0, 1 << 70)]
+    "shape",
+    [
+        (-1,),
+        (2, -3),
+        (1,) * 17,
+        ((1 << 48) + 1,),
+        (1 << 24, 1 << 24, 2),
+        (0, 1 << 64),
+        (0, 1 << 70),
+    ],
 )
 def test_shapes_past_the_caps_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError):
@@ -125,11 +143,19 @@ def test_aliases_must_fit_the_tensors(aliases: dict[str, str]) -> None:
     [
         ({"a": np.zeros(2, np.float32)}, "'b'"),
         ({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.int8), "c": np.zeros(1)}, "'c'"),
-        ({"a": np.zeros(2, np.float32), "b": np.zeros((3, 1), np.int8)}, r"'b' is I8 \[3\], but I8 \[3, 1\]"),
-        ({"a": np.zeros(2, np.int32), "b": np.zeros(3, np.int8)}, r"'a' is F32 \[2\], but I32 \[2\]"),
+        (
+            {"a": np.zeros(2, np.float32), "b": np.zeros((3, 1), np.int8)},
+            r"'b' is I8 \[3\], but I8 \[3, 1\]",
+        ),
+        (
+            {"a": np.zeros(2, np.int32), "b": np.zeros(3, np.int8)},
+            r"'a' is F32 \[2\], but I32 \[2\]",
+        ),
     ],
 )
-def test_the_first_difference_of_two_tensor_sets_is_named(other: dict[str, Any], message: str) -> None:
+def test_the_first_difference_of_two_tensor_sets_is_named(
+    other: dict[str, Any], message: str
+) -> None:
     state = State.of({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.int8)})
     state.require_specs(state.copy().specs, "itself")
     with pytest.raises(StateMismatch, match=message):

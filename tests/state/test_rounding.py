@@ -33,7 +33,8 @@ FP32Bits = npt.NDArray[np.uint32]
 
 @cache
 def magnitudes(name: str) -> npt.NDArray[np.float64]:
-    """What each code from 0 to that of the largest finite number means, and what the next one would, were it finite."""
+    """What each code from 0 to that of the largest finite number means, and what the next one
+    would, were it finite."""
     assert DTYPES[name].exponent is not None
     mantissa, exponent_bits = DTYPES[name].exponent
     code = np.arange((INFINITE | {n: c + 1 for n, c in SATURATED.items()})[name] + 1)
@@ -43,28 +44,40 @@ def magnitudes(name: str) -> npt.NDArray[np.float64]:
 
 
 def nearest(bits: FP32Bits, name: str) -> Array:
-    """The code of the nearest number, of two that are equally near the even one; NaN is not looked at."""
+    """The code of the nearest number, of two that are equally near the even one; NaN is not looked
+    at."""
     numbers, sign = magnitudes(name), bits >> np.uint32(31)
     with np.errstate(invalid="ignore"):
-        wanted = np.nan_to_num(np.abs(bits.view(np.float32)).astype(np.float64), nan=0.0, posinf=1e300)
+        wanted = np.nan_to_num(
+            np.abs(bits.view(np.float32)).astype(np.float64), nan=0.0, posinf=1e300
+        )
     above = np.clip(np.searchsorted(numbers, wanted), 1, len(numbers) - 1)
     up, down = numbers[above] - wanted, wanted - numbers[above - 1]
     code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, above - 1)
     code = np.minimum(code, (INFINITE | SATURATED)[name])
-    return (code | sign << np.uint32(8 * COMPUTE_DTYPES[name].width - 1)).astype(COMPUTE_DTYPES[name].uint)
+    return (code | sign << np.uint32(8 * COMPUTE_DTYPES[name].width - 1)).astype(
+        COMPUTE_DTYPES[name].uint
+    )
 
 
 def patterns(name: str, rng: np.random.Generator) -> FP32Bits:
-    """All upper halves with lower halves around ties; all numbers of the dtype and the points halfway between two, each
-    with its neighbours; a sample of all 2^32."""
-    upper, lower = np.arange(1 << 16, dtype=np.uint32) << 16, np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    """All upper halves with lower halves around ties; all numbers of the dtype and the points
+    halfway between two, each with its neighbours; a sample of all 2^32."""
+    upper, lower = (
+        np.arange(1 << 16, dtype=np.uint32) << 16,
+        np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]),
+    )
     exact = magnitudes(name)
     with np.errstate(over="ignore"):
-        corners = np.concatenate([exact, (exact[1:] + exact[:-1]) / 2]).astype(np.float32).view(np.uint32)
+        corners = (
+            np.concatenate([exact, (exact[1:] + exact[:-1]) / 2]).astype(np.float32).view(np.uint32)
+        )
     beside = (corners[:, None] + np.uint32([0xFFFFFFFF, 0, 1])).reshape(-1)
     sample = rng.integers(1 << 32, size=1 << 20, dtype=np.uint32)
     stride = np.arange(0, 1 << 32, 8191, dtype=np.uint64).astype(np.uint32)
-    return np.concatenate([(upper[:, None] | lower).reshape(-1), beside, beside | np.uint32(1 << 31), sample, stride])
+    return np.concatenate(
+        [(upper[:, None] | lower).reshape(-1), beside, beside | np.uint32(1 << 31), sample, stride]
+    )
 
 
 def is_nan(bits: FP32Bits) -> npt.NDArray[np.bool_]:
@@ -76,7 +89,9 @@ def is_nan(bits: FP32Bits) -> npt.NDArray[np.bool_]:
 def test_every_number_becomes_the_nearest_one(name: str, rng: np.random.Generator) -> None:
     bits = patterns(name, rng)
     numbers = ~is_nan(bits)
-    np.testing.assert_array_equal(round_bits(bits, DTYPES[name])[numbers], nearest(bits, name)[numbers])
+    np.testing.assert_array_equal(
+        round_bits(bits, DTYPES[name])[numbers], nearest(bits, name)[numbers]
+    )
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
@@ -85,7 +100,9 @@ def test_the_cast_is_torchs(name: str, rng: np.random.Generator) -> None:
     bits = bits[~is_nan(bits)]
     if name == "F8_E4M3":  # torch has changed its mind on what exceeds 448
         bits = bits[np.abs(bits.view(np.float32)) <= 448]
-    expected = torch.from_numpy(bits.view(np.float32)).to(TORCH_DTYPES[name]).view(torch.uint8).numpy()
+    expected = (
+        torch.from_numpy(bits.view(np.float32)).to(TORCH_DTYPES[name]).view(torch.uint8).numpy()
+    )
     np.testing.assert_array_equal(round_bits(bits, DTYPES[name]).view(np.uint8), expected)
 
 
@@ -96,7 +113,9 @@ def test_any_number_of_values(name: str, count: int, rng: np.random.Generator) -
     np.testing.assert_array_equal(round_bits(bits, DTYPES[name]), nearest(bits, name))
 
 
-NANS = np.uint32([0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FBFFFFF, 0xFF812345, 0xFFFFFFFF, 0x7FABCDEF])
+NANS = np.uint32(
+    [0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FBFFFFF, 0xFF812345, 0xFFFFFFFF, 0x7FABCDEF]
+)
 
 
 @pytest.mark.parametrize(
@@ -108,23 +127,28 @@ NANS = np.uint32([0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FBFFFFF, 0xFF812345, 0x
         ("F8_E5M2", [0x7F, 0xFF, 0x7F, 0x7F, 0xFF, 0xFF, 0x7F]),
     ],
 )
-def test_nan_stays_a_quiet_nan_with_its_sign_and_upper_payload(name: str, expected: list[int]) -> None:
+def test_nan_stays_a_quiet_nan_with_its_sign_and_upper_payload(
+    name: str, expected: list[int]
+) -> None:
     """torch's own NaN bits differ between processors, so they are no oracle."""
     assert [hex(b) for b in round_bits(NANS, DTYPES[name])] == [hex(b) for b in expected]
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
-def test_every_nan_stays_nan_and_nothing_else_becomes_one(name: str, rng: np.random.Generator) -> None:
+def test_every_nan_stays_nan_and_nothing_else_becomes_one(
+    name: str, rng: np.random.Generator
+) -> None:
     bits = patterns(name, rng)
     codes = round_bits(bits, DTYPES[name])
-    back = torch.from_numpy(codes.view(f"i{codes.itemsize}" if codes.itemsize > 1 else np.uint8)).view(
-        TORCH_DTYPES[name]
-    )
+    back = torch.from_numpy(
+        codes.view(f"i{codes.itemsize}" if codes.itemsize > 1 else np.uint8)
+    ).view(TORCH_DTYPES[name])
     np.testing.assert_array_equal(back.float().isnan().numpy(), is_nan(bits))
 
 
 def test_denormals_are_rounded_where_the_processor_flushes_them() -> None:
-    """`torch.set_flush_denormal` changes the arithmetic of its thread; a cast that needs none does not care."""
+    """`torch.set_flush_denormal` changes the arithmetic of its thread; a cast that needs none does
+    not care."""
     bits = np.uint32([0x00018000, 0x00018001, 0x80028000, 0x33000001, 0x33800000, 0x3A800001])
     expected = {name: nearest(bits, name).tolist() for name in ROUNDINGS}
     if not torch.set_flush_denormal(True):
@@ -139,7 +163,9 @@ def test_denormals_are_rounded_where_the_processor_flushes_them() -> None:
 
 def test_to_bf16_is_the_same_cast(rng: np.random.Generator) -> None:
     bits = patterns("BF16", rng)
-    np.testing.assert_array_equal(round_to_bf16(bits.view(np.float32)), round_bits(bits, DTYPES["BF16"]))
+    np.testing.assert_array_equal(
+        round_to_bf16(bits.view(np.float32)), round_bits(bits, DTYPES["BF16"])
+    )
     assert round_to_bf16(np.array([3.4e38], np.float32))[0] == 0x7F80
 
 
@@ -156,7 +182,14 @@ def test_to_bf16_of_any_layout(rng: np.random.Generator) -> None:
     readonly = values.copy()
     readonly.flags.writeable = False
     odd = misaligned(values.reshape(-1)).reshape(8, 6)
-    for given in (values, np.asfortranarray(values), readonly, odd, values.astype(">f4"), values.astype(np.float64)):
+    for given in (
+        values,
+        np.asfortranarray(values),
+        readonly,
+        odd,
+        values.astype(">f4"),
+        values.astype(np.float64),
+    ):
         np.testing.assert_array_equal(round_to_bf16(given), expected)
     np.testing.assert_array_equal(round_to_bf16(values[::2, 1::2]), expected[::2, 1::2])
 
@@ -198,7 +231,9 @@ def test_the_kernel_refuses_what_it_cannot_write() -> None:
 # -- states after the cast
 
 
-SPECIAL = np.array([np.nan, -0.0, 0.0, np.inf, -np.inf, 1e-45, -1e-40, 3e38, 448, -465, 6e4, 7e4], np.float32)
+SPECIAL = np.array(
+    [np.nan, -0.0, 0.0, np.inf, -np.inf, 1e-45, -1e-40, 3e38, 448, -465, 6e4, 7e4], np.float32
+)
 
 
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
@@ -214,10 +249,14 @@ def test_casts_are_those_of_torch(rng: Rng, source: str, dtype: str) -> None:
     else:
         every = rng.integers(1 << 32, size=1 << 17, dtype=np.uint32).view(np.float32)
         usual = rng.standard_normal(1 << 17, np.float32) * np.float32(30)
-        halfway = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16) | np.uint32(0x8000)).view(np.float32)
+        halfway = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16) | np.uint32(0x8000)).view(
+            np.float32
+        )
         values = torch.from_numpy(np.concatenate([every, usual, halfway, SPECIAL]))
         if source == "F64":
-            values = values[~values.isnan()].double()  # float32 values: torch rounds doubles twice, as we do
+            values = values[
+                ~values.isnan()
+            ].double()  # float32 values: torch rounds doubles twice, as we do
         bits = values.numpy().view(DTYPES[source].uint)
     if dtype == "F8_E4M3":  # torch has changed its mind on what exceeds 448
         keep = ~(values.abs() > 448).numpy()
@@ -225,9 +264,15 @@ def test_casts_are_those_of_torch(rng: Rng, source: str, dtype: str) -> None:
     result = cast(bits, DTYPES[source], COMPUTE_DTYPES[dtype])
     expected = values.to(TORCH_DTYPES[dtype])
     nan = values.isnan().numpy()
-    raw = expected.view(torch.uint8 if expected.dtype.itemsize == 1 else torch.int16).numpy().view(result.dtype)
+    raw = (
+        expected.view(torch.uint8 if expected.dtype.itemsize == 1 else torch.int16)
+        .numpy()
+        .view(result.dtype)
+    )
     assert np.array_equal(result[~nan], raw[~nan])
-    back = torch.from_numpy(result.view(np.int16) if result.itemsize == 2 else result).view(TORCH_DTYPES[dtype])
+    back = torch.from_numpy(result.view(np.int16) if result.itemsize == 2 else result).view(
+        TORCH_DTYPES[dtype]
+    )
     assert back.float().isnan().numpy().tolist() == nan.tolist()
 
 
@@ -262,7 +307,19 @@ def test_the_dtypes_are_those_tested_here() -> None:
 def test_dtype_records_the_layout_of_its_bits() -> None:
     assert DTYPES["BF16"] == DType(12, "BF16", 2, (7, 8))
     for name, (low, count) in {n: d.exponent for n, d in DTYPES.items() if d.exponent}.items():
-        one = torch.ones(1).to(TORCH_DTYPES[name]).view(torch.uint8).numpy().view(DTYPES[name].uint)[0]
-        two = torch.full((1,), 2.0).to(TORCH_DTYPES[name]).view(torch.uint8).numpy().view(DTYPES[name].uint)[0]
+        one = (
+            torch.ones(1)
+            .to(TORCH_DTYPES[name])
+            .view(torch.uint8)
+            .numpy()
+            .view(DTYPES[name].uint)[0]
+        )
+        two = (
+            torch.full((1,), 2.0)
+            .to(TORCH_DTYPES[name])
+            .view(torch.uint8)
+            .numpy()
+            .view(DTYPES[name].uint)[0]
+        )
         assert int(two) - int(one) == 1 << low, name
         assert low + count == 8 * DTYPES[name].width - 1, name

@@ -1,4 +1,5 @@
-"""The leaves' SHA-256 on every path that this processor has: the published vectors, and hashlib's digests."""
+"""The leaves' SHA-256 on every path that this processor has: the published vectors, and hashlib's
+digests."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ VECTORS = [
 
 
 def by_the_book(arrays: list[Bytes], leaf: int = LEAF) -> bytes:
-    return b"".join(sha256(a[i : i + leaf].tobytes()).digest() for a in arrays for i in range(0, len(a), leaf))
+    return b"".join(
+        sha256(a[i : i + leaf].tobytes()).digest() for a in arrays for i in range(0, len(a), leaf)
+    )
 
 
 def test_the_plain_path_is_everywhere() -> None:
@@ -60,7 +63,8 @@ def test_published_vectors(path: str, message: bytes, digest: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("count", range(1, 36))
 def test_any_number_of_leaves(path: str, count: int, rng: np.random.Generator) -> None:
-    """Full and half-filled groups of lanes; the last leaf ends at each place of a block's padding."""
+    """Full and half-filled groups of lanes; the last leaf ends at each place of a block's
+    padding."""
     for rest in (1, 55, 56, 63, 64, 65, 119, 120, 127, 128):
         array = rng.integers(0, 256, (count - 1) * LEAF + rest, np.uint8)
         assert sha256_leaves([array], LEAF, path) == by_the_book([array])
@@ -68,7 +72,9 @@ def test_any_number_of_leaves(path: str, count: int, rng: np.random.Generator) -
 
 @pytest.mark.parametrize("path", PATHS)
 @given(
-    sizes=st.lists(st.integers(0, 2000), max_size=40), leaf=st.sampled_from([64, 128, 1024]), seed=st.integers(0, 99)
+    sizes=st.lists(st.integers(0, 2000), max_size=40),
+    leaf=st.sampled_from([64, 128, 1024]),
+    seed=st.integers(0, 99),
 )
 def test_arrays_of_any_lengths(path: str, sizes: list[int], leaf: int, seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -79,14 +85,17 @@ def test_arrays_of_any_lengths(path: str, sizes: list[int], leaf: int, seed: int
 @pytest.mark.parametrize("path", PATHS)
 @given(data=st.data(), width=st.sampled_from([1, 2, 4, 8]), leaf=st.sampled_from([64, 4096, 8192]))
 def test_changed_leaves(path: str, data: st.DataObject, width: int, leaf: int) -> None:
-    """Changes at the first and last elements of leaves and of the tiles of 4096 bytes among them."""
+    """Changes at the first and last elements of leaves and of the tiles of 4096 bytes among
+    them."""
     lengths = data.draw(st.lists(st.integers(0, 20_000 // width), min_size=1, max_size=12))
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
     arrays = [random.integers(0, 256, n * width, np.uint8) for n in lengths]
     before = [a.copy() for a in arrays]
     total = sum(lengths)
     edges = np.arange(0, total, 4096 // width)
-    chosen = np.concatenate([edges, edges - 1, random.integers(0, total + 1, data.draw(st.integers(0, 500)))])
+    chosen = np.concatenate(
+        [edges, edges - 1, random.integers(0, total + 1, data.draw(st.integers(0, 500)))]
+    )
     positions = np.unique(chosen[(chosen >= 0) & (chosen < total)]).astype(np.uint32)
     values = random.integers(0, 256, len(positions) * width, np.uint8)
     whole = np.concatenate(arrays).reshape(-1, width)
@@ -96,20 +105,40 @@ def test_changed_leaves(path: str, data: st.DataObject, width: int, leaf: int) -
     parts = []
     for array, end, length in zip(arrays, ends, lengths, strict=True):
         inside = slice(*np.searchsorted(positions, [end - length, end]))
-        parts.append((array, positions[inside], int(end - length), values.reshape(-1, width)[inside].reshape(-1)))
+        parts.append(
+            (
+                array,
+                positions[inside],
+                int(end - length),
+                values.reshape(-1, width)[inside].reshape(-1),
+            )
+        )
     assert sha256_changed_leaves(parts, leaf, width, path) == by_the_book(changed, leaf)
     for array, was in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(array, was)
 
 
 def test_leaves_of_real_size(rng: np.random.Generator) -> None:
-    arrays = [rng.integers(0, 1 << 16, n, np.uint16) for n in (3 << 19, 5, 0, (1 << 19) + 1, 1 << 19)]
+    arrays = [
+        rng.integers(0, 1 << 16, n, np.uint16) for n in (3 << 19, 5, 0, (1 << 19) + 1, 1 << 19)
+    ]
     raw = [a.view(np.uint8) for a in arrays]
     assert leaves_of(arrays) == [by_the_book([a], 1 << 20) for a in raw]
-    at, bits = [np.uint32([0, (3 << 19) - 1]), np.uint32([1004])], [np.uint16([1, 2]), np.uint16([3])]
+    at, bits = (
+        [np.uint32([0, (3 << 19) - 1]), np.uint32([1004])],
+        [np.uint16([1, 2]), np.uint16([3])],
+    )
     none = (np.uint32([]), 0, np.uint16([]))
-    of = [(at[0], 0, bits[0]), (at[1], 1000, bits[1]), none, none, (np.uint32([(1 << 19) + 6]), 7, np.uint16([4]))]
-    found = changed_leaves_of([Changed(array, *made) for array, made in zip(arrays, of, strict=True)])
+    of = [
+        (at[0], 0, bits[0]),
+        (at[1], 1000, bits[1]),
+        none,
+        none,
+        (np.uint32([(1 << 19) + 6]), 7, np.uint16([4])),
+    ]
+    found = changed_leaves_of(
+        [Changed(array, *made) for array, made in zip(arrays, of, strict=True)]
+    )
     arrays[0][[0, -1]], arrays[1][4], arrays[4][-1] = (1, 2), 3, 4
     assert found == [by_the_book([a], 1 << 20) for a in raw]
 
@@ -131,7 +160,9 @@ def test_messages_in_pieces(path: str, data: st.DataObject, seed: int) -> None:
     cut = data.draw(st.lists(st.lists(lengths, max_size=5), max_size=9))
     messages = [[random.integers(0, 256, n, np.uint8) for n in pieces] for pieces in cut]
     whole = [b"".join(piece.tobytes() for piece in pieces) for pieces in messages]
-    assert sha256_messages(messages, path) == b"".join(sha256(message).digest() for message in whole)
+    assert sha256_messages(messages, path) == b"".join(
+        sha256(message).digest() for message in whole
+    )
 
 
 def test_refusals() -> None:
@@ -148,14 +179,24 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="values and positions differ"):
         sha256_changed_leaves([(one, four, 0, one[:1])], 64, 2)
     for base in (0, 100):
-        for positions in ([4], [0, 0], [2, 1], [1, 2**32 - 1 - base], [3, 9, 2], [-1 % 2**32 - base, 1]):
+        for positions in (
+            [4],
+            [0, 0],
+            [2, 1],
+            [1, 2**32 - 1 - base],
+            [3, 9, 2],
+            [-1 % 2**32 - base, 1],
+        ):
             at = np.array(positions, np.uint32) + np.uint32(base)
             with pytest.raises(IndexError, match="ascending"):
-                sha256_changed_leaves([(one, at, base, np.zeros(2 * len(positions), np.uint8))], 64, 2)
+                sha256_changed_leaves(
+                    [(one, at, base, np.zeros(2 * len(positions), np.uint8))], 64, 2
+                )
 
 
 def absorbed(pieces: list[bytes], path: str) -> bytes:
-    """The digest of a message of which each piece is absorbed by itself, from the midstate of the one before."""
+    """The digest of a message of which each piece is absorbed by itself, from the midstate of the
+    one before."""
     midstate = sha256_begin(1)
     for piece in pieces:
         data = np.frombuffer(piece, np.uint8)

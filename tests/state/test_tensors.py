@@ -88,7 +88,11 @@ def test_special_values_keep_their_bits_through_torch(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1, 1)])
 def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
-    for value in (torch.zeros(shape), np.zeros(shape, np.float32), Bits(np.zeros(shape, np.uint32), "F32")):
+    for value in (
+        torch.zeros(shape),
+        np.zeros(shape, np.float32),
+        Bits(np.zeros(shape, np.uint32), "F32"),
+    ):
         spec, stored = the_only(value)
         assert spec.shape == shape
         assert stored == bytes(4 * spec.elements)
@@ -118,7 +122,9 @@ def test_negative_strides_of_numpy_are_read_in_order() -> None:
     assert the_only(np.arange(5, dtype=np.uint8)[::-1])[1] == bytes([4, 3, 2, 1, 0])
 
 
-@pytest.mark.parametrize("cut", [slice(None, None, -1), slice(None, None, 2), slice(1, None, 3)], ids=str)
+@pytest.mark.parametrize(
+    "cut", [slice(None, None, -1), slice(None, None, 2), slice(1, None, 3)], ids=str
+)
 def test_vectors_with_gaps_are_read_in_order(cut: slice) -> None:
     """A strided vector kept its strides, which nothing that reads bytes can take."""
     values = np.arange(1000, dtype=np.float32)
@@ -128,11 +134,14 @@ def test_vectors_with_gaps_are_read_in_order(cut: slice) -> None:
     for _ in range(3):
         assert publisher.publish({"w": moved[cut]}).root == state_root({"w": moved[cut].copy()})
         moved += 1
-    assert state_root({"w": np.broadcast_to(np.float32(3), (5,))}) == state_root({"w": np.full(5, 3, np.float32)})
+    assert state_root({"w": np.broadcast_to(np.float32(3), (5,))}) == state_root(
+        {"w": np.full(5, 3, np.float32)}
+    )
 
 
 def test_memory_that_was_freed_is_not_read() -> None:
-    """As sharded training frees a gathered parameter: its elements were read from whatever is there now."""
+    """As sharded training frees a gathered parameter: its elements were read from whatever is there
+    now."""
     for left in (0, 4 * 11):
         freed = torch.zeros(3, 4)
         freed.untyped_storage().resize_(left)
@@ -157,7 +166,9 @@ def test_what_is_no_mapping_and_what_is_no_tensor() -> None:
     assert "Leave out" in caught.value.hint
 
 
-@pytest.mark.parametrize("shape", [(True,), (1.5,), (None,), [2], "", 3, None, (np.int64(3),)], ids=repr)
+@pytest.mark.parametrize(
+    "shape", [(True,), (1.5,), (None,), [2], "", 3, None, (np.int64(3),)], ids=repr
+)
 def test_what_is_no_shape(shape: Any) -> None:
     with pytest.raises(InputError, match="tuple of whole numbers"):
         TensorSpec("w", the_only(np.float32(1))[0].dtype, shape)
@@ -179,7 +190,11 @@ def test_parameters_and_plain_subclasses_are_tensors() -> None:
 
 
 def test_host_tensors_are_views_and_not_copies() -> None:
-    array, tensor, given = np.zeros(3, np.float32), torch.zeros(3), Bits(np.zeros(3, np.uint16), "BF16")
+    array, tensor, given = (
+        np.zeros(3, np.float32),
+        torch.zeros(3),
+        Bits(np.zeros(3, np.uint16), "BF16"),
+    )
     state = State.of({"a": array, "t": tensor, "g": given})
     array[1], tensor[1], given.array[1] = 1, 1, 7
     assert state.read("a")[1] == state.read("t")[1] == 0x3F800000
@@ -196,11 +211,14 @@ def test_big_endian_arrays_have_the_bits_of_little_endian_ones(code: str) -> Non
 
 
 def test_two_converted_arrays_are_not_taken_for_tied() -> None:
-    """A temporary copy's address is free for the next copy: it must not stand for the tensor's identity."""
+    """A temporary copy's address is free for the next copy: it must not stand for the tensor's
+    identity."""
     pairs = {f"w{k}": (np.arange(6) + 10 * k).astype(">f4").reshape(2, 3).T for k in range(8)}
     state = State.of(pairs)
     assert state.aliases == {}
-    assert [float(state.read(f"w{k}").view(np.float32)[0]) for k in range(8)] == [10.0 * k for k in range(8)]
+    assert [float(state.read(f"w{k}").view(np.float32)[0]) for k in range(8)] == [
+        10.0 * k for k in range(8)
+    ]
 
 
 def test_tensors_made_on_the_fly_are_not_taken_for_tied() -> None:
@@ -213,7 +231,9 @@ def test_tensors_made_on_the_fly_are_not_taken_for_tied() -> None:
     assert [float(state.read(f"w{k}").view(np.float32)[0]) for k in range(8)] == list(range(8))
 
 
-@pytest.mark.parametrize("make", [torch.zeros, lambda *shape: np.zeros(shape, np.float32)], ids=["torch", "numpy"])
+@pytest.mark.parametrize(
+    "make", [torch.zeros, lambda *shape: np.zeros(shape, np.float32)], ids=["torch", "numpy"]
+)
 def test_tied_tensors_are_stored_under_the_first_name(make: Callable[..., Any]) -> None:
     tied, own = make(4, 2), make(4, 2)
     state = State.of({"z.embed": tied, "a.head": tied, "m.other": own, "b.head": tied})
@@ -225,7 +245,11 @@ def test_tied_tensors_are_stored_under_the_first_name(make: Callable[..., Any]) 
     assert "a.head" in state
     assert "c.head" not in state
     tied[1, 1] = 5
-    assert state.read("a.head").tobytes() == state.read("z.embed").tobytes() != state.read("m.other").tobytes()
+    assert (
+        state.read("a.head").tobytes()
+        == state.read("z.embed").tobytes()
+        != state.read("m.other").tobytes()
+    )
     assert state.spec("b.head") == state.spec("z.embed")
     assert state.copy().aliases == state.aliases == state.readonly().aliases
 
@@ -251,7 +275,9 @@ def test_a_tied_state_has_the_root_of_the_state_without_aliases() -> None:
     assert state_root({"embed": tied, "head": tied}) == state_root({"embed": tied.clone()})
 
 
-def test_a_copy_is_independent_and_a_readonly_view_is_not_writable(rng: np.random.Generator) -> None:
+def test_a_copy_is_independent_and_a_readonly_view_is_not_writable(
+    rng: np.random.Generator,
+) -> None:
     state = State.of(all_dtypes(rng))
     copy, before = state.copy(), snapshot(state)
     assert snapshot(copy) == before
@@ -273,8 +299,11 @@ LIBRARIES = [
 
 
 @pytest.mark.parametrize(("library", "name"), LIBRARIES)
-def test_tensors_at_odd_addresses_are_copied(library: str, name: str, rng: np.random.Generator) -> None:
-    """`torch.frombuffer` makes them, and the kernels must not read them there. Aligned ones are not copied."""
+def test_tensors_at_odd_addresses_are_copied(
+    library: str, name: str, rng: np.random.Generator
+) -> None:
+    """`torch.frombuffer` makes them, and the kernels must not read them there. Aligned ones are not
+    copied."""
     given = bits(rng, name, 100).array
     width = given.itemsize
     for offset in (1, width // 2, 0):
@@ -297,7 +326,9 @@ def test_a_stream_of_tensors_at_odd_addresses(rng: np.random.Generator) -> None:
     states = []
     for given in (bits(rng, "BF16", 5000), bits(rng, "BF16", 5000)):
         given.array[50:] = 7
-        states.append({"w": torch.frombuffer(misaligned(given.array).view(np.uint8), dtype=torch.bfloat16)})
+        states.append(
+            {"w": torch.frombuffer(misaligned(given.array).view(np.uint8), dtype=torch.bfloat16)}
+        )
     store = MemoryStore()
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
     for state in states:

@@ -1,5 +1,5 @@
-"""A subscriber with a cache folder downloads each payload once, whatever happens to the folder. And what a store is to
-Pulse beside its six calls: created or found to be there."""
+"""A subscriber with a cache folder downloads each payload once, whatever happens to the folder. And
+what a store is to Pulse beside its six calls: created or found to be there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ class TestCachedStore(OwnStore):
 
 @pytest.mark.parametrize("kind", ["memory", pytest.param("s3", marks=pytest.mark.slow), "folder"])
 def test_create_or_confirm(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    store = s3_store(request.getfixturevalue("s3"), "confirmed") if kind == "s3" else open_store(tmp_path)
+    store = (
+        s3_store(request.getfixturevalue("s3"), "confirmed")
+        if kind == "s3"
+        else open_store(tmp_path)
+    )
     store = open_store("memory://") if kind == "memory" else store
     assert create_or_confirm(store, "a/b", b"mine")
     assert create_or_confirm(store, "a/b", b"mine"), "its own object is success"
@@ -112,8 +116,14 @@ def test_what_is_not_ours_in_the_folder_is_neither_deleted_nor_in_the_way(
     """The user gave a folder with data of his own, on a disk that was just mounted."""
     monkeypatch.setattr("pulse_rl.store.wrappers.DEFAULT_MAX_BYTES", 1000)
     monkeypatch.setattr(CachedStore.__init__, "__defaults__", (1000,))
-    mine = [tmp_path / name for name in ("a/b/model.bin", "lost+found/x", "my data/y", f"s/payloads/{'0' * 64}.patch")]
-    mine += [tmp_path / "pulse-cache" / name for name in ("lost+found/x", "my data/y", "s/payloads/notes.txt")]
+    mine = [
+        tmp_path / name
+        for name in ("a/b/model.bin", "lost+found/x", "my data/y", f"s/payloads/{'0' * 64}.patch")
+    ]
+    mine += [
+        tmp_path / "pulse-cache" / name
+        for name in ("lost+found/x", "my data/y", "s/payloads/notes.txt")
+    ]
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(2000))
@@ -132,7 +142,8 @@ def test_what_is_not_ours_in_the_folder_is_neither_deleted_nor_in_the_way(
 
 
 def test_a_folder_that_is_somebody_elses_link_is_not_used(tmp_path: Path) -> None:
-    """A link in the place of a stream's folder: nothing is deleted behind it, and the worker goes on."""
+    """A link in the place of a stream's folder: nothing is deleted behind it, and the worker goes
+    on."""
     store, trainer, _ = stream()
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -161,7 +172,9 @@ class Growing(Counted):
         return info._replace(nbytes=info.nbytes * (100 if self.looks[name] % 2 == 0 else 1))
 
 
-def test_a_server_that_names_another_length_later_does_not_make_a_cache_read_more(tmp_path: Path) -> None:
+def test_a_server_that_names_another_length_later_does_not_make_a_cache_read_more(
+    tmp_path: Path,
+) -> None:
     store, trainer = Growing(), TinyTrainer()
     publisher = Publisher(store, stream="s", threads=1)
     publisher.publish(trainer.state)

@@ -1,4 +1,5 @@
-"""Every store of this library against the suite that it offers to others, and what is built on any store."""
+"""Every store of this library against the suite that it offers to others, and what is built on any
+store."""
 
 from __future__ import annotations
 

@@ -28,7 +28,14 @@ def test_addresses() -> None:
     for good in ("http://host", "http://host:1/", "https://host/a/b", "http://[::1]:80/a"):
         assert isinstance(open_store(good), HttpStore)
     for bad in (
-        *("http://", "http:/host", "http://host:x", "http://host:99999", "http://ho st", "http://host/\r\nX: y"),
+        *(
+            "http://",
+            "http:/host",
+            "http://host:x",
+            "http://host:99999",
+            "http://ho st",
+            "http://host/\r\nX: y",
+        ),
         *("http://host/?a", "http://host/#a", "http://me:word@host", "ftp://host", "http://[::1"),
     ):
         with pytest.raises(InputError):
@@ -37,7 +44,9 @@ def test_addresses() -> None:
         HttpStore("http://host", timeout_seconds=0)
 
 
-@pytest.mark.parametrize("url", ["host:x", "host/?a", "ho st", "[::1", "host", "/host:1", "host/#a"])
+@pytest.mark.parametrize(
+    "url", ["host:x", "host/?a", "ho st", "[::1", "host", "/host:1", "host/#a"]
+)
 @pytest.mark.parametrize("word", ["secret", "1/secret"])
 def test_passwords_are_not_printed(url: str, word: str) -> None:
     with pytest.raises(InputError, match="no credentials") as caught:
@@ -48,7 +57,11 @@ def test_passwords_are_not_printed(url: str, word: str) -> None:
 def test_writing_is_refused(tmp_path: Path) -> None:
     with FolderServer(tmp_path) as server:
         store = open_store(server.url)
-        for write in (lambda: store.put("a/b", b"x"), lambda: store.put_new("a/b", b"x"), lambda: store.delete("a/b")):
+        for write in (
+            lambda: store.put("a/b", b"x"),
+            lambda: store.put_new("a/b", b"x"),
+            lambda: store.delete("a/b"),
+        ):
             with pytest.raises(StoreError, match="for readers") as caught:
                 write()
             assert not caught.value.retryable
@@ -62,13 +75,25 @@ def test_writing_is_refused(tmp_path: Path) -> None:
         ("no access", answer("403 Forbidden")),
         ("an odd status", answer("204 No Content")),
         ("no length", b"HTTP/1.1 200 OK\r\n\r\n0123456789"),
-        ("chunks", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\na\r\n0123456789\r\n0\r\n\r\n"),
+        (
+            "chunks",
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\na\r\n0123456789\r\n0\r\n\r\n",
+        ),
         ("a coded body", answer("200 OK", b"0123456789", "Content-Encoding: gzip")),
         ("a negative length", answer("200 OK", b"", length=-1)),
         ("a huge length", answer("200 OK", b"x" * 100, length=10**15)),
-        ("another range", answer("206 Partial Content", b"0123456789", "Content-Range: bytes 1-10/99", DATE)),
-        ("more than the range", answer("206 Partial Content", b"0" * 11, "Content-Range: bytes 0-9/10", DATE)),
-        ("less than the range", answer("206 Partial Content", b"0" * 9, "Content-Range: bytes 0-9/10", DATE)),
+        (
+            "another range",
+            answer("206 Partial Content", b"0123456789", "Content-Range: bytes 1-10/99", DATE),
+        ),
+        (
+            "more than the range",
+            answer("206 Partial Content", b"0" * 11, "Content-Range: bytes 0-9/10", DATE),
+        ),
+        (
+            "less than the range",
+            answer("206 Partial Content", b"0" * 9, "Content-Range: bytes 0-9/10", DATE),
+        ),
         ("the whole object, longer", answer("200 OK", b"0" * 11, DATE)),
     ],
 )
@@ -90,8 +115,15 @@ def test_a_whole_object_is_bounded() -> None:
 
 
 def test_a_head_without_a_time_is_an_error() -> None:
-    for date in ("X: y", "Last-Modified: yesterday", "Last-Modified: Sun, 99 Nov 99999 05:48:56 GMT"):
-        with answering(answer("200 OK", b"", date)) as server, pytest.raises(StoreError, match="when"):
+    for date in (
+        "X: y",
+        "Last-Modified: yesterday",
+        "Last-Modified: Sun, 99 Nov 99999 05:48:56 GMT",
+    ):
+        with (
+            answering(answer("200 OK", b"", date)) as server,
+            pytest.raises(StoreError, match="when"),
+        ):
             HttpStore(server.url).head("a/b")
 
 
@@ -117,7 +149,9 @@ def test_what_goes_on_breaking_is_unavailable() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nX-", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"])
+@pytest.mark.parametrize(
+    "begin", [b"", b"HTTP/1.1 200 OK\r\nX-", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"]
+)
 def test_slow_bytes_end_at_the_deadline(begin: bytes) -> None:
     """A byte now and then would keep a timeout for each packet alive."""
 
@@ -138,7 +172,11 @@ def test_slow_bytes_end_at_the_deadline(begin: bytes) -> None:
 def test_a_part_is_not_the_whole(status: str) -> None:
     with answering(answer(status, b"0123", "Content-Range: bytes 0-3/10", DATE)) as server:
         store = HttpStore(server.url)
-        for read in (lambda: store.get("a/b"), lambda: store.head("a/b"), lambda: list(store.list("a"))):
+        for read in (
+            lambda: store.get("a/b"),
+            lambda: store.head("a/b"),
+            lambda: list(store.list("a")),
+        ):
             with pytest.raises(StoreError, match=f"status {status[:3]}"):
                 read()
 
@@ -207,7 +245,10 @@ def test_false_lists_are_errors(lines: bytes) -> None:
 
 
 def test_a_huge_page_is_refused() -> None:
-    with answering(answer("200 OK", b"1 2 b\n" * (1 << 18))) as server, pytest.raises(StoreError, match="1572864"):
+    with (
+        answering(answer("200 OK", b"1 2 b\n" * (1 << 18))) as server,
+        pytest.raises(StoreError, match="1572864"),
+    ):
         list(HttpStore(server.url).list("a"))
 
 
@@ -217,7 +258,9 @@ def test_an_endless_list_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def page(_: bytes, peer: socket.socket) -> None:
         first = next(pages) * 1000
-        peer.sendall(answer("200 OK", b"".join(b"1 2 %09d\n" % k for k in range(first, first + 1000))))
+        peer.sendall(
+            answer("200 OK", b"".join(b"1 2 %09d\n" % k for k in range(first, first + 1000)))
+        )
 
     with Liar(page) as server:
         listed = HttpStore(server.url).list("a")
@@ -228,7 +271,10 @@ def test_an_endless_list_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_tells_of_other_folders_is_not_believed() -> None:
-    with answering(answer("200 OK", b"b\n")) as server, pytest.raises(StoreError, match="not asked"):
+    with (
+        answering(answer("200 OK", b"b\n")) as server,
+        pytest.raises(StoreError, match="not asked"),
+    ):
         HttpStore(server.url).wait_for_new(["a/1"], 1)
 
 
@@ -287,7 +333,12 @@ def test_a_listing_of_late_pages_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def page(_: bytes, peer: socket.socket) -> None:
         now[0] += 0.4
         first = 1000 * next(pages)
-        peer.sendall(answer("200 OK", "".join(f"1 1 {name:09d}\n" for name in range(first, first + 1000)).encode()))
+        peer.sendall(
+            answer(
+                "200 OK",
+                "".join(f"1 1 {name:09d}\n" for name in range(first, first + 1000)).encode(),
+            )
+        )
 
     with Liar(page) as server:
         store = HttpStore(server.url, timeout_seconds=0.5)

@@ -50,7 +50,10 @@ class TestRepository(StoreConformance):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         state = {"w": np.arange(5000, dtype=np.float16)}
         address = "hf://models/team/policy@main/run"
-        with Publisher(self.root / "run", stream="s") as publisher, Subscriber(address, stream="s") as worker:
+        with (
+            Publisher(self.root / "run", stream="s") as publisher,
+            Subscriber(address, stream="s") as worker,
+        ):
             for step in range(3):
                 state["w"][step] += 100
                 publisher.publish(state)

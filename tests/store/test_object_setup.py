@@ -1,4 +1,5 @@
-"""Ways to misconfigure an object store: each ends soon, in words that name the remedy; and the ways that work."""
+"""Ways to misconfigure an object store: each ends soon, in words that name the remedy; and the ways
+that work."""
 
 from __future__ import annotations
 
@@ -47,12 +48,16 @@ def says(proxy: Proxy, status: int, code: str, *, method: str = ".*", path: str 
     proxy.add(Rule("answer", method, path, times=1_000_000, status=status, code=code))
 
 
-def refused(address: str, *, match: str, hint: str, error: type[StoreError] = StoreError, **options: Any) -> None:
-    """The first look of a worker and the first version of a trainer are refused, soon, and in a line; side by side,
-    as some wait for an answer."""
+def refused(
+    address: str, *, match: str, hint: str, error: type[StoreError] = StoreError, **options: Any
+) -> None:
+    """The first look of a worker and the first version of a trainer are refused, soon, and in a
+    line; side by side, as some wait for an answer."""
     calls = (
         lambda: Subscriber(open_store(address, **options), stream="s").sync(),
-        lambda: Publisher(open_store(address, **options), stream="s").publish({"w": np.zeros(4, np.uint16)}),
+        lambda: Publisher(open_store(address, **options), stream="s").publish(
+            {"w": np.zeros(4, np.uint16)}
+        ),
     )
 
     def refuse(call: Callable[[], object]) -> None:
@@ -73,9 +78,19 @@ def test_a_bucket_that_does_not_exist(s3: str) -> None:
 
 
 def test_no_credentials(s3: str) -> None:
-    refused("s3://bucket/x", endpoint=s3, match="no credentials.*AWS_ACCESS_KEY_ID.*~/.aws", hint="AWS_PROFILE")
+    refused(
+        "s3://bucket/x",
+        endpoint=s3,
+        match="no credentials.*AWS_ACCESS_KEY_ID.*~/.aws",
+        hint="AWS_PROFILE",
+    )
     refused("gs://bucket/x", match="no credentials.*GOOGLE_APPLICATION", hint="gcloud auth")
-    refused("az://bucket/x", account_name="a", match="no credentials.*AZURE_", hint="AZURE_STORAGE_ACCOUNT_KEY")
+    refused(
+        "az://bucket/x",
+        account_name="a",
+        match="no credentials.*AZURE_",
+        hint="AZURE_STORAGE_ACCOUNT_KEY",
+    )
 
 
 def test_no_account_and_no_bucket() -> None:
@@ -83,9 +98,15 @@ def test_no_account_and_no_bucket() -> None:
     refused("s3:///x", match="not the address of a bucket", hint="BUCKET")
 
 
-def test_a_profile_that_does_not_exist(no_settings: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (no_settings / "credentials").write_text("[mine]\naws_access_key_id = a\naws_secret_access_key = b\n")
-    refused(f"s3://bucket/x?endpoint={s3}&profile=yours", match="no AWS profile 'yours'", hint="mine")
+def test_a_profile_that_does_not_exist(
+    no_settings: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (no_settings / "credentials").write_text(
+        "[mine]\naws_access_key_id = a\naws_secret_access_key = b\n"
+    )
+    refused(
+        f"s3://bucket/x?endpoint={s3}&profile=yours", match="no AWS profile 'yours'", hint="mine"
+    )
     monkeypatch.setenv("AWS_PROFILE", "theirs")
     refused(f"s3://bucket/x?endpoint={s3}", match="no AWS profile 'theirs'", hint="mine")
 
@@ -93,7 +114,11 @@ def test_a_profile_that_does_not_exist(no_settings: Path, s3: str, monkeypatch: 
 def test_a_profile_without_keys(no_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (no_settings / "config").write_text("[profile sso]\nsso_session = corp\n")
     monkeypatch.setitem(sys.modules, "boto3", None)
-    refused("s3://bucket/x?profile=sso", match="SSO", hint="aws configure export-credentials --profile sso")
+    refused(
+        "s3://bucket/x?profile=sso",
+        match="SSO",
+        hint="aws configure export-credentials --profile sso",
+    )
 
 
 def test_wrong_keys_an_old_token_and_a_wrong_clock(proxy: Proxy) -> None:
@@ -110,7 +135,9 @@ def test_wrong_keys_an_old_token_and_a_wrong_clock(proxy: Proxy) -> None:
 def test_another_region(proxy: Proxy) -> None:
     for status, code in ((301, "PermanentRedirect"), (400, "AuthorizationHeaderMalformed")):
         says(proxy, status, code)
-        refused("s3://bucket/x", endpoint=proxy.endpoint, **KEYS, match="another region", hint="region=")
+        refused(
+            "s3://bucket/x", endpoint=proxy.endpoint, **KEYS, match="another region", hint="region="
+        )
 
 
 def test_a_port_at_which_nothing_listens_and_one_that_is_silent() -> None:
@@ -131,12 +158,20 @@ def test_a_port_at_which_nothing_listens_and_one_that_is_silent() -> None:
 
 def test_https_to_a_server_that_speaks_http(s3: str) -> None:
     endpoint = s3.replace("http", "https", 1)
-    refused("s3://bucket/x", endpoint=endpoint, **KEYS, match="does not speak https", hint="http://")
+    refused(
+        "s3://bucket/x", endpoint=endpoint, **KEYS, match="does not speak https", hint="http://"
+    )
 
 
 def test_a_server_that_is_no_object_store(proxy: Proxy) -> None:
     says(proxy, 405, "MethodNotAllowed")
-    refused("s3://bucket/x", endpoint=proxy.endpoint, **KEYS, match="no such object store", hint="console")
+    refused(
+        "s3://bucket/x",
+        endpoint=proxy.endpoint,
+        **KEYS,
+        match="no such object store",
+        hint="console",
+    )
 
 
 def test_a_setting_that_there_is_not(s3: str) -> None:
@@ -187,20 +222,33 @@ def test_a_policy_without_delete_keeps_everything_but_gc(proxy: Proxy) -> None:
     assert "s3:DeleteObject" in caught.value.hint
 
 
-def test_the_command_line_ends_where_waiting_does_not_help(pulse: Pulse, tmp_path: Path, s3: str) -> None:
+def test_the_command_line_ends_where_waiting_does_not_help(
+    pulse: Pulse, tmp_path: Path, s3: str
+) -> None:
     store = f"s3://nowhere/x?endpoint={s3}&region=us-east-1&skip_signature=true"
     began = time.monotonic()
     pulse.refused(
-        "follow", store, "--stream", "s", "--out", tmp_path / "out", kind="store", match="no bucket 'nowhere'"
+        "follow",
+        store,
+        "--stream",
+        "s",
+        "--out",
+        tmp_path / "out",
+        kind="store",
+        match="no bucket 'nowhere'",
     )
     pulse.refused("list", store, kind="store", match="no bucket 'nowhere'")
     assert time.monotonic() - began < SOON
 
 
-def test_an_address_or_a_profile_is_all_that_is_needed(no_settings: Path, s3: str, pulse: Pulse) -> None:
+def test_an_address_or_a_profile_is_all_that_is_needed(
+    no_settings: Path, s3: str, pulse: Pulse
+) -> None:
     keys = "aws_access_key_id = test\naws_secret_access_key = test\n"
     (no_settings / "credentials").write_text(f"[minio]\n{keys}")
-    (no_settings / "config").write_text(f"[profile minio]\nregion = us-east-1\nendpoint_url = {s3}\n")
+    (no_settings / "config").write_text(
+        f"[profile minio]\nregion = us-east-1\nendpoint_url = {s3}\n"
+    )
     open_store("s3://bucket/easy?profile=minio").put("s/a", b"x")
     assert open_store("s3://bucket/easy", profile="minio").get("s/a") == b"x"
     (no_settings / "credentials").write_text(f"[default]\n{keys}")
@@ -209,7 +257,9 @@ def test_an_address_or_a_profile_is_all_that_is_needed(no_settings: Path, s3: st
     assert "profile" not in repr(open_store(f"s3://bucket/easy?endpoint={s3}", **KEYS))
 
 
-def test_a_profile_with_a_process_is_asked_through_boto3(no_settings: Path, s3: str, tmp_path: Path) -> None:
+def test_a_profile_with_a_process_is_asked_through_boto3(
+    no_settings: Path, s3: str, tmp_path: Path
+) -> None:
     pytest.importorskip("boto3")
     script = tmp_path / "keys.py"
     script.write_text('print(\'{"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b"}\')')
@@ -222,7 +272,8 @@ def test_a_profile_with_a_process_is_asked_through_boto3(no_settings: Path, s3: 
 
 
 def test_a_long_way_is_taken_by_few_requests_and_many_connections(proxy: Proxy) -> None:
-    """docs/evidence.md: a small object is stored at once, a long range is read in pieces, side by side."""
+    """docs/evidence.md: a small object is stored at once, a long range is read in pieces, side by
+    side."""
     store, data = s3_store(proxy.endpoint, "long"), np.random.default_rng(0).bytes((12 << 20) + 5)
     store.put("small", [data[:7], memoryview(data)[7:1000]])
     assert store.get("small") == data[:1000]

@@ -1,4 +1,5 @@
-"""A folder that is served: read-only, nothing beside it, ranges, bounded pages, and waits that end when they should."""
+"""A folder that is served: read-only, nothing beside it, ranges, bounded pages, and waits that end
+when they should."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def served(tmp_path: Path) -> Iterator[FolderServer]:
         yield server
 
 
-def ask(server: FolderServer, method: str, path: str, **headers: str) -> tuple[int, bytes, http.client.HTTPMessage]:
+def ask(
+    server: FolderServer, method: str, path: str, **headers: str
+) -> tuple[int, bytes, http.client.HTTPMessage]:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
@@ -48,7 +51,12 @@ def test_it_answers_as_a_web_server_does(served: FolderServer) -> None:
     assert "Last-Modified" in headers
     status, body, headers = ask(served, "HEAD", "/a/b")
     assert (status, body, headers["Content-Length"]) == (200, b"", "10")
-    for asked_for, expected in (("2-4", b"234"), ("8-", b"89"), ("-3", b"789"), ("0-99", b"0123456789")):
+    for asked_for, expected in (
+        ("2-4", b"234"),
+        ("8-", b"89"),
+        ("-3", b"789"),
+        ("0-99", b"0123456789"),
+    ):
         status, body, headers = ask(served, "GET", "/a/b", Range=f"bytes={asked_for}")
         assert (status, body) == (206, expected)
     assert headers["Content-Range"] == "bytes 0-9/10"
@@ -70,10 +78,30 @@ def test_nothing_beside_the_folder_is_shown(served: FolderServer, tmp_path: Path
     (root / "folder").symlink_to(tmp_path / "beside")
     (root / ".hidden").write_bytes(b"secret")
     os.mkfifo(root / "a" / "fifo")
-    paths = ("/file", "/a/file", "/folder/f", "/.hidden", "/../secret", "/a/../../secret", "/%2e%2e/secret", "//a/b")
-    for path in (*paths, "/a/%2e%2e/%2e%2e/secret", f"/{tmp_path}/secret", "/a", "/a/fifo", "/", "/a/b/c", "/a%00b"):
+    paths = (
+        "/file",
+        "/a/file",
+        "/folder/f",
+        "/.hidden",
+        "/../secret",
+        "/a/../../secret",
+        "/%2e%2e/secret",
+        "//a/b",
+    )
+    for path in (
+        *paths,
+        "/a/%2e%2e/%2e%2e/secret",
+        f"/{tmp_path}/secret",
+        "/a",
+        "/a/fifo",
+        "/",
+        "/a/b/c",
+        "/a%00b",
+    ):
         status, body, _ = ask(served, "GET", path)
-        assert status == 404 or (path == "/" and body.endswith(b" a/b\n") and body.count(b"\n") == 1), path
+        assert status == 404 or (
+            path == "/" and body.endswith(b" a/b\n") and body.count(b"\n") == 1
+        ), path
         assert b"secret" not in body
     store = HttpStore(served.url)
     assert names(store, "a") == ["a/b"]
@@ -183,7 +211,9 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert "pulse-rl[serve]" in caught.value.hint
 
 
-def test_a_file_that_shrinks_while_it_is_sent_is_missed(served: FolderServer, tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_sent_is_missed(
+    served: FolderServer, tmp_path: Path
+) -> None:
     """The reader asks again, and gets what is there."""
     big = tmp_path / "root" / "big"
     big.write_bytes(bytes(64 << 20))
@@ -208,15 +238,22 @@ def test_the_clients_charset_is_not_used(served: FolderServer) -> None:
     connection.close()
 
 
-def test_waits_leave_threads_for_readers(served: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_leave_threads_for_readers(
+    served: FolderServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow, done = threading.Event(), LocalStore.list
 
-    def stuck(self: LocalStore, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+    def stuck(
+        self: LocalStore, folder: str, start_after: str | None = None
+    ) -> Iterator[ObjectInfo]:
         slow.wait(20)
         return done(self, folder, start_after)
 
     monkeypatch.setattr(LocalStore, "list", stuck)
-    waiters = [threading.Thread(target=HttpStore(served.url).wait_for_new, args=(["a/a"], 20)) for _ in range(50)]
+    waiters = [
+        threading.Thread(target=HttpStore(served.url).wait_for_new, args=(["a/a"], 20))
+        for _ in range(50)
+    ]
     for waiter in waiters:
         waiter.start()
     try:
@@ -253,7 +290,9 @@ def test_a_root_that_is_gone_is_no_empty_store(served: FolderServer, tmp_path: P
     assert ask(served, "GET", "/a/b")[0] == 200
 
 
-def test_what_the_disk_refuses_is_not_missing(served: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_disk_refuses_is_not_missing(
+    served: FolderServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     really = os.open
 
     def refused(path: str, *args: int, **options: int) -> int:
@@ -282,19 +321,26 @@ def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("pulse_rl.store.server._KEEPALIVE_SECONDS", 0.2)
     with (
         FolderServer(tmp_path) as server,
-        socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=10) as peer,
+        socket.create_connection(
+            ("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=10
+        ) as peer,
     ):
         peer.sendall(b"GET /a/b HTTP/1.1\r\nHost: x\r\n\r\n")
         while peer.recv(65536):
             pass
 
 
-def test_connections_that_say_nothing_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_that_say_nothing_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pulse_rl.store.server._SILENT_SECONDS", 0.2)
     LocalStore(tmp_path).put("a/b", b"0123456789")
     with FolderServer(tmp_path) as server:
         where = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-        with socket.create_connection(where, timeout=10) as silent, socket.create_connection(where, timeout=10) as slow:
+        with (
+            socket.create_connection(where, timeout=10) as silent,
+            socket.create_connection(where, timeout=10) as slow,
+        ):
             slow.sendall(b"GET /a/b HT")
             for peer in (silent, slow):
                 with suppress(ConnectionResetError):
@@ -302,7 +348,9 @@ def test_connections_that_say_nothing_are_closed(tmp_path: Path, monkeypatch: py
         assert HttpStore(server.url).get("a/b") == b"0123456789"
 
 
-def test_malformed_requests_do_not_fill_the_log(served: FolderServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_requests_do_not_fill_the_log(
+    served: FolderServer, caplog: pytest.LogCaptureFixture
+) -> None:
     where = ("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
     for sent in (
         b"\x16\x03\x01\x02\x00\r\n\r\n",

@@ -100,7 +100,9 @@ def test_keys_do_not_appear_in_errors() -> None:
     assert "SECRET" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["", "/a", "a//b", "../a", "a/../b", "a/.", ".a", "a/.b", "a b", "a\\b", "a\0b", "ü"])
+@pytest.mark.parametrize(
+    "name", ["", "/a", "a//b", "../a", "a/../b", "a/.", ".a", "a/.b", "a b", "a\\b", "a\0b", "ü"]
+)
 def test_a_bad_name_touches_no_file(tmp_path: Path, name: str) -> None:
     store = LocalStore(tmp_path / "store")
     store.put("kept/x", b"x")
@@ -143,7 +145,12 @@ def test_half_written_files_are_never_listed(tmp_path: Path) -> None:
 def test_what_a_killed_writer_left_is_swept_a_day_later(tmp_path: Path) -> None:
     LocalStore(tmp_path).put("a", b"x")
     aside = tmp_path / ".unfinished"
-    for name, age in ((".old.abcd_123", 2 * 86400), (".fresh.abcd_123", 60), (".bashrc", 9e6), ("old.txt", 9e6)):
+    for name, age in (
+        (".old.abcd_123", 2 * 86400),
+        (".fresh.abcd_123", 60),
+        (".bashrc", 9e6),
+        ("old.txt", 9e6),
+    ):
         (aside / name).write_bytes(b"half")
         os.utime(aside / name, (time.time() - age,) * 2)
     reader = LocalStore(tmp_path)
@@ -154,7 +161,8 @@ def test_what_a_killed_writer_left_is_swept_a_day_later(tmp_path: Path) -> None:
 
 
 def test_nothing_is_swept_or_written_through_a_link(tmp_path: Path) -> None:
-    """Opening a store once deleted the dotfiles of a home folder that its co-writer had linked to."""
+    """Opening a store once deleted the dotfiles of a home folder that its co-writer had linked
+    to."""
     home, root = tmp_path / "home", tmp_path / "store"
     home.mkdir()
     root.mkdir()
@@ -209,7 +217,9 @@ def test_objects_are_readable_by_other_users_as_the_umask_says(tmp_path: Path) -
         store.put_new("a/new", b"x")
     finally:
         os.umask(before)
-    assert {name: oct(stat.S_IMODE((tmp_path / name).stat().st_mode)) for name in ("a/put", "a/new")} == {
+    assert {
+        name: oct(stat.S_IMODE((tmp_path / name).stat().st_mode)) for name in ("a/put", "a/new")
+    } == {
         "a/put": "0o644",
         "a/new": "0o644",
     }
@@ -267,7 +277,9 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_poll_reads_no_folder_that_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poll_reads_no_folder_that_has_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An idle poll once walked and sorted all versions there ever were."""
     store = LocalStore(tmp_path)
     for k in range(50):
@@ -291,7 +303,13 @@ def test_a_poll_reads_no_folder_that_has_not_changed(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "address", ["http:/me:secret@host", "http://me:secret@[::1", "file://me:secret@host/x", "ftp://me:se/cret@host"]
+    "address",
+    [
+        "http:/me:secret@host",
+        "http://me:secret@[::1",
+        "file://me:secret@host/x",
+        "ftp://me:se/cret@host",
+    ],
 )
 def test_a_password_in_an_address_is_not_shown(address: str) -> None:
     with pytest.raises(InputError) as refused:

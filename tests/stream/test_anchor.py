@@ -19,7 +19,16 @@ from pulse_rl.state.tensors import TensorSpec
 from pulse_rl.stream.anchor import restore
 from pulse_rl.stream.manifest import Payload
 from tests.support.checkpoints import HOSTILE
-from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, bits, policy, run_python, snapshot, weights
+from tests.support.states import (
+    LIMIT_MEMORY,
+    Rng,
+    all_dtypes,
+    bits,
+    policy,
+    run_python,
+    snapshot,
+    weights,
+)
 
 
 def shards_of(state: State, shard_bytes: int = 1 << 30) -> list[tuple[Payload, bytes]]:
@@ -41,13 +50,18 @@ def reader(data: bytes) -> RangeReader:
     return read
 
 
-def restored(shards: list[tuple[Payload, bytes]], state: State, threads: int | None = None) -> State:
+def restored(
+    shards: list[tuple[Payload, bytes]], state: State, threads: int | None = None
+) -> State:
     readers = [(payload, reader(data)) for payload, data in shards]
     return whole(readers, state, threads)[0]
 
 
 def whole(
-    readers: list[tuple[Payload, RangeReader]], state: State, threads: int | None = None, **more: Any
+    readers: list[tuple[Payload, RangeReader]],
+    state: State,
+    threads: int | None = None,
+    **more: Any,
 ) -> tuple[State, StateDigest]:
     root = state_digest(state).root
     shape = {"elements": state.elements, "dense_bytes": state.nbytes}
@@ -91,8 +105,12 @@ def test_every_shard_is_an_ordinary_safetensors_file(tmp_path: Path, rng: Rng) -
 
 @pytest.mark.slow
 def test_large_tensors_and_headers_are_read_in_pieces(rng: Rng) -> None:
-    """A header beyond the first read, a tensor beyond a chunk; no range may be larger than a chunk."""
-    state = State.of({f"name.{k:0200}": bits(rng, "U8", 1) for k in range(450)} | {"big": bits(rng, "U8", 17 << 20)})
+    """A header beyond the first read, a tensor beyond a chunk; no range may be larger than a
+    chunk."""
+    state = State.of(
+        {f"name.{k:0200}": bits(rng, "U8", 1) for k in range(450)}
+        | {"big": bits(rng, "U8", 17 << 20)}
+    )
     ((payload, data),) = shards_of(state)
     sizes = []
 
@@ -116,8 +134,8 @@ def test_progress_adds_up_to_the_states_bytes(rng: Rng) -> None:
 
 @pytest.mark.slow
 def test_every_flipped_bit_of_a_shard_is_noticed(rng: Rng) -> None:
-    """In the header it may be malformed, elsewhere the digest tells; an error of another kind would stop a subscriber
-    that could have taken another path."""
+    """In the header it may be malformed, elsewhere the digest tells; an error of another kind would
+    stop a subscriber that could have taken another path."""
     state = State.of({"a": bits(rng, "BF16", 20), "b": bits(rng, "F32", 3)})
     ((payload, data),) = shards_of(state)
     for flip in range(8 * len(data)):
@@ -154,7 +172,9 @@ def test_a_shard_of_another_state_is_noticed(rng: Rng) -> None:
     state, other = (State.of({"a": weights(rng, 10), "b": weights(rng, 10)}) for _ in range(2))
     (first, one), (second, two) = shards_of(state, 1)
     (_, wrong), _ = shards_of(other, 1)
-    assert snapshot(restored([(first, two), (second, one)], state)) == snapshot(state)  # whichever holds which
+    assert snapshot(restored([(first, two), (second, one)], state)) == snapshot(
+        state
+    )  # whichever holds which
     with pytest.raises(DigestMismatch, match=f"shard {first.sha256[:16]}"):
         restored([(first, wrong), (second, two)], state)
 
@@ -176,7 +196,7 @@ try:
     restore([(Payload("0" * 64, len(head) + size), lambda a, b: head[a:b])], root='', elements=10, dense_bytes=20)
 except CorruptCheckpoint:
     print("refused")
-"""
+"""  # noqa: E501
     )
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
 
@@ -190,7 +210,8 @@ def test_the_rebuilt_state_is_writable_and_its_own(rng: Rng) -> None:
 
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_header_that_arrives_without_its_last_spaces_is_damage(missing: int) -> None:
-    """It makes sense by itself; the data was then read from where the spaces are, and ran out of tensors."""
+    """It makes sense by itself; the data was then read from where the spaces are, and ran out of
+    tensors."""
     state = State.of({"a": np.zeros(64, np.uint8), "bc": np.zeros(7, np.uint8)})
     ((payload, data),) = shards_of(state)
     end = 8 + int.from_bytes(data[:8], "little")

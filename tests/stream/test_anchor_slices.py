@@ -20,11 +20,15 @@ from tests.support.states import Rng, all_dtypes, bits, snapshot, weights
 
 
 def state_of(rng: Rng) -> State:
-    return State.of(all_dtypes(rng) | {"large": weights(rng, 3000, 1001), "long": bits(rng, "F32", 700_001)}).copy()
+    return State.of(
+        all_dtypes(rng) | {"large": weights(rng, 3000, 1001), "long": bits(rng, "F32", 700_001)}
+    ).copy()
 
 
 def shards_of(state: State, rng: Rng, ranks: int) -> list[tuple[Payload, bytes]]:
-    return [(payload(data), data) for data in (shard(state, of) for of in slices_of(state, rng, ranks))]
+    return [
+        (payload(data), data) for data in (shard(state, of) for of in slices_of(state, rng, ranks))
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 7])

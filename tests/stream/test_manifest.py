@@ -30,8 +30,8 @@ GOLDEN = (
     '"metadata":{"step":7,"reward":0.5,"note":"größe","kept":true},'
     f'"files":[{{"name":"config.json","sha256":"{"e" * 64}","bytes":31}},'
     f'{{"name":"tokenizer/vocab.txt","sha256":"{"f" * 64}","bytes":0}}],'
-    f'"patch":{{"base":6,"base_root":"{"a" * 64}","changed":12,"parts":[{{"sha256":"{"b" * 64}","bytes":99}}]}},'
-    f'"anchor":{{"shards":[{{"sha256":"{"c" * 64}","bytes":1500}},{{"sha256":"{"d" * 64}","bytes":700}}]}},'
+    f'"patch":{{"base":6,"base_root":"{"a" * 64}","changed":12,"parts":[{{"sha256":"{"b" * 64}","bytes":99}}]}},'  # noqa: E501
+    f'"anchor":{{"shards":[{{"sha256":"{"c" * 64}","bytes":1500}},{{"sha256":"{"d" * 64}","bytes":700}}]}},'  # noqa: E501
     '"digest":"aa2d4504b867fbe07b8f4350ce08e6db195a821e668af3508ab33d31ddcc87fc","signature":null}'
 ).encode()
 
@@ -49,7 +49,9 @@ def edited(edit: Callable[[dict[str, Any]], None]) -> bytes:
     """The golden manifest with a change, in canonical spacing."""
     value = json.loads(GOLDEN)
     edit(value)
-    if value.get("digest") == FULL.digest:  # right for what is there now: what else is wrong has to be noticed
+    if (
+        value.get("digest") == FULL.digest
+    ):  # right for what is there now: what else is wrong has to be noticed
         unsigned = value | {"digest": ""} | ({"signature": None} if "signature" in value else {})
         value["digest"] = sha256(compact(unsigned)).hexdigest()
     return compact(value)
@@ -159,7 +161,9 @@ def test_wrong_contents_are_refused(edit: Callable[[dict[str, Any]], None]) -> N
         pytest.param(b" " + GOLDEN, id="space-before"),
         pytest.param(GOLDEN.replace(b'"version":7', b'"version": 7'), id="space-inside"),
         pytest.param(GOLDEN.replace(b'"version":7', b'"version":07'), id="leading-zero"),
-        pytest.param(GOLDEN.replace(b'"version":7', b'"version":7,"version":7'), id="same-key-twice"),
+        pytest.param(
+            GOLDEN.replace(b'"version":7', b'"version":7,"version":7'), id="same-key-twice"
+        ),
         pytest.param(GOLDEN.replace("ö".encode(), b"\\u00f6"), id="escaped-letter"),
         pytest.param(GOLDEN.replace("ö".encode(), b"\xf6"), id="not-utf8"),
         pytest.param(GOLDEN.replace(b"1764000000.125", b"1764000000.1250"), id="padded-float"),
@@ -211,12 +215,17 @@ values = st.one_of(
 )
 
 
-@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), values, max_size=5), st.floats(0, 1e12))
+@given(
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), values, max_size=5),
+    st.floats(0, 1e12),
+)
 def test_any_metadata_comes_back(metadata: Metadata, created: float) -> None:
     given_manifest = msgspec.structs.replace(FULL, created=created, metadata=metadata).sealed()
     found = read(given_manifest.to_bytes())
     assert found == given_manifest
-    assert {k: type(v) for k, v in found.metadata.items()} == {k: type(v) for k, v in metadata.items()}
+    assert {k: type(v) for k, v in found.metadata.items()} == {
+        k: type(v) for k, v in metadata.items()
+    }
 
 
 def numbered(version: int, **changes: object) -> Manifest:
@@ -249,7 +258,13 @@ def test_equal_aliases_are_held_once() -> None:
 def test_what_is_kept_is_what_was_read() -> None:
     """Aliases in another order are other bytes, with another digest."""
     kept = ManifestCache()
-    orders = [{"a": "x", "b": "x"}, {"a": "x", "b": "x"}, {"b": "x", "a": "x"}, {}, {"a": "x", "b": "x"}]
+    orders = [
+        {"a": "x", "b": "x"},
+        {"a": "x", "b": "x"},
+        {"b": "x", "a": "x"},
+        {},
+        {"a": "x", "b": "x"},
+    ]
     read = [numbered(version, aliases=aliases) for version, aliases in enumerate(orders)]
     for manifest in read:
         kept.keep(manifest)

@@ -21,7 +21,9 @@ STATE = {"w": np.arange(1000, dtype=np.float32)}
 def test_signed_versions_are_followed() -> None:
     store, signer = MemoryStore(), Signer.generate()
     publisher = Publisher(store, stream="s", signer=signer)
-    subscriber = Subscriber(store, stream="s", trusted_keys=[Signer.generate().public_key, signer.public_key])
+    subscriber = Subscriber(
+        store, stream="s", trusted_keys=[Signer.generate().public_key, signer.public_key]
+    )
     for k in range(12):
         publisher.publish({"w": STATE["w"] + k})
         subscriber.sync()
@@ -33,7 +35,9 @@ def test_unsigned_and_strange_signatures_are_refused(signer: Signer | None) -> N
     store, trusted = MemoryStore(), Signer.generate()
     Publisher(store, stream="s", signer=trusted).publish(STATE)
     events: list[Event] = []
-    subscriber = Subscriber(store, stream="s", trusted_keys=[trusted.public_key], on_event=events.append)
+    subscriber = Subscriber(
+        store, stream="s", trusted_keys=[trusted.public_key], on_event=events.append
+    )
     assert taken(subscriber)
     Publisher(store, stream="s", signer=signer).publish({"w": STATE["w"] * 2})
     assert subscriber.sync() is None
@@ -54,7 +58,13 @@ def test_a_changed_manifest_loses_its_signature() -> None:
     manifest = Stream(store, "s").manifest(0)
     keys = TrustedKeys([signer.public_key])
     keys.check(manifest)
-    for change in ({"root": "0" * 64}, {"version": 1}, {"aliases": {"a": "w"}}, {"created": 0.0}, {"stream": "t"}):
+    for change in (
+        {"root": "0" * 64},
+        {"version": 1},
+        {"aliases": {"a": "w"}},
+        {"created": 0.0},
+        {"stream": "t"},
+    ):
         with pytest.raises(Untrusted):
             keys.check(msgspec.structs.replace(manifest, **change))
     assert manifest.signature is not None
@@ -64,7 +74,8 @@ def test_a_changed_manifest_loses_its_signature() -> None:
 
 
 def test_a_payload_of_the_attacker_leads_nowhere() -> None:
-    """The manifest is signed and names the root: another payload, under whatever name, is refused."""
+    """The manifest is signed and names the root: another payload, under whatever name, is
+    refused."""
     store, signer = MemoryStore(), Signer.generate()
     publisher = Publisher(store, stream="s", signer=signer)
     publisher.publish(STATE)
@@ -72,7 +83,8 @@ def test_a_payload_of_the_attacker_leads_nowhere() -> None:
     payload = Stream(store, "s").manifest(1).patch
     assert payload is not None
     store.put(
-        f"s/payloads/{payload.parts[0].sha256}.patch", store.get(f"s/payloads/{payload.parts[0].sha256}.patch")[::-1]
+        f"s/payloads/{payload.parts[0].sha256}.patch",
+        store.get(f"s/payloads/{payload.parts[0].sha256}.patch")[::-1],
     )
     subscriber = Subscriber(store, stream="s", trusted_keys=[signer.public_key])
     with pytest.raises(ChainGap):
@@ -109,7 +121,9 @@ def test_keys_are_kept_in_files(tmp_path: Path) -> None:
             TrustedKeys(keys)
 
 
-def test_the_command_line_signs_and_trusts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_signs_and_trusts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from pulse_rl.cli import main
     from pulse_rl.state.checkpoint import as_state, save
 
@@ -121,7 +135,10 @@ def test_the_command_line_signs_and_trusts(tmp_path: Path, capsys: pytest.Captur
     publish = ["publish", str(tmp_path / "w.safetensors"), store, "--stream", "s"]
     follow = ["follow", store, "--stream", "s", "--once", "--out"]
     assert main([*publish, "--sign-key", str(tmp_path / "key")]) == 0
-    assert main([*follow, str(tmp_path / "a"), "--trust", key, "--cache", str(tmp_path / "cache")]) == 0
+    assert (
+        main([*follow, str(tmp_path / "a"), "--trust", key, "--cache", str(tmp_path / "cache")])
+        == 0
+    )
     assert main(["verify", store, "--stream", "s", "--trust", key]) == 0
     assert main(publish) == 1
     assert "is signed (Give the key" in capsys.readouterr().err

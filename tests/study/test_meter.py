@@ -29,10 +29,14 @@ def snapshot(parameters: Any, dtype: torch.dtype = torch.bfloat16) -> Snapshot:
 
 
 def by_hand(states: Sequence[Snapshot], k: int) -> list[int]:
-    return [sum(int((a[n] != b[n]).sum()) for n in a) for a, b in zip(states, states[k:], strict=False)]
+    return [
+        sum(int((a[n] != b[n]).sum()) for n in a) for a, b in zip(states, states[k:], strict=False)
+    ]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, after: Callable[[], object]) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, after: Callable[[], object]
+) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -49,12 +53,17 @@ def check(found: dict[str, Any], states: Sequence[Snapshot], ks: Sequence[int]) 
         changed = by_hand(states, row["k"])
         assert [p["changed"] for p in found["pairs"] if p["k"] == row["k"]] == changed
         assert row["sparsity"] == pytest.approx(1 - sum(changed) / len(changed) / elements)
-        assert (row["sparsity_min"], row["sparsity_max"]) == (1 - max(changed) / elements, 1 - min(changed) / elements)
+        assert (row["sparsity_min"], row["sparsity_max"]) == (
+            1 - max(changed) / elements,
+            1 - min(changed) / elements,
+        )
     assert sum(sum(by_hand(states, k)) for k in ks) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_the_meter_sees_what_a_recording_sees(dtype: torch.dtype, kind: Any) -> None:
     model = build()
@@ -72,16 +81,26 @@ def test_the_meter_sees_what_a_recording_sees(dtype: torch.dtype, kind: Any) -> 
 def test_groups_and_frozen_parameters() -> None:
     model = build()
     model[0].weight.requires_grad_(False)
-    groups = [{"params": [model[3].weight], "lr": 1e-2}, {"params": [model[3].bias, model[0].bias], "lr": 1e-4}]
+    groups = [
+        {"params": [model[3].weight], "lr": 1e-2},
+        {"params": [model[3].bias, model[0].bias], "lr": 1e-4},
+    ]
     optimizer = torch.optim.AdamW(groups)
-    trained = [("group0.0", model[3].weight), ("group1.0", model[3].bias), ("group1.1", model[0].bias)]
+    trained = [
+        ("group0.0", model[3].weight),
+        ("group1.0", model[3].bias),
+        ("group1.1", model[0].bias),
+    ]
     whole, part = [snapshot(model.named_parameters())], [snapshot(trained)]
 
     def after() -> None:
         whole.append(snapshot(model.named_parameters()))
         part.append(snapshot(trained))
 
-    with SparsityMeter(model, ks=(1, 3)) as of_model, SparsityMeter(optimizer, ks=(1, 3)) as of_optimizer:
+    with (
+        SparsityMeter(model, ks=(1, 3)) as of_model,
+        SparsityMeter(optimizer, ks=(1, 3)) as of_optimizer,
+    ):
         train(model, optimizer, 4, after)
     check(of_model.to_dict(), whole, (1, 3))
     check(of_optimizer.to_dict(), part, (1, 3))
@@ -95,7 +114,9 @@ def test_named_groups_keep_their_names() -> None:
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
     with SparsityMeter(optimizer, ks=(1,)) as meter:
         train(model, optimizer, 1, lambda: None)
-    assert {t["name"] for t in meter.to_dict()["tensors"]} == {n for n, _ in model.named_parameters()}
+    assert {t["name"] for t in meter.to_dict()["tensors"]} == {
+        n for n, _ in model.named_parameters()
+    }
 
 
 def test_closures_count_as_one_step() -> None:
@@ -187,7 +208,10 @@ def test_after_close_nothing_is_measured() -> None:
 def test_memory_is_bounded_by_copies_and_small_where_little_changes() -> None:
     model = build()
     copy = 2 * sum(p.numel() for p in model.parameters())
-    dense, sparse = torch.optim.AdamW(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=1e-6)
+    dense, sparse = (
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        torch.optim.SGD(model.parameters(), lr=1e-6),
+    )
     with SparsityMeter(model, ks=(4,)) as meter:
         assert meter.memory_bytes == copy
         train(model, dense, 12, lambda: None)
@@ -202,7 +226,9 @@ def test_live_and_stored_give_one_study(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def save() -> None:
-        write_checkpoint(tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors", model.state_dict())
+        write_checkpoint(
+            tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors", model.state_dict()
+        )
 
     save()
     with SparsityMeter(model, ks=(1, 4)) as meter:

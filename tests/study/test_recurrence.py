@@ -1,4 +1,5 @@
-"""What an element's last change tells of its next one: against built streams, plain Python and a publisher."""
+"""What an element's last change tells of its next one: against built streams, plain Python and a
+publisher."""
 
 from __future__ import annotations
 
@@ -87,7 +88,10 @@ def expected(states: Sequence[np.ndarray], dtype: str, first: int) -> dict[str, 
     return {
         "changed": len(steps),
         "ages": [ages[i] / len(steps) for i in range(CLASSES)],
-        "position": (by_class((f, c) for f, _, c in flags), by_class(((f, a), c) for f, a, c in flags)),
+        "position": (
+            by_class((f, c) for f, _, c in flags),
+            by_class(((f, a), c) for f, a, c in flags),
+        ),
         "sign": (
             entropy(s > 0 for *_, s in steps),
             by_class(((a, (last > 0) - (last < 0)), s > 0) for _, a, last, s in steps),
@@ -122,9 +126,13 @@ def shares(found: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("periods", [(1, 2, 3, 5, 9), (17, 40)])
-def test_a_stream_where_elements_alternate_has_the_ages_that_were_built(periods: tuple[int, ...]) -> None:
+def test_a_stream_where_elements_alternate_has_the_ages_that_were_built(
+    periods: tuple[int, ...],
+) -> None:
     last = 4 * max(periods)
-    states = [np.array([0x3F80 + (t // p) % 2 for p in periods], np.uint16) for t in range(last + 1)]
+    states = [
+        np.array([0x3F80 + (t // p) % 2 for p in periods], np.uint16) for t in range(last + 1)
+    ]
     found = study(Listed([State.of({"w": Bits(s, "BF16")}) for s in states]), ks=(1,))["history"]
     first = last // 2 + 1
     changes = {p: sum(t % p == 0 for t in range(first, last + 1)) for p in periods}
@@ -145,7 +153,12 @@ def test_each_dtype_is_counted_as_element_by_element(rng: Rng, dtype: str) -> No
     states = walk(rng, dtype, 17)
     found = studied(states, dtype)
     wanted = expected(states, dtype, 9)
-    assert (found["first"], found["steps"], found["coded_steps"], found["changed"]) == (9, 8, 8, wanted["changed"])
+    assert (found["first"], found["steps"], found["coded_steps"], found["changed"]) == (
+        9,
+        8,
+        8,
+        wanted["changed"],
+    )
     assert shares(found) == pytest.approx(wanted["ages"])
     for name in ("position", "sign", "size"):
         bits = found[f"{name}_bits"], found[f"{name}_bits_with_history"]
@@ -168,13 +181,20 @@ def test_two_states_have_no_history_and_no_change_has_no_share(rng: Rng) -> None
     states = walk(rng, "BF16", 2)
     assert studied(states, "BF16") is None
     found = studied([states[0]] * 4, "BF16")
-    assert (found["steps"], found["changed"], found["not_yet"], found["within_8"]) == (2, 0, None, None)
+    assert (found["steps"], found["changed"], found["not_yet"], found["within_8"]) == (
+        2,
+        0,
+        None,
+        None,
+    )
     assert found["bytes_per_changed_history"] is None is found["entropy_bound"]
 
 
 def test_elements_of_eight_bytes_are_left_out(rng: Rng) -> None:
     weights, counters = walk(rng, "BF16", 5), [np.full(9, t, np.int64) for t in range(5)]
-    given = [State.of({"c": c, "w": Bits(w, "BF16")}) for c, w in zip(counters, weights, strict=True)]
+    given = [
+        State.of({"c": c, "w": Bits(w, "BF16")}) for c, w in zip(counters, weights, strict=True)
+    ]
     both, alone = study(Listed(given), ks=(1,))["history"], studied(weights, "BF16")
     assert shares(both) == shares(alone)
     assert both["entropy_bound"] == alone["entropy_bound"]
@@ -182,7 +202,8 @@ def test_elements_of_eight_bytes_are_left_out(rng: Rng) -> None:
 
 
 def drifting(rng: Rng, count: int, elements: int = 40_000) -> list[np.ndarray]:
-    """BF16 bits of which a few percent move again and again in one direction, and others now and then."""
+    """BF16 bits of which a few percent move again and again in one direction, and others now and
+    then."""
     states = [rng.integers(0x3C00, 0x3D00, elements, np.uint16)]
     restless = rng.random(elements) < 0.02
     while len(states) < count:
@@ -198,9 +219,14 @@ def test_the_bytes_are_those_of_a_publishers_patch_files(rng: Rng) -> None:
         publisher = tuned(MemoryStore(), stream="run", history=codec == "history")
         done = [publisher.publish(State.of({"w": Bits(s.reshape(4, -1), "BF16")})) for s in states]
         published = [done[version] for version in steps_to_code(23)]
-        nbytes, changed = sum(p.patch_bytes for p in published), sum(p.changed or 0 for p in published)
+        nbytes, changed = (
+            sum(p.patch_bytes for p in published),
+            sum(p.changed or 0 for p in published),
+        )
         # Headers are compressed, with digests that differ.
-        assert found[f"bytes_per_changed_{codec}"] * changed == pytest.approx(nbytes, abs=len(published))
+        assert found[f"bytes_per_changed_{codec}"] * changed == pytest.approx(
+            nbytes, abs=len(published)
+        )
     assert found["bytes_per_changed_history"] < 0.8 * found["bytes_per_changed_auto"]
 
 
@@ -212,7 +238,9 @@ def remembered_after(versions: int, share: float = 0.002) -> Remembered:
     records = {}
     for index, block in blocks.items():
         at = np.arange(round(share * block.elements), dtype=np.uint32)
-        found = records_of(block.dtype, at, np.zeros(len(at), np.uint16), np.ones(len(at), np.uint16))
+        found = records_of(
+            block.dtype, at, np.zeros(len(at), np.uint16), np.ones(len(at), np.uint16)
+        )
         assert found is not None
         records[index] = found
     for version in range(1, versions + 1):
@@ -239,7 +267,8 @@ def test_it_is_remembered_what_publishers_remember(
 
 @pytest.mark.parametrize("last", [2, 9, 16, 17, 65, 128, 129, 400])
 def test_the_steps_that_are_coded_stand_for_all(last: int) -> None:
-    """Of the second half, one for each place between two merged windows, none where all has been forgotten."""
+    """Of the second half, one for each place between two merged windows, none where all has been
+    forgotten."""
     coded = sorted(steps_to_code(last))
     assert last // 2 < coded[0] <= coded[-1] <= last
     assert len(coded) == min(8, last - last // 2)
@@ -274,11 +303,15 @@ def train(model: nn.Module, steps: int, after: Any = lambda: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])
-def test_the_meter_counts_what_a_study_of_the_same_states_does(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_the_meter_counts_what_a_study_of_the_same_states_does(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     model = build()
 
     def save() -> None:
-        checkpoint.save(tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors", State.of(model.state_dict()))
+        checkpoint.save(
+            tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors", State.of(model.state_dict())
+        )
 
     save()
     with SparsityMeter(model, dtype=dtype, ks=(1,), history=True) as meter:
@@ -292,7 +325,10 @@ def test_the_meter_counts_what_a_study_of_the_same_states_does(tmp_path: Path, d
 def test_the_meter_has_history_only_if_asked() -> None:
     model = build()
     elements = sum(p.numel() for p in model.parameters())
-    with SparsityMeter(model, ks=(1,)) as plain, SparsityMeter(model, ks=(1,), history=True) as meter:
+    with (
+        SparsityMeter(model, ks=(1,)) as plain,
+        SparsityMeter(model, ks=(1,), history=True) as meter,
+    ):
         assert meter.to_dict()["history"] is None
         assert meter.memory_bytes == plain.memory_bytes + elements
         train(model, 4)

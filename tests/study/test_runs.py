@@ -27,7 +27,12 @@ def recorded(rng: Rng, settings: Settings) -> tuple[dict[str, Any], list[np.ndar
     for state in others:
         recorder.add(state)
     result = recorder.result([0.5] * settings.steps)
-    return {"settings": vars(settings), "rewards": [0.1] * settings.steps, "dtypes": {}, **result}, states
+    return {
+        "settings": vars(settings),
+        "rewards": [0.1] * settings.steps,
+        "dtypes": {},
+        **result,
+    }, states
 
 
 def test_the_steady_part_counts_and_every_step_has_a_density(rng: Rng) -> None:
@@ -51,7 +56,10 @@ def test_the_tables_show_each_run(rng: Rng) -> None:
     assert "Density in % by exponent" in text
     history = result["study"]["history"]
     assert f"| of-two | {100 * history['ages'][0]['share']:.1f} | " in text
-    assert f"| {history['bytes_per_changed_auto']:.3f} / {history['bytes_per_changed_history']:.3f} |" in text
+    assert (
+        f"| {history['bytes_per_changed_auto']:.3f} / {history['bytes_per_changed_history']:.3f} |"
+        in text
+    )
 
 
 def test_each_run_has_room_for_all_k() -> None:

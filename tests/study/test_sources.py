@@ -1,4 +1,5 @@
-"""Where a study's states come from: folders of checkpoints in natural order, streams; and the command."""
+"""Where a study's states come from: folders of checkpoints in natural order, streams; and the
+command."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def states(rng: Rng) -> list[Tensors]:
 
 @pytest.fixture
 def folder(tmp_path: Path, states: list[Tensors]) -> Path:
-    """Files, folders and sharded folders side by side, and things that are no checkpoints; steps 7 to 12."""
+    """Files, folders and sharded folders side by side, and things that are no checkpoints; steps 7
+    to 12."""
     place = tmp_path / "run"
     for i, state in enumerate(states):
         name = f"step-{7 + i}"
@@ -55,7 +57,14 @@ def folder(tmp_path: Path, states: list[Tensors]) -> Path:
 
 def test_checkpoints_are_ordered_by_the_numbers_in_their_names(folder: Path) -> None:
     found = CheckpointFolder(folder)
-    assert found.state_names == ["step-7.safetensors", "step-8", "step-9", "step-10.safetensors", "step-11", "step-12"]
+    assert found.state_names == [
+        "step-7.safetensors",
+        "step-8",
+        "step-9",
+        "step-10.safetensors",
+        "step-11",
+        "step-12",
+    ]
 
 
 def test_natural_order_of_any_names(tmp_path: Path) -> None:
@@ -65,18 +74,26 @@ def test_natural_order_of_any_names(tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path).state_names == ordered
 
 
-def test_a_folder_of_every_kind_of_checkpoint_is_studied(folder: Path, states: list[Tensors]) -> None:
+def test_a_folder_of_every_kind_of_checkpoint_is_studied(
+    folder: Path, states: list[Tensors]
+) -> None:
     found = study(CheckpointFolder(folder), ks=(1, 5))
     assert [row["pairs"] for row in found["rows"]] == [5, 1]
     first, last = (to_torch(State.of(states[i])) for i in (0, 5))
-    cast = {n: (first[n].to(bfloat16), last[n].to(bfloat16)) for n in first if first[n].is_floating_point()}
+    cast = {
+        n: (first[n].to(bfloat16), last[n].to(bfloat16))
+        for n in first
+        if first[n].is_floating_point()
+    }
     changed = sum(int((old.view(int16) != new.view(int16)).sum()) for old, new in cast.values())
     changed += sum(int((first[n] != last[n]).sum()) for n in first.keys() - cast.keys())
     assert found["rows"][1]["changed"] == changed
     assert found["dtypes"].keys() == {"BF16", "I64"}  # the FP32 norm is cast
 
 
-def test_a_stream_gives_the_numbers_of_the_folder(folder: Path, states: list[Tensors], tmp_path: Path) -> None:
+def test_a_stream_gives_the_numbers_of_the_folder(
+    folder: Path, states: list[Tensors], tmp_path: Path
+) -> None:
     store = LocalStore(tmp_path / "store")
     publisher = Publisher(store, stream="policy")
     for state in states:
@@ -89,7 +106,9 @@ def test_a_stream_gives_the_numbers_of_the_folder(folder: Path, states: list[Ten
     assert stream == files
 
 
-def test_the_last_checkpoint_beside_the_folders_of_a_trainer_is_left_out(tmp_path: Path, states: list[Tensors]) -> None:
+def test_the_last_checkpoint_beside_the_folders_of_a_trainer_is_left_out(
+    tmp_path: Path, states: list[Tensors]
+) -> None:
     for i in (500, 1000):
         write_checkpoint(tmp_path / f"checkpoint-{i}" / "model.safetensors", states[0])
     write_checkpoint(tmp_path / "model.safetensors", states[1])
@@ -130,7 +149,9 @@ def test_states_of_different_models_are_refused_by_name(tmp_path: Path) -> None:
     refused(tmp_path, r"2\.safetensors", CorruptCheckpoint)
 
 
-def test_a_stream_of_one_version_or_of_two_models_is_refused(tmp_path: Path, states: list[Tensors]) -> None:
+def test_a_stream_of_one_version_or_of_two_models_is_refused(
+    tmp_path: Path, states: list[Tensors]
+) -> None:
     store = LocalStore(tmp_path)
     publisher = Publisher(store, stream="policy")
     publisher.publish(states[0])
@@ -151,7 +172,9 @@ def pulse(capsys: pytest.CaptureFixture[str], *args: object, status: int = 0) ->
     return out if status == 0 else err
 
 
-def test_the_command_ends_with_the_three_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_the_three_numbers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = pulse(capsys, folder, "--lr", "1e-6", "--step-seconds", "10").splitlines()
     assert [line.split()[0] for line in lines[-3:]] == ["sparsity", "bytes", "bandwidth"]
     assert "90% utilisation at 10 s per step" in lines[-1]
@@ -159,19 +182,39 @@ def test_the_command_ends_with_the_three_numbers(folder: Path, capsys: pytest.Ca
     assert [line.split()[0] for line in lines[4:7]] == ["1", "2", "4"]
 
 
-def test_the_command_says_what_history_knows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_history_knows(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = study(CheckpointFolder(folder), ks=(5,))["history"]
     lines = pulse(capsys, folder, "--k", "5").splitlines()  # whatever k: it is about single steps
     at = next(i for i, line in enumerate(lines) if line.startswith("recurrence"))
     assert "(the last 3 steps)" in lines[at]
-    assert lines[at + 1].split() == ["1", "2", "3-4", "5-8", "9-16", "17-32", "33", "+", "not", "yet"]
+    assert lines[at + 1].split() == [
+        "1",
+        "2",
+        "3-4",
+        "5-8",
+        "9-16",
+        "17-32",
+        "33",
+        "+",
+        "not",
+        "yet",
+    ]
     shares = [age["share"] for age in found["ages"]] + [found["not_yet"]]
     assert lines[at + 2].split() == [f"{share:.3%}" for share in shares]
     assert lines[at + 3] == f"within 8 states: {found['within_8']:.3%}"
     fields = ("position_bits", "sign_bits", "size_bits", "entropy_bound")
-    for line, suffix, codec in zip(lines[at + 7 : at + 9], ("", "_with_history"), ("auto", "history"), strict=True):
+    for line, suffix, codec in zip(
+        lines[at + 7 : at + 9], ("", "_with_history"), ("auto", "history"), strict=True
+    ):
         cells = [f"{found[f'{name}{suffix}']:.3f}" for name in fields]
-        assert line.split()[2:] == [*cells, f"{found[f'bytes_per_changed_{codec}']:.3f}", "by", codec]
+        assert line.split()[2:] == [
+            *cells,
+            f"{found[f'bytes_per_changed_{codec}']:.3f}",
+            "by",
+            codec,
+        ]
 
 
 def publish_all(folder: Path, states: list[Tensors]) -> None:
@@ -187,7 +230,9 @@ def test_two_states_have_no_history_to_print(
     assert "history" not in pulse(capsys, tmp_path, "--stream", "policy")
 
 
-def test_the_command_prints_the_study_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_study_as_json(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = pulse(capsys, folder, "--json", "--k", "5", "2", "--dtype", "f8_e4m3")
     assert out.count("\n") == 1
     assert json.loads(out) == study(CheckpointFolder(folder), ks=(2, 5), dtype="F8_E4M3")
@@ -203,7 +248,9 @@ def test_the_command_studies_a_stream(
     assert [row["k"] for row in found["rows"]] == [1, 2]
 
 
-def test_the_command_writes_a_report(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_report(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pulse(capsys, folder, "-o", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text("utf-8")
     assert page.lower().startswith("<!doctype html>")
@@ -211,9 +258,12 @@ def test_the_command_writes_a_report(folder: Path, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--step-seconds", "0"], ["--k", "0"], ["--k", "6"], ["--lr", "-1"], ["--threads", "0"]]
+    "wrong",
+    [["--step-seconds", "0"], ["--k", "0"], ["--k", "6"], ["--lr", "-1"], ["--threads", "0"]],
 )
-def test_the_command_refuses_with_one_line(folder: Path, capsys: pytest.CaptureFixture[str], wrong: list[Any]) -> None:
+def test_the_command_refuses_with_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], wrong: list[Any]
+) -> None:
     assert pulse(capsys, folder, *wrong, status=1).count("\n") == 1
 
 
@@ -222,9 +272,14 @@ def test_a_tensor_that_never_changes_is_all_sparse(
 ) -> None:
     frozen = {"frozen": full((10,), 2.0, dtype=bfloat16)}
     for i in range(3):
-        save_file({**frozen, "w": full((10,), float(i), dtype=bfloat16)}, tmp_path / f"{i}.safetensors")
+        save_file(
+            {**frozen, "w": full((10,), float(i), dtype=bfloat16)}, tmp_path / f"{i}.safetensors"
+        )
     found = json.loads(pulse(capsys, tmp_path, "--json"))
-    assert [(t["name"], t["sparsity"]) for t in found["tensors"] if t["k"] == 1] == [("frozen", 1.0), ("w", 0.0)]
+    assert [(t["name"], t["sparsity"]) for t in found["tensors"] if t["k"] == 1] == [
+        ("frozen", 1.0),
+        ("w", 0.0),
+    ]
 
 
 def test_mutations_are_counted_exactly(tmp_path: Path, rng: Rng) -> None:
@@ -232,7 +287,9 @@ def test_mutations_are_counted_exactly(tmp_path: Path, rng: Rng) -> None:
     for density in (0.0, 0.01, 1.0):
         states.append(mutated(rng, states[-1], density))
     for i, state in enumerate(states):
-        write_checkpoint(tmp_path / f"{i}.safetensors", {n: b for n, b in state.items() if b.dtype == "BF16"})
+        write_checkpoint(
+            tmp_path / f"{i}.safetensors", {n: b for n, b in state.items() if b.dtype == "BF16"}
+        )
     pairs = study(CheckpointFolder(tmp_path), ks=(1,))["pairs"]
     elements = sum(b.array.size for b in states[0].values() if b.dtype == "BF16")
     assert [p["changed"] for p in pairs] == [0, int(np.ceil(elements * 0.01)), elements]

@@ -1,4 +1,5 @@
-"""What a study measures, against plain numpy and torch: sparsity, bytes, the bound, density by exponent."""
+"""What a study measures, against plain numpy and torch: sparsity, bytes, the bound, density by
+exponent."""
 
 from __future__ import annotations
 
@@ -24,16 +25,25 @@ from tests.support.states import Rng
 
 Floats = dict[str, np.ndarray]
 KS = (1, 2, 3, 5)
-TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-SPECIAL = np.array([np.nan, -0.0, 0.0, np.inf, -np.inf, 1e-45, -1e-40, 3e38, 448, -465, 6e4, 7e4], np.float32)
+TORCH = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+SPECIAL = np.array(
+    [np.nan, -0.0, 0.0, np.inf, -np.inf, 1e-45, -1e-40, 3e38, 448, -465, 6e4, 7e4], np.float32
+)
 
 
 FIELDS = (
-    "format source dtype dtypes parameters dense_bytes states rows layers kinds tensors pairs history exponents lr "
+    "format source dtype dtypes parameters dense_bytes states rows layers kinds tensors pairs "
+    "history exponents lr "
     "gradient_density gradients summary"
 )
 ROW_FIELDS = (
-    "k pairs elements changed sparsity sparsity_min sparsity_max untouched coded_pairs bytes bytes_per_changed "
+    "k pairs elements changed sparsity sparsity_min sparsity_max untouched coded_pairs bytes "
+    "bytes_per_changed "
     "bytes_per_changed_zstd entropy_bound times_bound"
 )
 
@@ -58,7 +68,8 @@ def masters(rng: Rng, count: int = 7, lr: float = 1e-3) -> list[Floats]:
     """FP32 states of a small model that drift; special values come and go in one of its tensors."""
     state: Floats = {
         "model.embed_tokens.weight": rng.standard_normal((50, 20), np.float32) * np.float32(0.02),
-        "model.layers.0.self_attn.q_proj.weight": rng.standard_normal((30, 30), np.float32) * np.float32(0.05),
+        "model.layers.0.self_attn.q_proj.weight": rng.standard_normal((30, 30), np.float32)
+        * np.float32(0.05),
         "model.layers.0.mlp.up_proj.weight": rng.choice(SPECIAL, (20, 20)),
         "model.layers.0.mlp.up_proj.bias": np.zeros(20, np.float32),
         "model.norm.weight": np.ones(20, np.float32),
@@ -66,7 +77,10 @@ def masters(rng: Rng, count: int = 7, lr: float = 1e-3) -> list[Floats]:
     }
     states = [state]
     while len(states) < count:
-        state = {k: v + rng.standard_normal(v.shape, np.float32) * np.float32(lr) for k, v in state.items()}
+        state = {
+            k: v + rng.standard_normal(v.shape, np.float32) * np.float32(lr)
+            for k, v in state.items()
+        }
         special = state["model.layers.0.mlp.up_proj.weight"]
         special[rng.integers(20)] = rng.choice(SPECIAL, 20)
         states.append(state)
@@ -74,18 +88,26 @@ def masters(rng: Rng, count: int = 7, lr: float = 1e-3) -> list[Floats]:
 
 
 def cast_by_torch(values: np.ndarray, dtype: str) -> np.ndarray:
-    return torch.from_numpy(values).to(TORCH[dtype]).view(torch.uint8 if "F8_" in dtype else torch.int16).numpy()
+    return (
+        torch.from_numpy(values)
+        .to(TORCH[dtype])
+        .view(torch.uint8 if "F8_" in dtype else torch.int16)
+        .numpy()
+    )
 
 
 def by_hand(states: list[Floats], dtype: str, k: int) -> dict[str, Any]:
-    """Changed elements per pair and tensor, and untouched ones per pair, from whole arrays of bits."""
+    """Changed elements per pair and tensor, and untouched ones per pair, from whole arrays of
+    bits."""
     bits = [{name: cast_by_torch(v, dtype) for name, v in state.items()} for state in states]
     pairs = list(zip(bits, bits[k:], strict=False))
     changed = {name: [int((a[name] != b[name]).sum()) for a, b in pairs] for name in states[0]}
     untouched = []
     for start in range(len(pairs)):
         steps = list(pairwise(bits[start : start + k + 1]))
-        untouched.append(sum(int(np.all([a[n] == b[n] for a, b in steps], axis=0).sum()) for n in states[0]))
+        untouched.append(
+            sum(int(np.all([a[n] == b[n] for a, b in steps], axis=0).sum()) for n in states[0])
+        )
     return {"changed": changed, "untouched": untouched}
 
 
@@ -108,7 +130,10 @@ def test_k_step_sparsity_is_that_of_whole_arrays(rng: Rng, dtype: str, lr: float
         assert (row["pairs"], row["elements"]) == (len(states) - k, elements)
         assert row["changed"] == pytest.approx(np.mean(totals))
         assert row["sparsity"] == pytest.approx(1 - np.mean(totals) / elements)
-        assert (row["sparsity_min"], row["sparsity_max"]) == (1 - max(totals) / elements, 1 - min(totals) / elements)
+        assert (row["sparsity_min"], row["sparsity_max"]) == (
+            1 - max(totals) / elements,
+            1 - min(totals) / elements,
+        )
         assert row["untouched"] == pytest.approx(np.mean(expected["untouched"]) / elements)
         assert [p["changed"] for p in rows_of(found, "pairs", k=k)] == totals.tolist()
         assert all(p["new"] - p["old"] == k for p in rows_of(found, "pairs", k=k))
@@ -129,7 +154,9 @@ def test_the_compute_dtype_is_called_in_any_letter_case(rng: Rng, name: str) -> 
     assert study(source, dtype=name) == study(source, dtype="F8_E4M3")
 
 
-def test_something_changes_in_each_dtype_and_end_states_differ_less_than_what_was_touched(rng: Rng) -> None:
+def test_something_changes_in_each_dtype_and_end_states_differ_less_than_what_was_touched(
+    rng: Rng,
+) -> None:
     for dtype in COMPUTE_DTYPES:
         rows = study(Listed([State.of(s) for s in masters(rng)]), dtype=dtype, ks=KS)["rows"]
         assert 0 < rows[-1]["untouched"] < rows[-1]["sparsity"] < rows[0]["sparsity"] < 1
@@ -137,7 +164,8 @@ def test_something_changes_in_each_dtype_and_end_states_differ_less_than_what_wa
 
 
 def test_states_in_a_compute_dtype_are_compared_as_they_are(rng: Rng) -> None:
-    """NaN payloads and the sign of zero are bits like others; FP16 stays FP16, integers and FP8 stay, too."""
+    """NaN payloads and the sign of zero are bits like others; FP16 stays FP16, integers and FP8
+    stay, too."""
     old = {
         "bf16": Bits(np.array([0x7FC0, 0x7FC1, 0x0000, 0x8000, 0x3F80], np.uint16), "BF16"),
         "f16": Bits(np.array([0x7C01, 0x0000], np.uint16), "F16"),
@@ -152,7 +180,12 @@ def test_states_in_a_compute_dtype_are_compared_as_they_are(rng: Rng) -> None:
     }
     found = study(Listed([State.of(old), State.of(new)]), ks=(1,))
     assert found["dtypes"] == {"BF16": 5, "F16": 2, "F8_E4M3": 2, "I64": 2}
-    assert {t["name"]: t["changed"] for t in found["tensors"]} == {"bf16": 2, "f16": 2, "f8": 1, "steps": 1}
+    assert {t["name"]: t["changed"] for t in found["tensors"]} == {
+        "bf16": 2,
+        "f16": 2,
+        "f8": 1,
+        "steps": 1,
+    }
     assert found["rows"][0]["entropy_bound"] > 0
 
 
@@ -181,8 +214,12 @@ def test_bytes_are_those_of_patches_and_the_bound_is_that_of_whole_tensors(rng: 
     assert row["bytes"] == pytest.approx(built.nbytes, abs=4)
     assert row["bytes_per_changed"] == row["bytes"] / built.header.changed
     zstd = patch.build_patch(states[0], states[3], state_digest(states[0]), codec="zstd")
-    assert row["bytes_per_changed_zstd"] == pytest.approx(zstd.nbytes / built.header.changed, rel=1e-4)
-    assert row["entropy_bound"] == pytest.approx(entropy_bound(states[0], states[3]).bytes_per_changed)
+    assert row["bytes_per_changed_zstd"] == pytest.approx(
+        zstd.nbytes / built.header.changed, rel=1e-4
+    )
+    assert row["entropy_bound"] == pytest.approx(
+        entropy_bound(states[0], states[3]).bytes_per_changed
+    )
     assert row["times_bound"] == pytest.approx(row["bytes_per_changed"] / row["entropy_bound"])
     assert 1 < row["times_bound"] < 1.1
     (row,) = rows_of(found, "rows", k=1)
@@ -190,7 +227,9 @@ def test_bytes_are_those_of_patches_and_the_bound_is_that_of_whole_tensors(rng: 
     numbers = found["summary"]
     assert numbers["sparsity"] == row["sparsity"]
     assert numbers["bytes_per_sync"] == pytest.approx(row["bytes"], rel=1e-3)
-    assert numbers["bandwidth_for_target"] == pytest.approx(8 * numbers["bytes_per_sync"] * 0.9 / 0.1 / 50)
+    assert numbers["bandwidth_for_target"] == pytest.approx(
+        8 * numbers["bytes_per_sync"] * 0.9 / 0.1 / 50
+    )
     assert numbers["bandwidth_full"] == pytest.approx(8 * found["dense_bytes"] * 0.9 / 0.1 / 50)
 
 
@@ -225,9 +264,13 @@ def test_density_by_exponent(rng: Rng) -> None:
         assert row["predicted_10lr"] == min(1, 1e-4 / 2.0 ** (row["exponent"] - 7))
 
 
-@pytest.mark.parametrize(("dtype", "torch_dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16)])
+@pytest.mark.parametrize(
+    ("dtype", "torch_dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16)]
+)
 @pytest.mark.parametrize("exponent", [-13, -6, 0])
-def test_updates_below_the_threshold_are_absorbed(dtype: str, torch_dtype: torch.dtype, exponent: int) -> None:
+def test_updates_below_the_threshold_are_absorbed(
+    dtype: str, torch_dtype: torch.dtype, exponent: int
+) -> None:
     threshold = ulp_of(exponent, DTYPES[dtype]) / 2
     weight = torch.tensor(1.25 * 2.0**exponent, dtype=torch_dtype)
     assert (weight.double() + 0.99 * threshold).to(torch_dtype) == weight
@@ -241,7 +284,12 @@ def test_subnormals_share_the_lowest_exponent_and_integers_have_none() -> None:
     counts = ClassCounts(DTYPES["BF16"])
     counts.add(np.array([0, 0x8000, 1, 0x80], np.uint16), np.array([1, 0x8000, 1, 0x80], np.uint16))
     (row,) = exponent_rows(counts, None)
-    assert (row["exponent"], row["elements"], row["changed"], row["predicted_lr"]) == (-126, 4, 1, None)
+    assert (row["exponent"], row["elements"], row["changed"], row["predicted_lr"]) == (
+        -126,
+        4,
+        1,
+        None,
+    )
     assert exponent_rows(ClassCounts(DTYPES["I32"]), 1.0) == []
 
 
@@ -252,14 +300,18 @@ def entropy_of(symbols: list[Any]) -> float:
 
 def test_the_bound_is_the_entropy_of_flags_and_steps_given_tensor_and_exponent(rng: Rng) -> None:
     old = {n: rng.integers(0x3F00, 0x4100, 400, np.uint16) for n in "ab"}
-    new = {n: v + rng.choice(np.array([0, 0, 0, 1, 0xFFFF], np.uint16), 400) for n, v in old.items()}
+    new = {
+        n: v + rng.choice(np.array([0, 0, 0, 1, 0xFFFF], np.uint16), 400) for n, v in old.items()
+    }
     bits = 0.0
     for name in "ab":
         for exponent in set((old[name] >> 7).tolist()):
             at = old[name] >> 7 == exponent
             steps = (new[name] - old[name])[at]
             bits += entropy_of((steps != 0).tolist()) + entropy_of(steps[steps != 0].tolist())
-    found = entropy_bound(*(State.of({n: Bits(v, "BF16") for n, v in s.items()}) for s in (old, new)))
+    found = entropy_bound(
+        *(State.of({n: Bits(v, "BF16") for n, v in s.items()}) for s in (old, new))
+    )
     assert found.position_bits + found.step_bits == pytest.approx(bits)
     assert found.changed == sum(int((old[n] != new[n]).sum()) for n in "ab")
     assert found.unconditional_bits > bits
@@ -308,7 +360,9 @@ def test_the_dict_is_json_with_the_documented_fields(rng: Rng) -> None:
 def test_states_that_are_all_equal_cost_nothing_per_change(rng: Rng) -> None:
     state = State.of(masters(rng, 1)[0])
     found = study(Listed([state, state, state]))
-    assert [(r["sparsity"], r["bytes_per_changed"], r["times_bound"]) for r in found["rows"]] == [(1.0, None, None)] * 2
+    assert [(r["sparsity"], r["bytes_per_changed"], r["times_bound"]) for r in found["rows"]] == [
+        (1.0, None, None)
+    ] * 2
     assert found["summary"]["bytes_per_sync"] == 0
 
 

@@ -1,4 +1,5 @@
-"""Arrays that tests of kernels share: numbers of all kinds, and addresses that numpy would not choose."""
+"""Arrays that tests of kernels share: numbers of all kinds, and addresses that numpy would not
+choose."""
 
 from __future__ import annotations
 
@@ -20,10 +21,15 @@ def misaligned(array: Array, offset: int = 1) -> Array:
 
 
 def floats(rng: np.random.Generator, count: int, below: float = np.inf) -> npt.NDArray[np.float32]:
-    """Numbers of magnitudes under ``below``: weights, any size, beside boundaries, denormal, zero of either sign."""
+    """Numbers of magnitudes under ``below``: weights, any size, beside boundaries, denormal, zero
+    of either sign."""
     anything = rng.integers(0, 1 << 32, count, dtype=np.uint64).astype(np.uint32)
-    beside = (anything & 0xFFFF0000) + rng.choice([0, 0x7FFF, 0x8000, 0x8001], count).astype(np.uint32)
-    eighths = np.ldexp(rng.integers(-64, 64, count) / 8, rng.integers(-26, 18, count)).astype(np.float32)
+    beside = (anything & 0xFFFF0000) + rng.choice([0, 0x7FFF, 0x8000, 0x8001], count).astype(
+        np.uint32
+    )
+    eighths = np.ldexp(rng.integers(-64, 64, count) / 8, rng.integers(-26, 18, count)).astype(
+        np.float32
+    )
     kinds = [
         rng.normal(0, 0.02, count).astype(np.float32),
         anything.view(np.float32),

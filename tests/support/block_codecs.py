@@ -18,7 +18,8 @@ class BlockCodec:
         return dtype.width <= 4 or self.id in (codec.RAW, codec.PAPER)
 
     def encode(self, old: UIntArray, new: UIntArray, layout: Layout) -> tuple[bytes, int]:
-        """(payload, number of changes), whether or not another codec is smaller. ``HISTORY`` asserts that it helps."""
+        """(payload, number of changes), whether or not another codec is smaller. ``HISTORY``
+        asserts that it helps."""
         if self.id == codec.RAW:
             return planes.encode_raw(new), int((old != new).sum())
         if self.id == codec.PAPER:

@@ -180,13 +180,21 @@ class ListsOnePage(MemoryStore):
 
 class ListsByPrefix(MemoryStore):
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        found = [self.head(n) for n in self._objects if n.startswith(check_name(folder)) and n > (start_after or "")]
+        found = [
+            self.head(n)
+            for n in self._objects
+            if n.startswith(check_name(folder)) and n > (start_after or "")
+        ]
         yield from sorted(found)
 
 
 class ListsOneLevel(MemoryStore):
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        return (i for i in super().list(folder, start_after) if "/" not in i.name.removeprefix(f"{folder}/"))
+        return (
+            i
+            for i in super().list(folder, start_after)
+            if "/" not in i.name.removeprefix(f"{folder}/")
+        )
 
 
 class ListsByOffset(MemoryStore):

@@ -36,9 +36,13 @@ HOSTILE: dict[str, bytes] = {
     "header nested too deep": file_of(b"[" * 100_000),
     "header a list": file_of([]),
     "header null": file_of(None),
-    "number of 5000 digits": file_of(b'{"a":{"dtype":"U8","shape":[' + b"1" * 5000 + b'],"data_offsets":[0,4]}}'),
+    "number of 5000 digits": file_of(
+        b'{"a":{"dtype":"U8","shape":[' + b"1" * 5000 + b'],"data_offsets":[0,4]}}'
+    ),
     "same key twice": file_of(b'{"a":%s,"a":%s}' % ((json.dumps(U8).encode(),) * 2), bytes(4)),
-    "same field twice": file_of(b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}', bytes(4)),
+    "same field twice": file_of(
+        b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}', bytes(4)
+    ),
     "entry a list": file_of({"a": []}),
     "entry without a dtype": file_of({"a": {"shape": [4], "data_offsets": [0, 4]}}, bytes(4)),
     "entry without offsets": file_of({"a": {"dtype": "U8", "shape": [4]}}, bytes(4)),
@@ -50,7 +54,9 @@ HOSTILE: dict[str, bytes] = {
     "two negative dimensions": file_of({"a": entry(shape=[-2, -2])}, bytes(4)),
     "fractional dimension": file_of({"a": entry(shape=[4.0])}, bytes(4)),
     "true for a dimension": file_of({"a": entry(shape=[True, 4])}, bytes(4)),
-    "dimension not a number": file_of(b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)),
+    "dimension not a number": file_of(
+        b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)
+    ),
     "too many dimensions": file_of({"a": entry(shape=[4] + [1] * 16)}, bytes(4)),
     "terabytes": file_of({"a": entry(shape=[1 << 42], offsets=[0, 1 << 42])}, bytes(4)),
     "elements past the cap": file_of({"a": entry(shape=[1 << 60], offsets=[0, 1 << 60])}, bytes(4)),
@@ -73,8 +79,8 @@ HOSTILE: dict[str, bytes] = {
 
 
 def write_checkpoint(path: Path, tensors: Any) -> Path:
-    """These tensors in a file, or in model.safetensors of a folder, as safetensors itself writes them: of two names
-    for one tensor the first. Returns ``path``."""
+    """These tensors in a file, or in model.safetensors of a folder, as safetensors itself writes
+    them: of two names for one tensor the first. Returns ``path``."""
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
     state = State.of(tensors).copy()

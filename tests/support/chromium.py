@@ -14,27 +14,48 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell", "chrome")
+NAMES = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome-headless-shell",
+    "chrome",
+)
 SECONDS = 30.0
 
 
 def find() -> str | None:
     """The browser of $PULSE_CHROMIUM, else of the path; None where there is none."""
-    return os.environ.get("PULSE_CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+    return os.environ.get("PULSE_CHROMIUM") or next(
+        (path for name in NAMES if (path := shutil.which(name))), None
+    )
 
 
 class Chromium:
-    """One browser with one page. ``errors`` are what its console and its security policy complained of, ``requests``
-    the addresses that it asked for."""
+    """One browser with one page. ``errors`` are what its console and its security policy complained
+    of, ``requests`` the addresses that it asked for."""
 
     def __init__(self, executable: str) -> None:
         self.errors: list[str] = []
         self.requests: list[str] = []
-        self._profile = tempfile.TemporaryDirectory(prefix="pulse-chromium-", ignore_cleanup_errors=True)
+        self._profile = tempfile.TemporaryDirectory(
+            prefix="pulse-chromium-", ignore_cleanup_errors=True
+        )
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-        flags += ["--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+        ]
+        flags += [
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--hide-scrollbars",
+        ]
         flags += ["--remote-debugging-pipe", f"--user-data-dir={self._profile.name}", "about:blank"]
         # The browser reads file descriptor 3 and writes 4.
         shell = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
@@ -59,7 +80,10 @@ class Chromium:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._process.kill()
         self._process.wait()
@@ -68,10 +92,22 @@ class Chromium:
         self._profile.cleanup()
 
     def show(
-        self, page: Path, *, width: int = 1200, height: int = 900, dark: bool = False, mobile: bool = False
+        self,
+        page: Path,
+        *,
+        width: int = 1200,
+        height: int = 900,
+        dark: bool = False,
+        mobile: bool = False,
     ) -> None:
         """Opens a file in a window of that size, and waits until it is loaded and drawn."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=mobile,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.errors.clear()
@@ -79,12 +115,16 @@ class Chromium:
         opened = self.call("Page.navigate", url=page.absolute().as_uri())
         if "errorText" in opened:
             raise RuntimeError(f"{page}: {opened['errorText']}")
-        self.evaluate("new Promise(done => { const ready = () => requestAnimationFrame(() => setTimeout(done, 50));"
-                      "document.readyState === 'complete' ? ready() : addEventListener('load', ready); })")  # fmt: skip
+        self.evaluate("new Promise(done => { const ready = () => requestAnimationFrame(() => "
+                      "setTimeout(done, 50));"
+                      "document.readyState === 'complete' ? ready() : addEventListener('load', "
+                      "ready); })")  # fmt: skip
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page, a promise's result included."""
-        done = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        done = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in done:
             raise RuntimeError(f"{expression}: {done['exceptionDetails']}")
         return done["result"].get("value")
@@ -127,7 +167,11 @@ class Chromium:
         if method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description") or details["text"])
-        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.errors.append(" ".join(str(arg.get("value")) for arg in params["args"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.errors.append(params["entry"]["text"])

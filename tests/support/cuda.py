@@ -1,6 +1,8 @@
-"""A stand-in for CUDA where there is none: tensors that say they are on a device, and streams that run when they must.
+"""A stand-in for CUDA where there is none: tensors that say they are on a device, and streams that
+run when they must.
 
-What a stream is given is kept until somebody synchronises with it, in the order that the device would have to keep.
+What a stream is given is kept until somebody synchronises with it, in the order that the device
+would have to keep.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def current_stream() -> Stream:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on cuda:0; what is copied from it without blocking is copied by the current stream."""
+    """A tensor that says it is on cuda:0; what is copied from it without blocking is copied by the
+    current stream."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -1,7 +1,8 @@
-"""PULSELoCo's payloads in plain, slow Python, written from docs/loco.md, sections 2 and 3: the native kernels' oracle.
+"""PULSELoCo's payloads in plain, slow Python, written from docs/loco.md, sections 2 and 3: the
+native kernels' oracle.
 
-Numbers are FP32 bit patterns. `encode` chooses nothing by itself: it is given `Choices`. `decode` needs no help, and
-raises `Refused` for what a reader must refuse.
+Numbers are FP32 bit patterns. `encode` chooses nothing by itself: it is given `Choices`. `decode`
+needs no help, and raises `Refused` for what a reader must refuse.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Rounding(NamedTuple):
 
 @dataclass
 class Choices:
-    """What an encoder may choose. ``classes``: levels of the classes from ``first`` on. ``symbols``: levels of the
-    2 * s + 2 symbols for each of c contexts, all None where a context has none. ``top``: E."""
+    """What an encoder may choose. ``classes``: levels of the classes from ``first`` on.
+    ``symbols``: levels of the 2 * s + 2 symbols for each of c contexts, all None where a context
+    has none. ``top``: E."""
 
     d: int
     m: int
@@ -125,7 +127,12 @@ class LevelModels:
 
 
 def code_level(
-    side: RangeWriter | RangeReader, models: LevelModels, level: int | None, expected: int, least: int, most: int
+    side: RangeWriter | RangeReader,
+    models: LevelModels,
+    level: int | None,
+    expected: int,
+    least: int,
+    most: int,
 ) -> int | None:
     if side.bit(models.absent, int(level is None)):
         return None
@@ -155,7 +162,9 @@ def code_symbols(side: RangeWriter | RangeReader, contexts: list[Levels]) -> lis
         if side.bit(none, int(not has_any(levels))):
             coded.append([None] * len(levels))
             continue
-        alike = next((coded[c - back] for back in (16, 2, 1) if back <= c and has_any(coded[c - back])), None)
+        alike = next(
+            (coded[c - back] for back in (16, 2, 1) if back <= c and has_any(coded[c - back])), None
+        )
         now = Levels()
         for i, level in enumerate(levels):
             there = alike[i] if alike else None
@@ -213,7 +222,9 @@ def code_of(x: int, v: int, rounding: Rounding, mantissa: int, b: int, s: int) -
     return Value(2 * s + near, v & MAGNITUDE, 31)
 
 
-def value_of(x: int, symbol: int, rounding: Rounding, mantissa: int, b: int, s: int, bits: Bits) -> int:
+def value_of(
+    x: int, symbol: int, rounding: Rounding, mantissa: int, b: int, s: int, bits: Bits
+) -> int:
     up, down = rounding.sides(x)
     size, near = divmod(symbol, 2)
     goes_up = bool(near) == (up <= down)
@@ -233,7 +244,8 @@ def value_of(x: int, symbol: int, rounding: Rounding, mantissa: int, b: int, s: 
 
 
 def bits_of(q: int, e: int) -> int:
-    """The FP32 bits of q * 2^(e - 150), to the nearest, ties to even. (What an encoder writes needs no rounding.)"""
+    """The FP32 bits of q * 2^(e - 150), to the nearest, ties to even. (What an encoder writes needs
+    no rounding.)"""
     dropped = max(q.bit_length() - 24, 0)
     q, e = round(Fraction(q, 1 << dropped)), e + dropped
     while q < 1 << 23 and e > 1:
@@ -262,9 +274,15 @@ class Bits:
 
 
 def encode(
-    theta: list[int], momentum: list[int], rounding: Rounding, entries: dict[int, int], mantissa: int, chosen: Choices
+    theta: list[int],
+    momentum: list[int],
+    rounding: Rounding,
+    entries: dict[int, int],
+    mantissa: int,
+    chosen: Choices,
 ) -> bytes:
-    """The payload with these choices, in which each entry's class and symbol has a level. There is an entry."""
+    """The payload with these choices, in which each entry's class and symbol has a level. There is
+    an entry."""
     operations = list[tuple[int, int, int]]()
     values = list[tuple[int, int, int]]()
     beside = taken = 0
@@ -275,7 +293,9 @@ def encode(
         operations.append((i % STATES, 0, f) if i in entries else (i % STATES, f, SCALE - f))
         if i in entries:
             value = code_of(x, entries[i], rounding, mantissa, chosen.b, chosen.s)
-            values.append((len(values) % STATES, *tables[chosen.context(cls, x, mantissa)][value.symbol]))
+            values.append(
+                (len(values) % STATES, *tables[chosen.context(cls, x, mantissa)][value.symbol])
+            )
             beside |= value.plain << taken
             taken += value.length
     states, words = [LOW] * STATES, list[int]()
@@ -286,7 +306,16 @@ def encode(
             states[i] >>= 16
         states[i] = states[i] // f * SCALE + states[i] % f + start
     levels = write_levels(chosen)
-    head = [chosen.d, chosen.m, chosen.first, len(chosen.classes) - 1, chosen.b, chosen.s, chosen.c, chosen.top]
+    head = [
+        chosen.d,
+        chosen.m,
+        chosen.first,
+        len(chosen.classes) - 1,
+        chosen.b,
+        chosen.s,
+        chosen.c,
+        chosen.top,
+    ]
     return (
         varint(len(entries))
         + bytes(head)
@@ -323,11 +352,16 @@ class Bytes:
 
 def read_choices(head: Bytes) -> Choices:
     d, m, first, count, b, s, c, top = head.take(8)
-    require(first + count < 256 and 1 <= s <= 30 and b + s <= 255 and c in (1, 16, 128), "the head is out of range")
+    require(
+        first + count < 256 and 1 <= s <= 30 and b + s <= 255 and c in (1, 16, 128),
+        "the head is out of range",
+    )
     code = head.take(head.varint())
     side = RangeReader(code)
     classes = code_classes(side, [None] * (count + 1))
-    chosen = Choices(d, m, first, classes, b, s, c, top, code_symbols(side, [[None] * (2 * s + 2)] * c))
+    chosen = Choices(
+        d, m, first, classes, b, s, c, top, code_symbols(side, [[None] * (2 * s + 2)] * c)
+    )
     require(side.at - 8 < len(code) <= side.at, "the code of the levels has another length")
     return chosen
 

@@ -20,13 +20,24 @@ every_wire = pytest.mark.parametrize("wire", WIRES, ids=[wire.name for wire in W
 
 
 class Block:
-    """Random theta, momentum and pseudo-gradient, and the entries that pass the gate, or that top-k would choose."""
+    """Random theta, momentum and pseudo-gradient, and the entries that pass the gate, or that top-k
+    would choose."""
 
-    def __init__(self, rng: np.random.Generator, rounding: Rounding, elements: int, share: float | None = None) -> None:
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        rounding: Rounding,
+        elements: int,
+        share: float | None = None,
+    ) -> None:
         self.rounding = rounding
         self.theta, self.momentum = rng.normal(0, 0.02, (2, elements)).astype(np.float32)
         if rng.random() < 0.3:
-            anything = rng.integers(0, 1 << 32, (2, elements), dtype=np.uint64).astype(np.uint32).view(np.float32)
+            anything = (
+                rng.integers(0, 1 << 32, (2, elements), dtype=np.uint64)
+                .astype(np.uint32)
+                .view(np.float32)
+            )
             self.theta, self.momentum = np.where(np.isfinite(anything), anything, 0)
         self.momentum *= rng.choice([0, 1e-20, 1e-4], (elements if rng.random() < 0.5 else 1))
         with np.errstate(over="ignore"):
@@ -61,18 +72,23 @@ class Block:
         for use in (False, True):
             use_rans_vectors(use)
             entries = (self.positions, self.values(wire))
-            payloads.append(encode_entries(self.theta, self.momentum, self.rounding, *entries, wire.mantissa))
+            payloads.append(
+                encode_entries(self.theta, self.momentum, self.rounding, *entries, wire.mantissa)
+            )
         assert payloads[0] == payloads[1]
         return payloads[0]
 
     def decode(self, wire: Wire, *payloads: bytes) -> list[dict[int, int]]:
-        """The values by their positions, the same with and without vectors. Raises Malformed either way, or neither."""
+        """The values by their positions, the same with and without vectors. Raises Malformed either
+        way, or neither."""
         views = [np.frombuffer(p, np.uint8) for p in payloads]
         found: list[list[dict[int, int]] | Malformed] = []
         for use in (False, True):
             use_rans_vectors(use)
             try:
-                decoded = decode_entries(views, self.theta, self.momentum, self.rounding, wire.mantissa)
+                decoded = decode_entries(
+                    views, self.theta, self.momentum, self.rounding, wire.mantissa
+                )
             except Malformed as error:
                 found.append(error)
                 continue
@@ -87,7 +103,8 @@ class Block:
         return without
 
     def refuses(self, wire: Wire, payload: bytes) -> bool:
-        """Whether the payload is refused: exactly those that the oracle refuses; it finds the same in the others."""
+        """Whether the payload is refused: exactly those that the oracle refuses; it finds the same
+        in the others."""
         try:
             expected, _ = oracle.decode(payload, *self.known, wire.mantissa)
         except oracle.Refused:
@@ -111,9 +128,14 @@ class Block:
         )
         entries = self.entries(wire)
         classes = {p: oracle.class_of(theta[p], momentum[p], rounding, d, m) for p in entries}
-        first, stop = int(rng.integers(0, min(classes.values()) + 1)), int(rng.integers(max(classes.values()) + 1, 257))
+        first, stop = (
+            int(rng.integers(0, min(classes.values()) + 1)),
+            int(rng.integers(max(classes.values()) + 1, 257)),
+        )
         more = rng.random()
-        levels = any_levels(rng, range(1, 32), {k - first for k in classes.values()}, stop - first, more)
+        levels = any_levels(
+            rng, range(1, 32), {k - first for k in classes.values()}, stop - first, more
+        )
         chosen = oracle.Choices(d, m, first, levels, b, s, c, top, [])
         used: list[set[int]] = [set() for _ in range(c)]
         for p, v in entries.items():
@@ -121,14 +143,22 @@ class Block:
                 oracle.code_of(theta[p], v, rounding, wire.mantissa, b, s).symbol
             )
         some = [more if rng.random() < 0.7 else 0 for _ in range(c)]
-        chosen.symbols = [any_levels(rng, range(45), u, 2 * s + 2, x) for u, x in zip(used, some, strict=True)]
+        chosen.symbols = [
+            any_levels(rng, range(45), u, 2 * s + 2, x) for u, x in zip(used, some, strict=True)
+        ]
         return chosen
 
 
-def any_levels(rng: np.random.Generator, levels: range, used: set[int], count: int, more: float) -> list[int | None]:
+def any_levels(
+    rng: np.random.Generator, levels: range, used: set[int], count: int, more: float
+) -> list[int | None]:
     """Levels for those of ``count`` that are used, and for a share of the others."""
     around = int(rng.choice(levels))
-    drawn = rng.choice(levels, count) if rng.random() < 0.5 else rng.normal(around, 2, count).astype(int)
+    drawn = (
+        rng.choice(levels, count)
+        if rng.random() < 0.5
+        else rng.normal(around, 2, count).astype(int)
+    )
     given = np.clip(drawn, levels.start, levels.stop - 1).tolist()
     return [level if i in used or rng.random() < more else None for i, level in enumerate(given)]
 

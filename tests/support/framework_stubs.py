@@ -1,6 +1,8 @@
-"""As much of verl, NeMo-RL and Axolotl as the integrations take from them, where they are not installed.
+"""As much of verl, NeMo-RL and Axolotl as the integrations take from them, where they are not
+installed.
 
-`make test-verl` has the real verl; NEMO_RL_CHECKOUT=FOLDER has the tests use that checkout of NeMo-RL.
+`make test-verl` has the real verl; NEMO_RL_CHECKOUT=FOLDER has the tests use that checkout of
+NeMo-RL.
 """
 
 from __future__ import annotations
@@ -41,10 +43,14 @@ class CheckpointEngine(ABC):  # noqa: B024 - verl's is one, and NeMo-RL's
     wire_format = ""
 
 
-def create_checkpoint_engine(backend: str, *, bucket_size_bytes: int, engine_kwargs: dict[str, Any]) -> Any:
+def create_checkpoint_engine(
+    backend: str, *, bucket_size_bytes: int, engine_kwargs: dict[str, Any]
+) -> Any:
     """NeMo-RL's."""
     module, name = backend.split(":", 1)
-    return getattr(importlib.import_module(module), name)(bucket_size=bucket_size_bytes, **engine_kwargs)
+    return getattr(importlib.import_module(module), name)(
+        bucket_size=bucket_size_bytes, **engine_kwargs
+    )
 
 
 class BasePlugin:
@@ -56,7 +62,9 @@ def base(framework: str) -> ModuleType:
     """The module of its base class: the framework's own, or this one."""
     if framework == "nemo_rl" and (checkout := os.environ.get("NEMO_RL_CHECKOUT")):
         sys.path.append(checkout)
-    return importlib.import_module(BASES[framework]) if find_spec(framework) else sys.modules[__name__]
+    return (
+        importlib.import_module(BASES[framework]) if find_spec(framework) else sys.modules[__name__]
+    )
 
 
 @cache

@@ -1,4 +1,5 @@
-"""A fuse in a store: the process SIGKILLs itself at a chosen call, before, after or in the midst of its effect."""
+"""A fuse in a store: the process SIGKILLs itself at a chosen call, before, after or in the midst of
+its effect."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ TIMEOUT_SECONDS = 60
 
 
 class Fuse:
-    """Counts calls and kills the process at the ``at``-th (0: never), ``mode`` of its effect. With "midst" only calls
-    that write are counted: others have none."""
+    """Counts calls and kills the process at the ``at``-th (0: never), ``mode`` of its effect. With
+    "midst" only calls that write are counted: others have none."""
 
     def __init__(self, at: int = 0, mode: str = "before") -> None:
         self.at, self.mode = at, mode
@@ -102,7 +103,8 @@ def broken_off(data: Data) -> Iterator[bytes]:
 
 
 def forked(act: Callable[[], object]) -> int:
-    """Runs ``act`` in a process of its own; 0, the exit status, or minus the signal that ended it."""
+    """Runs ``act`` in a process of its own; 0, the exit status, or minus the signal that ended
+    it."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:

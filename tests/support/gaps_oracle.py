@@ -1,4 +1,5 @@
-"""The gaps codec in plain, slow Python, written from docs/format.md, section 3.6: the oracle of the native kernels.
+"""The gaps codec in plain, slow Python, written from docs/format.md, section 3.6: the oracle of the
+native kernels.
 
 `encode` chooses nothing by itself: it is given boost and levels. `decode` needs no help.
 """
@@ -52,7 +53,8 @@ class Bit:
 
 @dataclass
 class Writer:
-    """``low`` is kept whole, with all the bytes that are already out, so that carries need no care."""
+    """``low`` is kept whole, with all the bytes that are already out, so that carries need no
+    care."""
 
     low: int = 0
     range: int = FULL
@@ -234,8 +236,9 @@ def encode(
     marked: Collection[int] = (),
     front: Callable[[Writer], None] | None = None,
 ) -> bytes:
-    """The payload with the given boost and levels (256 of them, `ABSENT` where a class has no change). What is
-    ``marked`` has no weight and is left as it is; ``front`` codes what stands in front of the levels."""
+    """The payload with the given boost and levels (256 of them, `ABSENT` where a class has no
+    change). What is ``marked`` has no weight and is left as it is; ``front`` codes what stands in
+    front of the levels."""
     count = sum(a != b and p not in marked for p, (a, b) in enumerate(zip(old, new, strict=True)))
     out = bytearray()
     left = count
@@ -290,7 +293,8 @@ def decode(
     front: Callable[[Reader], None] | None = None,
     chosen: list[object] | None = None,
 ) -> list[int]:
-    """The new elements; what is ``marked`` is left as it is. ``chosen`` gets the boost and the levels."""
+    """The new elements; what is ``marked`` is left as it is. ``chosen`` gets the boost and the
+    levels."""
     count = at = 0
     while True:
         byte = data[at]

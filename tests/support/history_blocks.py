@@ -18,7 +18,16 @@ from tests.support.history_oracle import Steps
 from tests.support.sparse_blocks import weights
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
-SPANS = [(1,), (1, 1, 1), (2,), (16, 4, 1, 1), (1, 3, 1), (64, 64, 1, 1, 1, 1, 1, 1, 1, 1, 1), (1,) * 12, (5, 1, 1, 7)]
+SPANS = [
+    (1,),
+    (1, 1, 1),
+    (2,),
+    (16, 4, 1, 1),
+    (1, 3, 1),
+    (64, 64, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    (1,) * 12,
+    (5, 1, 1, 7),
+]
 
 
 class Block(NamedTuple):
@@ -43,9 +52,11 @@ class Block(NamedTuple):
         return list(zip(self.windows, self.spans, strict=True))
 
 
-def moved(rng: np.random.Generator, now: UIntArray, mobile: np.ndarray, drift: np.ndarray, large: float) -> UIntArray:
-    """Some of the ``mobile`` elements go on by a step, mostly where they ``drift``; of a small block, some become
-    anything."""
+def moved(
+    rng: np.random.Generator, now: UIntArray, mobile: np.ndarray, drift: np.ndarray, large: float
+) -> UIntArray:
+    """Some of the ``mobile`` elements go on by a step, mostly where they ``drift``; of a small
+    block, some become anything."""
     top = 1 << 8 * now.dtype.itemsize
     hit = rng.random(len(now)) < np.where(mobile, 0.5, 0.01)
     step = np.where(rng.random(len(now)) < 0.85, drift, -drift)
@@ -57,17 +68,28 @@ def moved(rng: np.random.Generator, now: UIntArray, mobile: np.ndarray, drift: n
 
 
 def random_block(
-    rng: np.random.Generator, name: str, spans: tuple[int, ...], elements: int = 400, large: float | None = None
+    rng: np.random.Generator,
+    name: str,
+    spans: tuple[int, ...],
+    elements: int = 400,
+    large: float | None = None,
 ) -> Block:
-    """A block of ragged rows whose changes come again, and its states at the starts of the windows."""
+    """A block of ragged rows whose changes come again, and its states at the starts of the
+    windows."""
     dtype = DTYPES[name]
     rows = [int(rng.integers(1, 60)) for _ in range(rng.integers(1, 4))]
-    runs = tuple(Run(int(rng.integers(1, elements)), row, int(rng.integers(0, row))) for row in rows)
+    runs = tuple(
+        Run(int(rng.integers(1, elements)), row, int(rng.integers(0, row))) for row in rows
+    )
     count, top = sum(run.elements for run in runs), 1 << 8 * dtype.width
     now = rng.integers(0, top, count, dtype=np.uint64).astype(dtype.uint)
     if name in ("BF16", "F32", "F16"):
         values = rng.normal(0, 0.02, count)
-        bits = values.astype(np.float16).view(np.uint16) if name == "F16" else values.astype(np.float32).view(np.uint32)
+        bits = (
+            values.astype(np.float16).view(np.uint16)
+            if name == "F16"
+            else values.astype(np.float32).view(np.uint32)
+        )
         now = (bits >> 16 if name == "BF16" else bits).astype(dtype.uint)
     mobile, drift = rng.random(count) < rng.choice([0.05, 0.3, 1]), rng.choice([-1, 1], count)
     large = float(rng.choice([0, 0.1, 0.9])) if large is None else large
@@ -79,7 +101,9 @@ def random_block(
         windows.append(oracle.window(states[-1].tolist(), now.tolist(), kind))
         states.append(now)
     past = native_past(states, spans, kind)
-    return Block(Layout(dtype, runs, past), spans, states, moved(rng, now, mobile, drift, large), windows)
+    return Block(
+        Layout(dtype, runs, past), spans, states, moved(rng, now, mobile, drift, large), windows
+    )
 
 
 def classes_of(state: UIntArray, kind: Kind) -> list[int]:
@@ -89,13 +113,22 @@ def classes_of(state: UIntArray, kind: Kind) -> list[int]:
 def all_steps(kind: Kind, before: UIntArray, after: UIntArray) -> Steps:
     """Of all that changed, those of 0 modulo 256 too."""
     changed = np.flatnonzero(before != after).tolist()
-    return {p: oracle.signed(kind.ordered(int(after[p])) - kind.ordered(int(before[p])), 8) for p in changed}
+    return {
+        p: oracle.signed(kind.ordered(int(after[p])) - kind.ordered(int(before[p])), 8)
+        for p in changed
+    }
 
 
 def native_past(states: list[UIntArray], spans: tuple[int, ...], kind: Kind) -> Past:
     """``states``: where the windows start, and where the last one ends."""
     return tuple(
-        (np.frombuffer(oracle.records(all_steps(kind, a, b), dict(enumerate(classes_of(b, kind)))), np.uint8), span)
+        (
+            np.frombuffer(
+                oracle.records(all_steps(kind, a, b), dict(enumerate(classes_of(b, kind)))),
+                np.uint8,
+            ),
+            span,
+        )
         for a, b, span in zip(states[:-1], states[1:], spans, strict=True)
     )
 
@@ -123,7 +156,8 @@ def refused(payload: bytes, block: Block) -> None:
 
 
 def large_block(rng: np.random.Generator, name: str, large: float) -> Block:
-    """A block that is coded by groups: many elements, a twentieth of which changes, mostly again."""
+    """A block that is coded by groups: many elements, a twentieth of which changes, mostly
+    again."""
     dtype, kind = DTYPES[name], Kind(*element_kind(DTYPES[name]))
     runs = (Run(100_001, 500, 33), Run(7, 3, 1), Run(70_300, 512, 0))
     count = sum(run.elements for run in runs)

@@ -1,7 +1,8 @@
-"""The history codec in plain, slow Python, written from docs/format.md, section 3.9: the oracle of the native kernels.
+"""The history codec in plain, slow Python, written from docs/format.md, section 3.9: the oracle of
+the native kernels.
 
-A window is a dict from positions to net steps. `encode` chooses nothing by itself: it is given `Choices`, which
-`decode` finds in a payload.
+A window is a dict from positions to net steps. `encode` chooses nothing by itself: it is given
+`Choices`, which `decode` finds in a payload.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ def what_is_known(past: Past) -> dict[int, Known]:
 
 @dataclass
 class Choices:
-    """What an encoder may choose: ``odds`` by place, ``groups`` the odds of those that are not absent, ``cells`` the
-    levels by group and place; how the others are coded: ``boost`` and ``levels`` for `gaps`, or by ``others``. Then
-    ``steps`` has levels, by the name of the bit and what it depends on, of which ``sizes`` and ``distances``."""
+    """What an encoder may choose: ``odds`` by place, ``groups`` the odds of those that are not
+    absent, ``cells`` the levels by group and place; how the others are coded: ``boost`` and
+    ``levels`` for `gaps`, or by ``others``. Then ``steps`` has levels, by the name of the bit and
+    what it depends on, of which ``sizes`` and ``distances``."""
 
     used: int = 1
     first: int = 0
@@ -106,15 +108,24 @@ def code_table(side: Writer | Reader, chosen: Choices, there: set[tuple[int, int
     for group in sorted({group for group, _ in there}):
         if side.bit(absent, int(group not in chosen.groups)):
             continue
-        expected = chosen.groups[group] = near_group.code(side, chosen.groups.get(group, 0), expected, -21, 21)
+        expected = chosen.groups[group] = near_group.code(
+            side, chosen.groups.get(group, 0), expected, -21, 21
+        )
         for place in sorted(place for g, place in there if g == group):
             level = min(max(24 - chosen.groups[group] - chosen.odds[place], 0), 48)
-            chosen.cells[group, place] = near_cell.code(side, chosen.cells.get((group, place), 0), level, 0, 49)
+            chosen.cells[group, place] = near_cell.code(
+                side, chosen.cells.get((group, place), 0), level, 0, 49
+            )
 
 
-def code_head(side: Writer | Reader, chosen: Choices, there: set[tuple[int, int]], large: bool) -> None:
+def code_head(
+    side: Writer | Reader, chosen: Choices, there: set[tuple[int, int]], large: bool
+) -> None:
     code_table(side, chosen, there)
-    models = {name: Near() for name in ("turned", "longer", "further", "second", "differs", "less", "apart")}
+    models = {
+        name: Near()
+        for name in ("turned", "longer", "further", "second", "differs", "less", "apart")
+    }
     classes = range(chosen.first, chosen.first + chosen.count)
 
     def code(name: str, of: int, expected: int) -> int:
@@ -149,8 +160,8 @@ def code_head(side: Writer | Reader, chosen: Choices, there: set[tuple[int, int]
 
 
 class Said(NamedTuple):
-    """Of a size that is not as expected: the number, how many of its bits are plain, and whether the size is less than
-    expected by it, more, or (0) the number itself."""
+    """Of a size that is not as expected: the number, how many of its bits are plain, and whether
+    the size is less than expected by it, more, or (0) the number itself."""
 
     number: int
     plain: int
@@ -158,12 +169,16 @@ class Said(NamedTuple):
 
 
 class Recall:
-    """What is said of the remembered elements. ``wanted``: the steps by position, empty for a reader; ``found`` gets
-    them."""
+    """What is said of the remembered elements. ``wanted``: the steps by position, empty for a
+    reader; ``found`` gets them."""
 
-    def __init__(self, old: Sequence[int], kind: Kind, past: Past, chosen: Choices, wanted: Steps) -> None:
+    def __init__(
+        self, old: Sequence[int], kind: Kind, past: Past, chosen: Choices, wanted: Steps
+    ) -> None:
         self.old, self.kind, self.chosen = old, kind, chosen
-        known = {p: k for p, k in sorted(what_is_known(past[-chosen.used :]).items()) if p < len(old)}
+        known = {
+            p: k for p, k in sorted(what_is_known(past[-chosen.used :]).items()) if p < len(old)
+        }
         self.known = {p: k for p, k in known.items() if 0 <= self.place(p) < chosen.count}
         self.marked = set(self.known)
         self.there = {(k.group, self.place(p)) for p, k in self.known.items()}
@@ -241,19 +256,30 @@ class Recall:
         for p in changing:
             turned = bit(*self.turned_of(p), self.is_turned(p))
             expected = self.expected(p, turned)
-            unlikely = bit("differs" if expected else "longer", self.cls(p), self.is_unlikely(p, expected))
+            unlikely = bit(
+                "differs" if expected else "longer", self.cls(p), self.is_unlikely(p, expected)
+            )
             plain = 0
             if unlikely:
                 said = self.said[p] = self.say(bit, p, expected)
-                plain = code_rest(side, self.plain_of(p, expected) if p in self.wanted else 0, 0, said.plain)
+                plain = code_rest(
+                    side, self.plain_of(p, expected) if p in self.wanted else 0, 0, said.plain
+                )
             self.finish(p, turned, unlikely, plain)
 
     def code(self, side: sparse_oracle.StateWriter | sparse_oracle.StateReader) -> None:
         def level(name: str, of: int) -> int:
             return sparse_oracle.C[self.chosen.steps.get((name, of), 49)]
 
-        changing = [p for i, p in enumerate(self.known) if side.bit(i % 64, self.chance(p), int(p in self.wanted))]
-        turned = {p: side.bit(i % 64, level(*self.turned_of(p)), self.is_turned(p)) for i, p in enumerate(changing)}
+        changing = [
+            p
+            for i, p in enumerate(self.known)
+            if side.bit(i % 64, self.chance(p), int(p in self.wanted))
+        ]
+        turned = {
+            p: side.bit(i % 64, level(*self.turned_of(p)), self.is_turned(p))
+            for i, p in enumerate(changing)
+        }
         unlikely = []
         for i, p in enumerate(changing):
             expected = self.expected(p, turned[p])
@@ -271,7 +297,10 @@ class Recall:
         self.turned = turned
 
     def plain(self) -> list[tuple[int, int]]:
-        return [(self.plain_of(p, self.expected(p, self.turned[p])), s.plain) for p, s in self.said.items()]
+        return [
+            (self.plain_of(p, self.expected(p, self.turned[p])), s.plain)
+            for p, s in self.said.items()
+        ]
 
     def take_plain(self, bits: int) -> int:
         used = 0
@@ -304,7 +333,12 @@ def steps_between(old: Sequence[int], new: Sequence[int], kind: Kind) -> Steps:
 
 
 def encode(
-    old: list[int], new: list[int], kind: Kind, runs: list[tuple[int, int, int]], past: Past, chosen: Choices
+    old: list[int],
+    new: list[int],
+    kind: Kind,
+    runs: list[tuple[int, int, int]],
+    past: Past,
+    chosen: Choices,
 ) -> bytes:
     """The payload with these choices. A remembered element changes."""
     recall = Recall(old, kind, past, chosen, steps_between(old, new, kind))
@@ -328,7 +362,9 @@ def decode(
     recall = Recall(old, kind, past, chosen, {})
     if data[0] < 128:
         levels: list[object] = []
-        new = gaps_oracle.decode(data[3:], old, kind, runs, recall.marked, recall.code_adaptive, levels)
+        new = gaps_oracle.decode(
+            data[3:], old, kind, runs, recall.marked, recall.code_adaptive, levels
+        )
         chosen.boost, chosen.levels = levels  # type: ignore[assignment]
     else:
         end = next(k for k, byte in enumerate(data[3:], 3) if byte < 128) + 1
@@ -344,14 +380,16 @@ def decode(
 
 
 def records(steps: Steps, classes: Mapping[int, int] | None = None) -> bytes:
-    """The kernels' own form of a window: four bytes each, the u16 number of elements since the one before, its net
-    step, 0 where only its class is to be known, and its class at the end (0 without ``classes``); 65535, 0 and 0 skip
-    so many elements."""
+    """The kernels' own form of a window: four bytes each, the u16 number of elements since the one
+    before, its net step, 0 where only its class is to be known, and its class at the end (0 without
+    ``classes``); 65535, 0 and 0 skip so many elements."""
     out, at = bytearray(), 0
     for p in sorted(steps):
         while p - at >= 65535:
             out += b"\xff\xff\0\0"
             at += 65535
-        out += (p - at).to_bytes(2, "little") + bytes([steps[p] % 256, classes[p] if classes else 0])
+        out += (p - at).to_bytes(2, "little") + bytes(
+            [steps[p] % 256, classes[p] if classes else 0]
+        )
         at = p + 1
     return bytes(out)

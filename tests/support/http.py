@@ -1,4 +1,5 @@
-"""Servers for tests of the HTTP store: a folder that is served and written, and one that answers as a test says."""
+"""Servers for tests of the HTTP store: a folder that is served and written, and one that answers as
+a test says."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class CountedHttpStore(HttpStore):
 
 
 class Liar:
-    """A server that answers each request by ``answer``, which gets the request's head and sends what it likes."""
+    """A server that answers each request by ``answer``, which gets the request's head and sends
+    what it likes."""
 
     def __init__(self, answer: Callable[[bytes, socket.socket], None]) -> None:
         self._answer = answer
@@ -84,7 +86,10 @@ class Liar:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._listener.close()
         for peer in self._open:
@@ -100,7 +105,11 @@ def answering(data: bytes) -> Iterator[Liar]:
 
 
 def answer(status: str, body: bytes = b"", *headers: str, length: int | None = None) -> bytes:
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body) if length is None else length}", *headers]
+    lines = [
+        f"HTTP/1.1 {status}",
+        f"Content-Length: {len(body) if length is None else length}",
+        *headers,
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 

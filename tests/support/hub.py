@@ -1,4 +1,5 @@
-"""What stands in for the Hugging Face Hub: a repository's folder by resolve URLs and a tree, and its S3 gateway."""
+"""What stands in for the Hugging Face Hub: a repository's folder by resolve URLs and a tree, and
+its S3 gateway."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def send(request: BaseHTTPRequestHandler, status: int, body: bytes = b"", **head
 
 
 def repository(folder: Path) -> Callable[[BaseHTTPRequestHandler], None]:
-    """``folder`` as the repository team/policy; its files are at another host, which must not see the token."""
+    """``folder`` as the repository team/policy; its files are at another host, which must not see
+    the token."""
 
     def answer(request: BaseHTTPRequestHandler) -> None:
         url = urlsplit(request.path)
@@ -79,11 +81,20 @@ def repository(folder: Path) -> Callable[[BaseHTTPRequestHandler], None]:
                 files = sorted(each for each in (folder / name).rglob("*") if each.is_file())
                 start = int(parse_qs(url.query).get("cursor", ["0"])[0])
                 page = [
-                    {"type": "file", "path": str(each.relative_to(folder)), "size": each.stat().st_size}
+                    {
+                        "type": "file",
+                        "path": str(each.relative_to(folder)),
+                        "size": each.stat().st_size,
+                    }
                     for each in files[start : start + _PAGE]
                 ]
                 more = {"Link": f'<{url.path}?recursive=true&cursor={start + _PAGE}>; rel="next"'}
-                return send(request, 200, json.dumps(page).encode(), **(more if files[start + _PAGE :] else {}))
+                return send(
+                    request,
+                    200,
+                    json.dumps(page).encode(),
+                    **(more if files[start + _PAGE :] else {}),
+                )
         missing = {} if "/team/policy/" in url.path else {"X_Error_Code": "RepoNotFound"}
         return send(request, 404, **missing)
 
@@ -97,14 +108,18 @@ def gateway(s3: str) -> Callable[[BaseHTTPRequestHandler], None]:
         assert request.path.startswith("/team/")
         behind = HTTPConnection(urlsplit(s3).netloc)
         body = request.rfile.read(int(request.headers["Content-Length"] or 0))
-        behind.request(request.command, request.path.removeprefix("/team"), body, dict(request.headers))
+        behind.request(
+            request.command, request.path.removeprefix("/team"), body, dict(request.headers)
+        )
         got = behind.getresponse()
         kept = {
             k.replace("-", "_"): v
             for k, v in got.getheaders()
             if k.lower() in ("etag", "last-modified", "content-range")
         }
-        length = {"Content_Length": got.headers["Content-Length"]} if request.command == "HEAD" else {}
+        length = (
+            {"Content_Length": got.headers["Content-Length"]} if request.command == "HEAD" else {}
+        )
         send(request, got.status, got.read(), **kept, **length)
         behind.close()
 

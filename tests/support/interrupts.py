@@ -25,13 +25,15 @@ class Boom(BaseException):
 
 
 STEP = "opcode" if sys.version_info < (3, 12) else "line"
-"""The finest steps whose tracing works: from 3.12 on opcodes of a frame that is entered while tracing are left out."""
+"""The finest steps whose tracing works: from 3.12 on opcodes of a frame that is entered while
+tracing are left out."""
 
 
 class Steps:
-    """A trace function that raises `Boom` at the step ``number`` of this package's frames, and counts them. Not of its
-    stores: between a lock's taking and the ``with`` that gives it back no signal handler runs, but tracing would.
-    ``also``: parts of the paths of other files whose frames count."""
+    """A trace function that raises `Boom` at the step ``number`` of this package's frames, and
+    counts them. Not of its stores: between a lock's taking and the ``with`` that gives it back no
+    signal handler runs, but tracing would. ``also``: parts of the paths of other files whose frames
+    count."""
 
     def __init__(self, number: int, *, also: tuple[str, ...] = ()) -> None:
         self.number, self._files = number, ("pulse_rl", *also)
@@ -59,9 +61,10 @@ class Steps:
 
 
 class GatedOperation(Operation[R]):
-    """An operation that does not begin before its caller waits, so that an interrupt at a given step finds the same
-    every time: nothing begun, or everything ended. ``begin_late()``: whether one whose caller is interrupted before it
-    waits begins all the same, and is stopped at its first checkpoint."""
+    """An operation that does not begin before its caller waits, so that an interrupt at a given
+    step finds the same every time: nothing begun, or everything ended. ``begin_late()``: whether
+    one whose caller is interrupted before it waits begins all the same, and is stopped at its first
+    checkpoint."""
 
     __slots__ = ("_gate",)
     begin_late: Callable[[], bool] = staticmethod(lambda: False)
@@ -110,8 +113,8 @@ class _Door:
 
 
 class Interrupter:
-    """Interrupts the main thread while it waits for an operation, from within that operation. A context manager, which
-    is without effect in other threads than the main one."""
+    """Interrupts the main thread while it waits for an operation, from within that operation. A
+    context manager, which is without effect in other threads than the main one."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -127,8 +130,9 @@ class Interrupter:
             signal.signal(signal.SIGUSR1, self._before)
 
     def strike(self) -> None:
-        """Called in an operation: returns when its caller was interrupted and has asked it to stop. The signal is
-        sent again and again: one that comes just before the wait begins does not end it."""
+        """Called in an operation: returns when its caller was interrupted and has asked it to stop.
+        The signal is sent again and again: one that comes just before the wait begins does not end
+        it."""
         operation = getattr(running, "operation", None)
         if operation is None or not self.works:
             return

@@ -1,4 +1,5 @@
-"""A command that is killed at one change of a folder after another, by what it does and not by a clock."""
+"""A command that is killed at one change of a folder after another, by what it does and not by a
+clock."""
 
 from __future__ import annotations
 
@@ -37,12 +38,16 @@ def follow(store: Path, out: Path, *options: str) -> list[str]:
 
 
 class Killed:
-    """Runs a command of `pulse` again and again, in processes of their own, killed at the changes of ``out`` of these
-    ``numbers``: the first, the second … A context manager."""
+    """Runs a command of `pulse` again and again, in processes of their own, killed at the changes
+    of ``out`` of these ``numbers``: the first, the second … A context manager."""
 
-    def __init__(self, out: Path, command: list[str], numbers: Iterable[int] = range(1, 500)) -> None:
+    def __init__(
+        self, out: Path, command: list[str], numbers: Iterable[int] = range(1, 500)
+    ) -> None:
         program = [sys.executable, "-c", _PROGRAM, str(out), " ".join(map(str, numbers)), *command]
-        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def next(self) -> int:
         """Waits until it has ended, and returns how: -9 where it was killed."""

@@ -1,4 +1,5 @@
-"""PULSE's Algorithm 2 in dense torch operations, which PulseLoCo must equal bit for bit; and a small job to train."""
+"""PULSE's Algorithm 2 in dense torch operations, which PulseLoCo must equal bit for bit; and a
+small job to train."""
 
 from __future__ import annotations
 
@@ -24,11 +25,14 @@ def flat(tensors: Mapping[str, torch.Tensor]) -> Flat:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    )
 
 
 def rounded(x: Flat, wire: str) -> Flat:
-    """The nearer of the numbers around each with so many bits of mantissa; of two as near that with an even pattern."""
+    """The nearer of the numbers around each with so many bits of mantissa; of two as near that with
+    an even pattern."""
     dropped = 23 - {"FP32": 23, "BF16": 7, "int4": 2, "int2": 0}[wire]
     below = bits(x) >> dropped << dropped  # towards 0
     above = below + (1 << dropped)
@@ -72,7 +76,8 @@ class Reference:
         self.residual = torch.zeros_like(theta)
         self.whole = False  # it has what a gate lets through
         self.gate_dtype, self.wire, self.model_dtype = gate_dtype, wire, model_dtype
-        # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that, and so on.
+        # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that,
+        # and so on.
         ahead = lr / (1 - momentum) if lookahead is None else lookahead
         self.lookahead, self.gate_scale = torch.tensor(ahead), torch.tensor(gate_scale)
         self.gate_sums, self.rank, self.sites = gate_sums, rank, sites
@@ -85,7 +90,8 @@ class Reference:
 
     @torch.no_grad()
     def select(self, now: Flat) -> tuple[Flat, Flat]:
-        """(s, what is sent: zero where the gate is closed) for local weights ``now``; updates the residual."""
+        """(s, what is sent: zero where the gate is closed) for local weights ``now``; updates the
+        residual."""
         s = (self.start().float() - now) + self.residual
         sent = self.gated(s)
         self.residual, self.whole = s - sent, False
@@ -93,7 +99,10 @@ class Reference:
 
     def gated(self, s: Flat) -> Flat:
         """What is sent of ``s``."""
-        before, after = self.theta.to(self.gate_dtype), (self.theta - self.gate_scale * s).to(self.gate_dtype)
+        before, after = (
+            self.theta.to(self.gate_dtype),
+            (self.theta - self.gate_scale * s).to(self.gate_dtype),
+        )
         open_ = (bits(before) != bits(after)) | self.swept()
         return torch.where(open_, rounded(s, self.wire), torch.zeros(()))
 
@@ -107,9 +116,9 @@ class Reference:
 
     @torch.no_grad()
     def outer_step(self, sent: list[Flat]) -> None:
-        """The outer step along the mean of what all sent, summed in rank order, or first within each of the ``sites``,
-        which are names by rank. With ``gate_sums`` sums whose mean the gate holds back, and what the wire takes
-        from the others, go to the residual of the owner."""
+        """The outer step along the mean of what all sent, summed in rank order, or first within
+        each of the ``sites``, which are names by rank. With ``gate_sums`` sums whose mean the gate
+        holds back, and what the wire takes from the others, go to the residual of the owner."""
         owners = self.owners(self.shares or len(sent))
         total = self.between_sites(sent, owners) if self.sites else added(sent)
         if self.gate_sums:
@@ -124,8 +133,9 @@ class Reference:
         self.number += 1
 
     def between_sites(self, sent: list[Flat], owners: torch.Tensor) -> Flat:
-        """The sums of the sites' sums. With ``gate_sums`` those that go to an owner elsewhere are gated first, as if
-        the site were one trainer; the member that is counted off for the owner keeps the rest."""
+        """The sums of the sites' sums. With ``gate_sums`` those that go to an owner elsewhere are
+        gated first, as if the site were one trainer; the member that is counted off for the owner
+        keeps the rest."""
         sums = []
         for site in dict.fromkeys(self.sites):
             members = [rank for rank, name in enumerate(self.sites) if name == site]
@@ -149,29 +159,39 @@ class Reference:
     def swept(self) -> torch.Tensor:
         """Where the gates are open because it is the turn of a block."""
         blocks = self.blocks or [len(self.summed)]
-        turns = [bool(self.sweep) and (number + self.number) % self.sweep == 0 for number in range(len(blocks))]
+        turns = [
+            bool(self.sweep) and (number + self.number) % self.sweep == 0
+            for number in range(len(blocks))
+        ]
         return torch.repeat_interleave(torch.tensor(turns), torch.tensor(blocks))
 
     def keep(self, rest: Flat, mine: torch.Tensor) -> None:
         self.residual = torch.where(mine & (rest != 0), self.residual + rest, self.residual)
 
     def owners(self, trainers: int) -> torch.Tensor:
-        """Who sums each parameter: an equal part of every block, or of all where ``shares`` says how many."""
+        """Who sums each parameter: an equal part of every block, or of all where ``shares`` says
+        how many."""
         owners, everything = [], [len(self.summed)]
         for count in everything if self.shares else self.blocks or everything:
             bounds = [count * owner // trainers for owner in range(trainers + 1)]
-            owners += [torch.full((last - first,), owner) for owner, (first, last) in enumerate(pairwise(bounds))]
+            owners += [
+                torch.full((last - first,), owner)
+                for owner, (first, last) in enumerate(pairwise(bounds))
+            ]
         return torch.cat(owners)
 
     def momentum(self) -> Flat:
         return self.outer.state[self.theta]["momentum_buffer"]
 
     def check(self, loop: Any) -> None:
-        """``loop`` holds the same theta, residual and momentum, bit for bit, and its model the start as cast."""
+        """``loop`` holds the same theta, residual and momentum, bit for bit, and its model the
+        start as cast."""
         assert same(flat(loop.global_state()), self.theta.data)
         assert same(flat(loop.residual()), self.residual)
         # -0 and 0 are one momentum: torch's first step copies the gradient, others add it to 0.
-        torch.testing.assert_close(flat(loop.state_dict()["momentum"]), self.momentum(), rtol=0, atol=0)
+        torch.testing.assert_close(
+            flat(loop.state_dict()["momentum"]), self.momentum(), rtol=0, atol=0
+        )
         at, start = 0, self.start()
         for name in loop.global_state():
             p = loop.parameters.tensors[name].detach()
@@ -180,13 +200,16 @@ class Reference:
 
 
 class Job:
-    """A small regression: a model, AdamW, and steps whose data depend on who takes them and on their number."""
+    """A small regression: a model, AdamW, and steps whose data depend on who takes them and on
+    their number."""
 
-    def __init__(self, seed: int = 0, *, dtype: torch.dtype = torch.float32, lr: float = 3e-4) -> None:
+    def __init__(
+        self, seed: int = 0, *, dtype: torch.dtype = torch.float32, lr: float = 3e-4
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 7)).to(
-            dtype
-        )
+        self.model = nn.Sequential(
+            nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 7)
+        ).to(dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.steps = 0
 
@@ -204,7 +227,11 @@ class Job:
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -219,7 +246,8 @@ _OF_EXCHANGE = ("group", "site", "wire", "sweep", "timeout_seconds")
 
 
 def pulse_loco(model: Any, optimizers: Any, **settings: Any) -> PulseLoCo:
-    """A PulseLoCo with those of the ``settings`` that belong to its exchange in there, and its ``threads``."""
+    """A PulseLoCo with those of the ``settings`` that belong to its exchange in there, and its
+    ``threads``."""
     return made(PulseLoCo, model, optimizers, **settings)
 
 
@@ -227,7 +255,9 @@ def diloco(model: Any, optimizers: Any, **settings: Any) -> DiLoCo:
     return made(DiLoCo, model, optimizers, **settings)
 
 
-def made(kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, **settings: Any) -> Any:
+def made(
+    kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, **settings: Any
+) -> Any:
     group = Exchange(**{name: settings.pop(name) for name in _OF_EXCHANGE if name in settings})
     loop = kind(model, optimizers, group=group, **settings)
     loop.threads = threads
@@ -235,13 +265,14 @@ def made(kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, 
 
 
 def cut_blocks(elements: int) -> None:
-    """From now on the parameters of a loop that is made in this process are cut into blocks of so many."""
+    """From now on the parameters of a loop that is made in this process are cut into blocks of so
+    many."""
     parameters.BLOCK_ELEMENTS = elements
 
 
 def force_gated(gated: bool | None) -> None:
-    """From now on the sums of two trainers or more in this process are gated, those without sites are not, or (None)
-    the rule decides. Without a lookahead none are."""
+    """From now on the sums of two trainers or more in this process are gated, those without sites
+    are not, or (None) the rule decides. Without a lookahead none are."""
     forced = None if gated is None else 2 if gated else 1 << 30
     exchange.GATE_SUMS_FROM = forced or GATE_SUMS_FROM
     exchange.GATE_SWEPT_SUMS_FROM = forced or GATE_SWEPT_SUMS_FROM

@@ -1,4 +1,5 @@
-"""A store that lies, and the lies that it tells: of lengths, of what is there, of what it did, and without end."""
+"""A store that lies, and the lies that it tells: of lengths, of what is there, of what it did, and
+without end."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ Lie = Callable[["LyingStore[Any]", str, Any], Any]
 
 
 class LyingStore(Generic[S]):
-    """A store that answers a kind of call as ``lie`` makes of the right answer, or all of them truly. Counts what it is
-    asked for."""
+    """A store that answers a kind of call as ``lie`` makes of the right answer, or all of them
+    truly. Counts what it is asked for."""
 
     most_requests = 500
 
@@ -62,7 +63,9 @@ class LyingStore(Generic[S]):
 
 
 def endless(names: Callable[[str, int], str]) -> Lie:
-    def told(liar: LyingStore[Any], folder: str, right: Callable[[], Iterable[ObjectInfo]]) -> Iterator[ObjectInfo]:
+    def told(
+        liar: LyingStore[Any], folder: str, right: Callable[[], Iterable[ObjectInfo]]
+    ) -> Iterator[ObjectInfo]:
         yield from right()
         for number in count(10**6):
             yield ObjectInfo(names(folder, number), 1, 0.0)
@@ -84,7 +87,10 @@ def other(liar: LyingStore[Any], name: str, right: object) -> bytes:
 
 LIES: dict[str, tuple[str, Lie]] = {
     "endless versions": ("list", endless(lambda folder, number: f"{folder}/{number:012d}.json")),
-    "endless links": ("list", endless(lambda folder, number: f"{folder}/{number:012d}-anchor-000000000005")),
+    "endless links": (
+        "list",
+        endless(lambda folder, number: f"{folder}/{number:012d}-anchor-000000000005"),
+    ),
     "endless names": ("list", endless(lambda folder, number: f"{folder}/~{number}")),
     "endless of elsewhere": ("list", endless(lambda folder, number: f"~/{number}")),
     "endless of the same": ("list", endless(lambda folder, number: f"{folder}/~")),

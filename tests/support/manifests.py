@@ -48,7 +48,8 @@ def history_named(store: Store, stream: str, version: int) -> tuple[int, ...]:
 
 
 def show_next(store: Store, stream: str, kind: str, data: bytes, root: str) -> None:
-    """Puts a patch or a shard into a stream of one version, as all that leads to the next one, which has this root."""
+    """Puts a patch or a shard into a stream of one version, as all that leads to the next one,
+    which has this root."""
     payload = Payload(sha256(data).hexdigest(), max(len(data), 1))
     store.put(f"{stream}/payloads/{payload.sha256}.{kind}", data)
     zero = manifest_of(store, stream, 0)
@@ -71,4 +72,7 @@ def folds_of(store: Store, stream: str) -> list[Fold]:
     """The folds that are listed."""
     where = Stream(store, stream)
     listed = [where.resolved(link) for link in where.links() if link.base is not None]
-    return [Fold(link.base or 0, link.version, link.nbytes, tuple(link.payloads or ())) for link in listed]
+    return [
+        Fold(link.base or 0, link.version, link.nbytes, tuple(link.payloads or ()))
+        for link in listed
+    ]

@@ -28,7 +28,9 @@ class Prompt(GroupMember):
         return update
 
 
-def member(store: Store, name: str, kind: type[GroupMember] = Prompt, **options: object) -> GroupMember:
+def member(
+    store: Store, name: str, kind: type[GroupMember] = Prompt, **options: object
+) -> GroupMember:
     subscriber = Subscriber(store, stream="s", threads=1, **options)
     return kind(subscriber, group="g", name=name, timeout_seconds=60)
 

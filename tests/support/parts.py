@@ -39,12 +39,16 @@ def slices_of(state: State, rng: Rng, ranks: int) -> list[tuple[Segment, ...]]:
     return [tuple(of) for of in found]
 
 
-def part(old: State, new: State, segments: Sequence[Segment], known: History | None = None, **other: str) -> bytes:
-    """The part of the patch from ``old`` to ``new`` that holds ``segments``, coded by the history that is ``known``;
-    ``other`` fields of its header."""
+def part(
+    old: State, new: State, segments: Sequence[Segment], known: History | None = None, **other: str
+) -> bytes:
+    """The part of the patch from ``old`` to ``new`` that holds ``segments``, coded by the history
+    that is ``known``; ``other`` fields of its header."""
     blocks = cut(old.specs, segments)
     known = (known or History()).of(blocks)
-    coded = [encode_proved(b, b.read(old), b.read(new), known.past(k))[0] for k, b in enumerate(blocks)]
+    coded = [
+        encode_proved(b, b.read(old), b.read(new), known.past(k))[0] for k, b in enumerate(blocks)
+    ]
     header = PatchHeader(
         other.get("base_root", state_digest(old).root),
         other.get("target_root", state_digest(new).root),
@@ -58,15 +62,20 @@ def part(old: State, new: State, segments: Sequence[Segment], known: History | N
 def shard(state: State, segments: Sequence[Segment]) -> bytes:
     """The shard of an anchor of ``state`` that holds ``segments``."""
     ordered = in_file_order(segments)
-    return sliced_header(ordered) + b"".join(state.read(*segment.place).tobytes() for segment in ordered)
+    return sliced_header(ordered) + b"".join(
+        state.read(*segment.place).tobytes() for segment in ordered
+    )
 
 
 def payload(data: bytes) -> Payload:
     return Payload(sha256(data).hexdigest(), len(data))
 
 
-def sharded_stream(store: Store, name: str, states: Sequence[State], stream_id: str, rng: Rng, ranks: int) -> None:
-    """A stream of ``states``: an anchor in slices, then patches in parts, coded by what changed before."""
+def sharded_stream(
+    store: Store, name: str, states: Sequence[State], stream_id: str, rng: Rng, ranks: int
+) -> None:
+    """A stream of ``states``: an anchor in slices, then patches in parts, coded by what changed
+    before."""
     stream, known = Stream(store, name), History()
     for version, state in enumerate(states):
         slices, patch, anchor = slices_of(state, rng, ranks), None, None
@@ -76,8 +85,12 @@ def sharded_stream(store: Store, name: str, states: Sequence[State], stream_id: 
             built = build_patch(before, state, state_digest(before), max_records=state.nbytes)
             assert built.records is not None
             known = known.then(Window(1, built.header.base_root, built.records, cut(state.specs)))
-            changed = sum(entry.changed for entry in parse_patch(files, state_digest(before)).header.blocks)
-            patch = PatchRef(version - 1, state_digest(before).root, changed, tuple(map(payload, files)))
+            changed = sum(
+                entry.changed for entry in parse_patch(files, state_digest(before)).header.blocks
+            )
+            patch = PatchRef(
+                version - 1, state_digest(before).root, changed, tuple(map(payload, files))
+            )
         else:
             files = [shard(state, segments) for segments in slices]
             anchor = AnchorRef(tuple(map(payload, files)))

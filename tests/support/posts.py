@@ -13,7 +13,12 @@ from pulse_rl.loco.store_rounds import StoreRounds
 
 
 def post_of(
-    place: Place, messages: list[bytes], signer: Signer | None = None, *, entries: int = 1, squares: float = 1.0
+    place: Place,
+    messages: list[bytes],
+    signer: Signer | None = None,
+    *,
+    entries: int = 1,
+    squares: float = 1.0,
 ) -> bytes:
     """With a head that says so of each of them."""
     parts = [Part(len(message), entries, squares, sha256(message).digest()) for message in messages]

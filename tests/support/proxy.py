@@ -1,7 +1,8 @@
 """A small TCP proxy in front of an S3 server that breaks chosen requests the way networks do.
 
-One request a connection: the proxy reads it whole, looks for the first rule that it meets, and does what the rule says.
-Everything is bounded: connections, bytes of a request, seconds of a socket call.
+One request a connection: the proxy reads it whole, looks for the first rule that it meets, and does
+what the rule says. Everything is bounded: connections, bytes of a request, seconds of a socket
+call.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ ACTIONS = ("pass", "refuse", "lose", "cut", "garble", "stall", "throttle", "answ
 
 @dataclass
 class Rule:
-    """What happens to requests of ``method`` whose path holds ``path`` (both patterns): to the ``nth``, from 1, that
-    comes after the rule was made, and to ``times`` in all.
+    """What happens to requests of ``method`` whose path holds ``path`` (both patterns): to the
+    ``nth``, from 1, that comes after the rule was made, and to ``times`` in all.
 
     * "refuse": the connection is reset before anything is forwarded;
     * "lose": the server answers, the connection is reset instead of its reply;
@@ -63,7 +64,8 @@ class Rule:
 
 
 class Proxy:
-    """Listens on loopback, forwards to ``upstream`` (http://host:port). ``requests`` lists (method, path, action)."""
+    """Listens on loopback, forwards to ``upstream`` (http://host:port). ``requests`` lists (method,
+    path, action)."""
 
     def __init__(self, upstream: str) -> None:
         url = urlparse(upstream)
@@ -107,7 +109,9 @@ class Proxy:
             if not self._slots.acquire(blocking=False):
                 _reset(client)
                 continue
-            threading.Thread(target=self._serve, args=(client,), name="proxied", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(client,), name="proxied", daemon=True
+            ).start()
 
     def _serve(self, client: socket.socket) -> None:
         try:
@@ -133,18 +137,29 @@ class Proxy:
         if action == "stall" and rule:
             time.sleep(rule.seconds)
         if action == "answer" and rule:
-            body = f"<?xml version='1.0'?><Error><Code>{rule.code}</Code><Message>no</Message></Error>".encode()
-            head = f"HTTP/1.1 {rule.status} {HTTPStatus(rule.status).phrase}\r\nConnection: close\r\n"
-            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body * (method != b"HEAD"))
+            body = (
+                f"<?xml version='1.0'?><Error><Code>{rule.code}</Code><Message>no</Message></Error>"
+            ).encode()
+            head = (
+                f"HTTP/1.1 {rule.status} {HTTPStatus(rule.status).phrase}\r\nConnection: close\r\n"
+            )
+            client.sendall(
+                f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body * (method != b"HEAD")
+            )
             return
         reply = self._forward(request)
         if action == "lose":
             _reset(client)
         elif action == "cut":
-            client.sendall(reply[: max(len(reply) // 2, reply.find(b"\r\n\r\n") + 4 + (len(reply) > 400))])
+            client.sendall(
+                reply[: max(len(reply) // 2, reply.find(b"\r\n\r\n") + 4 + (len(reply) > 400))]
+            )
             _reset(client)
         elif action == "garble":
-            client.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            client.sendall(
+                b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: "
+                b"close\r\n\r\n"
+            )
         elif action == "throttle" and rule:
             step = max(rule.bytes_per_second // 50, 1)
             for at in range(0, len(reply), step):
@@ -160,7 +175,8 @@ class Proxy:
             return taken
 
     def _forward(self, request: bytes) -> bytes:
-        """The server's whole reply. It is asked to close the connection behind one that does not tell its length."""
+        """The server's whole reply. It is asked to close the connection behind one that does not
+        tell its length."""
         line, _, rest = request.partition(b"\r\n")
         with socket.create_connection(self._upstream, timeout=SOCKET_SECONDS) as server:
             server.sendall(line + b"\r\nConnection: close\r\n" + rest)
@@ -185,7 +201,8 @@ def proxied(upstream: str) -> Iterator[Proxy]:
 
 
 def _read_request(client: socket.socket) -> bytes | None:
-    """Head and body of one request; None where the client closes without one. Raises ValueError past the bounds."""
+    """Head and body of one request; None where the client closes without one. Raises ValueError
+    past the bounds."""
     data = b""
     while b"\r\n\r\n" not in data:
         chunk = client.recv(1 << 16)
@@ -212,7 +229,8 @@ def _read_request(client: socket.socket) -> bytes | None:
 
 
 def _is_complete(reply: bytes, of_head: bool) -> bool:
-    """Whether no more will come, as far as the reply tells; closing takes the server a moment that would add up."""
+    """Whether no more will come, as far as the reply tells; closing takes the server a moment that
+    would add up."""
     head, end, body = reply.partition(b"\r\n\r\n")
     length = re.search(rb"(?im)^content-length:\s*(\d+)", head)
     return bool(end) and (of_head or (length is not None and len(body) >= int(length[1])))

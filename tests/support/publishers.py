@@ -19,8 +19,8 @@ def tuned(
     stream_id: str | None = None,
     **settings: Any,
 ) -> Publisher:
-    """A publisher of this stream with these ``settings`` that always codes by what changed before, or never, and whose
-    anchors have shards of so many bytes."""
+    """A publisher of this stream with these ``settings`` that always codes by what changed before,
+    or never, and whose anchors have shards of so many bytes."""
     publisher: Publisher = kind(store, **settings)
     if stream_id is not None:
         publisher.stream_id = stream_id
@@ -40,7 +40,8 @@ def resident(store: Any, *, on_device: str | None, **settings: Any) -> Publisher
 
 
 def took_over(publisher: Publisher, source: Any) -> None:
-    """The publisher claims its stream and finds the head, which ``source`` may be, as its first publish would."""
+    """The publisher claims its stream and finds the head, which ``source`` may be, as its first
+    publish would."""
     rank, local = publisher._rank, LocalState.of(source, None)
 
     def take() -> None:

@@ -1,4 +1,5 @@
-"""Runs and studies for tests of reports and plans: events as `JsonLines` writes them, and a study's JSON."""
+"""Runs and studies for tests of reports and plans: events as `JsonLines` writes them, and a study's
+JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +14,16 @@ PARAMETERS = 7_000_000_000
 DENSITY = 0.01
 PATCH_BYTES = 63_000_000
 
-HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!-- {{script}} & \u2028 \ud800"
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!-- "
+    "{{script}} & \u2028 \ud800"
+)
 """What a name must not be able to do."""
 
 
-def published(version: int, *, stream: str = "policy", time: float | None = None, **changed: Any) -> dict[str, Any]:
+def published(
+    version: int, *, stream: str = "policy", time: float | None = None, **changed: Any
+) -> dict[str, Any]:
     return {
         "event": "published",
         "time": START + STEP * version if time is None else time,
@@ -35,7 +41,9 @@ def published(version: int, *, stream: str = "policy", time: float | None = None
     } | changed
 
 
-def synced(version: int, previous: int | None, *, lag: float = 3.0, stream: str = "policy", **changed: Any) -> Any:
+def synced(
+    version: int, previous: int | None, *, lag: float = 3.0, stream: str = "policy", **changed: Any
+) -> Any:
     return {
         "event": "synced",
         "time": START + STEP * version + lag,
@@ -64,7 +72,9 @@ def write_run(folder: Path, versions: int, *, workers: int = 2, stream: str = "p
         for v in range(versions):
             events.append(synced(v, v - 1 if v else None, lag=3.0 + worker, stream=stream))
             done = START + STEP * v + 3.1 + worker
-            events.append({"event": "applied", "time": done, "stream": stream, "version": v, "seconds": 0.08})
+            events.append(
+                {"event": "applied", "time": done, "stream": stream, "version": v, "seconds": 0.08}
+            )
         write(folder / f"events-worker-{worker}.jsonl", events)
     return folder
 
@@ -83,13 +93,20 @@ STUDY: dict[str, Any] = {
 def quantised_too(study: dict[str, Any]) -> dict[str, Any]:
     """The same with FP8 states of half the patches."""
     ks = [row["k"] for row in study["rows"]]
-    kinds = [{"kind": kind, "k": k, "sparsity": s} for kind, s in (("F8_E4M3", 0.999), ("scales", 0.25)) for k in ks]
+    kinds = [
+        {"kind": kind, "k": k, "sparsity": s}
+        for kind, s in (("F8_E4M3", 0.999), ("scales", 0.25))
+        for k in ks
+    ]
     rows = [row | {"bytes": row["bytes"] / 2} for row in study["rows"]]
     return study | {"quantised": study | {"kinds": kinds, "rows": rows}}
 
 
-def study(ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32), *, name: str = "layers.0.mlp.weight") -> dict[str, Any]:
-    """A study with one tensor of each of two layer types, in the shape that ``pulse study --json`` prints."""
+def study(
+    ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32), *, name: str = "layers.0.mlp.weight"
+) -> dict[str, Any]:
+    """A study with one tensor of each of two layer types, in the shape that ``pulse study --json``
+    prints."""
     sparsity = {k: 0.99 - 0.002 * k**0.5 for k in ks}
     rows = [
         {
@@ -122,24 +139,44 @@ def study(ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32), *, name: str = "layers.0.m
         "states": [f"step {i}" for i in range(40)],
         "rows": rows,
         "layers": [
-            {"layer": layer, "k": k, "elements": 10, "changed": 1.0, "sparsity": s - 0.001 * k, **extremes}
+            {
+                "layer": layer,
+                "k": k,
+                "elements": 10,
+                "changed": 1.0,
+                "sparsity": s - 0.001 * k,
+                **extremes,
+            }
             for layer, s in kinds
             for k in ks
         ],
         "tensors": [
-            {"name": name, "layer": layer, "dtype": "BF16", "shape": [5, 2], "k": k, "elements": 10, "changed": 1.0}
+            {
+                "name": name,
+                "layer": layer,
+                "dtype": "BF16",
+                "shape": [5, 2],
+                "k": k,
+                "elements": 10,
+                "changed": 1.0,
+            }
             | {"sparsity": s, **extremes}
             for layer, s in kinds
             for k in ks
         ],
         "pairs": [
-            {"k": k, "old": i, "new": i + k, "changed": 7e7, "sparsity": 0.99} for k in ks for i in range(40 - k)
+            {"k": k, "old": i, "new": i + k, "changed": 7e7, "sparsity": 0.99}
+            for k in ks
+            for i in range(40 - k)
         ],
         "history": {
             "first": 20,
             "steps": 20,
             "changed": 200_000,
-            "ages": [{"from": a, "to": b, "share": 0.1} for a, b in ((1, 1), (2, 2), (3, 4), (5, 8), (9, None))],
+            "ages": [
+                {"from": a, "to": b, "share": 0.1}
+                for a, b in ((1, 1), (2, 2), (3, 4), (5, 8), (9, None))
+            ],
             "not_yet": 0.5,
             "within_8": 0.4,
             "coded_steps": 8,
@@ -149,8 +186,17 @@ def study(ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32), *, name: str = "layers.0.m
             "bytes_per_changed_auto": 0.9,
         },
         "exponents": [
-            {"exponent": e, "elements": 1000, "changed": 10, "density": min(1.0, 2.0 ** (-e - 14)), "threshold": 1e-5}
-            | {"predicted_lr": min(1.0, 2.0 ** (-e - 13)), "predicted_10lr": min(1.0, 2.0 ** (-e - 10))}
+            {
+                "exponent": e,
+                "elements": 1000,
+                "changed": 10,
+                "density": min(1.0, 2.0 ** (-e - 14)),
+                "threshold": 1e-5,
+            }
+            | {
+                "predicted_lr": min(1.0, 2.0 ** (-e - 13)),
+                "predicted_10lr": min(1.0, 2.0 ** (-e - 10)),
+            }
             for e in range(-20, -2)
         ],
         "lr": 1e-6,

@@ -28,9 +28,12 @@ class Block(nn.Module):
 
 
 class Policy(nn.Module):
-    """A small policy: an embedding of ``rows`` rows, which a ``tied`` head shares, blocks, a buffer."""
+    """A small policy: an embedding of ``rows`` rows, which a ``tied`` head shares, blocks, a
+    buffer."""
 
-    def __init__(self, width: int = 16, rows: int = 37, blocks: int = 2, *, tied: bool = False) -> None:
+    def __init__(
+        self, width: int = 16, rows: int = 37, blocks: int = 2, *, tied: bool = False
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(rows, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
@@ -73,7 +76,9 @@ def step(state: Mapping[str, torch.Tensor], seed: int) -> None:
         if isinstance(tensor, DTensor):
             from torch.distributed.tensor import distribute_tensor
 
-            tensor.to_local().copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local())
+            tensor.to_local().copy_(
+                distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local()
+            )
         else:
             tensor.copy_(whole)
 
@@ -88,7 +93,9 @@ def gathered(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: full(tensor) for name, tensor in state.items()}
 
 
-def require_equal(subscriber: Subscriber, whole: Mapping[str, torch.Tensor], published: Published) -> None:
+def require_equal(
+    subscriber: Subscriber, whole: Mapping[str, torch.Tensor], published: Published
+) -> None:
     """The subscriber's newest version is ``published``, and has the bits of ``whole``."""
     subscriber.sync()
     assert subscriber.version == published.version

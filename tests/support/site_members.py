@@ -34,7 +34,12 @@ class Member:
         self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
         self.optimizer.register_step_post_hook(lambda *_: self._select())
         self.loop = pulse_loco(
-            {"w": self.weight}, self.optimizer, sync_every=1, threads=1, site=sites[rank] or None, **settings
+            {"w": self.weight},
+            self.optimizer,
+            sync_every=1,
+            threads=1,
+            site=sites[rank] or None,
+            **settings,
         )
         if one_level:
             self.loop.reduction.sites = lambda group: Sites.of([""] * group.size)  # type: ignore[method-assign]
@@ -42,7 +47,9 @@ class Member:
 
     def _select(self) -> None:
         """Before the loop's own hook: what this trainer is about to send."""
-        _, self.seen[self.loop.round, self.rank] = self.reference.select(self.weight.detach().clone())
+        _, self.seen[self.loop.round, self.rank] = self.reference.select(
+            self.weight.detach().clone()
+        )
 
     @property
     def group(self) -> Any:
@@ -66,8 +73,11 @@ class Member:
         assert done.scattered or not self.reference.sites
 
 
-def members(names: str, work: Callable[[Member], None], *, forced: bool | None = None, **settings: Any) -> list[Member]:
-    """``work`` of every member, each in a thread, after they have met. ``forced``: `force_gated` meanwhile."""
+def members(
+    names: str, work: Callable[[Member], None], *, forced: bool | None = None, **settings: Any
+) -> list[Member]:
+    """``work`` of every member, each in a thread, after they have met. ``forced``: `force_gated`
+    meanwhile."""
     sites, seen = [name.strip() for name in names], dict[tuple[int, int], Flat]()
     everyone = [Member(rank, sites, seen, **settings) for rank in range(len(sites))]
 

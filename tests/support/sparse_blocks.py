@@ -1,4 +1,5 @@
-"""Blocks for the tests of the sparse codec, and the check that both paths and the document agree on them."""
+"""Blocks for the tests of the sparse codec, and the check that both paths and the document agree on
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ def weights(rng: np.random.Generator, name: str, count: int, alike: bool = True)
     else:
         old = (values.astype(np.float16).view(np.uint16) >> (16 - bits)).astype(dtype.uint)
     odd = np.array(
-        [0, 1 << (bits - 1), (1 << bits) - 1, (1 << (bits - 1)) - 1, kind_of(name).mask << kind_of(name).shift]
+        [
+            0,
+            1 << (bits - 1),
+            (1 << bits) - 1,
+            (1 << (bits - 1)) - 1,
+            kind_of(name).mask << kind_of(name).shift,
+        ]
     )
     some = rng.random(count) < 0.01
     old[some] = rng.choice(odd, int(some.sum())).astype(dtype.uint)
@@ -40,7 +47,8 @@ def weights(rng: np.random.Generator, name: str, count: int, alike: bool = True)
 
 
 def stepped(rng: np.random.Generator, old: UIntArray, steps: str) -> UIntArray:
-    """New elements, all of which differ: by one step, a few, sizes of every length, anything, or their signs."""
+    """New elements, all of which differ: by one step, a few, sizes of every length, anything, or
+    their signs."""
     bits, count = 8 * old.dtype.itemsize, len(old)
     if steps == "flip":
         return old ^ old.dtype.type(1 << (bits - 1))

@@ -1,4 +1,5 @@
-"""The sparse codec in plain, slow Python, written from docs/format.md, section 3.7: the oracle of the native kernels.
+"""The sparse codec in plain, slow Python, written from docs/format.md, section 3.7: the oracle of
+the native kernels.
 
 `encode` chooses no model by itself: it is given that of a payload, which `read_head` reads.
 """
@@ -37,7 +38,9 @@ class Head(NamedTuple):
     """What a writer chooses."""
 
     first: int
-    rarities: list[int | None]  # of the classes from `first` up; None: no element of the class changes
+    rarities: list[
+        int | None
+    ]  # of the classes from `first` up; None: no element of the class changes
     longer: list[int]  # of the classes that are not None above
     lengths: list[tuple[int, int]]  # (further, second) of first + 1, first + 2, …
     against: list[int]
@@ -71,7 +74,9 @@ def shifted(runs: Runs) -> list[int]:
     return found
 
 
-def code_head(side: Writer | Reader, head: Head | None, first: int, classes: int, runs: Runs) -> Head:
+def code_head(
+    side: Writer | Reader, head: Head | None, first: int, classes: int, runs: Runs
+) -> Head:
     """``head`` is None for a reader."""
     read = Head(first, [], [], [], [], [])
     never, rarity = Bit(), Near()
@@ -166,7 +171,9 @@ class StateWriter:
 
 
 class Chances:
-    def __init__(self, head: Head, old: list[int], kind: Kind, runs: Runs, marked: Collection[int] = ()) -> None:
+    def __init__(
+        self, head: Head, old: list[int], kind: Kind, runs: Runs, marked: Collection[int] = ()
+    ) -> None:
         self.old, self.kind, self.head, self.size = old, kind, head, len(old)
         ascending = iter(head.longer)
         self.longer = [LEVELS if r is None else next(ascending) for r in head.rarities]
@@ -200,7 +207,9 @@ class Chances:
         return E[min(max(4 * e + ((4 * w >> e) & 3) + shift + 4 - self.least, 0), HAZARDS)]
 
     def group(self, start: int) -> int:
-        return self.hazard(sum(self.weights[start : start + GROUP]), self.shift_of_batch[start // BATCH])
+        return self.hazard(
+            sum(self.weights[start : start + GROUP]), self.shift_of_batch[start // BATCH]
+        )
 
     def element(self, start: int, k: int, any_before: bool) -> int:
         w, rest = self.weights[start + k], sum(self.weights[start + k : start + GROUP])
@@ -257,7 +266,9 @@ def code_changes(
                 long.append(at)
         for i, at in enumerate(long):
             size, n = abs(wanted.get(at, 2)), 1
-            while n < 31 and side.bit(i % STATES, chances.length(at, n)[0], int(n < size.bit_length() - 1)):
+            while n < 31 and side.bit(
+                i % STATES, chances.length(at, n)[0], int(n < size.bit_length() - 1)
+            ):
                 n += 1
             second = side.bit(i % STATES, chances.length(at, n)[1], (size >> n - 1) & 1)
             found[at] = Step((2 | second) << n - 1, n - 1, False)
@@ -275,13 +286,15 @@ def code_changes(
 
 
 class Front(Protocol):
-    """What stands in front of the first tile, and the elements that it is about: these have no weight."""
+    """What stands in front of the first tile, and the elements that it is about: these have no
+    weight."""
 
     marked: Collection[int]
 
     def code(self, side: StateWriter | StateReader) -> None: ...
     def plain(self) -> list[tuple[int, int]]:
-        """The plain bits that an encoder has in front of the others': numbers, and how many bits of each."""
+        """The plain bits that an encoder has in front of the others': numbers, and how many bits of
+        each."""
         ...
 
     def take_plain(self, bits: int) -> int:
@@ -289,7 +302,9 @@ class Front(Protocol):
         ...
 
 
-def plain_bytes(sizes: dict[int, int], found: dict[int, Step], front: Sequence[tuple[int, int]] = ()) -> bytes:
+def plain_bytes(
+    sizes: dict[int, int], found: dict[int, Step], front: Sequence[tuple[int, int]] = ()
+) -> bytes:
     """At least those that are in the states."""
     bits = used = 0
     for number, count in front:
@@ -307,7 +322,9 @@ def states_of(plain: bytes) -> list[int]:
     return [LOW | int.from_bytes(plain[2 * i : 2 * i + 2], "little") for i in range(STATES)]
 
 
-def encode(old: list[int], new: list[int], kind: Kind, runs: Runs, head: Head, front: Front | None = None) -> bytes:
+def encode(
+    old: list[int], new: list[int], kind: Kind, runs: Runs, head: Head, front: Front | None = None
+) -> bytes:
     modulus = 1 << 8 * kind.width
     marked = front.marked if front else ()
     wanted = {}
@@ -318,15 +335,31 @@ def encode(old: list[int], new: list[int], kind: Kind, runs: Runs, head: Head, f
     side = StateWriter()
     if front:
         front.code(side)
-    found = code_changes(side, Chances(head, old, kind, runs, marked), list(row_ends(list(runs))), wanted)
-    plain = plain_bytes({at: abs(step) for at, step in wanted.items()}, found, front.plain() if front else ())
+    found = code_changes(
+        side, Chances(head, old, kind, runs, marked), list(row_ends(list(runs))), wanted
+    )
+    plain = plain_bytes(
+        {at: abs(step) for at, step in wanted.items()}, found, front.plain() if front else ()
+    )
     states = states_of(plain)
     words = side.finish(states)
     classes = len(head.rarities)
-    return joined(Parts(len(wanted), head.first, classes, head_bytes(head, runs), plain[IN_STATES:], states, words))
+    return joined(
+        Parts(
+            len(wanted),
+            head.first,
+            classes,
+            head_bytes(head, runs),
+            plain[IN_STATES:],
+            states,
+            words,
+        )
+    )
 
 
-def decode(data: bytes, old: list[int], kind: Kind, runs: Runs, front: Front | None = None) -> list[int]:
+def decode(
+    data: bytes, old: list[int], kind: Kind, runs: Runs, front: Front | None = None
+) -> list[int]:
     """The new elements, but for those that ``front`` is about."""
     parts, head = cut(data), read_head(data, runs)
     side = StateReader(list(parts.states), parts.words)

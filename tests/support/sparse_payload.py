@@ -49,5 +49,10 @@ def joined(parts: Parts) -> bytes:
         bits |= (more - 16 | (x - (1 << more)) << 4) << used
         used += 4 + more
     packed = bits.to_bytes((used + 7) // 8, "little")
-    out = varint(parts.changed) + bytes([parts.first, parts.classes - 1]) + varint(len(parts.head)) + parts.head
+    out = (
+        varint(parts.changed)
+        + bytes([parts.first, parts.classes - 1])
+        + varint(len(parts.head))
+        + parts.head
+    )
     return out + varint(len(parts.plain)) + parts.plain + packed + parts.words

@@ -1,4 +1,5 @@
-"""States for tests: random bits of every dtype, changes of a given density, and comparisons bit for bit."""
+"""States for tests: random bits of every dtype, changes of a given density, and comparisons bit for
+bit."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ Tensors = dict[str, Bits]
 Rng = np.random.Generator
 
 WIDTHS = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"), 1),
+    **dict.fromkeys(
+        ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"), 1
+    ),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
@@ -28,7 +31,16 @@ SPECIAL_BITS: dict[str, list[int]] = {
     "BF16": [0x0000, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7F7F, 0x3F80],
     "F16": [0x0000, 0x8000, 0x0001, 0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF, 0x7BFF],
     "F32": [0, 1 << 31, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7F7FFFFF],
-    "F64": [0, 1 << 63, 1, 0x7FF0 << 48, 0xFFF0 << 48, 0x7FF8 << 48, (0x7FF0 << 48) + 1, (1 << 64) - 1],
+    "F64": [
+        0,
+        1 << 63,
+        1,
+        0x7FF0 << 48,
+        0xFFF0 << 48,
+        0x7FF8 << 48,
+        (0x7FF0 << 48) + 1,
+        (1 << 64) - 1,
+    ],
     "F8_E4M3": [0x00, 0x80, 0x01, 0x7F, 0xFF, 0x7E],
     "F8_E5M2": [0x00, 0x80, 0x01, 0x7C, 0xFC, 0x7D, 0xFF],
 }
@@ -44,12 +56,17 @@ def bits(rng: Rng, dtype: str, *shape: int) -> Bits:
 def weights(rng: Rng, *shape: int) -> Bits:
     """BF16 weights with the spread of a trained layer."""
     return Bits(
-        (rng.standard_normal(shape, np.float32) * 0.02).view(np.uint32).__rshift__(16).astype(np.uint16), "BF16"
+        (rng.standard_normal(shape, np.float32) * 0.02)
+        .view(np.uint32)
+        .__rshift__(16)
+        .astype(np.uint16),
+        "BF16",
     )
 
 
 def all_dtypes(rng: Rng, elements: int = 60) -> Tensors:
-    """One tensor of each dtype, special values first, and one empty tensor and one scalar of each."""
+    """One tensor of each dtype, special values first, and one empty tensor and one scalar of
+    each."""
     tensors: Tensors = {}
     for name, width in WIDTHS.items():
         tensors[f"{name}.empty"] = bits(rng, name, 3, 0)
@@ -73,7 +90,8 @@ def policy(rng: Rng, elements: int = 3000) -> Tensors:
 
 
 def mutated(rng: Rng, tensors: Tensors, density: float = 0.01) -> Tensors:
-    """A copy in which ``density`` of each tensor's elements (at least one, unless it is 0) have other bits."""
+    """A copy in which ``density`` of each tensor's elements (at least one, unless it is 0) have
+    other bits."""
     result = {}
     for name, old in tensors.items():
         array = old.array.copy()
@@ -94,11 +112,14 @@ def history(rng: Rng, versions: int, density: float = 0.01, elements: int = 3000
 
 
 class TinyTrainer:
-    """A state of two BF16 tensors with 60,000 elements each; a step flips the lowest bit of a few."""
+    """A state of two BF16 tensors with 60,000 elements each; a step flips the lowest bit of a
+    few."""
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
-        bits = (self.rng.normal(0, 0.02, (2, 60_000)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        bits = (
+            self.rng.normal(0, 0.02, (2, 60_000)).astype(np.float32).view(np.uint32) >> 16
+        ).astype(np.uint16)
         self.state = {"a": Bits(bits[0].reshape(200, 300), "BF16"), "b": Bits(bits[1], "BF16")}
 
     def step(self, density: float = 0.003) -> None:
@@ -109,7 +130,9 @@ class TinyTrainer:
 def snapshot(state: State | Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Everything that two equal states share: (dtype, shape, bytes) under every name, copied."""
     state = state if isinstance(state, State) else State.of(state)
-    return {n: (state.spec(n).dtype.name, state.spec(n).shape, state.read(n).tobytes()) for n in state}
+    return {
+        n: (state.spec(n).dtype.name, state.spec(n).shape, state.read(n).tobytes()) for n in state
+    }
 
 
 def roots(states: list[Tensors]) -> list[str]:
@@ -150,11 +173,14 @@ def taken(worker: Subscriber, target: int | None = None) -> Update | None:
 def run_python(code: str, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     """Runs a program in a fresh interpreter; its output is captured.
 
-    One arena: for programs that limit their address space, of which glibc reserves 64 MiB for each new thread's.
+    One arena: for programs that limit their address space, of which glibc reserves 64 MiB for each
+    new thread's.
     """
     environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", code, *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, env=environment
+    )
 
 
 LIMIT_MEMORY = """
@@ -163,4 +189,5 @@ def limit_memory(spare_bytes):
     held = int(re.search(r"VmSize:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (held + spare_bytes, held + spare_bytes))
 """
-"""For programs of `run_python`: from the call on, allocating more than so many bytes is a MemoryError."""
+"""For programs of `run_python`: from the call on, allocating more than so many bytes is a
+MemoryError."""

@@ -1,4 +1,5 @@
-"""Stores for tests: clients of an S3 server and of none, and a wrapper that fails exactly where a test wants it to."""
+"""Stores for tests: clients of an S3 server and of none, and a wrapper that fails exactly where a
+test wants it to."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ KEYS: dict[str, Any] = {"access_key_id": "test", "secret_access_key": "test", "r
 
 def s3_store(endpoint: str, prefix: str) -> Store:
     """Objects below ``prefix`` in the bucket of the ``s3`` fixture."""
-    return open_store(f"s3://bucket/{prefix}", endpoint=endpoint, client_options={"allow_http": True}, **KEYS)
+    return open_store(
+        f"s3://bucket/{prefix}", endpoint=endpoint, client_options={"allow_http": True}, **KEYS
+    )
 
 
 def unreachable_store(**keys: str) -> ObjectStore:
@@ -28,7 +31,9 @@ def unreachable_store(**keys: str) -> ObjectStore:
         port = taken.getsockname()[1]
     retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
     options: dict[str, Any] = {"client_options": {"allow_http": True}, "retry_config": retry}
-    return ObjectStore("s3://bucket/x", endpoint=f"http://127.0.0.1:{port}", **(KEYS | keys), **options)
+    return ObjectStore(
+        "s3://bucket/x", endpoint=f"http://127.0.0.1:{port}", **(KEYS | keys), **options
+    )
 
 
 def names(store: Store, folder: str, start_after: str | None = None) -> list[str]:
@@ -44,8 +49,9 @@ def digest_of(name: str) -> str | None:
 class FaultyStore:
     """A store whose calls are counted and fail on demand.
 
-    ``calls`` lists (call, name) since the last `fail`; ``fired`` tells whether that failure came. ``damage`` gets every
-    (name, bytes) that is read and answers what arrives. ``hidden`` are names that no list shows.
+    ``calls`` lists (call, name) since the last `fail`; ``fired`` tells whether that failure came.
+    ``damage`` gets every (name, bytes) that is read and answers what arrives. ``hidden`` are names
+    that no list shows.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -59,15 +65,20 @@ class FaultyStore:
         self._after = False
 
     def fail(self, at: int, *, after: bool = False) -> None:
-        """The call number ``at`` from now on (0: the next) raises StoreUnavailable, once: before it has any effect, or
-        ``after`` it took effect, as when the reply is lost."""
+        """The call number ``at`` from now on (0: the next) raises StoreUnavailable, once: before it
+        has any effect, or ``after`` it took effect, as when the reply is lost."""
         self.calls.clear()
         self._fail_at, self._fail_on, self._after, self.fired = at, None, after, False
 
     def fail_on(self, call: str, folder: str, *, after: bool = False) -> None:
         """Like `fail`, for the next such call on a name with ``folder`` in it."""
         self.calls.clear()
-        self._fail_at, self._fail_on, self._after, self.fired = None, (call, f"/{folder}/"), after, False
+        self._fail_at, self._fail_on, self._after, self.fired = (
+            None,
+            (call, f"/{folder}/"),
+            after,
+            False,
+        )
 
     def heal(self) -> None:
         """The failure that did not come yet does not come any more."""

@@ -1,4 +1,5 @@
-"""The table codec in plain, slow Python, written from docs/format.md, section 3.8: the oracle of the native kernels.
+"""The table codec in plain, slow Python, written from docs/format.md, section 3.8: the oracle of
+the native kernels.
 
 `encode` chooses no tables by itself: it is given those of a payload, which `read_head` reads.
 """
@@ -22,7 +23,9 @@ class Head(NamedTuple):
         return self.frequencies[sum(first <= cls for first in self.first_classes) - 1]
 
     def to_bytes(self) -> bytes:
-        out = varint(self.changed) + bytes([self.alphabet, len(self.frequencies), *self.first_classes[1:]])
+        out = varint(self.changed) + bytes(
+            [self.alphabet, len(self.frequencies), *self.first_classes[1:]]
+        )
         return out + b"".join(varint(f) for table in self.frequencies for f in table[1:])
 
 
@@ -137,7 +140,9 @@ def decode(data: bytes, old: list[int], kind: Kind) -> list[int]:
                 below = symbols[i] - 2
                 size = 1 << below | bits[i] & (1 << below) - 1
                 step = -size if bits[i] >> below else size
-            new[start + i] = kind.unordered((kind.ordered(old[start + i]) + step) % (1 << 8 * kind.width))
+            new[start + i] = kind.unordered(
+                (kind.ordered(old[start + i]) + step) % (1 << 8 * kind.width)
+            )
     assert at == len(data)
     assert set(states) == {LOW}
     assert sum(a != b for a, b in zip(old, new, strict=True)) == head.changed

@@ -30,13 +30,19 @@ from pulse_rl.loco import exchange as exchange_module
 from pulse_rl.loco.exchange import SCATTER_FEW_BITS_FROM, SCATTER_FROM
 from pulse_rl.loco.group import TrainerGroup
 
-# One process imports what programs are made of; the trainers are forks of it, which takes hundredths of a second.
+# One process imports what programs are made of; the trainers are forks of it, which takes
+# hundredths of a second.
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     [
         *("pytest", "torch", "torch.distributed", "torch._dynamo"),
         *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
-        *("pulse_rl.loco", "pulse_rl.integrations.fsdp", "tests.support.loco_reference", "tests.support.sharded"),
+        *(
+            "pulse_rl.loco",
+            "pulse_rl.integrations.fsdp",
+            "tests.support.loco_reference",
+            "tests.support.sharded",
+        ),
     ]
 )
 
@@ -55,7 +61,9 @@ class Trainer:
             dist.destroy_process_group()
         ranks = tuple(range(self.size)) if ranks is None else ranks
         file = f"file://{self.folder}/{name}"
-        dist.init_process_group("gloo", init_method=file, rank=ranks.index(self.rank), world_size=len(ranks))
+        dist.init_process_group(
+            "gloo", init_method=file, rank=ranks.index(self.rank), world_size=len(ranks)
+        )
         # Or one that disconnects at once closes its end while others still connect to it.
         self.barrier(f"connected {name}", ranks)
 
@@ -82,10 +90,16 @@ class Trainer:
 
 
 class Group:
-    """Trainers under way: `results` waits for them. Those in ``lost`` are expected to die or to stand still."""
+    """Trainers under way: `results` waits for them. Those in ``lost`` are expected to die or to
+    stand still."""
 
     def __init__(
-        self, program: Callable[..., Any], size: int, *arguments: Any, seconds: float = 180, lost: tuple[int, ...] = ()
+        self,
+        program: Callable[..., Any],
+        size: int,
+        *arguments: Any,
+        seconds: float = 180,
+        lost: tuple[int, ...] = (),
     ) -> None:
         # A bound for what hangs, however busy the machine is: no test waits for it to pass.
         seconds = max(seconds, 180)
@@ -95,16 +109,21 @@ class Group:
         for rank in range(size):
             reply, sender = _PROCESSES.Pipe(duplex=False)
             trainer = Trainer(rank, size, self._folder)
-            process = _PROCESSES.Process(target=_main, args=(program, trainer, sender, arguments, seconds), daemon=True)
+            process = _PROCESSES.Process(
+                target=_main, args=(program, trainer, sender, arguments, seconds), daemon=True
+            )
             process.start()
             sender.close()
             self._processes.append(process)
             self._replies.append(reply)
 
     def results(self) -> list[Any]:
-        """What ``program`` returned in each trainer (None for the lost), or AssertionError with its traceback."""
+        """What ``program`` returned in each trainer (None for the lost), or AssertionError with its
+        traceback."""
         found: list[Any] = [None] * len(self._replies)
-        awaited = {reply: rank for rank, reply in enumerate(self._replies) if rank not in self._lost}
+        awaited = {
+            reply: rank for rank, reply in enumerate(self._replies) if rank not in self._lost
+        }
         try:
             while awaited:
                 ready = wait(list(awaited), max(self._until + 1 - time.monotonic(), 0))
@@ -135,7 +154,8 @@ def together(program: Callable[..., Any], size: int, *arguments: Any, **settings
 
 
 def side_by_side(groups: Mapping[Any, Group]) -> dict[Any, list[Any]]:
-    """The results of each group, by its name, which is noted with a failure. For programs that mostly wait."""
+    """The results of each group, by its name, which is noted with a failure. For programs that
+    mostly wait."""
     found = {}
     for name, group in groups.items():
         try:
@@ -147,14 +167,19 @@ def side_by_side(groups: Mapping[Any, Group]) -> dict[Any, list[Any]]:
 
 
 def printed(file: Path, *arguments: str, size: int = 1) -> list[list[str]]:
-    """The lines that a program prints in each of ``size`` processes, in its folder and in torchrun's environment."""
+    """The lines that a program prints in each of ``size`` processes, in its folder and in
+    torchrun's environment."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     return together(_run_program, size, file, arguments, port)
 
 
 def _run_program(trainer: Trainer, file: Path, arguments: tuple[str, ...], port: int) -> list[str]:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(trainer.size)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(trainer.size),
+    }
     os.environ |= {"RANK": str(trainer.rank), "LOCAL_RANK": str(trainer.rank)}
     os.chdir(file.parent)
     sys.argv = [str(file), *arguments]
@@ -164,7 +189,8 @@ def _run_program(trainer: Trainer, file: Path, arguments: tuple[str, ...], port:
 
 
 def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int) -> list[str]:
-    """Every case among all ``size`` trainers in a world of its own. Returns those that failed here, and how."""
+    """Every case among all ``size`` trainers in a world of its own. Returns those that failed here,
+    and how."""
     failed = []
     for case in cases:
         trainer.connect(case.__name__)
@@ -185,7 +211,8 @@ def force_scattered(scattered: bool | None) -> None:
 
 @contextmanager
 def cut_off_in_broadcast(number: int, *, torn: bool) -> Iterator[None]:
-    """The line goes dead in the broadcast of that number, from 1; half of it has arrived where it is ``torn``."""
+    """The line goes dead in the broadcast of that number, from 1; half of it has arrived where it
+    is ``torn``."""
     broadcast, calls = TrainerGroup.broadcast, 0
 
     def broken(self: TrainerGroup, array: Any, source: int) -> None:
@@ -210,7 +237,11 @@ def lose(how: signal.Signals) -> None:
 
 
 def _main(
-    program: Callable[..., Any], trainer: Trainer, sender: Any, arguments: tuple[Any, ...], seconds: float
+    program: Callable[..., Any],
+    trainer: Trainer,
+    sender: Any,
+    arguments: tuple[Any, ...],
+    seconds: float,
 ) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"

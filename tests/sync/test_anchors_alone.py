@@ -1,4 +1,5 @@
-"""Versions without a patch: where one would be no smaller than the state, the version is an anchor alone."""
+"""Versions without a patch: where one would be no smaller than the state, the version is an anchor
+alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The attestation that a publisher stores with each anchor: there with it, gone with it, and about its files."""
+"""The attestation that a publisher stores with each anchor: there with it, gone with it, and about
+its files."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def publish(store: Store, anchors: tuple[int, ...], count: int = 5, **settings: 
     given: dict[str, Any] = {"signer": SIGNER, "attest": True, "threads": 1, **settings}
     with Publisher(store, stream="policy", **given) as publisher:
         for version, state in enumerate(states(count)):
-            publisher.publish(state, anchor=version in anchors, files=FILES, metadata={"step": version})
+            publisher.publish(
+                state, anchor=version in anchors, files=FILES, metadata={"step": version}
+            )
 
 
 def attested(store: Store) -> dict[int, Any]:
@@ -56,7 +59,9 @@ def attested(store: Store) -> dict[int, Any]:
         manifest = json.loads(store.get(info.name))
         if said := (manifest["anchor"] or {}).get("attestation"):
             bundle = json.loads(store.get(f"policy/payloads/{said['sha256']}.file"))
-            found[manifest["version"]] = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+            found[manifest["version"]] = json.loads(
+                base64.b64decode(bundle["dsseEnvelope"]["payload"])
+            )
     return found
 
 
@@ -67,17 +72,23 @@ def problems(store: Store) -> list[str]:
 
 @pytest.mark.parametrize("baseline", [True, False])
 def test_an_anchor_beside_a_patch_is_attested_as_it_will_be(tmp_path: Path, baseline: bool) -> None:
-    """From the changes, before the baseline has them; `verify_stream` makes the statement again from the store."""
+    """From the changes, before the baseline has them; `verify_stream` makes the statement again
+    from the store."""
     store, given = MemoryStore(), {"baseline": tmp_path / "b"} if baseline else {}
     first, second, third = states(3, LARGE)
-    with Publisher(store, stream="policy", signer=SIGNER, attest=True, threads=1, **given) as publisher:
+    with Publisher(
+        store, stream="policy", signer=SIGNER, attest=True, threads=1, **given
+    ) as publisher:
         publisher.publish(first, files=FILES)
         assert publisher.publish(second, anchor=True).patch_bytes
         publisher.publish(third, anchor=True, files={})
     found = attested(store)
     assert sorted(found) == [0, 1, 2]
     assert found[1]["predicate"]["pulse"]["publisherKey"] == SIGNER.public_key
-    assert [each["name"] for each in found[1]["predicate"]["resources"]] == [*sorted(FILES), "model.safetensors"]
+    assert [each["name"] for each in found[1]["predicate"]["resources"]] == [
+        *sorted(FILES),
+        "model.safetensors",
+    ]
     assert [each["name"] for each in found[2]["predicate"]["resources"]] == ["model.safetensors"]
     assert not problems(store)
 
@@ -103,13 +114,24 @@ def test_verify_names_what_is_lost_damaged_or_about_another_version() -> None:
     path = f"policy/payloads/{said['sha256']}.file"
     data = store.get(path)
     store.put(path, data[:-1] + b" ")
-    assert [problem for problem in problems(store) if problem.startswith("attestation: ")] == problems(store) != []
+    assert (
+        [problem for problem in problems(store) if problem.startswith("attestation: ")]
+        == problems(store)
+        != []
+    )
     store.delete(path)
-    assert [problem for problem in problems(store) if problem.startswith("attestation: ")] == problems(store) != []
+    assert (
+        [problem for problem in problems(store) if problem.startswith("attestation: ")]
+        == problems(store)
+        != []
+    )
     store.put(path, data)
     assert not problems(store)
     # The publisher itself names that of another version.
-    with checkout(store, "policy", version=0) as first, checkout(store, "policy", version=2) as second:
+    with (
+        checkout(store, "policy", version=0) as first,
+        checkout(store, "policy", version=2) as second,
+    ):
         assert first.manifest.anchor is not None
         assert first.manifest.anchor.attestation is not None
         wrong = second.manifest.with_attestation(first.manifest.anchor.attestation)
@@ -118,12 +140,15 @@ def test_verify_names_what_is_lost_damaged_or_about_another_version() -> None:
 
 
 def test_a_publisher_that_dies_anywhere_leaves_no_anchor_without() -> None:
-    """Each call of a publish with an anchor fails, before or after its effect; the next publisher goes on."""
+    """Each call of a publish with an anchor fails, before or after its effect; the next publisher
+    goes on."""
     for after in (False, True):
         for call in range(100):
             store = FaultyStore(MemoryStore())
             publish(store, (), 2)
-            with Publisher(store, stream="policy", signer=SIGNER, attest=True, threads=1) as publisher:
+            with Publisher(
+                store, stream="policy", signer=SIGNER, attest=True, threads=1
+            ) as publisher:
                 publisher.head()
                 store.fail(call, after=after)
                 with suppress(StoreUnavailable):

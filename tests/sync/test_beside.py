@@ -1,4 +1,5 @@
-"""Several streams of one state: each as a publisher of its own makes it, from one pass, whichever of them fails."""
+"""Several streams of one state: each as a publisher of its own makes it, from one pass, whichever
+of them fails."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ CONFIG = {"config.json": b"{}"}
 
 
 def masters(rng: Rng, rows: int = 160) -> dict[str, torch.Tensor]:
-    """FP32 masters: matrices that are quantised, one that is tied to another, and what stays as it is."""
+    """FP32 masters: matrices that are quantised, one that is tied to another, and what stays as it
+    is."""
     given = {f"layers.{k}.up_proj.weight": rng.normal(0, 0.02, (rows, 256)) for k in range(3)}
     given |= {f"layers.{k}.norm.weight": np.ones(256) for k in range(3)}
     state = {name: torch.from_numpy(array.astype(np.float32)) for name, array in given.items()}
@@ -62,7 +64,9 @@ def test_versions_are_those_of_two_publishers(submitted: bool, rng: Rng) -> None
         for number in range(3):
             metadata = {"step": 10 * number}
             own = {
-                name: other.publish(state, metadata=metadata, quantise=None if name == "policy" else name, **given)
+                name: other.publish(
+                    state, metadata=metadata, quantise=None if name == "policy" else name, **given
+                )
                 for name, other in others.items()
             }
             if submitted:
@@ -77,8 +81,15 @@ def test_versions_are_those_of_two_publishers(submitted: bool, rng: Rng) -> None
                 done = publisher.publish(state, metadata=metadata, beside=beside, **given)
             assert (done.stream, [*done.beside]) == ("policy", FORMATS)
             for name, each in {"policy": done, **done.beside}.items():
-                assert (each.root, each.version, each.changed) == (own[name].root, number, own[name].changed)
-                assert (each.patch_bytes, each.anchor_bytes) == (own[name].patch_bytes, own[name].anchor_bytes)
+                assert (each.root, each.version, each.changed) == (
+                    own[name].root,
+                    number,
+                    own[name].changed,
+                )
+                assert (each.patch_bytes, each.anchor_bytes) == (
+                    own[name].patch_bytes,
+                    own[name].anchor_bytes,
+                )
                 assert newest(store, name) == newest(alone, name)
                 assert each.metadata == metadata
             step(state, rng)
@@ -87,7 +98,8 @@ def test_versions_are_those_of_two_publishers(submitted: bool, rng: Rng) -> None
 
 
 def test_any_of_the_streams_may_be_the_quantised_one(rng: Rng) -> None:
-    """A function and a config quantise as names do; BF16 is beside FP8 as well as FP8 beside BF16."""
+    """A function and a config quantise as names do; BF16 is beside FP8 as well as FP8 beside
+    BF16."""
     state, stores = masters(rng), (MemoryStore(), MemoryStore())
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     with Publisher(stores[0], stream="a") as publisher:
@@ -101,8 +113,11 @@ def test_any_of_the_streams_may_be_the_quantised_one(rng: Rng) -> None:
 
 @pytest.mark.parametrize("which", ["policy", "policy-fp8"])
 @pytest.mark.parametrize("reply_lost", [False, True])
-def test_one_stream_fails_at_each_call_and_the_same_call_again_mends_it(reply_lost: bool, which: str, rng: Rng) -> None:
-    """The other one has its version; nobody ever gets another weight; a step pairs versions of equal bits."""
+def test_one_stream_fails_at_each_call_and_the_same_call_again_mends_it(
+    reply_lost: bool, which: str, rng: Rng
+) -> None:
+    """The other one has its version; nobody ever gets another weight; a step pairs versions of
+    equal bits."""
     first, last = masters(rng), masters(rng)
     with Publisher(MemoryStore(), stream="policy") as publisher:
         done = publisher.publish(last, dtype="BF16", beside=FP8)
@@ -119,14 +134,18 @@ def test_one_stream_fails_at_each_call_and_the_same_call_again_mends_it(reply_lo
             store.heal()
             if error:
                 assert f"version 1 of '{other}'" in "".join(error.__notes__)
-                assert [(e.stream, e.kind) for e in events if isinstance(e, CallFailed)] == [(which, error.kind)]
+                assert [(e.stream, e.kind) for e in events if isinstance(e, CallFailed)] == [
+                    (which, error.kind)
+                ]
                 assert newest(store, other)[:2] == (expected[other], {"step": 2})
             done = publisher.publish(last, dtype="BF16", metadata={"step": 2}, beside=FP8)
             assert (done if other == "policy" else done.beside[other]).changed == 0
         for name, root in expected.items():
             assert newest(store, name)[:2] == (root, {"step": 2})
             assert checkout(store, name, metadata={"step": 2}).manifest.root == root
-            assert [report.problems for report in verify_stream(store, name) if report.problems] == []
+            assert [
+                report.problems for report in verify_stream(store, name) if report.problems
+            ] == []
         if not failed:
             assert at > 3, f"only {at} store calls were tried"
             return
@@ -191,7 +210,11 @@ def test_what_cannot_be_published_leaves_no_version_in_any_stream(rng: Rng) -> N
         for beside in wrong:
             with pytest.raises(InputError):
                 publisher.publish(state, beside=beside)
-    assert not [found for stream in ("policy", "policy-fp4", "policy-fp8", "b") for found in store.list(stream)]
+    assert not [
+        found
+        for stream in ("policy", "policy-fp4", "policy-fp8", "b")
+        for found in store.list(stream)
+    ]
 
 
 def test_a_version_that_is_replaced_is_in_no_stream(rng: Rng) -> None:
@@ -226,8 +249,11 @@ class Gated(MemoryStore):
         super().put(name, data)
 
 
-def test_folders_and_folds_and_what_is_kept_are_those_of_each_stream(tmp_path: Path, rng: Rng) -> None:
-    """A publisher that starts again with the folder fetches no state; background work is done for all streams."""
+def test_folders_and_folds_and_what_is_kept_are_those_of_each_stream(
+    tmp_path: Path, rng: Rng
+) -> None:
+    """A publisher that starts again with the folder fetches no state; background work is done for
+    all streams."""
     store, state, events = MemoryStore(), masters(rng), list[Event]()
     settings: dict[str, Any] = {"baseline": tmp_path / "kept", "folds": [2]}
 
@@ -244,18 +270,26 @@ def test_folders_and_folds_and_what_is_kept_are_those_of_each_stream(tmp_path: P
                 publisher.publish(state, dtype="BF16", beside=FP8)
                 step(state, rng)
             publisher.wait()
-    assert Counter(event.stream for event in events if isinstance(event, Published)) == {"policy": 6, "policy-fp8": 6}
-    restored = {(event.stream, event.how) for event in events if type(event).__name__ == "BaselineRestored"}
+    assert Counter(event.stream for event in events if isinstance(event, Published)) == {
+        "policy": 6,
+        "policy-fp8": 6,
+    }
+    restored = {
+        (event.stream, event.how) for event in events if type(event).__name__ == "BaselineRestored"
+    }
     assert restored == {("policy", "kept"), ("policy-fp8", "kept")}
-    assert {event.stream for event in events if type(event).__name__ == "Folded"} == {"policy", "policy-fp8"}
+    assert {event.stream for event in events if type(event).__name__ == "Folded"} == {
+        "policy",
+        "policy-fp8",
+    }
 
 
 LOCK = threading.Lock()
 
 
 class Counted(torch.Tensor):
-    """A tensor that says it is on a device. ``copied`` bytes came from there, of which the host has ``held`` at once at
-    the ``most``."""
+    """A tensor that says it is on a device. ``copied`` bytes came from there, of which the host has
+    ``held`` at once at the ``most``."""
 
     copied = held = most = 0
     lost = False
@@ -292,7 +326,9 @@ def on_device(state: dict[str, torch.Tensor]) -> tuple[dict[str, Any], int]:
 
 @pytest.mark.parametrize("rows", [1024, pytest.param(17_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", FORMATS)
-def test_each_tensor_of_a_device_is_read_once(how: str, rows: int, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tensor_of_a_device_is_read_once(
+    how: str, rows: int, rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where there is memory for two large ones, too, and one stream waits for the other."""
     state = masters(rng, rows)
     given, nbytes = on_device(state)
@@ -311,7 +347,9 @@ def test_each_tensor_of_a_device_is_read_once(how: str, rows: int, rng: Rng, mon
             assert alone.publish(given, quantise=how, dtype="BF16").root == done.beside["b"].root
 
 
-def test_a_function_may_look_at_all_weights_first(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_may_look_at_all_weights_first(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In memory for two of them, while no other stream goes on."""
     monkeypatch.setattr("pulse_rl.state.read_once._EACH", 0)
     monkeypatch.setattr("pulse_rl.state.read_once._PATIENCE_SECONDS", 1e9)
@@ -322,7 +360,9 @@ def test_a_function_may_look_at_all_weights_first(rng: Rng, monkeypatch: pytest.
         assert alone.publish(state, quantise=halved).root == done.beside["b"].root
 
 
-def test_a_stream_whose_store_hangs_does_not_hold_up_the_other(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_whose_store_hangs_does_not_hold_up_the_other(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pulse_rl.state.read_once._EACH", 0)
     monkeypatch.setattr("pulse_rl.state.read_once._PATIENCE_SECONDS", 0.1)
     committed = threading.Event()
@@ -338,7 +378,12 @@ def test_a_stream_whose_store_hangs_does_not_hold_up_the_other(rng: Rng, monkeyp
             committed.set()
 
     with Publisher(Held(), stream="a", on_event=listen) as publisher:
-        assert publisher.publish(on_device(masters(rng))[0], beside={"b": "fp8_block"}).beside["b"].version == 0
+        assert (
+            publisher.publish(on_device(masters(rng))[0], beside={"b": "fp8_block"})
+            .beside["b"]
+            .version
+            == 0
+        )
 
 
 def test_a_device_that_is_lost_leaves_no_version(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:

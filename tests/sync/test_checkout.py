@@ -1,4 +1,5 @@
-"""Any version of a stream, and its neighbours by the bits that are kept: the exact bits, few reads, bounded memory."""
+"""Any version of a stream, and its neighbours by the bits that are kept: the exact bits, few reads,
+bounded memory."""
 
 from __future__ import annotations
 
@@ -29,22 +30,30 @@ Stream = tuple[Path, list[str]]
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Stream:
-    """A stream with folds and anchors such that any version is one anchor and eight links; and its roots."""
+    """A stream with folds and anchors such that any version is one anchor and eight links; and its
+    roots."""
     store, weights, roots = tmp_path_factory.mktemp("long"), np.zeros(4000, np.uint16), []
     folds = (2, 4, 8, 16, 32, 64, 128, 256)
     with Publisher(store, stream="s", folds=folds, anchor_ratio=1e9, threads=1) as publisher:
         for step in range(VERSIONS):
             weights = weights.copy()
             weights[7 * step % 4000] += 1
-            done = publisher.publish({"w": weights}, metadata={"step": 10 * step}, anchor=step % ANCHORS == 0)
+            done = publisher.publish(
+                {"w": weights}, metadata={"step": 10 * step}, anchor=step % ANCHORS == 0
+            )
             roots.append(done.root)
     return store, roots
 
 
-def dense(versions: int, *, history: bool, anchor_every: int = 100) -> tuple[MemoryStore, list[str], int]:
-    """A stream of which fifteen versions' changes take as much as the state; its roots, and the state's bytes."""
+def dense(
+    versions: int, *, history: bool, anchor_every: int = 100
+) -> tuple[MemoryStore, list[str], int]:
+    """A stream of which fifteen versions' changes take as much as the state; its roots, and the
+    state's bytes."""
     store, trainer, roots = MemoryStore(), TinyTrainer(), []
-    with tuned(store, stream="s", history=history, folds=(8,), anchor_ratio=1e9, threads=1) as publisher:
+    with tuned(
+        store, stream="s", history=history, folds=(8,), anchor_ratio=1e9, threads=1
+    ) as publisher:
         for step in range(versions):
             trainer.step(0.02)
             roots.append(publisher.publish(trainer.state, anchor=step % anchor_every == 0).root)
@@ -57,9 +66,15 @@ def test_any_version_is_one_anchor_and_eight_links(long: Stream, version: int) -
     store, roots = long
     seen: list[Event] = []
     with checkout(store, "s", version=version, threads=1, on_event=seen.append) as found:
-        assert (found.version, found.root, state_root(found.state)) == (version, roots[version], roots[version])
+        assert (found.version, found.root, state_root(found.state)) == (
+            version,
+            roots[version],
+            roots[version],
+        )
     (synced,) = (event for event in seen if isinstance(event, Synced))
-    assert [link.startswith("the anchor") for link in synced.links] == [True] + [False] * (len(synced.links) - 1)
+    assert [link.startswith("the anchor") for link in synced.links] == [True] + [False] * (
+        len(synced.links) - 1
+    )
     assert len(synced.links) <= 1 + 8
 
 
@@ -77,7 +92,11 @@ def test_a_walk_reads_each_object_once_and_back_reads_nothing(long: Stream) -> N
     store, roots = FaultyStore(LocalStore(long[0])), long[1]
     with checkout(store, "s", version=0, threads=1) as found:
         assert [found.to(version).root for version in range(VERSIONS)] == roots
-        reads = Counter(name for call, name in store.calls if call == "get" and not name.endswith(".safetensors"))
+        reads = Counter(
+            name
+            for call, name in store.calls
+            if call == "get" and not name.endswith(".safetensors")
+        )
         assert set(reads.values()) == {1}
         assert len(reads) == 2 * VERSIONS - 1  # a manifest each, and a patch each but the first
         store.calls.clear()
@@ -95,22 +114,29 @@ def test_a_bisection_of_512_versions_asks_nine_times_whatever_is_killed(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where what is killed leaves its folder
     asking = "echo $PULSE_VERSION >> asked; cp -L {}/model.safetensors $PULSE_VERSION.safetensors; "
-    killing = f"[ $(wc -l < asked) != 5 ] || [ -e killed ] || {{ touch killed; kill -9 {killed}; }}; "
+    killing = (
+        f"[ $(wc -l < asked) != 5 ] || [ -e killed ] || {{ touch killed; kill -9 {killed}; }}; "
+    )
     program = ("sh", "-c", f"{asking}{killing if killed else ''}[ $PULSE_VERSION -lt 237 ]")
     command = ["bisect", long[0], "--stream", "s", "--good", 0, "--bad", 512, "--", *program]
     if killed:
-        done = subprocess.run([Path(sys.executable).with_name("pulse"), *map(str, command)], check=False)
+        done = subprocess.run(
+            [Path(sys.executable).with_name("pulse"), *map(str, command)], check=False
+        )
         assert done.returncode == (1 if killed == "$$" else -signal.SIGKILL)
     reads = Counter[str]()
     get = LocalStore.get
-    monkeypatch.setattr(LocalStore, "get", lambda self, name, *part: reads.update([name]) or get(self, name, *part))
+    monkeypatch.setattr(
+        LocalStore, "get", lambda self, name, *part: reads.update([name]) or get(self, name, *part)
+    )
     out = pulse(*command)
     assert out.splitlines()[-1] == "version 237 is the first bad one (step=2370), asked 9 times"
     versions = [int(line) for line in (tmp_path / "asked").read_text().split()]
     again = [240] if killed else []  # what it was killed at
     assert versions == [256, 128, 192, 224, 240, *again, 232, 236, 238, 237]
     assert all(state_root(f"{version}.safetensors") == long[1][version] for version in versions)
-    # One folder is made from another: the bad half may begin below the anchor of version 256, nothing else does.
+    # One folder is made from another: the bad half may begin below the anchor of version 256,
+    # nothing else does.
     assert sum(name.endswith(".safetensors") for name in reads) == (1 if killed else 2)
     assert {count for name, count in reads.items() if name.endswith(".patch")} == {1}
 
@@ -124,8 +150,12 @@ def test_it_moves_anywhere_and_what_it_keeps_is_bounded(history: bool) -> None:
         for version in range(50):
             found.to(version)
         store.calls.clear()
-        back = next(k for k in range(1, 50) if found.to(49 - k).root == roots[49 - k] and store.calls)
-        assert 5 < back < 1.2 * nbytes / (6 * 0.02 * nbytes / 2)  # a position and the bits of each change
+        back = next(
+            k for k in range(1, 50) if found.to(49 - k).root == roots[49 - k] and store.calls
+        )
+        assert (
+            5 < back < 1.2 * nbytes / (6 * 0.02 * nbytes / 2)
+        )  # a position and the bits of each change
         for version in np.random.default_rng(0).integers(0, 50, 15).tolist():
             assert (found.to(version).version, found.root) == (version, roots[version])
         assert state_root(found.state) == found.root
@@ -157,7 +187,12 @@ def test_which_version_it_is(long: Stream, tmp_path: Path) -> None:
         found.save(tmp_path / "out")
         found.to(3)
         assert state_root(held) == state_root(tmp_path / "out") == roots[17]
-        for wrong in ({"version": 4000}, {"root": "0" * 64}, {"root": "xyz"}, {"metadata": {"step": 7}}):
+        for wrong in (
+            {"version": 4000},
+            {"root": "0" * 64},
+            {"root": "xyz"},
+            {"metadata": {"step": 7}},
+        ):
             with pytest.raises(InputError):
                 found.to(**wrong)  # type: ignore[arg-type]
             assert (found.version, found.root) == (3, roots[3])

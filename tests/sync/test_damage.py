@@ -1,4 +1,5 @@
-"""Objects in the store are damaged or gone: another path is taken, or an error names what is missing."""
+"""Objects in the store are damaged or gone: another path is taken, or an error names what is
+missing."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tests.support.states import Live, Rng, Tensors, bits, history, state_root
 from tests.support.stores import FaultyStore
 
 
-def stream_of(states: list[Tensors], anchors: set[int] = frozenset(), **options: int) -> FaultyStore:  # type: ignore[assignment]
+def stream_of(
+    states: list[Tensors], anchors: set[int] = frozenset(), **options: int
+) -> FaultyStore:  # type: ignore[assignment]
     """A stream with an anchor at version 0 and at each of ``anchors``."""
     store = FaultyStore(MemoryStore())
     publisher = tuned(store, stream="policy", anchor_ratio=1e9, **options)
@@ -82,7 +85,8 @@ damages = pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
 
 
 def follow(store: FaultyStore, start: int | None = None) -> tuple[Live, Subscriber, list[Event]]:
-    """A subscriber with a live model, synced to ``start`` where given; what it is told from then on."""
+    """A subscriber with a live model, synced to ``start`` where given; what it is told from then
+    on."""
     seen: list[Event] = []
     subscriber, live = Subscriber(store, stream="policy", threads=1, on_event=seen.append), Live()
     if start is not None:
@@ -124,7 +128,9 @@ def test_a_damaged_anchor_is_avoided_by_an_earlier_one(damage: Damage, rng: Rng)
 
 
 @damages
-def test_a_damaged_patch_without_another_path_is_a_gap_that_names_it(damage: Damage, rng: Rng) -> None:
+def test_a_damaged_patch_without_another_path_is_a_gap_that_names_it(
+    damage: Damage, rng: Rng
+) -> None:
     states = history(rng, 5)
     store = stream_of(states)
     live, subscriber, _ = follow(store, start=1)
@@ -171,18 +177,23 @@ def test_a_short_answer_is_damage_and_not_a_crash(rng: Rng) -> None:
 
 
 def test_a_manifest_that_points_at_another_patch_is_noticed(rng: Rng) -> None:
-    """A rewritten manifest passes for canonical, but the patch's own roots tell that it does not belong there."""
+    """A rewritten manifest passes for canonical, but the patch's own roots tell that it does not
+    belong there."""
     states = history(rng, 4)
     store = stream_of(states)
     second, third = manifest(store, 2), manifest(store, 3)
     assert second.patch is not None
     assert third.patch is not None
     swapped = msgspec.structs.replace(second.patch, parts=third.patch.parts)
-    store.inner.put(manifest_name(2), msgspec.structs.replace(second, patch=swapped).sealed().to_bytes())
+    store.inner.put(
+        manifest_name(2), msgspec.structs.replace(second, patch=swapped).sealed().to_bytes()
+    )
     _, subscriber, _ = follow(store, start=1)
     with pytest.raises(ChainGap, match="applies to root"):
         subscriber.sync(2)
-    store.inner.put(manifest_name(2), msgspec.structs.replace(second, root="0" * 64).sealed().to_bytes())
+    store.inner.put(
+        manifest_name(2), msgspec.structs.replace(second, root="0" * 64).sealed().to_bytes()
+    )
     _, subscriber, _ = follow(store, start=1)
     with pytest.raises(ChainGap, match="leads to root"):
         subscriber.sync(2)
@@ -195,7 +206,12 @@ def test_a_manifest_that_claims_terabytes_is_refused_before_they_are_allocated()
     head = file_of({"w": entry("BF16", [nbytes // 2], [0, nbytes])})
     payload = Payload(sha256(head).hexdigest(), len(head) + nbytes)
     claim = msgspec.structs.replace(
-        FULL, version=0, elements=nbytes // 2, dense_bytes=nbytes, patch=None, anchor=AnchorRef((payload,))
+        FULL,
+        version=0,
+        elements=nbytes // 2,
+        dense_bytes=nbytes,
+        patch=None,
+        anchor=AnchorRef((payload,)),
     ).sealed()
     store = MemoryStore()
     store.put(f"policy/payloads/{payload.sha256}.safetensors", head + bytes(70_000))
@@ -255,8 +271,8 @@ def test_a_synced_event_tells_only_of_what_was_followed(rng: Rng) -> None:
 
 
 def test_a_worker_whose_version_was_given_again_starts_from_an_anchor(rng: Rng) -> None:
-    """Somebody took manifests away; a restarted publisher gave their numbers to other states. The next patch is of
-    these, and cannot be applied to what the worker has."""
+    """Somebody took manifests away; a restarted publisher gave their numbers to other states. The
+    next patch is of these, and cannot be applied to what the worker has."""
     states, store = history(rng, 6), MemoryStore()
     with Publisher(store, stream="policy") as publisher:
         for state in states[:4]:

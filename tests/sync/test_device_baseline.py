@@ -1,6 +1,8 @@
-"""A publisher that keeps the last version on the devices sends only what differs over the bus, and the same versions.
+"""A publisher that keeps the last version on the devices sends only what differs over the bus, and
+the same versions.
 
-Without a GPU a stand-in for torch's streams and tensors shows what is asked of them (`tests.support.cuda`).
+Without a GPU a stand-in for torch's streams and tensors shows what is asked of them
+(`tests.support.cuda`).
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def cast(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("how", ["submit", "publish", "both"])
-def test_the_versions_are_the_same_and_little_crosses_the_bus(cuda: Device, given: torch.dtype, how: str) -> None:
+def test_the_versions_are_the_same_and_little_crosses_the_bus(
+    cuda: Device, given: torch.dtype, how: str
+) -> None:
     current, locked = cuda
     weight, host = torch.randn(SIZE).to(given), torch.randn(7)
     expected: list[str] = []
@@ -85,11 +89,14 @@ def test_what_changes_often_crosses_as_it_is(cuda: Device) -> None:
     with resident(MemoryStore(), stream="policy", on_device="baseline") as publisher:
         for number in range(4):
             step(weight[: SIZE // 2], every=1 + number % 3)
-            assert publisher.publish({"weight": on_device(weight)}).root == state_root({"weight": weight})
+            assert publisher.publish({"weight": on_device(weight)}).root == state_root(
+                {"weight": weight}
+            )
 
 
 def test_every_bit_counts(cuda: Device) -> None:
-    """Zeros of both signs are equal numbers, a NaN equals none; as bits it is the other way round."""
+    """Zeros of both signs are equal numbers, a NaN equals none; as bits it is the other way
+    round."""
     Stream.gate.set()
     weight = torch.zeros(SIZE).bfloat16()
     weight[::3] = float("nan")
@@ -120,7 +127,9 @@ def test_all_widths_and_tied_tensors(cuda: Device) -> None:
             plain["wide"][number] += 1
             plain["weight"][number::99] += 1
             tensors: dict[str, Any] = {name: on_device(tensor) for name, tensor in plain.items()}
-            names = ("weight", "head") if number % 2 else ("head", "weight")  # the first one stores it
+            names = (
+                ("weight", "head") if number % 2 else ("head", "weight")
+            )  # the first one stores it
             tied = tensors.pop("weight")
             tensors = {names[0]: tied, names[1]: tied} | tensors
             published = publisher.publish(tensors, dtype="BF16")
@@ -128,7 +137,9 @@ def test_all_widths_and_tied_tensors(cuda: Device) -> None:
     with Subscriber(store, stream="policy") as worker:
         worker.sync()
         assert worker.state is not None
-        expected = {"head": plain["weight"].bfloat16()} | {n: t for n, t in plain.items() if n != "weight"}
+        expected = {"head": plain["weight"].bfloat16()} | {
+            n: t for n, t in plain.items() if n != "weight"
+        }
         expected["wide"] = plain["wide"].float().bfloat16()
         assert worker.root == state_root(expected)
         assert worker.state.aliases == {"weight": "head"}
@@ -138,8 +149,16 @@ def test_other_tensors_are_a_new_beginning(cuda: Device) -> None:
     Stream.gate.set()
     one, two = torch.randn(SIZE).bfloat16(), torch.randn(SIZE).bfloat16()
     with resident(MemoryStore(), stream="policy", on_device="baseline") as publisher:
-        for state in ({"one": one}, {"one": one, "two": two}, {"two": two}, {"two": two.view(2, -1)}, {"two": two}):
-            published = publisher.publish({name: on_device(tensor) for name, tensor in state.items()})
+        for state in (
+            {"one": one},
+            {"one": one, "two": two},
+            {"two": two},
+            {"two": two.view(2, -1)},
+            {"two": two},
+        ):
+            published = publisher.publish(
+                {name: on_device(tensor) for name, tensor in state.items()}
+            )
             assert published.root == state_root(state)
         plain = publisher.publish({"two": two})  # not on a device at all
         assert plain.changed == 0
@@ -175,12 +194,21 @@ def test_another_version_than_the_hosts_is_not_compared_with(cuda: Device) -> No
         hosts.append((LocalState(source), host))
     (first, first_host), (second, second_host) = hosts
     devices.follow(devices.scan(first, first_host).resident, first_host)
-    for local, host in ((second, first_host), (second, second_host), (first, second_host), (first, first_host)):
+    for local, host in (
+        (second, first_host),
+        (second, second_host),
+        (first, second_host),
+        (first, first_host),
+    ):
         seen = devices.scan(local, host)
-        assert isinstance(stored_tensor(seen.state, "weight"), ChangedTensor) == (host is first_host)
+        assert isinstance(stored_tensor(seen.state, "weight"), ChangedTensor) == (
+            host is first_host
+        )
         assert seen.state.read("weight").tolist() == local.source.read("weight").tolist()
     devices.forget()
-    assert not isinstance(stored_tensor(devices.scan(first, first_host).state, "weight"), ChangedTensor)
+    assert not isinstance(
+        stored_tensor(devices.scan(first, first_host).state, "weight"), ChangedTensor
+    )
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -234,7 +262,9 @@ def test_without_room_on_the_device_all_crosses_the_bus(
     Stream.gate.set()
     weight = torch.randn(SIZE).bfloat16()
     events: list[object] = []
-    with resident(MemoryStore(), stream="policy", on_device="baseline", on_event=events.append) as publisher:
+    with resident(
+        MemoryStore(), stream="policy", on_device="baseline", on_event=events.append
+    ) as publisher:
         for number in range(8):
             step(weight, first=number)
             expected = state_root({"weight": weight})
@@ -243,7 +273,11 @@ def test_without_room_on_the_device_all_crosses_the_bus(
                     crowded.setattr(torch.Tensor, "new_empty", full)
                 if number in (3, 7):
                     crowded.setattr(torch.Tensor, "nonzero", full)
-                how = publisher.publish if number % 2 else lambda tensors: publisher.submit(tensors).result(20)
+                how = (
+                    publisher.publish
+                    if number % 2
+                    else lambda tensors: publisher.submit(tensors).result(20)
+                )
                 assert how({"weight": on_device(weight)}).root == expected
     notices = [event for event in events if isinstance(event, Hint)]
     assert [(notice.kind, notice.version) for notice in notices] == [("device_memory", first)]
@@ -262,7 +296,9 @@ def test_submissions_that_are_replaced(cuda: Device) -> None:
         Stream.gate.set()
         assert submission.result(20).root == expected
         step(weight)
-        assert publisher.publish({"weight": on_device(weight)}).root == state_root({"weight": weight})
+        assert publisher.publish({"weight": on_device(weight)}).root == state_root(
+            {"weight": weight}
+        )
     assert all(report.ok for report in verify_stream(store, "policy"))
 
 
@@ -270,7 +306,9 @@ def test_submissions_that_are_replaced(cuda: Device) -> None:
 def test_any_codec(cuda: Device, codec: str) -> None:
     Stream.gate.set()
     weight, store = torch.randn(SIZE).bfloat16(), MemoryStore()
-    with resident(store, stream="policy", codec=codec, folds=(2,), on_device="baseline") as publisher:
+    with resident(
+        store, stream="policy", codec=codec, folds=(2,), on_device="baseline"
+    ) as publisher:
         for number in range(5):
             step(weight, every=(60, 60, 1, 60, 60)[number], first=number % 2)
             published = publisher.submit({"weight": on_device(weight)}).result(20)

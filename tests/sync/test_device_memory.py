@@ -1,6 +1,7 @@
 """What a publisher keeps on devices, for how long, and who waits for whom.
 
-Without a GPU a stand-in for torch's streams and tensors shows what is asked of them (`tests.support.cuda`).
+Without a GPU a stand-in for torch's streams and tensors shows what is asked of them
+(`tests.support.cuda`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def publish(publisher: Publisher, how: str, weight: torch.Tensor) -> None:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[int]]]:
-    """Which of the copies on the device are still there, by number. Nothing is collected behind our backs."""
+    """Which of the copies on the device are still there, by number. Nothing is collected behind our
+    backs."""
     made: list[weakref.ref[torch.Tensor]] = []
 
     def copied(tensors: Any) -> Any:
@@ -80,7 +82,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[int]]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["submit", "publish"])
-def test_a_failed_version_leaves_no_copy(cuda: Device, copies: Callable[[], list[int]], how: str) -> None:
+def test_a_failed_version_leaves_no_copy(
+    cuda: Device, copies: Callable[[], list[int]], how: str
+) -> None:
     Stream.gate.set()
     weight = torch.randn(SIZE).bfloat16()
     store = FaultyStore(MemoryStore())
@@ -108,7 +112,9 @@ def test_a_cancelled_version_leaves_no_copy(cuda: Device, copies: Callable[[], l
         assert copies() == [0]
 
 
-def test_close_lets_go_of_what_is_not_settled(cuda: Device, copies: Callable[[], list[int]]) -> None:
+def test_close_lets_go_of_what_is_not_settled(
+    cuda: Device, copies: Callable[[], list[int]]
+) -> None:
     Stream.gate.set()
     weight = torch.randn(SIZE).bfloat16()
     store = FaultyStore(MemoryStore())

@@ -1,9 +1,9 @@
 """Failures that recur among similar systems, one test each, named after the failure.
 
-Elsewhere: outages at every store call (test_outages), damaged and missing objects (test_damage), flipped bits and
-hostile sizes in files (test_patch_file, test_codecs, test_checkpoint), two publishers (test_two_publishers), a store
-that ignores If-None-Match or deletes 300 along with 30 (test_check, test_store_conformance), and kills at random
-moments (test_kill).
+Elsewhere: outages at every store call (test_outages), damaged and missing objects (test_damage),
+flipped bits and hostile sizes in files (test_patch_file, test_codecs, test_checkpoint), two
+publishers (test_two_publishers), a store that ignores If-None-Match or deletes 300 along with 30
+(test_check, test_store_conformance), and kills at random moments (test_kill).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tests.support.stores import FaultyStore, names
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_reply_of_a_second_claim_is_lost(comes_back: bool, rng: Rng) -> None:
-    """A listing that is behind hides the head, so the stream is claimed again: that claim is the publisher's own."""
+    """A listing that is behind hides the head, so the stream is claimed again: that claim is the
+    publisher's own."""
     states = history(rng, 3)
     store = FaultyStore(MemoryStore())
     publisher = Publisher(store, stream="policy")
@@ -49,7 +50,8 @@ def test_reply_of_a_second_claim_is_lost(comes_back: bool, rng: Rng) -> None:
 
 
 def test_tied_weights_give_one_root(rng: Rng) -> None:
-    """`state_dict()` names the tied head, the saved checkpoint does not: roots must agree all the same."""
+    """`state_dict()` names the tied head, the saved checkpoint does not: roots must agree all the
+    same."""
     tied = weights(rng, 20, 4)
     model = {"embed.weight": tied, "norm": bits(rng, "F32", 4), "head.weight": tied}
     saved = {"embed.weight": tied, "norm": model["norm"]}
@@ -83,8 +85,11 @@ def test_names_from_a_manifest_cannot_escape(tmp_path: Path, rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("create", [False, True], ids=["put", "put_new"])
-def test_files_are_synced_before_they_are_named(create: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut must find the old file or the new one: data, then the name, then the folder's entry."""
+def test_files_are_synced_before_they_are_named(
+    create: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut must find the old file or the new one: data, then the name, then the folder's
+    entry."""
     store = LocalStore(tmp_path)
     store.put("a/first", b"x")
     done: list[str] = []
@@ -96,7 +101,9 @@ def test_files_are_synced_before_they_are_named(create: bool, tmp_path: Path, mo
 
     def naming(name: str) -> Any:
         def call(source: Any, target: Any) -> None:
-            assert Path(source).read_bytes() == b"data", "the file must be whole before it gets its name"
+            assert Path(source).read_bytes() == b"data", (
+                "the file must be whole before it gets its name"
+            )
             done.append("name")
             real[name](source, target)
 
@@ -114,15 +121,17 @@ def test_files_are_synced_before_they_are_named(create: bool, tmp_path: Path, mo
 
 @pytest.mark.slow
 def test_a_trainer_that_writes_during_publish_leaves_every_version_restorable() -> None:
-    """Versions were committed under roots of what the tensors held a moment later: nobody could restore them, nor the
-    twenty that followed."""
+    """Versions were committed under roots of what the tensors held a moment later: nobody could
+    restore them, nor the twenty that followed."""
     weights = np.zeros(3_000_000, np.uint16)
     state, store, stop = {"w": Bits(weights, "BF16")}, MemoryStore(), threading.Event()
 
     def write() -> None:
         while not stop.is_set():
             weights[np.random.default_rng().integers(0, len(weights), 50)] += 1
-            time.sleep(0.005)  # so that some fall between the proof and the hash, where they once did harm
+            time.sleep(
+                0.005
+            )  # so that some fall between the proof and the hash, where they once did harm
 
     publisher = Publisher(store, stream="policy", threads=2)
     publisher.publish(state)

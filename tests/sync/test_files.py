@@ -1,4 +1,5 @@
-"""The files beside the weights: a version carries them, stored once, and readers, relays and upkeep keep them."""
+"""The files beside the weights: a version carries them, stored once, and readers, relays and upkeep
+keep them."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class Counted(MemoryStore):
 
 
 def payloads(store: Any) -> list[str]:
-    return sorted(info.name for info in store.list("policy/payloads") if info.name.endswith(".file"))
+    return sorted(
+        info.name for info in store.list("policy/payloads") if info.name.endswith(".file")
+    )
 
 
 def newest(store: Any, **options: Any) -> dict[str, bytes]:
@@ -145,7 +148,9 @@ def test_gc_keeps_those_of_kept_versions_only(rng: Rng) -> None:
     store = MemoryStore()
     with Publisher(store, stream="policy", anchor_ratio=0) as publisher:
         for version, state in enumerate(history(rng, 6)):
-            publisher.publish(state, files={"step.txt": str(version // 2).encode(), "config.json": CONFIG})
+            publisher.publish(
+                state, files={"step.txt": str(version // 2).encode(), "config.json": CONFIG}
+            )
     gc_stream(store, "policy", keep=2, grace_seconds=0)
     assert len(payloads(store)) == 2
     assert newest(store) == {"step.txt": b"2", "config.json": CONFIG}
@@ -172,7 +177,9 @@ def test_a_relay_copies_them_once_and_folds_lead_to_their_versions_files(rng: Rn
     assert late.files() == {"config.json": CONFIG}
     for name in payloads(source):
         source.delete(name)
-    Publisher(source, stream="policy").publish(history(rng, 1)[0], files={"new.txt": b"new", "config.json": b"{}"})
+    Publisher(source, stream="policy").publish(
+        history(rng, 1)[0], files={"new.txt": b"new", "config.json": b"{}"}
+    )
     source.delete(next(name for name in payloads(source) if source.get(name) == b"new"))
     assert relay.sync() is not None, "a lost file holds no weights up"
     assert relay.version == 20
@@ -211,7 +218,10 @@ def test_only_what_a_key_has_signed_is_believed(rng: Rng) -> None:
 )
 def test_files_that_no_reader_may_write_are_refused_at_the_call(files: Any, match: str) -> None:
     store = MemoryStore()
-    for call in (Publisher(store, stream="policy").publish, Publisher(store, stream="policy").submit):
+    for call in (
+        Publisher(store, stream="policy").publish,
+        Publisher(store, stream="policy").submit,
+    ):
         with pytest.raises(InputError, match=match):
             call({"w": np.zeros(3, np.float32)}, files=files)
     assert not list(store.list("policy"))
@@ -221,35 +231,73 @@ def test_a_large_file_on_disk_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(InputError, match="too large"):
-        Publisher(MemoryStore(), stream="policy").publish({"w": np.zeros(3, np.float32)}, files={"a": tmp_path / "a"})
+        Publisher(MemoryStore(), stream="policy").publish(
+            {"w": np.zeros(3, np.float32)}, files={"a": tmp_path / "a"}
+        )
 
 
 def test_a_folder_gives_what_a_loader_needs(tmp_path: Path) -> None:
-    taken = ("config.json", "tokenizer.model", "merges.txt", "chat_template.jinja", "modeling_own.py")
-    left = ("README.md", "optimizer.pt", "trainer_state.json", "pytorch_model.bin.index.json", ".hidden.json", "x.png")
-    for name in (*taken, *left, "model.safetensors", "additional_chat_templates/tools.jinja", "sub/other.json"):
+    taken = (
+        "config.json",
+        "tokenizer.model",
+        "merges.txt",
+        "chat_template.jinja",
+        "modeling_own.py",
+    )
+    left = (
+        "README.md",
+        "optimizer.pt",
+        "trainer_state.json",
+        "pytorch_model.bin.index.json",
+        ".hidden.json",
+        "x.png",
+    )
+    for name in (
+        *taken,
+        *left,
+        "model.safetensors",
+        "additional_chat_templates/tools.jinja",
+        "sub/other.json",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     store = LocalStore(tmp_path / "store")
     Publisher(store, stream="policy").publish({"w": np.zeros(3, np.float32)}, files=tmp_path)
-    assert newest(store) == {n: n.encode() for n in (*taken, "additional_chat_templates/tools.jinja")}
+    assert newest(store) == {
+        n: n.encode() for n in (*taken, "additional_chat_templates/tools.jinja")
+    }
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_to_a_stream_each_version_has_its_own_files(seed: int, tmp_path: Path) -> None:
-    """Publishers that restart, collection, folds, relays, late and new readers: against a dictionary of versions."""
+def test_whatever_happens_to_a_stream_each_version_has_its_own_files(
+    seed: int, tmp_path: Path
+) -> None:
+    """Publishers that restart, collection, folds, relays, late and new readers: against a
+    dictionary of versions."""
     rng = np.random.default_rng(seed)
     source, target = MemoryStore(), LocalStore(tmp_path)
     state = {"w": np.zeros(3000, np.float32)}
     expected: dict[int, dict[str, bytes]] = {}
     publisher = Publisher(source, stream="policy", anchor_ratio=0.5)
-    relay, late = Relay(source, target, stream="policy", keep=6, threads=1), Subscriber(source, stream="policy")
+    relay, late = (
+        Relay(source, target, stream="policy", keep=6, threads=1),
+        Subscriber(source, stream="policy"),
+    )
 
     def publish() -> None:
-        choice = [None, None, {}, {f"{k}.txt": bytes([rng.integers(3)]) * 9 for k in range(rng.integers(4))}]
+        choice = [
+            None,
+            None,
+            {},
+            {f"{k}.txt": bytes([rng.integers(3)]) * 9 for k in range(rng.integers(4))},
+        ]
         files = choice[rng.integers(4)]
         state["w"][rng.integers(3000, size=20)] += 1
-        send = publisher.publish if rng.random() < 0.5 else lambda *a, **k: publisher.submit(*a, **k).result()
+        send = (
+            publisher.publish
+            if rng.random() < 0.5
+            else lambda *a, **k: publisher.submit(*a, **k).result()
+        )
         version = send(state, files=files).version
         expected[version] = expected.get(version - 1, {}) if files is None else files
 

@@ -1,4 +1,5 @@
-"""Folds: made in the background or afterwards, never larger than their patches, and taken by who is far behind."""
+"""Folds: made in the background or afterwards, never larger than their patches, and taken by who is
+far behind."""
 
 from __future__ import annotations
 
@@ -81,13 +82,16 @@ def test_a_damaged_fold_is_avoided() -> None:
     links = links_of_sync(store, late, seen)
     assert links[:3] == ("the anchor of version 0", "the fold 0->4", "the fold 4->8")
     assert late.root == state_root(trainer.state)
-    found = {report.version: report.problems for report in verify_stream(store, "s") if not report.ok}
+    found = {
+        report.version: report.problems for report in verify_stream(store, "s") if not report.ok
+    }
     assert list(found) == [16]
     assert "the fold 0->16" in found[16][0]
 
 
 def test_a_link_that_lies_is_avoided() -> None:
-    """Links are hints: a fold that leads elsewhere, or to no object, costs a detour and nothing else."""
+    """Links are hints: a fold that leads elsewhere, or to no object, costs a detour and nothing
+    else."""
     store = MemoryStore()
     trainer = published(store, 12, folds=())
     store.put(*fold_link("s", 0, 8, ("0" * 64, 5)))
@@ -113,7 +117,8 @@ def test_without_listed_links_the_manifests_lead_to_an_anchor() -> None:
 
 
 def test_a_fold_that_saves_nothing_is_not_stored() -> None:
-    """Two rewrites of the same half: the fold over both is about as large as either, and must be below their sum."""
+    """Two rewrites of the same half: the fold over both is about as large as either, and must be
+    below their sum."""
     store = MemoryStore()
     trainer = TinyTrainer()
     publisher = Publisher(store, stream="s", folds=(2,), threads=1)
@@ -156,7 +161,8 @@ def test_fold_of_a_stream_with_a_gap_says_so() -> None:
 
 
 def test_delete_any_one_payload_and_it_is_still_restored_or_named() -> None:
-    """Anchors at 0 and later, folds over 4 and 16: most payloads can be missed; the error names one that cannot."""
+    """Anchors at 0 and later, folds over 4 and 16: most payloads can be missed; the error names one
+    that cannot."""
     store = MemoryStore()
     trainer = published(store, 27, folds=(4, 16), anchor_ratio=0.04)
     root = state_root(trainer.state)

@@ -90,7 +90,9 @@ def test_a_member_that_vanishes_holds_the_others_for_the_timeout_only(clock: Clo
     assert (back.version, back.root, back.previous) == (2, root, 0)
 
 
-def test_whoever_has_staged_follows_one_that_has_switched_whatever_comes_between(clock: Clock) -> None:
+def test_whoever_has_staged_follows_one_that_has_switched_whatever_comes_between(
+    clock: Clock,
+) -> None:
     """It does not wait for a third one that comes back just then and cannot stage."""
     store = MemoryStore()
     stream, broken = Stream(store), FaultyStore(store)
@@ -179,7 +181,9 @@ def test_a_process_that_crashes_again_and_again_holds_nobody(clock: Clock) -> No
 # What the group stands on is gone.
 
 
-def test_a_group_whose_version_is_deleted_while_all_are_away_goes_on_at_the_newest(clock: Clock) -> None:
+def test_a_group_whose_version_is_deleted_while_all_are_away_goes_on_at_the_newest(
+    clock: Clock,
+) -> None:
     store = MemoryStore()
     stream = Stream(store, anchor_ratio=0)
     stream.publish(2)
@@ -239,7 +243,9 @@ def test_a_version_that_is_damaged_is_left_for_a_later_one(clock: Clock, staged_
     assert rounds(members) == [2, 2]
 
 
-def test_who_cannot_follow_to_a_version_that_only_others_have_is_not_waited_for(clock: Clock) -> None:
+def test_who_cannot_follow_to_a_version_that_only_others_have_is_not_waited_for(
+    clock: Clock,
+) -> None:
     """As after a stream was restored from a copy of some days ago."""
     store = MemoryStore()
     stream = Stream(store, anchor_ratio=0)
@@ -280,7 +286,9 @@ def test_gc_keeps_the_version_at_which_a_live_group_is(clock: Clock) -> None:
     assert rounds([old, young]) == [7, 7]
     clock.now += 100
     stream.publish(2)
-    assert gc_stream(store, "s", keep=1, grace_seconds=0).oldest == 9, "the notes are a hundred seconds old"
+    assert gc_stream(store, "s", keep=1, grace_seconds=0).oldest == 9, (
+        "the notes are a hundred seconds old"
+    )
 
 
 def test_gc_is_not_held_up_by_a_group_whose_version_is_damaged(clock: Clock) -> None:
@@ -295,11 +303,16 @@ def test_gc_is_not_held_up_by_a_group_whose_version_is_damaged(clock: Clock) -> 
     assert gc_stream(store, "s", keep=1, grace_seconds=0).oldest == 4
 
 
-def test_a_version_that_no_trusted_key_signed_holds_the_others_for_the_timeout_only(clock: Clock) -> None:
+def test_a_version_that_no_trusted_key_signed_holds_the_others_for_the_timeout_only(
+    clock: Clock,
+) -> None:
     store, signer = MemoryStore(), Signer.generate()
     stream = Stream(store, signer=signer)
     stream.publish()
-    careful, careless = member(store, "careful", trusted_keys=[signer.public_key]), member(store, "careless")
+    careful, careless = (
+        member(store, "careful", trusted_keys=[signer.public_key]),
+        member(store, "careless"),
+    )
     assert rounds([careful, careless]) == [0, 0]
     stream.publisher = Publisher(store, stream="s", threads=1, anchor_ratio=0)
     stream.publish()

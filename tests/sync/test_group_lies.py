@@ -71,7 +71,14 @@ def test_a_note_of_another_time_delays_no_longer(seconds: float) -> None:
     assert (lie in names(store, MEMBERS)) == (abs(seconds) < 600)
 
 
-STRAYS = ("README", "a", "a-staged", "notes/a-x", f"-{1:015d}-{'f' * 16}-empty", f"a-{1:015d}-{'F' * 16}-empty")
+STRAYS = (
+    "README",
+    "a",
+    "a-staged",
+    "notes/a-x",
+    f"-{1:015d}-{'f' * 16}-empty",
+    f"a-{1:015d}-{'F' * 16}-empty",
+)
 
 
 def test_stray_objects_are_ignored_and_nothing_is_ever_read(clock: Clock) -> None:
@@ -96,7 +103,9 @@ def test_stray_objects_are_ignored_and_nothing_is_ever_read(clock: Clock) -> Non
     assert f"{MEMBERS}/README" in names(store, MEMBERS)
 
 
-@pytest.mark.parametrize("name", ["a", "a-away", "a-000000000000001-ffffffffffffffff-empty", "9.-_" * 32])
+@pytest.mark.parametrize(
+    "name", ["a", "a-away", "a-000000000000001-ffffffffffffffff-empty", "9.-_" * 32]
+)
 def test_members_of_any_name_meet(name: str, clock: Clock) -> None:
     store = MemoryStore()
     stream = Stream(store)
@@ -222,7 +231,9 @@ def test_an_update_that_was_not_acknowledged_is_returned_again(clock: Clock) -> 
 
 
 @pytest.mark.parametrize("synced", [0, 2])
-def test_an_update_whose_poll_failed_is_in_what_the_owner_syncs_by_itself(clock: Clock, synced: int) -> None:
+def test_an_update_whose_poll_failed_is_in_what_the_owner_syncs_by_itself(
+    clock: Clock, synced: int
+) -> None:
     class Breaks(MemoryStore):
         armed = True
 
@@ -255,7 +266,11 @@ def test_a_listing_that_misses_a_member_makes_nobody_switch_alone() -> None:
         missed = "none"
 
         def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-            return (info for info in super().list(folder, start_after) if f"/{self.missed}-" not in info.name)
+            return (
+                info
+                for info in super().list(folder, start_after)
+                if f"/{self.missed}-" not in info.name
+            )
 
     store = Misses()
     members = [member(store, "a"), member(store, "b")]

@@ -43,7 +43,9 @@ def test_the_others_follow_a_member_that_starts_from_a_newer_base(clock: Clock) 
 
 
 @pytest.mark.parametrize("acknowledges", [True, False])
-def test_the_others_follow_a_member_that_has_synced_by_itself(clock: Clock, acknowledges: bool) -> None:
+def test_the_others_follow_a_member_that_has_synced_by_itself(
+    clock: Clock, acknowledges: bool
+) -> None:
     store, live = MemoryStore(), Live()
     stream = Stream(store)
     stream.publish()
@@ -94,7 +96,9 @@ def test_an_owner_that_syncs_by_itself_gets_what_its_member_had_staged(clock: Cl
     assert rounds([one, two]) == [2, 2]
 
 
-def test_a_member_whose_subscriber_comes_to_an_older_version_stays_where_it_is(clock: Clock) -> None:
+def test_a_member_whose_subscriber_comes_to_an_older_version_stays_where_it_is(
+    clock: Clock,
+) -> None:
     store, live = MemoryStore(), Live()
     stream = Stream(store, anchor_ratio=0)
     stream.publish(3)
@@ -155,7 +159,9 @@ def test_of_two_processes_of_one_name_the_older_is_told(clock: Clock) -> None:
     assert rounds([older]) == [1]
 
 
-def test_a_member_that_is_restarted_at_once_goes_on_and_is_not_waited_for_twice(clock: Clock) -> None:
+def test_a_member_that_is_restarted_at_once_goes_on_and_is_not_waited_for_twice(
+    clock: Clock,
+) -> None:
     store = MemoryStore()
     stream = Stream(store)
     stream.publish()
@@ -171,7 +177,9 @@ def test_a_member_that_is_restarted_at_once_goes_on_and_is_not_waited_for_twice(
     assert len([name for name in names(store, MEMBERS) if "/a-" in name]) <= 3
 
 
-def test_a_process_that_was_replaced_is_not_waited_for_even_where_nobody_may_delete(clock: Clock) -> None:
+def test_a_process_that_was_replaced_is_not_waited_for_even_where_nobody_may_delete(
+    clock: Clock,
+) -> None:
     store = KeepsAll()
     stream, broken = Stream(store), FaultyStore(store)
     stream.publish()
@@ -188,7 +196,9 @@ def test_a_process_that_was_replaced_is_not_waited_for_even_where_nobody_may_del
 
 
 def test_a_note_that_is_deleted_at_once_is_written_again(clock: Clock) -> None:
-    def delete(liar: LyingStore[MemoryStore], name: str, right: Callable[[], ObjectInfo]) -> ObjectInfo:
+    def delete(
+        liar: LyingStore[MemoryStore], name: str, right: Callable[[], ObjectInfo]
+    ) -> ObjectInfo:
         if "/members/" in name:
             liar.tell()
             liar.delete(name)

@@ -1,4 +1,5 @@
-"""Streams whose patches are coded by what changed before: smaller, and readable by all, whatever way they came."""
+"""Streams whose patches are coded by what changed before: smaller, and readable by all, whatever
+way they came."""
 
 from __future__ import annotations
 
@@ -34,10 +35,17 @@ ROWS, COLUMNS = 600, 200
 def momentum(seed: int = 0, chance: float = 0.9, density: float = 0.005) -> Iterator[State]:
     """States of which most of what moved last moves on, as weights do under momentum."""
     rng = np.random.default_rng(seed)
-    flat = (rng.normal(0, 0.02, ROWS * COLUMNS).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    flat = (rng.normal(0, 0.02, ROWS * COLUMNS).astype(np.float32).view(np.uint32) >> 16).astype(
+        np.uint16
+    )
     moving: dict[int, int] = {}
     for step in range(10_000):
-        yield State.of({"w": Bits(flat.reshape(ROWS, COLUMNS).copy(), "BF16"), "step": Bits(np.uint64([step]), "U64")})
+        yield State.of(
+            {
+                "w": Bits(flat.reshape(ROWS, COLUMNS).copy(), "BF16"),
+                "step": Bits(np.uint64([step]), "U64"),
+            }
+        )
         moving = {at: by for at, by in moving.items() if rng.random() < chance}
         while len(moving) < density * flat.size:
             moving[int(rng.integers(flat.size))] = int(rng.choice([-1, 1]))
@@ -48,7 +56,9 @@ def momentum(seed: int = 0, chance: float = 0.9, density: float = 0.005) -> Iter
 class Made:
     """A stream of ``versions`` versions."""
 
-    def __init__(self, versions: int, store: MemoryStore | LocalStore | None = None, **options: object) -> None:
+    def __init__(
+        self, versions: int, store: MemoryStore | LocalStore | None = None, **options: object
+    ) -> None:
         self.store = store or MemoryStore()
         self.states = momentum()
         self.roots: list[str] = []
@@ -104,7 +114,13 @@ def test_patches_become_smaller_and_every_root_is_right() -> None:
 def test_what_is_remembered_follows_the_versions() -> None:
     made = Made(20)
     assert [made.remembers(v) for v in range(6)] == [(), (1,), (1, 1), (1, 1, 1), (4,), (4, 1)]
-    assert [made.remembers(v) for v in (8, 11, 15, 16, 17)] == [(4,), (4, 1, 1, 1), (4, 1, 1, 1), (), (1,)]
+    assert [made.remembers(v) for v in (8, 11, 15, 16, 17)] == [
+        (4,),
+        (4, 1, 1, 1),
+        (4, 1, 1, 1),
+        (),
+        (1,),
+    ]
     assert [made.named(v) for v in (1, 2, 6, 9, 17, 18)] == [(), (1,), (4, 1), (4,), (), (1,)]
 
 
@@ -161,7 +177,11 @@ def test_an_anchor_begins_anew() -> None:
     assert made.remembers(8) == (), "two of the four versions are not remembered one by one"
     newcomer, seen = made.subscriber()
     newcomer.sync()
-    assert (newcomer.root, links(seen)[0], detours(seen)) == (made.roots[8], "the anchor of version 6", [])
+    assert (newcomer.root, links(seen)[0], detours(seen)) == (
+        made.roots[8],
+        "the anchor of version 6",
+        [],
+    )
 
 
 def test_a_new_publisher_goes_on() -> None:

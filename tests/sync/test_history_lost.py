@@ -1,4 +1,5 @@
-"""Where what is remembered is lost, wrong, or not to be had: everybody finds a way, and nobody shows a wrong weight."""
+"""Where what is remembered is lost, wrong, or not to be had: everybody finds a way, and nobody
+shows a wrong weight."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ Windows = dict[int, Records]
 def hot(seed: int = 0, elements: int = 400_000, changes: int = 2000) -> Iterator[State]:
     """States of which half of the same few elements change in each version."""
     rng = np.random.default_rng(seed)
-    flat = (rng.normal(0, 0.02, elements).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    flat = (rng.normal(0, 0.02, elements).astype(np.float32).view(np.uint32) >> 16).astype(
+        np.uint16
+    )
     moving = rng.choice(elements, 2 * changes, replace=False)
     while True:
         yield State.of({"w": Bits(flat.copy(), "BF16")})
@@ -60,7 +63,11 @@ def test_a_part_that_changes_more_than_the_whole() -> None:
     for _ in range(20):
         norm = (norm * 1.0001).astype(np.float32)
         w = next(states).read("w").copy()
-        made.publish(State.of({"w": Bits(w, "BF16"), "norm.weight": Bits(norm.view(np.uint32).copy(), "F32")}))
+        made.publish(
+            State.of(
+                {"w": Bits(w, "BF16"), "norm.weight": Bits(norm.view(np.uint32).copy(), "F32")}
+            )
+        )
         made.wait()
         part.sync(), rest.sync()
         np.testing.assert_array_equal(part.state.read("norm.weight"), norm.view(np.uint32))
@@ -71,7 +78,9 @@ def test_a_part_that_changes_more_than_the_whole() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize(("before", "spans"), [(8, (8,)), (19, (4,))])
-def test_a_relays_readers_go_on_after_folds_of_other_spans(before: int, spans: tuple[int, ...], restarts: bool) -> None:
+def test_a_relays_readers_go_on_after_folds_of_other_spans(
+    before: int, spans: tuple[int, ...], restarts: bool
+) -> None:
     store, target, states = MemoryStore(), MemoryStore(), hot()
     made = publisher(store, **({"folds": (4, 16)} if before == 8 else {}))
     for _ in range(1 if before == 8 else 9):
@@ -140,7 +149,8 @@ WRONG: dict[str, Callable[[Windows], Windows]] = {
 @pytest.mark.parametrize("wrong", sorted(WRONG))
 @pytest.mark.parametrize("version", [6, 15])
 def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) -> None:
-    """A bit that flipped in memory, say, and was saved: never a wrong weight, and the stream goes on."""
+    """A bit that flipped in memory, say, and was saved: never a wrong weight, and the stream goes
+    on."""
     made = Made(version + 1)
     first, _ = made.subscriber()
     first.sync()
@@ -161,7 +171,12 @@ def test_a_wrong_history_is_forgotten(tmp_path: Path, wrong: str, version: int) 
 def test_records_of_another_kind_are_none(tmp_path: Path, bytes_of_a_record: int) -> None:
     digest = state_digest(State.of({"w": np.zeros(99, np.uint8)}))
     file, records = tmp_path / "pulse.history", {0: np.zeros(2 * bytes_of_a_record, np.uint8)}
-    save_history(file, History((Window(1, digest.root, records, cut(digest.specs)),)), cut(digest.specs), digest.root)
+    save_history(
+        file,
+        History((Window(1, digest.root, records, cut(digest.specs)),)),
+        cut(digest.specs),
+        digest.root,
+    )
     assert load_history(file, cut(digest.specs), digest.root) is None
 
 
@@ -189,7 +204,10 @@ def test_junk_in_the_place_of_versions_does_not_stop_the_publisher() -> None:
     for _ in range(150):
         state = next(states)
         done = made.publish(state)
-        assert made._rank._baseline.history.spans == Stream(store, "s").manifest(done.version).remembers
+        assert (
+            made._rank._baseline.history.spans
+            == Stream(store, "s").manifest(done.version).remembers
+        )
         assert len(made._rank._baseline.history.windows) <= 9
     following.sync()
     assert following.root == state_root(state)

@@ -1,4 +1,5 @@
-"""Workers that read a folder over HTTP: the same states, few requests, and bounds against a server that lies."""
+"""Workers that read a folder over HTTP: the same states, few requests, and bounds against a server
+that lies."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def publisher(served: FolderServer, tmp_path: Path) -> Publisher:
     return Publisher(LocalStore(tmp_path / "run"), stream="policy", threads=1)
 
 
-def test_two_readers_follow(served: FolderServer, publisher: Publisher, tmp_path: Path, rng: Rng) -> None:
+def test_two_readers_follow(
+    served: FolderServer, publisher: Publisher, tmp_path: Path, rng: Rng
+) -> None:
     states = history(rng, 5)
     publisher.publish(states[0])
     workers = [
@@ -64,7 +67,9 @@ def test_an_idle_worker_makes_four_requests_a_minute(
     assert len(found) <= 8, found
 
 
-def test_a_waiting_worker_has_a_version_at_once(served: FolderServer, publisher: Publisher, rng: Rng) -> None:
+def test_a_waiting_worker_has_a_version_at_once(
+    served: FolderServer, publisher: Publisher, rng: Rng
+) -> None:
     """Long before the poll's time; the first version, too."""
     states = history(rng, 3)
     worker = Subscriber(served.url, stream="policy", threads=1)
@@ -81,7 +86,10 @@ def test_a_waiting_worker_has_a_version_at_once(served: FolderServer, publisher:
 def test_a_near_server_that_ends_and_comes_back(tmp_path: Path, rng: Rng) -> None:
     states = history(rng, 4)
     origin, near = LocalStore(tmp_path / "origin"), LocalStore(tmp_path / "near")
-    publisher, relay = Publisher(origin, stream="policy", threads=1), Relay(origin, near, stream="policy")
+    publisher, relay = (
+        Publisher(origin, stream="policy", threads=1),
+        Relay(origin, near, stream="policy"),
+    )
     publisher.publish(states[0])
     relay.sync()
     server = FolderServer(near.root)
@@ -101,7 +109,9 @@ def test_a_near_server_that_ends_and_comes_back(tmp_path: Path, rng: Rng) -> Non
         assert worker.root == roots(states)[3]
 
 
-def test_a_relay_reads_a_server(served: FolderServer, publisher: Publisher, tmp_path: Path, rng: Rng) -> None:
+def test_a_relay_reads_a_server(
+    served: FolderServer, publisher: Publisher, tmp_path: Path, rng: Rng
+) -> None:
     states = history(rng, 2)
     for state in states:
         publisher.publish(state)

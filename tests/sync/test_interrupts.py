@@ -1,4 +1,5 @@
-"""Interrupts at any moment, and callers that retry at once: no wrong bit, no lost update, no hang."""
+"""Interrupts at any moment, and callers that retry at once: no wrong bit, no lost update, no
+hang."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
         if call == "sync":
             publisher.publish(state)
         act: Callable[[], object] = (
-            (lambda: follow(subscriber, live)) if call == "sync" else (lambda: publisher.publish(state, beside=beside))  # noqa: B023
+            (lambda: follow(subscriber, live))
+            if call == "sync"
+            else (lambda: publisher.publish(state, beside=beside))  # noqa: B023
         )
         try:
             Steps(number).run(act)
@@ -59,13 +62,18 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
         publisher.publish(state, beside=beside)
         while follow(subscriber, live) is not None:
             pass
-        assert live.root == subscriber.root == state_root(subscriber.state) == state_root(state), number
+        assert live.root == subscriber.root == state_root(subscriber.state) == state_root(state), (
+            number
+        )
         if reached < number:
             break
     assert reached > (100 if STEP == "opcode" else 15)
     for stream in beside or ():
         assert not [report for report in verify_stream(store, stream) if report.problems]
-        with Subscriber(store, stream=stream) as worker, Publisher(MemoryStore(), stream=stream) as alone:
+        with (
+            Subscriber(store, stream=stream) as worker,
+            Publisher(MemoryStore(), stream=stream) as alone,
+        ):
             worker.sync()
             assert worker.root == alone.publish(state, quantise=beside[stream]).root
 
@@ -89,7 +97,8 @@ def test_iterating_to_the_end_acknowledges(rng: Rng) -> None:
 
 
 def test_nothing_is_taken_for_acknowledged_that_was_not(rng: Rng) -> None:
-    """Not by a call, nor by reading `Update.tensors`: the next update has all since the last acknowledgment."""
+    """Not by a call, nor by reading `Update.tensors`: the next update has all since the last
+    acknowledgment."""
     state, store = policy(rng), MemoryStore()
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
     for version in range(4):
@@ -226,4 +235,6 @@ def test_an_interrupt_does_not_wait_for_the_network_twice(rng: Rng) -> None:
     update = subscriber.sync()
     assert update is not None
     assert subscriber.root == state_root(state)
-    assert np.array_equal(subscriber.state.read("embed.weight"), np.asarray(state["embed.weight"].array).reshape(-1))
+    assert np.array_equal(
+        subscriber.state.read("embed.weight"), np.asarray(state["embed.weight"].array).reshape(-1)
+    )

@@ -1,4 +1,5 @@
-"""Whoever can write to a store can leave anything there: it is passed over, and what it costs is bounded."""
+"""Whoever can write to a store can leave anything there: it is passed over, and what it costs is
+bounded."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, Subscriber, gc_stream, state_root, verify_stream
+from pulse_rl import (
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    Signer,
+    Subscriber,
+    gc_stream,
+    state_root,
+    verify_stream,
+)
 from pulse_rl.errors import PublisherConflict, StoreError, StreamError
 from pulse_rl.events import Event, FallbackUsed
 from tests.support.folds import fold_link
@@ -123,7 +133,8 @@ def test_what_was_damaged_on_its_way_is_seen_a_poll_later(rng: Rng) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["follower", "newcomer", "publisher"])
 def test_thousands_of_junk_versions_cost_little(who: str, rng: Rng) -> None:
-    """Who knows nothing reads each once; a follower's looks are bounded; after three tries each is left alone."""
+    """Who knows nothing reads each once; a follower's looks are bounded; after three tries each is
+    left alone."""
     states = history(rng, 3)
     store = FaultyStore(MemoryStore())
     publisher = Publisher(store, stream="policy")
@@ -187,7 +198,8 @@ def test_ten_thousand_false_links_cost_little(start: int | None, signed: bool, r
 
 
 def test_a_follower_never_goes_back(rng: Rng) -> None:
-    """A false fold, then a lost patch: the detour from the anchor of version 0 ended half-way, at version 0."""
+    """A false fold, then a lost patch: the detour from the anchor of version 0 ended half-way, at
+    version 0."""
     states = history(rng, 7)
     store = FaultyStore(MemoryStore())
     publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
@@ -285,7 +297,8 @@ def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng) -> None:
 
 
 def test_replayed_old_versions_move_nobody(rng: Rng) -> None:
-    """After gc the objects of old versions come back, and the newest are withheld: a follower stays, and goes on."""
+    """After gc the objects of old versions come back, and the newest are withheld: a follower
+    stays, and goes on."""
     states = history(rng, 8)
     store, signer = MemoryStore(), Signer.generate()
     publisher = Publisher(store, stream="policy", signer=signer, anchor_ratio=0)

@@ -55,7 +55,9 @@ def test_a_box_is_where_its_elements_are(box: Box) -> None:
     for flat in range(int(np.prod(box.shape)) + 1):
         assert box.below(flat) == np.count_nonzero(expected < flat)
     flat_range = box.flat()
-    contiguous = len(expected) == 0 or np.array_equal(expected, np.arange(expected[0], expected[0] + len(expected)))
+    contiguous = len(expected) == 0 or np.array_equal(
+        expected, np.arange(expected[0], expected[0] + len(expected))
+    )
     if flat_range is not None:
         assert contiguous
         assert not box.elements or flat_range == (expected[0], expected[-1] + 1)
@@ -65,7 +67,9 @@ def test_a_box_is_where_its_elements_are(box: Box) -> None:
 
 @given(one=boxes(), data=st.data())
 def test_boxes_meet_where_they_share_an_element(one: Box, data: st.DataObject) -> None:
-    other = data.draw(boxes().filter(lambda box: box.shape == one.shape)) if len(one.shape) < 2 else one
+    other = (
+        data.draw(boxes().filter(lambda box: box.shape == one.shape)) if len(one.shape) < 2 else one
+    )
     assert one.meets(other) == bool(set(places(one)) & set(places(other)))
 
 
@@ -85,12 +89,17 @@ def test_what_arrives_is_put_in_its_place(box: Box, data: st.DataObject) -> None
     inside = np.zeros(size, np.uint16)
     inside[places(box)] = values[places(box)]
     np.testing.assert_array_equal(whole, inside[start:stop])
-    np.testing.assert_array_equal(box.take(lambda a, b: values[a:b], low, high), values[places(box)][low:high])
+    np.testing.assert_array_equal(
+        box.take(lambda a, b: values[a:b], low, high), values[places(box)][low:high]
+    )
 
 
 def rows(spec: TensorSpec, *ends: int) -> list[Box]:
     tail = tuple(((0, n),) for n in spec.shape[1:])
-    return [Box((((start, stop),) if start < stop else (), *tail), spec.shape) for start, stop in pairwise((0, *ends))]
+    return [
+        Box((((start, stop),) if start < stop else (), *tail), spec.shape)
+        for start, stop in pairwise((0, *ends))
+    ]
 
 
 def layout_of(*tensors: list[tuple[TensorSpec, Box]]) -> Layout:
@@ -107,14 +116,19 @@ def four_ranks() -> Layout:
     of = [rows(spec, 100 + 10 * k, 300, 310, 600) for k, spec in enumerate(SMALL)]
     large = rows(LARGE, 1234, 1234, 4000, 5000)
     return layout_of(
-        *([*((s, box[rank]) for s, box in zip(SMALL, of, strict=True)), (LARGE, large[rank])] for rank in range(4))
+        *(
+            [*((s, box[rank]) for s, box in zip(SMALL, of, strict=True)), (LARGE, large[rank])]
+            for rank in range(4)
+        )
     )
 
 
 def test_blocks_tile_and_join_what_is_joined_in_the_whole_state() -> None:
     layout = four_ranks()
     parts = [cut(layout.specs, layout.segments(rank)) for rank in range(4)]
-    slices = sorted(one for rank in range(4) for one in slices_of(layout.specs, layout.segments(rank)))
+    slices = sorted(
+        one for rank in range(4) for one in slices_of(layout.specs, layout.segments(rank))
+    )
     assert [0, *(stop for _, stop in slices)] == [*(start for start, _ in slices), layout.elements]
     whole = [{s.spec.name for s in block.segments} for block in cut(layout.specs)]
     for blocks in parts:
@@ -141,9 +155,12 @@ def test_each_leaf_ends_on_one_rank_and_shared_ones_are_whole() -> None:
 
 
 def test_a_rank_is_told_what_it_needs() -> None:
-    """Its segments, the leaves that it shares, all of a tensor that it moves; nothing of what other ranks have."""
+    """Its segments, the leaves that it shares, all of a tensor that it moves; nothing of what other
+    ranks have."""
     matrix = TensorSpec("matrix", BF16, (90, 40))
-    columns = [Box((((0, 90),), ((start, stop),)), matrix.shape) for start, stop in ((0, 30), (30, 40))]
+    columns = [
+        Box((((0, 90),), ((start, stop),)), matrix.shape) for start, stop in ((0, 30), (30, 40))
+    ]
     layout = layout_of(
         [(SMALL[0], rows(SMALL[0], 300, 600)[0]), (matrix, columns[0])],
         [(SMALL[0], rows(SMALL[0], 300, 600)[1]), (matrix, columns[1])],
@@ -153,7 +170,11 @@ def test_a_rank_is_told_what_it_needs() -> None:
         told = layout_from_bytes(layout_to_bytes(layout.of_rank(rank)))
         assert told == layout.of_rank(rank)
         assert told.segments(rank) == layout.segments(rank)
-        assert (told.specs, told.shares, told.digest) == (layout.specs, layout.shares, layout.digest)
+        assert (told.specs, told.shares, told.digest) == (
+            layout.specs,
+            layout.shares,
+            layout.digest,
+        )
         assert set(told.moved) == ({"matrix"} if rank < 2 else set())
         assert told.published.get("matrix") == (layout.published["matrix"] if rank < 2 else None)
         assert set(told.published) == ({"small.0", "matrix"} if rank < 2 else {"large"})
@@ -178,7 +199,8 @@ def test_what_a_rank_is_told_does_not_grow_with_the_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "words"), [((2000, 4000), "is on no rank"), ((2000, 5000, 5000), None), ((5000, 5000), None)]
+    ("ends", "words"),
+    [((2000, 4000), "is on no rank"), ((2000, 5000, 5000), None), ((5000, 5000), None)],
 )
 def test_each_element_is_on_a_rank(ends: tuple[int, ...], words: str | None) -> None:
     ranks = [[(LARGE, box)] for box in rows(LARGE, *ends)]

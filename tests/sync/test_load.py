@@ -24,6 +24,8 @@ def test_requests_of_a_look_and_of_a_sync(rng: Rng) -> None:
         found = requests(store, part)
         ranges = found.pop("get payloads")
         assert found == look + patch + Counter({"get digests": 1})
-        assert ranges <= 3, "the header in one or two pieces, and the blocks that lie together in one"
+        assert ranges <= 3, (
+            "the header in one or two pieces, and the blocks that lie together in one"
+        )
         for worker in (whole, part):
             assert requests(store, worker) == look

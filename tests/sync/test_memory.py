@@ -1,4 +1,5 @@
-"""What a publisher and a subscriber hold: no more with what was missed, and nothing once nobody uses them."""
+"""What a publisher and a subscriber hold: no more with what was missed, and nothing once nobody
+uses them."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ def test_indices_take_memory_when_they_are_asked_for(rng: Rng) -> None:
     size = 1 << 20
     state = {"w": Bits(rng.integers(0, 1 << 16, size, dtype=np.uint16), "BF16")}
     store = MemoryStore()
-    with Publisher(store, stream="policy") as publisher, Subscriber(store, stream="policy", threads=1) as worker:
+    with (
+        Publisher(store, stream="policy") as publisher,
+        Subscriber(store, stream="policy", threads=1) as worker,
+    ):
         publisher.publish(state)
         taken(worker)
         model = state["w"].array.copy()
@@ -72,7 +76,8 @@ def test_indices_take_memory_when_they_are_asked_for(rng: Rng) -> None:
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_who_is_dropped_is_gone_without_a_garbage_collection(closed: bool) -> None:
-    """Each holds a state's memory: until a collection, which a program without cycles may never see."""
+    """Each holds a state's memory: until a collection, which a program without cycles may never
+    see."""
     store, copy = MemoryStore(), MemoryStore()
     state = {"w": Bits(np.arange(100, dtype=np.uint16), "BF16")}
     publisher = Publisher(store, stream="s")

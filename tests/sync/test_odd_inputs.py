@@ -28,9 +28,11 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     "options",
     [
-        {"folds": (0,)}, {"folds": (1, 8)}, {"folds": (2.5,)}, {"folds": (True,)}, {"folds": 8}, {"folds": None},
+        {"folds": (0,)}, {"folds": (1, 8)}, {"folds": (2.5,)}, {"folds": (True,)}, {"folds": 8},
+        {"folds": None},
         {"anchor_ratio": NAN}, {"anchor_ratio": -1}, {"anchor_ratio": "1"}, {"anchor_ratio": None},
-        {"anchor_ratio": True}, {"threads": 0}, {"threads": 1.5}, {"signer": "key"}, {"trusted_keys": "key"},
+        {"anchor_ratio": True}, {"threads": 0}, {"threads": 1.5}, {"signer": "key"},
+        {"trusted_keys": "key"},
         {"trusted_keys": None}, {"on_event": "print"},
         {"codec": None}, {"codec": "groups"},
     ],
@@ -42,7 +44,9 @@ def test_settings_without_sense_are_refused_at_once(options: dict[str, Any]) -> 
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("metadata", [0, "", [], {"loss": NAN}, {"step": 1 << 63}, {"x": None}, {1: 1}], ids=str)
+@pytest.mark.parametrize(
+    "metadata", [0, "", [], {"loss": NAN}, {"step": 1 << 63}, {"x": None}, {1: 1}], ids=str
+)
 def test_metadata_without_sense_is_refused(metadata: Any, rng: Rng) -> None:
     with pytest.raises(InputError, match="metadata"):
         Publisher(MemoryStore(), stream="policy").publish(policy(rng), metadata=metadata)
@@ -66,13 +70,16 @@ def test_versions_and_times_without_sense_are_refused(rng: Rng) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"cache": 1.5}, {"on_event": "print"}, {"trusted_keys": "key"}, {"trusted_keys": 5}, {"trusted_keys": [1]},
+        {"cache": 1.5}, {"on_event": "print"}, {"trusted_keys": "key"}, {"trusted_keys": 5},
+        {"trusted_keys": [1]},
         {"trusted_keys": []}, {"stream_id": "policy"}, {"stream_id": 7}, {"threads": True},
         {"stream_id": "0" * 32, "allow_recreated": True},
     ],
     ids=str,
 )  # fmt: skip
-def test_settings_of_a_subscriber_without_sense_are_refused_at_once(options: dict[str, Any]) -> None:
+def test_settings_of_a_subscriber_without_sense_are_refused_at_once(
+    options: dict[str, Any],
+) -> None:
     with pytest.raises(InputError) as caught:
         Subscriber(MemoryStore(), stream="policy", **options)
     assert caught.value.hint
@@ -82,12 +89,15 @@ def test_settings_of_a_subscriber_without_sense_are_refused_at_once(options: dic
     "call",
     [
         lambda s: list(fold_stream(s, "policy", (0,))), lambda s: list(fold_stream(s, "policy", 8)),
-        lambda s: list(fold_stream(s, "policy", codec="lzma")), lambda s: list(fold_stream(s, "policy", threads=0)),
+        lambda s: list(fold_stream(s, "policy", codec="lzma")), lambda s: list(fold_stream(s,
+        "policy", threads=0)),
         lambda s: list(verify_stream(s, "policy", threads=0)),
         lambda s: list(verify_stream(s, "policy", stream_id="x")),
         lambda s: gc_stream(s, "policy", keep=True), lambda s: gc_stream(s, "policy", keep=NAN),
-        lambda s: gc_stream(s, "policy", keep=0), lambda s: gc_stream(s, "policy", keep=1, grace_seconds=NAN),
-        lambda s: audit({"w": np.zeros(3, np.float32)}, "root"), lambda s: next(Subscriber(s, stream="policy").updates(
+        lambda s: gc_stream(s, "policy", keep=0), lambda s: gc_stream(s, "policy", keep=1,
+        grace_seconds=NAN),
+        lambda s: audit({"w": np.zeros(3, np.float32)}, "root"), lambda s: next(Subscriber(s,
+        stream="policy").updates(
             poll_seconds=NAN)),
         lambda s: Signer.load(5), lambda s: Subscriber(s, stream="policy", trusted_keys=b"x" * 32),
     ],

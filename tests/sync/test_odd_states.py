@@ -1,4 +1,5 @@
-"""States as trainers have them at hand: tied in another order, wrapped, wider than what the workers compute in."""
+"""States as trainers have them at hand: tied in another order, wrapped, wider than what the workers
+compute in."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ def notices(events: list[Event]) -> list[str]:
 # -- lazy modules
 
 
-@pytest.mark.parametrize("module", [nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False)], ids=["parameter", "buffer"])
+@pytest.mark.parametrize(
+    "module", [nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False)], ids=["parameter", "buffer"]
+)
 def test_a_lazy_module_is_refused_with_what_to_do(module: nn.Module) -> None:
     publisher = Publisher(MemoryStore(), stream="s")
-    with pytest.raises(UnsupportedTensor, match=r"'(weight|running_mean)' is not initialised") as caught:
+    with pytest.raises(
+        UnsupportedTensor, match=r"'(weight|running_mean)' is not initialised"
+    ) as caught:
         publisher.publish(module.state_dict())
     assert "forward pass" in caught.value.hint
     module(torch.zeros(2, 5))
@@ -53,14 +58,20 @@ def test_the_order_of_tied_names_makes_no_anchor(rng: Rng) -> None:
     publisher.publish(tied(first, "embed", "head") | {"norm": other})
     taken(subscriber)
     second, third = (Bits(first.array ^ np.uint16(bit), "BF16") for bit in (1, 2))
-    for tensor, names in ((second, ("head", "embed")), (third, ("embed", "head")), (first, ("head", "embed"))):
+    for tensor, names in (
+        (second, ("head", "embed")),
+        (third, ("embed", "head")),
+        (first, ("head", "embed")),
+    ):
         done = publisher.publish({"norm": other} | tied(tensor, *names))
         update = taken(subscriber)
         assert (done.changed, done.anchored, done.reason) == (500, False, "")
         assert update is not None
         assert update.aliases == {"head": "embed"}
         assert update.changed == 500
-        assert snapshot(subscriber.state) == snapshot({"norm": other} | tied(tensor, "embed", "head"))
+        assert snapshot(subscriber.state) == snapshot(
+            {"norm": other} | tied(tensor, "embed", "head")
+        )
 
 
 def test_a_new_alias_that_comes_first_makes_no_anchor(rng: Rng) -> None:
@@ -82,8 +93,14 @@ def test_ties_that_change_are_an_anchor_that_says_why(rng: Rng) -> None:
     again = publisher.publish(tied(tensor, "head", "embed"))
     assert again.anchored
     assert again.reason == "anchor: tensor 'embed' is tied to 'head' now"
-    assert "'norm' is not in the version before" in publisher.publish({"head": tensor, "norm": weights(rng, 3)}).reason
-    assert "BF16 [50]" in publisher.publish({"head": weights(rng, 5, 10), "norm": weights(rng, 3)}).reason
+    assert (
+        "'norm' is not in the version before"
+        in publisher.publish({"head": tensor, "norm": weights(rng, 3)}).reason
+    )
+    assert (
+        "BF16 [50]"
+        in publisher.publish({"head": weights(rng, 5, 10), "norm": weights(rng, 3)}).reason
+    )
 
 
 def test_a_restarted_trainer_with_another_order_of_tied_names_matches(rng: Rng) -> None:
@@ -91,7 +108,9 @@ def test_a_restarted_trainer_with_another_order_of_tied_names_matches(rng: Rng) 
     Publisher(store, stream="s").publish(tied(tensor, "embed", "head"))
     events: list[Event] = []
     store.calls.clear()
-    done = Publisher(store, stream="s", on_event=events.append).publish(tied(tensor, "head", "embed"))
+    done = Publisher(store, stream="s", on_event=events.append).publish(
+        tied(tensor, "head", "embed")
+    )
     assert [event.how for event in events if isinstance(event, BaselineRestored)] == ["matched"]
     assert done.changed == 0
     assert not [name for call, name in store.calls if call == "get" and "payloads" in name]
@@ -155,7 +174,9 @@ def test_wrapped_names_are_told_to_both_sides_once(rng: Rng) -> None:
         apply_({"weight": torch.zeros(6, dtype=torch.bfloat16)}, update)
     assert "let it publish pulse_rl.unwrapped" in caught.value.hint
     events.clear()
-    Publisher(MemoryStore(), stream="s", on_event=events.append).publish({"weight": tensor, "module.b": tensor})
+    Publisher(MemoryStore(), stream="s", on_event=events.append).publish(
+        {"weight": tensor, "module.b": tensor}
+    )
     assert notices(events) == []
 
 
@@ -163,7 +184,11 @@ def test_fused_experts_are_named_once(rng: Rng) -> None:
     """A plain state_dict of a mixture model in transformers 5."""
     events: list[Event] = []
     experts = torch.zeros(2, 4, 3, dtype=torch.bfloat16)
-    apart = {"mlp.experts.0.up_proj.weight": experts[0], "mlp.experts.conv": experts[0], "experts": experts}
+    apart = {
+        "mlp.experts.0.up_proj.weight": experts[0],
+        "mlp.experts.conv": experts[0],
+        "experts": experts,
+    }
     with Publisher(MemoryStore(), stream="apart", on_event=events.append) as publisher:
         publisher.publish(apart)
     assert notices(events) == []

@@ -1,4 +1,5 @@
-"""The store goes away, or the caller is interrupted, at any single point: nothing is lost, the next call goes on."""
+"""The store goes away, or the caller is interrupted, at any single point: nothing is lost, the next
+call goes on."""
 
 from __future__ import annotations
 
@@ -12,15 +13,30 @@ from pulse_rl.errors import ChainGap, PublisherConflict, StoreUnavailable
 from pulse_rl.events import CallFailed, Event
 from tests.support.manifests import manifest_of
 from tests.support.publishers import tuned
-from tests.support.states import Live, Rng, Tensors, bits, history, mutated, policy, roots, snapshot, state_root
+from tests.support.states import (
+    Live,
+    Rng,
+    Tensors,
+    bits,
+    history,
+    mutated,
+    policy,
+    roots,
+    snapshot,
+    state_root,
+)
 from tests.support.stores import FaultyStore
 
 Options = dict[str, float]
-OPTIONS: dict[str, Options] = {"patches": {}, "anchors of several shards": {"anchor_ratio": 0.0, "shard_bytes": 4000}}
+OPTIONS: dict[str, Options] = {
+    "patches": {},
+    "anchors of several shards": {"anchor_ratio": 0.0, "shard_bytes": 4000},
+}
 
 
 def every_call(setup: Callable[[], FaultyStore], after: bool, least: int) -> Iterator[FaultyStore]:
-    """Yields a fresh store that fails at its call number 0, 1, 2 …, until a run makes fewer calls than that."""
+    """Yields a fresh store that fails at its call number 0, 1, 2 …, until a run makes fewer calls
+    than that."""
     for at in itertools.count():
         store = setup()
         store.fail(at, after=after)
@@ -31,7 +47,8 @@ def every_call(setup: Callable[[], FaultyStore], after: bool, least: int) -> Ite
 
 
 def assert_nothing_lost(store: FaultyStore, published: dict[int, str], head: Tensors) -> None:
-    """The chain is whole, holds what was reported as published, and continues from each version to the next."""
+    """The chain is whole, holds what was reported as published, and continues from each version to
+    the next."""
     reports = list(verify_stream(store, "policy"))
     assert [r.version for r in reports] == list(range(len(reports)))
     assert [r.problems for r in reports] == [()] * len(reports)
@@ -40,10 +57,14 @@ def assert_nothing_lost(store: FaultyStore, published: dict[int, str], head: Ten
     assert found[max(found)] == state_root(head)
     for version in range(1, len(reports)):
         patch = manifest_of(store, "policy", version).patch
-        assert patch is None or patch.base == version - 1, "a subscriber of the version before could not follow"
+        assert patch is None or patch.base == version - 1, (
+            "a subscriber of the version before could not follow"
+        )
 
 
-def try_then_go_on(store: FaultyStore, publisher: Publisher, first: Tensors, last: Tensors) -> dict[int, str]:
+def try_then_go_on(
+    store: FaultyStore, publisher: Publisher, first: Tensors, last: Tensors
+) -> dict[int, str]:
     """Publishes one state through the failure and one after it; what was reported as published."""
     published = {}
     try:
@@ -65,12 +86,17 @@ after = pytest.mark.parametrize("after", [False, True], ids=["before", "reply-lo
 @after
 @pytest.mark.parametrize(
     "options",
-    [OPTIONS["patches"], pytest.param(OPTIONS["anchors of several shards"], marks=pytest.mark.slow)],
+    [
+        OPTIONS["patches"],
+        pytest.param(OPTIONS["anchors of several shards"], marks=pytest.mark.slow),
+    ],
     ids=OPTIONS,
 )
 @pytest.mark.parametrize("again", ["same", "next"])
 @publishers
-def test_publish_at_every_call(warm: bool, again: str, options: Options, after: bool, rng: Rng) -> None:
+def test_publish_at_every_call(
+    warm: bool, again: str, options: Options, after: bool, rng: Rng
+) -> None:
     """Then with the same state again (a retry) or with the next one (a trainer that goes on)."""
     states = history(rng, 4, elements=1000)
     last = states[2] if again == "same" else states[3]
@@ -114,11 +140,14 @@ def test_publishing_another_set_of_tensors_at_every_call(after: bool, rng: Rng) 
         return store
 
     for store in every_call(setup, after, least=2):
-        assert_nothing_lost(store, try_then_go_on(store, ready["publisher"], *states[2:]), states[3])
+        assert_nothing_lost(
+            store, try_then_go_on(store, ready["publisher"], *states[2:]), states[3]
+        )
 
 
 def test_a_publish_that_failed_reports_nothing_and_can_be_repeated_for_long(rng: Rng) -> None:
-    """Ten outages in a row, the trainer going on meanwhile: one patch from the last committed version follows."""
+    """Ten outages in a row, the trainer going on meanwhile: one patch from the last committed
+    version follows."""
     states = history(rng, 12, elements=1000)
     store, seen = FaultyStore(MemoryStore()), list[Event]()
     publisher = Publisher(store, stream="policy", on_event=seen.append)
@@ -134,7 +163,8 @@ def test_a_publish_that_failed_reports_nothing_and_can_be_repeated_for_long(rng:
 
 
 def sync_cases(rng: Rng) -> dict[str, tuple[list[Tensors], dict[str, float], int | None]]:
-    """(states, the publisher's options, the version at which the subscriber is when the trouble starts)."""
+    """(states, the publisher's options, the version at which the subscriber is when the trouble
+    starts)."""
     plain = history(rng, 5, elements=1000)
     other = [*plain[:3], *(s | {"more": bits(rng, "F16", 9)} for s in plain[3:])]
     return {
@@ -146,9 +176,12 @@ def sync_cases(rng: Rng) -> dict[str, tuple[list[Tensors], dict[str, float], int
     }
 
 
-@pytest.mark.parametrize("case", ["newcomer", "newcomer to shards", "one behind", "three behind", "other tensors"])
+@pytest.mark.parametrize(
+    "case", ["newcomer", "newcomer to shards", "one behind", "three behind", "other tensors"]
+)
 def test_sync_at_every_call(case: str, rng: Rng) -> None:
-    """After the failure the state is a verified version, and the next sync brings a live model to the head."""
+    """After the failure the state is a verified version, and the next sync brings a live model to
+    the head."""
     states, options, start = sync_cases(rng)[case]
     inner = MemoryStore()
     publisher = tuned(inner, stream="policy", **options)
@@ -200,7 +233,8 @@ def test_verify_tells_an_outage_from_damage(rng: Rng) -> None:
 
 
 class Interrupts:
-    """A listener that raises at its event number ``at``, once: a user's Ctrl-C, or a metrics logger that broke."""
+    """A listener that raises at its event number ``at``, once: a user's Ctrl-C, or a metrics logger
+    that broke."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.at: int | None = None
@@ -249,7 +283,9 @@ def test_sync_interrupted_at_every_event(case: str, error: type[BaseException], 
 
 @interruptions
 @publishers
-def test_publish_interrupted_at_every_event(warm: bool, error: type[BaseException], rng: Rng) -> None:
+def test_publish_interrupted_at_every_event(
+    warm: bool, error: type[BaseException], rng: Rng
+) -> None:
     states = history(rng, 5, elements=1000)
     for at in itertools.count():
         store, listener = FaultyStore(MemoryStore()), Interrupts(error)
@@ -272,7 +308,8 @@ def test_publish_interrupted_at_every_event(warm: bool, error: type[BaseExceptio
 
 
 def test_an_interrupted_apply_poisons_until_the_state_is_verified(rng: Rng) -> None:
-    """The state may be half-way: it cannot be read, and leaves `poisoned` only as a version whose root was checked."""
+    """The state may be half-way: it cannot be read, and leaves `poisoned` only as a version whose
+    root was checked."""
     states = history(rng, 2, elements=1000)
     inner, listener = MemoryStore(), Interrupts(KeyboardInterrupt)
     publisher = Publisher(inner, stream="policy")
@@ -315,7 +352,8 @@ def test_a_state_left_half_way_is_given_up_and_restored(rng: Rng) -> None:
 
 @after
 def test_a_replaced_publisher_is_told_at_every_call(after: bool, rng: Rng) -> None:
-    """Whatever reply is lost, the loser never believes that it won, and the chain stays the winner's."""
+    """Whatever reply is lost, the loser never believes that it won, and the chain stays the
+    winner's."""
     states = history(rng, 3, elements=1000)
     ready: dict[str, Publisher] = {}
 

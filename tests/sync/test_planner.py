@@ -76,7 +76,9 @@ def test_the_order_of_the_links_does_not_matter() -> None:
         ((2, 3), 2, "the chain reaches version 2"),
     ],
 )
-def test_a_gap_names_both_sides(missing: tuple[int | None, int], have: int | None, reached: str) -> None:
+def test_a_gap_names_both_sides(
+    missing: tuple[int | None, int], have: int | None, reached: str
+) -> None:
     links = [x for x in CHAIN if (x.base, x.version) != missing]
     with pytest.raises(ChainGap, match=f"version 7: {reached}"):
         cheapest_path(links, have, 7)
@@ -115,7 +117,9 @@ def graphs(draw: st.DrawFn) -> list[Link]:
 
 
 @given(graphs(), st.one_of(st.none(), st.integers(0, 6)), st.integers(0, 6))
-def test_paths_are_as_cheap_as_by_brute_force(links: list[Link], have: int | None, target: int) -> None:
+def test_paths_are_as_cheap_as_by_brute_force(
+    links: list[Link], have: int | None, target: int
+) -> None:
     best = brute_force(links, have, target)
     if best is None:
         with pytest.raises(ChainGap):

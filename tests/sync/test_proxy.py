@@ -1,4 +1,5 @@
-"""Publisher and subscriber over real S3 requests through a proxy that loses replies, resets, stalls and throttles."""
+"""Publisher and subscriber over real S3 requests through a proxy that loses replies, resets, stalls
+and throttles."""
 
 from __future__ import annotations
 
@@ -44,15 +45,22 @@ def prefix() -> str:
 
 def through(proxy: Proxy, prefix: str, *, retries: int = 2, timeout_ms: int = 5000) -> Store:
     """The store behind the proxy; it gives up within a second or two."""
-    quick = {"init_backoff": timedelta(milliseconds=2), "max_backoff": timedelta(milliseconds=10), "base": 2}
+    quick = {
+        "init_backoff": timedelta(milliseconds=2),
+        "max_backoff": timedelta(milliseconds=10),
+        "base": 2,
+    }
     retry: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=15), "backoff": quick}
     options: Any = {"allow_http": True, "timeout": f"{timeout_ms}ms"}
     address = f"s3://bucket/{prefix}"
-    return open_store(address, endpoint=proxy.endpoint, client_options=options, retry_config=retry, **KEYS)
+    return open_store(
+        address, endpoint=proxy.endpoint, client_options=options, retry_config=retry, **KEYS
+    )
 
 
 def publish_until_committed(publisher: Publisher, state: Tensors, **metadata: Any) -> int:
-    """What a trainer does: a publish that finds the store away is repeated. The number of failed calls."""
+    """What a trainer does: a publish that finds the store away is repeated. The number of failed
+    calls."""
     for failures in range(5):
         try:
             publisher.publish(state, metadata=metadata)
@@ -63,22 +71,28 @@ def publish_until_committed(publisher: Publisher, state: Tensors, **metadata: An
 
 
 def check(direct: Store, states: list[Tensors], seen: dict[int, int]) -> None:
-    """The stream verifies, ends at the last state, and each step of ``seen`` was committed so many times."""
+    """The stream verifies, ends at the last state, and each step of ``seen`` was committed so many
+    times."""
     reports = list(verify_stream(direct, "policy"))
     assert all(r.ok for r in reports), [r.problems for r in reports]
     assert [r.version for r in reports] == list(range(len(reports)))
     assert reports[-1].root == state_root(states[-1])
-    steps = [json.loads(direct.get(name))["metadata"]["step"] for name in names(direct, "policy/versions")]
+    steps = [
+        json.loads(direct.get(name))["metadata"]["step"]
+        for name in names(direct, "policy/versions")
+    ]
     assert {step: steps.count(step) for step in steps} == seen
 
 
 @pytest.mark.parametrize(
-    ("action", "retries"), [("lose", 0), ("lose", 2), ("cut", 0), ("garble", 0), ("garble", 2), ("refuse", 2)]
+    ("action", "retries"),
+    [("lose", 0), ("lose", 2), ("cut", 0), ("garble", 0), ("garble", 2), ("refuse", 2)],
 )
 def test_a_lost_create_commits_one_version(
     action: str, retries: int, s3: str, proxy: Proxy, prefix: str, rng: Rng
 ) -> None:
-    """Whether obstore repeats the create by itself, or the publisher settles it at its next call."""
+    """Whether obstore repeats the create by itself, or the publisher settles it at its next
+    call."""
     states = history(rng, 3)
     publisher = Publisher(through(proxy, prefix, retries=retries), stream="policy", threads=1)
     publisher.publish(states[0], metadata={"step": 0})
@@ -86,12 +100,15 @@ def test_a_lost_create_commits_one_version(
     failures = publish_until_committed(publisher, states[1], step=1)
     assert rule.fired == 1
     publisher.publish(states[2], metadata={"step": 2})
-    # A call that failed has committed its version, or not: repeating it then publishes the same state once more.
+    # A call that failed has committed its version, or not: repeating it then publishes the same
+    # state once more.
     check(s3_store(s3, prefix), states, {0: 1, 1: 1 + failures, 2: 1})
 
 
 @pytest.mark.parametrize("action", ["lose", "cut", "garble", "refuse"])
-def test_a_lost_put_of_a_payload_is_repeated(action: str, s3: str, proxy: Proxy, prefix: str, rng: Rng) -> None:
+def test_a_lost_put_of_a_payload_is_repeated(
+    action: str, s3: str, proxy: Proxy, prefix: str, rng: Rng
+) -> None:
     states = history(rng, 3)
     publisher = Publisher(through(proxy, prefix), stream="policy", threads=1)
     publisher.publish(states[0], metadata={"step": 0})
@@ -104,8 +121,11 @@ def test_a_lost_put_of_a_payload_is_repeated(action: str, s3: str, proxy: Proxy,
 
 
 @pytest.mark.parametrize("action", ["lose", "garble", "refuse"])
-def test_ones_own_create_is_told_from_anothers(action: str, s3: str, proxy: Proxy, prefix: str) -> None:
-    """The store's call says "already exists" or that it does not know; reading back settles both."""
+def test_ones_own_create_is_told_from_anothers(
+    action: str, s3: str, proxy: Proxy, prefix: str
+) -> None:
+    """The store's call says "already exists" or that it does not know; reading back settles
+    both."""
     store, direct = through(proxy, prefix), s3_store(s3, prefix)
     proxy.add(Rule(action, "PUT", "/mine$"))
     for _ in range(2):
@@ -128,14 +148,19 @@ def test_ones_own_create_is_told_from_anothers(action: str, s3: str, proxy: Prox
 
 
 @pytest.mark.parametrize("action", ["pass", "lose", "garble", "refuse"])
-def test_anothers_commit_in_between_is_a_conflict(action: str, s3: str, proxy: Proxy, prefix: str, rng: Rng) -> None:
-    """Another publisher takes over after the old one has looked for newer epochs, before its create arrives."""
+def test_anothers_commit_in_between_is_a_conflict(
+    action: str, s3: str, proxy: Proxy, prefix: str, rng: Rng
+) -> None:
+    """Another publisher takes over after the old one has looked for newer epochs, before its create
+    arrives."""
     states = history(rng, 4)
     direct = s3_store(s3, prefix)
     old = Publisher(through(proxy, prefix), stream="policy", threads=1)
     old.publish(states[0], metadata={"step": 0})
     new = Publisher(direct, stream="policy", threads=1)
-    rule = proxy.add(Rule(action, "PUT", MANIFEST, before=lambda: new.publish(states[1], metadata={"step": 1})))
+    rule = proxy.add(
+        Rule(action, "PUT", MANIFEST, before=lambda: new.publish(states[1], metadata={"step": 1}))
+    )
     with pytest.raises(PublisherConflict):
         publish_until_committed(old, states[2], step=2)
     assert rule.fired == 1
@@ -169,12 +194,21 @@ def sync_until_done(subscriber: Subscriber) -> int:
 
 @pytest.mark.parametrize(
     ("action", "retries"),
-    [("refuse", 0), ("refuse", 2), ("lose", 0), ("lose", 2), ("cut", 0), ("garble", 2), ("stall", 6)],
+    [
+        ("refuse", 0),
+        ("refuse", 2),
+        ("lose", 0),
+        ("lose", 2),
+        ("cut", 0),
+        ("garble", 2),
+        ("stall", 6),
+    ],
 )
 def test_any_broken_request_of_a_sync_is_survived(
     action: str, retries: int, s3: str, proxy: Proxy, prefix: str, rng: Rng
 ) -> None:
-    """The n-th request, for every n: success after obstore's own retry, or StoreUnavailable and success later."""
+    """The n-th request, for every n: success after obstore's own retry, or StoreUnavailable and
+    success later."""
     states = history(rng, 2, elements=1000)
     publisher = Publisher(s3_store(s3, prefix), stream="policy", threads=1)
     for state in states:
@@ -184,7 +218,9 @@ def test_any_broken_request_of_a_sync_is_survived(
     for nth in itertools.count(1, step):
         proxy.heal()
         rule = proxy.add(Rule(action, nth=nth, seconds=0.5))
-        store = through(proxy, prefix, retries=retries, timeout_ms=400 if action == "stall" else 5000)
+        store = through(
+            proxy, prefix, retries=retries, timeout_ms=400 if action == "stall" else 5000
+        )
         subscriber = Subscriber(store, stream="policy", base=states[0], threads=1)
         failures = sync_until_done(subscriber)
         assert (subscriber.version, subscriber.root) == (1, state_root(states[1]))
@@ -195,7 +231,9 @@ def test_any_broken_request_of_a_sync_is_survived(
     assert broken >= (2 if action == "stall" else 6)
     if retries == 0 and action != "cut":
         # A range is asked for again by another request: what is wrong with a range is found out so.
-        assert 3 <= failed < broken, "without retries a broken listing or look is an error that the caller sees"
+        assert 3 <= failed < broken, (
+            "without retries a broken listing or look is an error that the caller sees"
+        )
     if retries and action in ("refuse", "garble", "stall"):
         assert failed == 0, "obstore repeats reads by itself"
 
@@ -212,7 +250,9 @@ def test_a_slow_line_only_takes_longer(s3: str, proxy: Proxy, prefix: str, rng: 
     assert subscriber.root == state_root(states[0])
 
 
-def test_an_outage_in_the_midst_of_publishing_and_following(s3: str, proxy: Proxy, prefix: str, rng: Rng) -> None:
+def test_an_outage_in_the_midst_of_publishing_and_following(
+    s3: str, proxy: Proxy, prefix: str, rng: Rng
+) -> None:
     """All requests are refused for a while on both sides; then everything goes on where it was."""
     states = history(rng, 3)
     publisher = Publisher(through(proxy, prefix), stream="policy", threads=1)

@@ -12,7 +12,17 @@ from pulse_rl.events import BaselineRestored, Event, Progress, Published, Synced
 from tests.support.checkpoints import write_checkpoint
 from tests.support.folds import fold_link
 from tests.support.publishers import took_over, tuned
-from tests.support.states import Live, Rng, Tensors, history, mutated, policy, roots, state_root, weights
+from tests.support.states import (
+    Live,
+    Rng,
+    Tensors,
+    history,
+    mutated,
+    policy,
+    roots,
+    state_root,
+    weights,
+)
 from tests.support.stores import FaultyStore, names
 
 
@@ -37,7 +47,8 @@ def assert_whole(store: Store, states: list[Tensors]) -> None:
 
 
 def test_a_matching_state_is_the_baseline_without_a_download(rng: Rng) -> None:
-    """A trainer that restarts from its checkpoint publishes it again: nothing but two manifests is read."""
+    """A trainer that restarts from its checkpoint publishes it again: nothing but two manifests is
+    read."""
     states = history(rng, 3)
     store = FaultyStore(stream_of(states))
     done, event = resumed(store, states[-1])
@@ -72,7 +83,8 @@ def test_a_head_that_cannot_be_restored_is_followed_by_an_anchor(rng: Rng) -> No
 
 
 def test_a_damaged_head_manifest_is_passed_over(rng: Rng) -> None:
-    """The newest version that can be read is the head; a worker that had taken the damaged one gets on all the same."""
+    """The newest version that can be read is the head; a worker that had taken the damaged one gets
+    on all the same."""
     states = history(rng, 3)
     store = stream_of(states[:2])
     live, subscriber = Live(), Subscriber(store, stream="policy")
@@ -202,7 +214,11 @@ def test_a_base_at_the_head_needs_nothing(rng: Rng) -> None:
     states = history(rng, 3)
     event, subscriber = synced(stream_of(states), states[2])
     assert event is None
-    assert (subscriber.version, subscriber.root, subscriber.status) == (2, state_root(states[2]), "ready")
+    assert (subscriber.version, subscriber.root, subscriber.status) == (
+        2,
+        state_root(states[2]),
+        "ready",
+    )
 
 
 def test_a_base_of_another_stream_is_not_used(rng: Rng) -> None:

@@ -1,4 +1,5 @@
-"""Ten thousand versions in one stream and sixty subscribers on one store, measured in calls and listed names."""
+"""Ten thousand versions in one stream and sixty subscribers on one store, measured in calls and
+listed names."""
 
 from __future__ import annotations
 
@@ -56,11 +57,14 @@ def cycle() -> tuple[list[State], list[str]]:
 @cache
 def patch_between(base: int, target: int) -> bytes:
     states, _ = cycle()
-    return patch.build_patch(states[base], states[target], state_digest(states[base]), threads=1).to_bytes()
+    return patch.build_patch(
+        states[base], states[target], state_digest(states[base]), threads=1
+    ).to_bytes()
 
 
 def long_stream(versions: int) -> Counted:
-    """What a publisher with folds leaves after so many versions; written directly, since publishing takes too long."""
+    """What a publisher with folds leaves after so many versions; written directly, since publishing
+    takes too long."""
     store = Counted()
     stream = Stream(store, "s")
     states, roots = cycle()
@@ -120,7 +124,8 @@ def root_of(version: int) -> str:
 
 
 def test_who_follows_lists_only_what_is_new(streams: dict[int, Counted]) -> None:
-    """The same few calls and names however long the stream is: with nothing new, one version behind, and a few."""
+    """The same few calls and names however long the stream is: with nothing new, one version
+    behind, and a few."""
     costs = {}
     for versions, store in streams.items():
         head = versions - 1
@@ -131,7 +136,9 @@ def test_who_follows_lists_only_what_is_new(streams: dict[int, Counted]) -> None
             store.reset()
             subscriber.sync()
             assert (subscriber.version, subscriber.root) == (head, root_of(head))
-            assert store.count["listed"] == behind + 1, "its own version, too: a sign that the stream is still there"
+            assert store.count["listed"] == behind + 1, (
+                "its own version, too: a sign that the stream is still there"
+            )
             cost.append((store.requests, store.count["listed"]))
         costs[versions] = cost
     assert len({tuple(cost) for cost in costs.values()}) == 1, costs
@@ -159,8 +166,11 @@ def test_publishing_lists_only_what_is_new(streams: dict[int, Counted]) -> None:
     assert all(calls <= 5 and listed == 0 for calls, listed in costs[LENGTHS[0]]), costs
 
 
-def test_a_publisher_resumes_with_the_manifests_since_the_last_anchor(streams: dict[int, Counted]) -> None:
-    """Its cost depends on how far back the last anchor is, which `anchor_ratio` bounds, not on the stream's length."""
+def test_a_publisher_resumes_with_the_manifests_since_the_last_anchor(
+    streams: dict[int, Counted],
+) -> None:
+    """Its cost depends on how far back the last anchor is, which `anchor_ratio` bounds, not on the
+    stream's length."""
     store = streams[10_000]
     store.reset()
     publisher = Publisher(store, stream="s", threads=1)
@@ -175,8 +185,11 @@ def test_a_publisher_resumes_with_the_manifests_since_the_last_anchor(streams: d
 
 
 @pytest.mark.parametrize("versions", LENGTHS)
-def test_a_late_joiner_takes_the_logarithm_of_fetches(streams: dict[int, Counted], versions: int) -> None:
-    """From an anchor or from long ago: some folds of 64, and at either end fewer than 8 folds of 8 and 8 patches."""
+def test_a_late_joiner_takes_the_logarithm_of_fetches(
+    streams: dict[int, Counted], versions: int
+) -> None:
+    """From an anchor or from long ago: some folds of 64, and at either end fewer than 8 folds of 8
+    and 8 patches."""
     store, head = streams[versions], versions - 1
     seen: list[Any] = []
     newcomer = Subscriber(store, stream="s", threads=1, on_event=seen.append)
@@ -214,7 +227,8 @@ def test_ten_thousand_versions_behind_without_an_anchor_nearby() -> None:
 
 
 def test_many_subscribers_on_one_store() -> None:
-    """Workers that join at different versions follow together; each costs the store a few calls a version."""
+    """Workers that join at different versions follow together; each costs the store a few calls a
+    version."""
     store = Counted()
     publisher = Publisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
     states, _ = cycle()

@@ -1,4 +1,5 @@
-"""A subscriber of some tensors only: it fetches, holds, verifies and shows these, proved by the version's root."""
+"""A subscriber of some tensors only: it fetches, holds, verifies and shows these, proved by the
+version's root."""
 
 from __future__ import annotations
 
@@ -12,7 +13,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, Relay, Signer, Store, Subscriber, Update, audit, fold_stream, gc_stream
+from pulse_rl import (
+    MemoryStore,
+    Publisher,
+    Relay,
+    Signer,
+    Store,
+    Subscriber,
+    Update,
+    audit,
+    fold_stream,
+    gc_stream,
+)
 from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import Event, Synced
 from pulse_rl.stream.manifest import AnchorRef, Payload
@@ -53,7 +65,9 @@ def reader(store: Store, select: str | Collection[str], **options: object) -> Su
     return Subscriber(store, stream="policy", select=select, threads=1, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("select", ["stages.3.*", ["stages.3.*"], ["stages.3.layers.06.*", "stages.3.layers.07.*"]])
+@pytest.mark.parametrize(
+    "select", ["stages.3.*", ["stages.3.*"], ["stages.3.layers.06.*", "stages.3.layers.07.*"]]
+)
 def test_the_part_is_the_states_part_at_each_version(select: str | list[str], rng: Rng) -> None:
     store, state, live = MemoryStore(), staged(rng), Live()
     publisher = Publisher(store, stream="policy", threads=1)
@@ -94,7 +108,8 @@ def test_small_tensors_of_other_parts_in_a_block_are_held_and_not_shown(rng: Rng
 
 @pytest.mark.slow
 def test_an_eighth_costs_an_eighth(rng: Rng, tmp_path: Path) -> None:
-    """Of the bytes, of anchor and patch, plus 5%; and of the memory. A stage's weights are a block."""
+    """Of the bytes, of anchor and patch, plus 5%; and of the memory. A stage's weights are a
+    block."""
     store, state = Counted(), staged(rng, elements=1 << 20, layers=4 * STAGES)
     dense = sum(tensor.array.nbytes for tensor in state.values())
     publisher = tuned(store, stream="policy", anchor_ratio=1e9, shard_bytes=8 << 20)
@@ -116,7 +131,9 @@ def test_an_eighth_costs_an_eighth(rng: Rng, tmp_path: Path) -> None:
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held <= dense / STAGES + (4 << 20)
-    assert peak <= dense / STAGES + (12 << 20), "nor more in between: a chunk of the anchor is 8 MiB"
+    assert peak <= dense / STAGES + (12 << 20), (
+        "nor more in between: a chunk of the anchor is 8 MiB"
+    )
     for _ in range(3):
         state = mutated(rng, state, density=0.05)
         published = publisher.publish(state)
@@ -178,11 +195,14 @@ def test_digests_that_lie_are_refused(rng: Rng) -> None:
             worker = reader(store, "stages.0.*")
             with pytest.raises(ChainGap):
                 worker.sync()
-            assert worker.version is None or snapshot(worker.state) == snapshot(part(states[0], "stages.0."))
+            assert worker.version is None or snapshot(worker.state) == snapshot(
+                part(states[0], "stages.0.")
+            )
 
 
 def test_a_tensor_under_a_false_name_is_not_left_out(rng: Rng) -> None:
-    """Whoever can write to the store, but not sign, must not make a worker miss a tensor: names are proved, too."""
+    """Whoever can write to the store, but not sign, must not make a worker miss a tensor: names are
+    proved, too."""
     signer, store, state = Signer(bytes(range(32))), MemoryStore(), staged(rng)
     Publisher(store, stream="policy", signer=signer).publish(state)
     for name in names(store, "policy"):
@@ -199,9 +219,15 @@ def test_a_tensor_under_a_false_name_is_not_left_out(rng: Rng) -> None:
 
 def test_what_is_stored_is_what_the_format_says(rng: Rng) -> None:
     """Computed here from the document, format.md 7."""
-    store, state = MemoryStore(), staged(rng, elements=600_000, layers=2) | {"empty": bits(rng, "F32", 0, 4)}
+    store, state = (
+        MemoryStore(),
+        staged(rng, elements=600_000, layers=2) | {"empty": bits(rng, "F32", 0, 4)},
+    )
     root = Publisher(store, stream="policy").publish(state).root
-    tensors, leaves = store.get(f"policy/digests/{root}.tensors"), store.get(f"policy/digests/{root}.leaves")
+    tensors, leaves = (
+        store.get(f"policy/digests/{root}.tensors"),
+        store.get(f"policy/digests/{root}.leaves"),
+    )
     assert sha256(b"pulse.state.1\0" + tensors).hexdigest() == root
     length = int.from_bytes(leaves[:8], "little")
     header = json.loads(leaves[8 : 8 + length])
@@ -212,7 +238,9 @@ def test_what_is_stored_is_what_the_format_says(rng: Rng) -> None:
         entry = {"dtype": state[name].dtype, "shape": list(state[name].array.shape)}
         assert header[name] == entry | {"data_offsets": [offset, offset + len(data)]}
         offset += len(data)
-        expected += b"".join(sha256(data[at : at + (1 << 20)]).digest() for at in range(0, len(data), 1 << 20))
+        expected += b"".join(
+            sha256(data[at : at + (1 << 20)]).digest() for at in range(0, len(data), 1 << 20)
+        )
     assert leaves[8 + length :] == expected
 
 
@@ -254,7 +282,9 @@ def test_folds_a_base_and_several_stores(rng: Rng) -> None:
             assert update is not None
             assert update.previous == (0 if "base" in options else None)
             assert snapshot(worker.state) == snapshot(part(states[-1], "stages.2."))
-    assert any("fold" in link for event in seen if isinstance(event, Synced) for link in event.links)
+    assert any(
+        "fold" in link for event in seen if isinstance(event, Synced) for link in event.links
+    )
 
 
 def test_aliases_are_selected_with_the_tensor_that_they_name(rng: Rng) -> None:
@@ -329,7 +359,8 @@ def test_digests_go_with_their_versions(rng: Rng) -> None:
 
 
 def test_a_large_header_is_parsed_only_where_something_vouches_for_it(rng: Rng) -> None:
-    """60 MB of JSON in a stranger's shard took 1.6 GB as Python objects, and so did that in a tree. Here of 6 MB."""
+    """60 MB of JSON in a stranger's shard took 1.6 GB as Python objects, and so did that in a tree.
+    Here of 6 MB."""
     store, state = MemoryStore(), staged(rng)
     Publisher(store, stream="policy", threads=1).publish(state)
     junk = b"[" + b"[]," * 2_000_000 + b"[]]"
@@ -340,7 +371,10 @@ def test_a_large_header_is_parsed_only_where_something_vouches_for_it(rng: Rng) 
     (shard,) = names(store, "policy/payloads")
     zero = manifest_of(store, "policy", 0)
     claimed = AnchorRef((Payload(shard.rpartition("/")[2][:64], store.head(shard).nbytes),))
-    store.put("policy/versions/000000000000.json", msgspec.structs.replace(zero, anchor=claimed).sealed().to_bytes())
+    store.put(
+        "policy/versions/000000000000.json",
+        msgspec.structs.replace(zero, anchor=claimed).sealed().to_bytes(),
+    )
     for options in ({}, {"select": "stages.0.*"}):
         tracemalloc.start()
         with pytest.raises(ChainGap, match=r"large|more than"):

@@ -1,4 +1,5 @@
-"""A subscriber of some tensors: forged headers, a base that changes, names that come later, anchors on demand."""
+"""A subscriber of some tensors: forged headers, a base that changes, names that come later, anchors
+on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def shortened(patch: bytes) -> bytes:
     (last,) = [k for k, entry in enumerate(header.blocks) if entry.length][-1:]
     blocks = list(header.blocks)
     while True:
-        forged = PatchHeader(header.base_root, header.target_root, ((start, stop - 1),), tuple(blocks))
+        forged = PatchHeader(
+            header.base_root, header.target_root, ((start, stop - 1),), tuple(blocks)
+        )
         head = forged.to_bytes()
         missing = len(patch) - len(head) - forged.body_bytes
         if missing == 0:
@@ -42,7 +45,10 @@ def test_a_forged_header_in_the_near_store_is_avoided(how: str, rng: Rng) -> Non
     Relay(store, near, stream="policy", threads=1).sync()
     (name,) = [name for name in names(near, "policy/payloads") if name.endswith(".patch")]
     good = near.get(name)
-    near.put(name, shortened(good) if how == "shortened" else header_of_many_blocks().ljust(len(good), b"\0"))
+    near.put(
+        name,
+        shortened(good) if how == "shortened" else header_of_many_blocks().ljust(len(good), b"\0"),
+    )
     assert len(near.get(name)) == len(good)
     worker = reader([near, store], "stages.0.*")
     tracemalloc.start()
@@ -76,8 +82,8 @@ def test_a_base_that_is_changed_while_it_is_copied_is_not_believed(rng: Rng) -> 
 
 
 def test_other_names_that_a_version_adds_reach_who_selects(rng: Rng) -> None:
-    """A tensor with a name that the base does not know is delivered whole; that of a tensor which is not held stops
-    nobody."""
+    """A tensor with a name that the base does not know is delivered whole; that of a tensor which
+    is not held stops nobody."""
     embed, other = weights(rng, 300, 10), weights(rng, 2100, 2100)  # of a block of its own
     store = MemoryStore()
     publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
@@ -87,7 +93,10 @@ def test_other_names_that_a_version_adds_reach_who_selects(rng: Rng) -> None:
     worker.sync()
     embed.array[0] ^= 1
     publisher.publish({"a.embed": embed, "a.head": embed, "z.other": other, "a.late": other})
-    for starting in (Subscriber(store, stream="policy", base=base), reader(store, "a.*", base=base)):
+    for starting in (
+        Subscriber(store, stream="policy", base=base),
+        reader(store, "a.*", base=base),
+    ):
         update = starting.sync()
         assert update is not None
         assert update.previous == 0

@@ -1,4 +1,5 @@
-"""A subscriber with several stores: none that is away, stale or damaged makes a worker wrong, or stops it."""
+"""A subscriber with several stores: none that is away, stale or damaged makes a worker wrong, or
+stops it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import GroupMember, MemoryStore, Publisher, Relay, Signer, Store, Subscriber, Update, state_root
+from pulse_rl import (
+    GroupMember,
+    MemoryStore,
+    Publisher,
+    Relay,
+    Signer,
+    Store,
+    Subscriber,
+    Update,
+    state_root,
+)
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecreated
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.store import ObjectInfo
@@ -33,7 +44,9 @@ class Away(MemoryStore):
     away = False
 
     def __getattribute__(self, name: str) -> object:
-        if name in ("get", "head", "list", "put", "put_new", "delete") and object.__getattribute__(self, "away"):
+        if name in ("get", "head", "list", "put", "put_new", "delete") and object.__getattribute__(
+            self, "away"
+        ):
             raise StoreUnavailable("the store is away")
         return super().__getattribute__(name)
 
@@ -270,7 +283,10 @@ def test_a_near_store_of_another_stream_is_passed_over(rng: Rng) -> None:
     fleet = Fleet(rng)
     root = fleet.publish(2, relayed=False)
     Publisher(fleet.near, stream="policy").publish(fleet.states[9])
-    for worker in (fleet.worker(stream_id=fleet.publisher.stream_id), fleet.worker(patience_seconds=0)):
+    for worker in (
+        fleet.worker(stream_id=fleet.publisher.stream_id),
+        fleet.worker(patience_seconds=0),
+    ):
         worker.sync()
         assert worker.root == root
         assert worker.sync() is None
@@ -382,7 +398,9 @@ def test_a_restart_is_followed_once_the_origin_can_be_asked(rng: Rng) -> None:
     assert (worker.version, worker.root) == (0, root)
 
 
-def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_while(rng: Rng, clock: Clock) -> None:
+def test_a_near_store_that_lists_slowly_is_passed_over_and_left_alone_for_a_while(
+    rng: Rng, clock: Clock
+) -> None:
     def endless(liar: object, folder: str, right: object) -> Iterator[ObjectInfo]:
         """Each name a hundredth of a second late."""
         for version in range(10**6):

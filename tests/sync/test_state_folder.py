@@ -1,4 +1,5 @@
-"""States in a mapped file (docs/design/0036): found again by the next process, or else not used; never wrong."""
+"""States in a mapped file (docs/design/0036): found again by the next process, or else not used;
+never wrong."""
 
 from __future__ import annotations
 
@@ -57,10 +58,16 @@ class Place:
         """What ``work()`` returns, and the payloads that were read for it."""
         self.store.calls.clear()
         result = work()
-        return result, [name for call, name in self.store.calls if call.startswith("get") and "payloads" in name]
+        return result, [
+            name for call, name in self.store.calls if call.startswith("get") and "payloads" in name
+        ]
 
     def not_used(self) -> list[str]:
-        return [e.reason for e in self.events if isinstance(e, FallbackUsed) and "the state in" in e.link]
+        return [
+            e.reason
+            for e in self.events
+            if isinstance(e, FallbackUsed) and "the state in" in e.link
+        ]
 
     def state_file(self, which: str) -> Path:
         (file,) = (self.folder / which).glob("state-*")
@@ -98,7 +105,9 @@ def killed(work: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("remembers", [False, True])
-def test_a_restart_downloads_nothing_but_what_is_new(rng: Rng, place: Place, remembers: bool) -> None:
+def test_a_restart_downloads_nothing_but_what_is_new(
+    rng: Rng, place: Place, remembers: bool
+) -> None:
     states = [all_dtypes(rng) | policy(rng, 20_000)]
     states += [mutated(rng, states[0], 0.02)]
     states += [mutated(rng, states[1], 0.02), mutated(rng, states[1], 0.02)]
@@ -117,7 +126,8 @@ BIG = 1 << 20
 
 
 class Broken:
-    """Of a first sync of a state of 12 MB: the bytes that were read, and what happens in the place of read ``at``."""
+    """Of a first sync of a state of 12 MB: the bytes that were read, and what happens in the place
+    of read ``at``."""
 
     def __init__(self, place: Place, rng: Rng) -> None:
         self.state = {f"w{k}": weights(rng, 3 * BIG // 4 + k) for k in range(8)} | policy(rng)
@@ -138,35 +148,50 @@ class Broken:
 
 
 @pytest.mark.parametrize("by_a_kill", [False, True])
-def test_a_first_sync_goes_on_where_it_was_broken_off(rng: Rng, place: Place, by_a_kill: bool) -> None:
+def test_a_first_sync_goes_on_where_it_was_broken_off(
+    rng: Rng, place: Place, by_a_kill: bool
+) -> None:
     broken = Broken(place, rng)
     broken.at = 3
     if by_a_kill:
         broken.fail = kill
         killed(lambda: place.sync(threads=1))
     else:
-        with pytest.raises(StoreUnavailable), Subscriber(place.store, stream="policy", state=place.folder / "s") as one:
+        with (
+            pytest.raises(StoreUnavailable),
+            Subscriber(place.store, stream="policy", state=place.folder / "s") as one,
+        ):
             one.sync()
     damaged = np.memmap(place.state_file("s"), np.uint8, "r+")
     damaged[-1 - BIG] ^= 1  # whatever it holds, in whatever part of it
     broken.read, broken.at, place.events[:] = 0, 0, []
     assert place.sync(threads=1) == broken.root
     (synced,) = [event for event in place.events if isinstance(event, Synced)]
-    done = [event for event in place.events if isinstance(event, Progress) and event.stage == "restore"]
+    done = [
+        event for event in place.events if isinstance(event, Progress) and event.stage == "restore"
+    ]
     assert 3 * BIG < broken.read < 10 * BIG
     assert broken.read <= synced.fetched_bytes < broken.read + 2 * BIG
-    assert (done[-1].done, done[-1].total) == (done[-1].total, sum(each.array.nbytes for each in broken.state.values()))
+    assert (done[-1].done, done[-1].total) == (
+        done[-1].total,
+        sum(each.array.nbytes for each in broken.state.values()),
+    )
     assert len([*(place.folder / "s").glob("state-*")]) == 1
 
 
 @pytest.mark.parametrize("other", ["a state", "tensors", "a version of it"])
-def test_what_was_broken_off_is_no_use_for_another_state(rng: Rng, place: Place, other: str) -> None:
+def test_what_was_broken_off_is_no_use_for_another_state(
+    rng: Rng, place: Place, other: str
+) -> None:
     broken = Broken(place, rng)
     broken.at = 3
     with pytest.raises(StoreUnavailable):
         place.sync(threads=1)
     if other == "a state":
-        new = {name: weights(rng, each.array.size) if name[0] == "w" else each for name, each in broken.state.items()}
+        new = {
+            name: weights(rng, each.array.size) if name[0] == "w" else each
+            for name, each in broken.state.items()
+        }
     elif other == "tensors":
         new = dict(list(broken.state.items())[2:])
     else:
@@ -177,8 +202,11 @@ def test_what_was_broken_off_is_no_use_for_another_state(rng: Rng, place: Place,
     assert len([*(place.folder / "s").glob("state-*")]) == 1
 
 
-def test_an_update_that_is_held_keeps_its_values_when_its_file_is_mapped_again(rng: Rng, place: Place) -> None:
-    """An apply and its undo fail half-way, so that the next sync begins with what is kept: the held update's file."""
+def test_an_update_that_is_held_keeps_its_values_when_its_file_is_mapped_again(
+    rng: Rng, place: Place
+) -> None:
+    """An apply and its undo fail half-way, so that the next sync begins with what is kept: the held
+    update's file."""
 
     def fail() -> None:
         raise MemoryError
@@ -211,7 +239,9 @@ def test_what_is_kept_is_new_to_a_model_that_starts(rng: Rng, place: Place) -> N
 
 @pytest.mark.parametrize("point", ["apply.written", "apply.moved", "apply.after"])
 @pytest.mark.parametrize("restored", [False, True])
-def test_a_worker_killed_in_an_apply_downloads_one_patch(rng: Rng, place: Place, point: str, restored: bool) -> None:
+def test_a_worker_killed_in_an_apply_downloads_one_patch(
+    rng: Rng, place: Place, point: str, restored: bool
+) -> None:
     expected = place.publish(*history(rng, 3))
     if not restored:
         place.sync(0)
@@ -221,7 +251,9 @@ def test_a_worker_killed_in_an_apply_downloads_one_patch(rng: Rng, place: Place,
     assert len(read) <= 2
 
 
-@pytest.mark.parametrize("point", ["baseline.before", "baseline.written", "commit.before", "commit.after"])
+@pytest.mark.parametrize(
+    "point", ["baseline.before", "baseline.written", "commit.before", "commit.after"]
+)
 def test_a_publisher_killed_in_a_commit_goes_on(rng: Rng, place: Place, point: str) -> None:
     states = history(rng, 3)
     place.publish(states[0])
@@ -232,7 +264,9 @@ def test_a_publisher_killed_in_a_commit_goes_on(rng: Rng, place: Place, point: s
     assert place.sync() == roots(states)[2]
 
 
-def test_a_failed_apply_and_a_kill_after_it_leave_the_version_before(rng: Rng, place: Place) -> None:
+def test_a_failed_apply_and_a_kill_after_it_leave_the_version_before(
+    rng: Rng, place: Place
+) -> None:
     expected = place.publish(*history(rng, 2))
     place.sync(0)
 
@@ -254,10 +288,14 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "empty": lambda file: os.truncate(file, 0),
     "missing": lambda file: file.unlink(),
     "no record": lambda file: (file.parent / "pulse.state.json").write_text("{}"),
-    "a record of another file": lambda file: edit(file, file.name.encode(), b"../../../../etc/passwd"),
+    "a record of another file": lambda file: edit(
+        file, file.name.encode(), b"../../../../etc/passwd"
+    ),
     "a record of another root": lambda file: edit(file, b'"root": "', b'"root": "00'),
     "a record of another version": lambda file: edit(file, b'"version": 1', b'"version": 0'),
-    "a record of a version that is not there": lambda file: edit(file, b'"version": 1', b'"version": 9'),
+    "a record of a version that is not there": lambda file: edit(
+        file, b'"version": 1', b'"version": 9'
+    ),
     "a record of another stream": lambda file: edit(file, b'"policy"', b'"other"'),
     "a record of another stream ID": lambda file: edit(file, b'"stream_id": "', b'"stream_id": "0'),
 }
@@ -301,7 +339,9 @@ def test_a_stream_that_was_recreated_is_not_taken_for_the_old_one(rng: Rng, plac
     assert len(place.not_used()) == 1  # the subscriber's; a publisher begins anew in an empty store
 
 
-def test_a_stream_that_is_recreated_meanwhile_takes_the_place_of_the_old_one(rng: Rng, place: Place) -> None:
+def test_a_stream_that_is_recreated_meanwhile_takes_the_place_of_the_old_one(
+    rng: Rng, place: Place
+) -> None:
     place.publish(*history(rng, 2))
     state = place.folder / "s"
     with Subscriber(place.store, stream="policy", state=state, allow_recreated=True) as worker:
@@ -356,7 +396,9 @@ def test_what_is_not_ours_is_left_alone(place: Place, what: str) -> None:
         with pytest.raises(InputError, match=r"no folder|holds other files") as caught:
             kind(place.store, stream="policy", **argument)
         assert "folder of its own" in caught.value.hint
-        assert (other if what == "a file" else other / "state-1.safetensors").read_text() == "theirs"
+        assert (
+            other if what == "a file" else other / "state-1.safetensors"
+        ).read_text() == "theirs"
 
 
 def test_a_second_user_is_refused(rng: Rng, place: Place) -> None:
@@ -393,7 +435,9 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_said_before_a_state_is_written(rng: Rng, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_before_a_state_is_written(
+    rng: Rng, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     states = history(rng, 2)
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
@@ -419,7 +463,11 @@ def test_where_no_note_can_be_made_the_work_goes_on(
     with monkeypatch.context() as patched:
         real = getattr(os, call)
         own = "pulse.state.json"
-        patched.setattr(os, call, full if call == "pwritev" else lambda a, b: full() if own in str(b) else real(a, b))
+        patched.setattr(
+            os,
+            call,
+            full if call == "pwritev" else lambda a, b: full() if own in str(b) else real(a, b),
+        )
         place.publish(*states[1:3])
         assert place.sync() == roots(states)[2]
     place.publish(states[3])

@@ -1,4 +1,5 @@
-"""A stream has an ID: another run of its name is not taken for it, one recreated is said to be so."""
+"""A stream has an ID: another run of its name is not taken for it, one recreated is said to be
+so."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from pulse_rl import (
     state_root,
     verify_stream,
 )
-from pulse_rl.errors import ChainGap, InputError, PublisherConflict, StoreUnavailable, StreamRecreated
+from pulse_rl.errors import (
+    ChainGap,
+    InputError,
+    PublisherConflict,
+    StoreUnavailable,
+    StreamRecreated,
+)
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Synced
 from tests.support.states import Live, Rng, Tensors, history, roots, taken
 from tests.support.stores import FaultyStore, names
@@ -37,7 +44,9 @@ def wipe(store: MemoryStore, folder: str = "policy") -> None:
 
 
 def replay(
-    source: MemoryStore, into: MemoryStore, folders: tuple[str, ...] = ("versions", "payloads", "links")
+    source: MemoryStore,
+    into: MemoryStore,
+    folders: tuple[str, ...] = ("versions", "payloads", "links"),
 ) -> None:
     """What a co-writer can do who has kept the objects of another run."""
     for folder in folders:
@@ -70,7 +79,9 @@ def test_signed_versions_of_another_run_are_passed_over(rng: Rng) -> None:
     store = published(states[:2], signer)
     events: list[Event] = []
     live = Live()
-    worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key], on_event=events.append)
+    worker = Subscriber(
+        store, stream="policy", trusted_keys=[signer.public_key], on_event=events.append
+    )
     live.apply(worker.sync())
     for name in names(earlier, "policy/versions")[2:]:
         store.put(name, earlier.get(name))
@@ -99,7 +110,9 @@ def test_a_newcomer_who_knows_the_id_takes_no_other(rng: Rng) -> None:
     for name in names(earlier, "policy/versions")[2:]:
         store.put(name, earlier.get(name))
     replay(earlier, store, ("payloads", "links"))
-    worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key], stream_id=stream_id)
+    worker = Subscriber(
+        store, stream="policy", trusted_keys=[signer.public_key], stream_id=stream_id
+    )
     worker.sync()
     assert (worker.version, worker.root) == (1, state_root(states[1]))
     with pytest.raises(InputError, match="not a stream ID"):
@@ -203,7 +216,9 @@ def test_a_new_key_is_trusted_from_its_first_version_on(rng: Rng) -> None:
     states = history(rng, 4)
     old, new = Signer.generate(), Signer.generate()
     store = published(states[:2], old)
-    publisher = Publisher(store, stream="policy", signer=new, trusted_keys=[old.public_key], anchor_ratio=1e9)
+    publisher = Publisher(
+        store, stream="policy", signer=new, trusted_keys=[old.public_key], anchor_ratio=1e9
+    )
     done = publisher.publish(states[2])
     assert done.anchored
     assert done.changed is not None, "who trusted the old key takes the patch"
@@ -232,7 +247,8 @@ def test_an_anchor_on_demand(rng: Rng) -> None:
 def test_a_commit_is_not_repeated_after_its_payloads_are_gone(
     waited: bool, rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """publish failed at the commit; gc ran in between; the repeated commit named what was deleted."""
+    """publish failed at the commit; gc ran in between; the repeated commit named what was
+    deleted."""
     states = history(rng, 4)
     store = FaultyStore(MemoryStore())
     publisher = Publisher(store, stream="policy")
@@ -248,7 +264,9 @@ def test_a_commit_is_not_repeated_after_its_payloads_are_gone(
         gc_stream(store, "policy", keep=1, grace_seconds=0)
     done = publisher.publish(states[2])
     assert done.version == 1, "what might have been committed too late was given up"
-    assert [report.root for report in verify_stream(store, "policy")] == roots([states[0], states[2]])
+    assert [report.root for report in verify_stream(store, "policy")] == roots(
+        [states[0], states[2]]
+    )
     assert all(report.ok for report in verify_stream(store, "policy"))
 
 
@@ -276,9 +294,13 @@ def test_folds_of_a_signed_stream_are_signed(rng: Rng) -> None:
         for state in states:
             publisher.publish(state)
     for tool in (None, stranger):
-        assert list(fold_stream(store, "policy", (8,), signer=tool, trusted_keys=[signer.public_key])) == [(0, 8)]
+        assert list(
+            fold_stream(store, "policy", (8,), signer=tool, trusted_keys=[signer.public_key])
+        ) == [(0, 8)]
         told: list[Event] = []
-        worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key], on_event=told.append)
+        worker = Subscriber(
+            store, stream="policy", trusted_keys=[signer.public_key], on_event=told.append
+        )
         worker.sync(target=0)
         assert worker.sync() is not None
         assert worker.root == state_root(states[-1])
@@ -288,14 +310,18 @@ def test_folds_of_a_signed_stream_are_signed(rng: Rng) -> None:
                 store.delete(name)
     assert list(fold_stream(store, "policy", (8,), signer=signer)) == [(0, 8)]
     seen: list[Event] = []
-    worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key], on_event=seen.append)
+    worker = Subscriber(
+        store, stream="policy", trusted_keys=[signer.public_key], on_event=seen.append
+    )
     worker.sync(target=0)
     worker.sync()
     assert "the fold 0->8" in seen[-1].links  # type: ignore[union-attr]
     (link,) = [name for name in names(store, "policy/links") if "-anchor-" not in name]
     moved = link.replace("000000000008-000000000000", "000000000009-000000000001")
     store.put(moved, store.get(link))
-    worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key], on_event=seen.append)
+    worker = Subscriber(
+        store, stream="policy", trusted_keys=[signer.public_key], on_event=seen.append
+    )
     worker.sync(target=1)
     worker.sync()
     assert worker.root == state_root(states[-1])
@@ -316,8 +342,8 @@ def test_a_path_is_never_mixed(rng: Rng) -> None:
 
 
 def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_recreated(rng: Rng) -> None:
-    """With lengths and times as they were; a publisher that signs cannot know the stream's ID. A follower waited for
-    ever."""
+    """With lengths and times as they were; a publisher that signs cannot know the stream's ID. A
+    follower waited for ever."""
     signer = Signer.generate()
     states = history(rng, 3)
     store = published(states[:2], signer)
@@ -335,7 +361,8 @@ def test_a_stream_whose_manifests_were_all_damaged_in_silence_is_recreated(rng: 
 
 
 def test_who_failed_to_claim_goes_on_from_what_is_there_now(rng: Rng) -> None:
-    """It committed under the ID that the stream had when it looked first, above the version of a recreated one."""
+    """It committed under the ID that the stream had when it looked first, above the version of a
+    recreated one."""
     signer, states = Signer.generate(), history(rng, 3)
     store = FaultyStore(published(states[:1], signer))
     late = Publisher(store, stream="policy", signer=signer)
@@ -345,7 +372,9 @@ def test_who_failed_to_claim_goes_on_from_what_is_there_now(rng: Rng) -> None:
     store.inner.put("policy/versions/000000000000.json", b"{")
     published(states[1:2], signer, store)
     late.publish(states[2])
-    assert roots(states[1:]) == [report.root for report in verify_stream(store, "policy") if report.ok]
+    assert roots(states[1:]) == [
+        report.root for report in verify_stream(store, "policy") if report.ok
+    ]
     worker = Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
     for version, state in enumerate(states[1:], start=1):
         worker.sync(target=version)

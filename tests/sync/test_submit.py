@@ -1,4 +1,5 @@
-"""Publishing behind the training: the state is taken at once, the rest happens as `publish` does it."""
+"""Publishing behind the training: the state is taken at once, the rest happens as `publish` does
+it."""
 
 from __future__ import annotations
 
@@ -88,12 +89,15 @@ def test_a_callback_that_would_wait_for_itself_is_refused(rng: Rng) -> None:
 def test_it_is_the_same_stream_as_that_of_publish(rng: Rng) -> None:
     """Patches, anchors and bytes, with memory that is used again and tensors that come and go."""
     states = history(rng, 9, density=0.05)
-    states[6:] = [state | {"extra": Bits(np.arange(7, dtype=np.uint16), "BF16")} for state in states[6:]]
+    states[6:] = [
+        state | {"extra": Bits(np.arange(7, dtype=np.uint16), "BF16")} for state in states[6:]
+    ]
     seen: list[list[tuple[Any, ...]]] = []
     for how in ("publish", "submit"):
         with Publisher(MemoryStore(), stream="policy", anchor_ratio=0.3, folds=(4,)) as publisher:
             done: list[Published] = [
-                publisher.publish(state) if how == "publish" else publisher.submit(state).result(20) for state in states
+                publisher.publish(state) if how == "publish" else publisher.submit(state).result(20)
+                for state in states
             ]
         seen.append([(d.version, d.root, d.changed, d.patch_bytes, d.anchor_bytes) for d in done])
         assert all(d.blocked_seconds == d.seconds for d in done) is (how == "publish")
@@ -128,12 +132,15 @@ def test_the_one_that_waits_can_be_replaced(slow: SlowStore, rng: Rng) -> None:
         assert last.result(20).version == 1
         with pytest.raises(CancelledError):
             replaced[0].result()
-    assert [report.root for report in verify_stream(slow, "policy")] == roots([states[0], states[3]])
+    assert [report.root for report in verify_stream(slow, "policy")] == roots(
+        [states[0], states[3]]
+    )
 
 
 @pytest.mark.parametrize("how", ["replaced", "cancelled"])
 def test_versions_that_are_given_up_hold_no_memory(how: str, slow: SlowStore, rng: Rng) -> None:
-    """Whatever the number of steps that a slow store misses: a state in flight, and one that waits."""
+    """Whatever the number of steps that a slow store misses: a state in flight, and one that
+    waits."""
     state = {"w": Bits(rng.integers(0, 1 << 16, 1 << 20, dtype=np.uint16), "BF16")}
     nbytes = 2 << 20
     with Publisher(slow, stream="policy", threads=1) as publisher:
@@ -204,7 +211,9 @@ def test_an_error_that_was_asked_for_is_not_raised_again(rng: Rng) -> None:
     store.fail_on("put_new", "versions", after=True)
     with pytest.raises(StoreUnavailable):
         publisher.submit(states[1]).result(20)
-    assert publisher.submit(states[2]).result(20).version == 2, "the version whose reply was lost is version 1"
+    assert publisher.submit(states[2]).result(20).version == 2, (
+        "the version whose reply was lost is version 1"
+    )
     publisher.close()
     assert [report.root for report in verify_stream(store, "policy")] == roots(states)
 
@@ -282,7 +291,8 @@ def test_two_threads_are_refused(slow: SlowStore, rng: Rng) -> None:
 
 @pytest.mark.slow
 def test_many_at_random(rng: Rng) -> None:
-    """Publishes, submits and replacements in any order: every version that was not cancelled is there, in order."""
+    """Publishes, submits and replacements in any order: every version that was not cancelled is
+    there, in order."""
     store = MemoryStore()
     state = policy(rng)
     kept: list[tuple[Any, str]] = []
@@ -296,5 +306,7 @@ def test_many_at_random(rng: Rng) -> None:
             else:
                 kept.append((publisher.submit(state, replace=how == 1), state_root(state)))
                 overwrite(state)
-    expected = [root for submission, root in kept if submission is None or not submission.cancelled()]
+    expected = [
+        root for submission, root in kept if submission is None or not submission.cancelled()
+    ]
     assert [report.root for report in verify_stream(store, "policy")] == expected

@@ -1,6 +1,7 @@
 """CUDA tensors are taken without the host's waiting, and the device's streams keep their order.
 
-Without a GPU a stand-in for torch's streams and tensors shows what is asked of them (`tests.support.cuda`).
+Without a GPU a stand-in for torch's streams and tensors shows what is asked of them
+(`tests.support.cuda`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("first", ["host", "device"])
-def test_each_version_has_the_weights_between_two_steps(cuda: Device, given: torch.dtype, first: str) -> None:
+def test_each_version_has_the_weights_between_two_steps(
+    cuda: Device, given: torch.dtype, first: str
+) -> None:
     current, _ = cuda
     weight = torch.randn(SIZE).to(given)
     copy = weight.clone()
@@ -41,7 +44,9 @@ def test_each_version_has_the_weights_between_two_steps(cuda: Device, given: tor
             Stream.gate.clear()
             current.work.append(lambda: step(weight))
             step(copy)
-            expected.append(state_root({"host": copy[:7].clone().bfloat16(), "weight": copy.bfloat16()}))
+            expected.append(
+                state_root({"host": copy[:7].clone().bfloat16(), "weight": copy.bfloat16()})
+            )
             tensors = {"host": copy[:7].clone(), "weight": on_device(weight)}
             submission = publisher.submit(tensors, dtype="BF16")
             assert sum(stream.done for stream in Stream.made) == before, "the host has waited"
@@ -57,7 +62,8 @@ def test_each_version_has_the_weights_between_two_steps(cuda: Device, given: tor
 
 
 def test_a_staged_copy_holds_up_nobody(cuda: Device) -> None:
-    """The trainer's next step waits for a copy within the device, and not for the one to the host."""
+    """The trainer's next step waits for a copy within the device, and not for the one to the
+    host."""
     current, _ = cuda
     weight = torch.randn(SIZE).bfloat16()
     store = MemoryStore()
@@ -77,7 +83,9 @@ def test_a_staged_copy_holds_up_nobody(cuda: Device) -> None:
     assert [report.root for report in verify_stream(store, "policy")] == expected
 
 
-def test_without_room_on_the_device_a_copy_is_not_staged(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_on_the_device_a_copy_is_not_staged(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -102,7 +110,9 @@ def test_publish_waits_for_the_stream_of_its_caller(cuda: Device) -> None:
     step(after)
     with Publisher(MemoryStore(), stream="policy") as publisher:
         current.work.append(lambda: step(weight))
-        assert publisher.publish({"weight": on_device(weight)}).root == state_root({"weight": after})
+        assert publisher.publish({"weight": on_device(weight)}).root == state_root(
+            {"weight": after}
+        )
 
 
 def test_page_locked_memory_is_used_again(cuda: Device) -> None:
@@ -119,7 +129,8 @@ def test_page_locked_memory_is_used_again(cuda: Device) -> None:
 
 
 def test_a_version_that_is_replaced_leaves_its_memory_to_the_next(cuda: Device) -> None:
-    """The device has not yet copied the one, and the next one is to be copied into the same memory."""
+    """The device has not yet copied the one, and the next one is to be copied into the same
+    memory."""
     current, locked = cuda
     weight = torch.randn(SIZE).bfloat16()
     store = MemoryStore()
@@ -138,7 +149,8 @@ def test_a_version_that_is_replaced_leaves_its_memory_to_the_next(cuda: Device) 
 
 
 def test_memory_that_the_device_still_writes_into_is_kept(cuda: Device) -> None:
-    """After an interrupt, or where a submission was replaced, nobody waits for the copy but its own end."""
+    """After an interrupt, or where a submission was replaced, nobody waits for the copy but its own
+    end."""
     weight, array = torch.randn(SIZE).bfloat16(), np.empty(SIZE, np.uint16)
     copies = DeviceCopies()
     copies.start([(DeviceTensor(on_device(weight).view(torch.uint8), 2), array)])
@@ -151,7 +163,9 @@ def test_memory_that_the_device_still_writes_into_is_kept(cuda: Device) -> None:
     assert array.tolist() == weight.view(torch.uint16).tolist()
 
 
-def test_an_error_of_the_device_is_the_submission_s(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_device_is_the_submission_s(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(self: Stream) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
@@ -166,7 +180,9 @@ def test_an_error_of_the_device_is_the_submission_s(cuda: Device, monkeypatch: p
     publisher.close()
 
 
-def test_page_locked_memory_is_asked_for_in_pieces(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locked_memory_is_asked_for_in_pieces(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch rounds up to a power of two: 3 GiB in one would be 4."""
     _, locked = cuda
     monkeypatch.setattr(device, "_PIECE", 1024)

@@ -1,4 +1,5 @@
-"""Many streams followed by a few threads: none is missed, none holds up another, and all of it ends in time."""
+"""Many streams followed by a few threads: none is missed, none holds up another, and all of it ends
+in time."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Store, Subscribers, Update, state_root
+from pulse_rl import (
+    LocalStore,
+    MemoryStore,
+    Publisher,
+    Relay,
+    Store,
+    Subscribers,
+    Update,
+    state_root,
+)
 from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import CallFailed, Event
 from pulse_rl.store.server import FolderServer
@@ -32,7 +42,9 @@ class Fleet:
         self.states = history(rng, versions)
         self.roots = roots(self.states)
         self.names = [str(k) for k in range(count)]
-        self.publishers = {name: Publisher(store, stream=name, threads=1, anchor_ratio=1e9) for name in self.names}
+        self.publishers = {
+            name: Publisher(store, stream=name, threads=1, anchor_ratio=1e9) for name in self.names
+        }
 
     def publish(self, version: int, *names: str) -> None:
         for name in names or self.names:
@@ -130,7 +142,9 @@ def test_a_stream_that_fails_holds_up_no_other(rng: Rng) -> None:
     fleet = Fleet(store, 6, rng)
     fleet.publish(0)
     told: list[Event] = []
-    with Subscribers(store, fleet.names, threads=1, poll_seconds=0.02, on_event=told.append) as subscribers:
+    with Subscribers(
+        store, fleet.names, threads=1, poll_seconds=0.02, on_event=told.append
+    ) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
         take(updates, 6)
         store.damage = lambda name, data: data[:-1] if name.startswith("3/payloads") else data
@@ -241,7 +255,9 @@ def test_a_rate_of_all_bounds_what_they_read_together(rng: Rng) -> None:
 
 
 @pytest.mark.slow
-def test_closing_does_not_wait_for_a_store_that_hangs(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_store_that_hangs(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pulse_rl.sync.subscribers._CLOSE_SECONDS", 0.5)
     store, hangs, reached = FaultyStore(MemoryStore()), threading.Event(), threading.Event()
     fleet = Fleet(store, 3, rng)
@@ -311,7 +327,9 @@ def test_a_farther_store_is_read_where_the_nearer_one_is_stale(tmp_path: Path, r
     fleet.publish(0)
     for name in fleet.names:
         Relay(origin, near, stream=name).sync()
-    with Subscribers([near, origin], fleet.names, poll_seconds=0.02, patience_seconds=0.2) as subscribers:
+    with Subscribers(
+        [near, origin], fleet.names, poll_seconds=0.02, patience_seconds=0.2
+    ) as subscribers:
         updates = subscribers.updates(timeout_seconds=SOON)
         take(updates, 2)
         fleet.publish(1)

@@ -55,7 +55,9 @@ def test_the_first_update_comes_again_where_its_loop_was_left(rng: Rng) -> None:
             updates = subscribers.updates(timeout_seconds=SOON)
             assert next(updates)[1].previous is None
             updates.close()  # type: ignore[attr-defined]
-        assert [(name, update.previous) for name, update in subscribers.updates(timeout_seconds=1)] == [("0", None)]
+        assert [
+            (name, update.previous) for name, update in subscribers.updates(timeout_seconds=1)
+        ] == [("0", None)]
         assert list(subscribers.updates(timeout_seconds=0.3)) == [], "now it was acknowledged"
 
 
@@ -71,7 +73,9 @@ def test_waits_that_end_at_once_with_nothing_are_spaced(rng: Rng) -> None:
 def test_no_patience_is_no_storm(rng: Rng) -> None:
     store = Telling(MemoryStore(), silent)
     published(store, rng, "0")
-    with Subscribers([store, store.inner], ["0"], poll_seconds=0.2, patience_seconds=0) as subscribers:
+    with Subscribers(
+        [store, store.inner], ["0"], poll_seconds=0.2, patience_seconds=0
+    ) as subscribers:
         assert len(list(subscribers.updates(timeout_seconds=1))) == 1
         store.calls.clear()
         assert list(subscribers.updates(timeout_seconds=1)) == []
@@ -92,7 +96,9 @@ def test_the_thread_that_waits_survives_what_a_store_raises(rng: Rng) -> None:
         assert store.waits == 3
 
 
-def test_junk_above_the_newest_version_makes_neither_a_storm_nor_a_delay(tmp_path: Path, rng: Rng) -> None:
+def test_junk_above_the_newest_version_makes_neither_a_storm_nor_a_delay(
+    tmp_path: Path, rng: Rng
+) -> None:
     folder = LocalStore(tmp_path)
     states = history(rng, 3)
     publisher = Publisher(folder, stream="0", threads=1)
@@ -145,7 +151,9 @@ def test_an_error_that_is_not_ours_is_told_once_and_holds_up_no_other(rng: Rng) 
         assert "1" in found
 
 
-def test_a_thread_survives_what_a_sync_cannot_handle(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_survives_what_a_sync_cannot_handle(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, whole = MemoryStore(), Subscribers._sync
     published(store, rng, "0")
     failed = threading.Event()
@@ -165,7 +173,11 @@ def test_a_thread_survives_what_a_sync_cannot_handle(rng: Rng, monkeypatch: pyte
 def test_a_rate_bounds_what_is_read_of_all_stores_together(rng: Rng) -> None:
     origin, near = FaultyStore(MemoryStore()), FaultyStore(MemoryStore())
     published(origin, rng, "0")
-    for info in list(origin.list("0/versions")) + list(origin.list("0/payloads")) + list(origin.list("0/links")):
+    for info in (
+        list(origin.list("0/versions"))
+        + list(origin.list("0/payloads"))
+        + list(origin.list("0/links"))
+    ):
         near.put(info.name, origin.get(info.name))
     reads: list[int] = []
 

@@ -1,4 +1,5 @@
-"""A publisher and its subscribers when nothing goes wrong: every way to a version ends at the trainer's bits."""
+"""A publisher and its subscribers when nothing goes wrong: every way to a version ends at the
+trainer's bits."""
 
 from __future__ import annotations
 
@@ -9,12 +10,33 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import Bits, MemoryStore, Publisher, State, Store, Subscriber, state_root, verify_stream
+from pulse_rl import (
+    Bits,
+    MemoryStore,
+    Publisher,
+    State,
+    Store,
+    Subscriber,
+    state_root,
+    verify_stream,
+)
 from pulse_rl.errors import EmptyStream, InputError
 from pulse_rl.events import Event, Published, Synced
 from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import tuned
-from tests.support.states import Live, Rng, Tensors, bits, history, mutated, policy, roots, snapshot, taken, weights
+from tests.support.states import (
+    Live,
+    Rng,
+    Tensors,
+    bits,
+    history,
+    mutated,
+    policy,
+    roots,
+    snapshot,
+    taken,
+    weights,
+)
 from tests.support.stores import FaultyStore, names, s3_store
 
 counter = itertools.count()
@@ -73,7 +95,11 @@ def test_an_update_over_several_versions_is_merged(rng: Rng) -> None:
     states = history(rng, 2, density=0.1)
     states += [mutated(rng, states[1], 0.1), states[1], mutated(rng, states[0], 0.2)]
     store = MemoryStore()
-    publisher, subscriber, live = Publisher(store, stream="policy"), Subscriber(store, stream="policy"), Live()
+    publisher, subscriber, live = (
+        Publisher(store, stream="policy"),
+        Subscriber(store, stream="policy"),
+        Live(),
+    )
     publisher.publish(states[0])
     live.apply(subscriber.sync())
     for state in states[1:]:
@@ -119,12 +145,20 @@ def test_what_published_tells(rng: Rng) -> None:
     assert first.ratio == 20_000 / first.anchor_bytes < 1, "its header is on top"
     assert f"{first.density:.1%} {first.ratio:.1f}" == "100.0% 1.0", "figures that print"
     assert first.anchored
-    assert (second.elements, second.dense_bytes, second.changed, second.density) == (10_000, 20_000, 100, 0.01)
+    assert (second.elements, second.dense_bytes, second.changed, second.density) == (
+        10_000,
+        20_000,
+        100,
+        0.01,
+    )
     assert second.ratio == 20_000 / second.patch_bytes > 30
     assert not second.anchored
     stored = {n: store.head(n).nbytes for n in names(store, "policy/payloads")}
     assert sorted(stored.values()) == sorted([first.anchor_bytes, second.patch_bytes])
-    assert names(store, "policy/versions") == ["policy/versions/000000000000.json", "policy/versions/000000000001.json"]
+    assert names(store, "policy/versions") == [
+        "policy/versions/000000000000.json",
+        "policy/versions/000000000001.json",
+    ]
 
 
 def test_the_baseline_is_the_publishers_own(rng: Rng) -> None:
@@ -150,7 +184,9 @@ def assert_root(store: Store, state: Tensors) -> None:
 def test_anchors_of_several_shards(shard_bytes: int, rng: Rng) -> None:
     states = history(rng, 3)
     store, done = published(states, shard_bytes=shard_bytes, anchor_ratio=0.0)
-    assert len([n for n in names(store, "policy/payloads") if n.endswith(".safetensors")]) > len(states)
+    assert len([n for n in names(store, "policy/payloads") if n.endswith(".safetensors")]) > len(
+        states
+    )
     assert all(d.anchored for d in done)
     assert_root(store, states[-1])
     assert_whole(store, states)
@@ -202,7 +238,11 @@ def test_another_set_of_tensors_starts_anew_with_an_anchor(change: Any, rng: Rng
     states.append(change(states[-1], rng))
     states.append(mutated(rng, states[-1]))
     store = MemoryStore()
-    publisher, subscriber, live = Publisher(store, stream="policy"), Subscriber(store, stream="policy"), Live()
+    publisher, subscriber, live = (
+        Publisher(store, stream="policy"),
+        Subscriber(store, stream="policy"),
+        Live(),
+    )
     for version, state in enumerate(states):
         done = publisher.publish(state)
         update = subscriber.sync()
@@ -240,7 +280,12 @@ def test_before_the_first_version(rng: Rng) -> None:
     for _ in range(2):
         assert subscriber.sync() is None
         assert (subscriber.status, subscriber.version) == ("empty", None)
-    for ask in (lambda: subscriber.state, lambda: subscriber.root, lambda: subscriber.manifest, subscriber.full_update):
+    for ask in (
+        lambda: subscriber.state,
+        lambda: subscriber.root,
+        lambda: subscriber.manifest,
+        subscriber.full_update,
+    ):
         with pytest.raises(EmptyStream):
             ask()
     with pytest.raises(EmptyStream):
@@ -262,7 +307,12 @@ def test_metadata_travels_with_its_version(rng: Rng) -> None:
     store = MemoryStore()
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
     for version, state in enumerate(history(rng, 3)):
-        facts = {"step": np.int64(version), "reward": np.float64(version / 3), "note": "größe", "last": version == 2}
+        facts = {
+            "step": np.int64(version),
+            "reward": np.float64(version / 3),
+            "note": "größe",
+            "last": version == 2,
+        }
         done = publisher.publish(state, metadata=facts)
         update = subscriber.sync()
         assert update is not None
@@ -297,7 +347,9 @@ def test_updates_yields_until_nothing_comes(rng: Rng) -> None:
     publisher, live = Publisher(store, stream="policy"), Live()
     publisher.publish(states[0])
     found = []
-    for update in Subscriber(store, stream="policy").updates(poll_seconds=0.001, timeout_seconds=0.05):
+    for update in Subscriber(store, stream="policy").updates(
+        poll_seconds=0.001, timeout_seconds=0.05
+    ):
         live.apply(update)
         found.append(update.version)
         if update.version < 3:
@@ -343,7 +395,8 @@ def test_any_source_can_be_published(tmp_path: Path, rng: Rng) -> None:
 
 
 def test_full_updates_that_are_kept_do_not_change(rng: Rng) -> None:
-    """Their values are views of the host state: while any of them is alive, the state moves on in a copy."""
+    """Their values are views of the host state: while any of them is alive, the state moves on in a
+    copy."""
     states = history(rng, 3)
     store = MemoryStore()
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")

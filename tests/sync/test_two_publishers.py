@@ -1,4 +1,5 @@
-"""Two publishers on one stream: the newer one takes over, the older one is told, and the chain stays whole."""
+"""Two publishers on one stream: the newer one takes over, the older one is told, and the chain
+stays whole."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from tests.support.stores import FaultyStore, names
 
 
 def test_equal_states_of_two_publishers_are_a_conflict_too(rng: Rng) -> None:
-    """Each would otherwise take the other's version for its own. The listing hides the claim of the second, so that
-    only the commit can tell."""
+    """Each would otherwise take the other's version for its own. The listing hides the claim of the
+    second, so that only the commit can tell."""
     states = history(rng, 2)
     store = FaultyStore(MemoryStore())
     one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
@@ -94,7 +95,9 @@ def test_a_commit_is_not_repeated_below_what_came_since(rng: Rng) -> None:
     Publisher(store, stream="policy", anchor_ratio=0).publish(states[2])
     gc_stream(store, "policy", keep=1, grace_seconds=3600)
     store.hidden = set(names(store.inner, "policy/epochs"))
-    assert one.publish(states[3]).version == 3, "it has to take the stream over: it sees nothing of the other one"
+    assert one.publish(states[3]).version == 3, (
+        "it has to take the stream over: it sees nothing of the other one"
+    )
     assert [name[-6:] for name in names(store, "policy/versions")] == ["2.json", "3.json"]
 
 

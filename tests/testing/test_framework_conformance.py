@@ -58,7 +58,9 @@ class OtherBits(Loop):
 
 class OtherNames(Loop):
     def publish(self) -> None:
-        self.publisher.publish({f"{name}.{self.steps}": tensor for name, tensor in self.state.items()})
+        self.publisher.publish(
+            {f"{name}.{self.steps}": tensor for name, tensor in self.state.items()}
+        )
 
 
 class Frozen(Loop):

@@ -1,4 +1,5 @@
-"""The suite for stores of others: a broken store fails by the guarantee that it breaks, and outsiders can run it."""
+"""The suite for stores of others: a broken store fails by the guarantee that it breaks, and
+outsiders can run it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Suite(StoreConformance):
     many_objects: ClassVar[int] = 33
     clock_seconds: ClassVar[float] = 0.1
 
-    def __init__(self, make: Callable[[], Store], peer: Callable[[Store], Store] = lambda store: store) -> None:
+    def __init__(
+        self, make: Callable[[], Store], peer: Callable[[Store], Store] = lambda store: store
+    ) -> None:
         self._make, self._peer = make, peer
 
     def new_store(self) -> Store:
@@ -94,7 +97,9 @@ def test_a_good_store_passes() -> None:
         (broken.TakesAnyName, {CALLS}, "bad_names_are_refused"),
     ],
 )
-def test_a_broken_store_fails_by_name(store: type[MemoryStore], expected: set[Guarantee], test: str) -> None:
+def test_a_broken_store_fails_by_name(
+    store: type[MemoryStore], expected: set[Guarantee], test: str
+) -> None:
     failures = Suite(store).failures()
     assert guarantees(failures) == expected, failures
     assert f"test_{test}" in failures
@@ -102,7 +107,11 @@ def test_a_broken_store_fails_by_name(store: type[MemoryStore], expected: set[Gu
 
 def test_every_broken_store_is_tried() -> None:
     (table,) = (mark.args[1] for mark in test_a_broken_store_fails_by_name.pytestmark)
-    there = {found for found in vars(broken).values() if inspect.isclass(found) and found.__module__ == broken.__name__}
+    there = {
+        found
+        for found in vars(broken).values()
+        if inspect.isclass(found) and found.__module__ == broken.__name__
+    }
     assert {row[0] for row in table} == there
 
 
@@ -186,7 +195,12 @@ def example() -> str:
 
 def outside(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -196,7 +210,9 @@ def outside(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     [(example(), ("pytest", "test_my_store.py")), (UNITTEST, ("unittest", "test_my_store.py"))],
     ids=["pytest", "unittest"],
 )
-def test_others_run_it_in_a_file_of_their_own(program: str, command: tuple[str, ...], tmp_path: Path) -> None:
+def test_others_run_it_in_a_file_of_their_own(
+    program: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "test_my_store.py").write_text(program)
     (tmp_path / "my_store.py").write_text(MY_STORE)
     done = outside(tmp_path, *command)

@@ -18,7 +18,9 @@ from tools.check_release import problems
         ("v1.2.3", "", "", ["the tag is", "the changelog"]),
     ],
 )
-def test_what_speaks_against_a_release(tag: str, package: str, section: str, said: list[str]) -> None:
+def test_what_speaks_against_a_release(
+    tag: str, package: str, section: str, said: list[str]
+) -> None:
     changelog = f"# Changelog\n\n## {section}\n\n* text\n\n## 1.2.3 (2020-01-01)\n"
     found = problems(tag, f'"""Doc."""\n{package}\n', changelog)
     assert len(found) == len(said)

@@ -1,4 +1,5 @@
-"""The proof of a release refuses what must not be released (`make dist` shows that it accepts what may)."""
+"""The proof of a release refuses what must not be released (`make dist` shows that it accepts what
+may)."""
 
 from __future__ import annotations
 
@@ -24,13 +25,21 @@ def sdist_members() -> Members:
 
 
 def wheel_members() -> Members:
-    package = {n.removeprefix("src/"): b for n, b in sdist_members().items() if n.startswith("src/pulse_rl/")}
-    metadata = b"Version: 1.2.3\nRequires-Dist: numpy>=1.26\nRequires-Dist: torch>=2.4; extra == 'torch'\n"
+    package = {
+        n.removeprefix("src/"): b
+        for n, b in sdist_members().items()
+        if n.startswith("src/pulse_rl/")
+    }
+    metadata = (
+        b"Version: 1.2.3\nRequires-Dist: numpy>=1.26\nRequires-Dist: torch>=2.4; extra == 'torch'\n"
+    )
     return package | {KERNELS: b"x", f"{INFO}/METADATA": metadata, f"{INFO}/licenses/LICENSE": b"x"}
 
 
 def check_sdist(folder: Path, members: Members, monkeypatch: pytest.MonkeyPatch) -> Members:
-    monkeypatch.setattr(prove_dist, "tracked_files", lambda: set(sdist_members()) | {"tests/x.py", "docs/big.png"})
+    monkeypatch.setattr(
+        prove_dist, "tracked_files", lambda: set(sdist_members()) | {"tests/x.py", "docs/big.png"}
+    )
     path = folder / "pulse_rl-1.2.3.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         for name, body in members.items():
@@ -64,7 +73,10 @@ def test_a_good_pair_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_sdists_that_are_refused(
-    change: Callable[[Members], object], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Members], object],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     members = sdist_members()
     change(members)
@@ -84,14 +96,18 @@ def test_sdists_that_are_refused(
         (lambda m: m.pop(f"{INFO}/licenses/LICENSE"), "no license"),
     ],
 )
-def test_wheels_that_are_refused(change: Callable[[Members], object], reason: str, tmp_path: Path) -> None:
+def test_wheels_that_are_refused(
+    change: Callable[[Members], object], reason: str, tmp_path: Path
+) -> None:
     members = wheel_members()
     change(members)
     with pytest.raises(SystemExit, match=reason):
         check_wheel(tmp_path, members)
 
 
-def test_a_clean_environment_has_no_compiler_and_no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clean_environment_has_no_compiler_and_no_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", "src")
     monkeypatch.setenv("PIP_TIMEOUT", "7")
     found = prove_dist.clean_variables(tmp_path)

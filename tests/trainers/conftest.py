@@ -1,4 +1,5 @@
-"""Where TRL is not installed these tests are not looked at: `make test-trainers` makes an environment that has it."""
+"""Where TRL is not installed these tests are not looked at: `make test-trainers` makes an
+environment that has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Megatron-Core and Megatron-Bridge on a host without CUDA: stand-ins for what they import or ask of a device alone."""
+"""Megatron-Core and Megatron-Bridge on a host without CUDA: stand-ins for what they import or ask
+of a device alone."""
 
 from __future__ import annotations
 
@@ -31,13 +32,17 @@ class Absent(type):
 class TransformerEngine(MetaPathFinder, Loader):
     """An empty Transformer Engine, which Megatron-Bridge imports for its adapters."""
 
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         ours = fullname.partition(".")[0] == "transformer_engine"
         return ModuleSpec(fullname, self, is_package=True) if ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module: Any = ModuleType(spec.name)
-        module.__getattr__ = lambda name: getattr(Absent, name) if name.startswith("__") else Absent(name, (), {})
+        module.__getattr__ = lambda name: (
+            getattr(Absent, name) if name.startswith("__") else Absent(name, (), {})
+        )
         return module
 
     def exec_module(self, module: ModuleType) -> None:

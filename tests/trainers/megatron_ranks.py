@@ -1,4 +1,5 @@
-"""What each of two ranks on gloo does with a model of Megatron-Core, started by torchrun (`test_ranks`)."""
+"""What each of two ranks on gloo does with a model of Megatron-Core, started by torchrun
+(`test_ranks`)."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ FUSIONS = (
 )
 
 
-def built(checkpoint: Path, *, dtype: torch.dtype, tensor: int = 1, pipeline: int = 1) -> tuple[Any, Any]:
-    """The bridge and the model in Megatron's DDP, with the checkpoint's weights in the buffers of its optimizer."""
+def built(
+    checkpoint: Path, *, dtype: torch.dtype, tensor: int = 1, pipeline: int = 1
+) -> tuple[Any, Any]:
+    """The bridge and the model in Megatron's DDP, with the checkpoint's weights in the buffers of
+    its optimizer."""
     bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
     provider = bridge.to_megatron_provider(load_weights=True)
     provider.tensor_model_parallel_size, provider.pipeline_model_parallel_size = tensor, pipeline
@@ -46,7 +50,9 @@ def built(checkpoint: Path, *, dtype: torch.dtype, tensor: int = 1, pipeline: in
     for fusion in FUSIONS:
         setattr(provider, fusion, False)
     provider.finalize()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
+    )
     return bridge, provider.provide_distributed_model(
         ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True),
         use_cpu_initialization=True,
@@ -55,9 +61,12 @@ def built(checkpoint: Path, *, dtype: torch.dtype, tensor: int = 1, pipeline: in
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """A step by Megatron's own schedule and gradients, of which each data parallel rank has other examples."""
+    """A step by Megatron's own schedule and gradients, of which each data parallel rank has other
+    examples."""
     replica = parallel_state.get_data_parallel_rank()
-    rows = torch.stack([row["input_ids"] for row in sentences(4 * (seed + 1))[-4 + 2 * replica :][:2]])
+    rows = torch.stack(
+        [row["input_ids"] for row in sentences(4 * (seed + 1))[-4 + 2 * replica :][:2]]
+    )
     for chunk in model:
         chunk.zero_grad_buffer()
 
@@ -84,8 +93,9 @@ def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def trained(store: LocalStore, *, dtype: torch.dtype, tied: bool, **parallel: int) -> None:
-    """After each step what the ranks publish of their own slices is what the bridge gathers, and a follower has it; at
-    first it is the checkpoint, whose weights came to the ranks by the bridge's other direction."""
+    """After each step what the ranks publish of their own slices is what the bridge gathers, and a
+    follower has it; at first it is the checkpoint, whose weights came to the ranks by the bridge's
+    other direction."""
     checkpoint = store.root.parent / f"{store.root.name}-checkpoint"
     if dist.get_rank() == 0:
         tiny(torch.bfloat16, tie_word_embeddings=tied).save_pretrained(checkpoint)

@@ -1,4 +1,5 @@
-"""What each of two ranks on gloo does, started by torchrun with a folder (tests/trainers/test_ranks.py)."""
+"""What each of two ranks on gloo does, started by torchrun with a folder
+(tests/trainers/test_ranks.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def ddp(store: LocalStore) -> None:
     witness, callback = Witness(), PulseCallback(store, stream="policy", replace=False)
     folder = store.root.parent
     followed_by_all(
-        Trainer(tiny(), arguments(folder), train_dataset=sentences(), callbacks=[callback, witness]),
+        Trainer(
+            tiny(), arguments(folder), train_dataset=sentences(), callbacks=[callback, witness]
+        ),
         store,
         callback,
         witness,
@@ -43,7 +46,9 @@ def grpo_ddp(store: LocalStore) -> None:
     followed_by_all(grpo(folder, [callback, witness], model=checkpoint), store, callback, witness)
 
 
-def followed_by_all(trainer: Trainer, store: LocalStore, callback: PulseCallback, witness: Witness) -> None:
+def followed_by_all(
+    trainer: Trainer, store: LocalStore, callback: PulseCallback, witness: Witness
+) -> None:
     trainer.train()
     dist.barrier()  # the last version is committed when the first rank is here
     assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
@@ -78,12 +83,16 @@ def fsdp2(store: LocalStore) -> None:
     if publisher:
         assert {t.dtype for t in weights.values()} == {torch.bfloat16}
         assert weights.keys() == alone.state_dict().keys() - {"lm_head.weight"}
-        for name, tensor in cast(checkpoint_weights(alone)).items():  # close only: the ranks' gradients are averaged
+        for name, tensor in cast(
+            checkpoint_weights(alone)
+        ).items():  # close only: the ranks' gradients are averaged
             torch.testing.assert_close(weights[name], tensor)
         assert publisher.publish(weights).root == state_root(weights)
     whole = {name: t.full_tensor() for name, t in model.state_dict().items()}
     if publisher:
-        assert all(torch.equal(tensor, whole[name].to(torch.bfloat16)) for name, tensor in weights.items())
+        assert all(
+            torch.equal(tensor, whole[name].to(torch.bfloat16)) for name, tensor in weights.items()
+        )
 
 
 def fsdp2_lora(store: LocalStore) -> None:
@@ -98,7 +107,9 @@ def fsdp2_lora_each(store: LocalStore) -> None:
 
 def sharded_lora(*, each: bool) -> None:
     base = tiny(torch.bfloat16)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model = get_peft_model(
+        base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
     for name, parameter in model.named_parameters():  # the same on both ranks
         if "lora_" in name:
             torch.manual_seed(len(name))

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from pulse_rl import Store, Subscriber, state_root
 
@@ -34,10 +40,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["<pad>", "<eos>", "<unk>", *(f"w{n}" for n in range(WORDS))]
-    inner = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    inner = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
+    )
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
     )
 
 
@@ -85,7 +97,8 @@ def cast(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def saved_names(state: dict[str, torch.Tensor]) -> set[str]:
-    """The names under which ``save_pretrained`` writes a state: of tied tensors the first one alone."""
+    """The names under which ``save_pretrained`` writes a state: of tied tensors the first one
+    alone."""
     return set({tensor.data_ptr(): name for name, tensor in reversed(state.items())}.values())
 
 
@@ -106,7 +119,8 @@ class Witness(TrainerCallback):
 
 
 def followed(store: Store | str, stream: str = "policy", key: str = "step") -> dict[int, str]:
-    """The root of a follower's own state after each version, by the ``key`` in the version's metadata."""
+    """The root of a follower's own state after each version, by the ``key`` in the version's
+    metadata."""
     with Subscriber(store, stream=stream) as newest:
         newest.sync()
         last = newest.version

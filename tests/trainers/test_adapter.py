@@ -26,7 +26,9 @@ class Adapters(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         found = get_peft_model_state_dict(kwargs["model"])
-        self.saved.append({name: tensor.to(torch.bfloat16, copy=True) for name, tensor in found.items()})
+        self.saved.append(
+            {name: tensor.to(torch.bfloat16, copy=True) for name, tensor in found.items()}
+        )
 
     on_step_end = on_train_begin
 
@@ -36,7 +38,9 @@ def test_peft_loads_what_was_published_bit_for_bit(tmp_path: Path, extra: dict[s
     store, witness = MemoryStore(), Adapters()
     config = LoraConfig(**{**LORA.to_dict(), **extra})
     callback = PulseCallback(store, stream="adapter", adapter=True, replace=False)
-    trainer = grpo(tmp_path, [callback, witness], peft_config=config, config={"learning_rate": 1e-4})
+    trainer = grpo(
+        tmp_path, [callback, witness], peft_config=config, config={"learning_rate": 1e-4}
+    )
     trainer.train()
     subscriber = Subscriber(store, stream="adapter")
     for version, expected in enumerate(witness.saved):

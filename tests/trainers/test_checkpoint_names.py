@@ -1,4 +1,5 @@
-"""What is published of a model is what its save_pretrained writes: the same names, and the same bits."""
+"""What is published of a model is what its save_pretrained writes: the same names, and the same
+bits."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def written(model: Any, folder: Path) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_loop_of_ones_own_publishes_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_publishes_what_save_pretrained_writes(
+    name: str, tmp_path: Path
+) -> None:
     model, store = family(name), MemoryStore()
     with Publisher(store, stream="policy") as publisher:
         publisher.publish(checkpoint_weights(model))
@@ -50,13 +53,18 @@ def test_experts_are_views_of_the_models_memory(name: str) -> None:
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     weights = checkpoint_weights(model)
     assert {tensor.untyped_storage().data_ptr() for tensor in weights.values()} == own
-    assert all(tensor.is_contiguous() for tensor in weights.values()), "or the publisher would copy it"
+    assert all(tensor.is_contiguous() for tensor in weights.values()), (
+        "or the publisher would copy it"
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_updates_go_through_the_views_into_a_model(name: str) -> None:
     trained, live, store = family(name), family(name), MemoryStore()
-    with Publisher(store, stream="policy") as publisher, Subscriber(store, stream="policy") as worker:
+    with (
+        Publisher(store, stream="policy") as publisher,
+        Subscriber(store, stream="policy") as worker,
+    ):
         for factor in (1.0, 1.5):
             with torch.no_grad():
                 for parameter in trained.parameters():
@@ -69,7 +77,9 @@ def test_updates_go_through_the_views_into_a_model(name: str) -> None:
                     apply_(live, update)
                 assert "checkpoint_weights(model)" in (refusal.value.hint or "")
             apply_(checkpoint_weights(live), update)
-    assert all(torch.equal(tensor, live.state_dict()[key]) for key, tensor in trained.state_dict().items())
+    assert all(
+        torch.equal(tensor, live.state_dict()[key]) for key, tensor in trained.state_dict().items()
+    )
 
 
 def test_a_model_that_was_loaded_is_published_as_it_was_on_disk(tmp_path: Path) -> None:
@@ -104,7 +114,9 @@ def test_the_callback_publishes_what_save_pretrained_writes(name: str, tmp_path:
 
 
 def test_merged_adapters_are_published_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:
-    model = get_peft_model(family("Mixtral"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model = get_peft_model(
+        family("Mixtral"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
     weights = checkpoint_weights(model)
     merged = copy.deepcopy(model).float().merge_and_unload().to(torch.bfloat16)
     names, root = written(merged, tmp_path)

@@ -1,4 +1,5 @@
-"""`make demo-fleet`, a short run of it: whatever is killed, joins or is cut off, all end with the trainers' bits."""
+"""`make demo-fleet`, a short run of it: whatever is killed, joins or is cut off, all end with the
+trainers' bits."""
 
 from __future__ import annotations
 
@@ -24,19 +25,26 @@ ROOT = Path(__file__).parents[2]
 def test_a_short_run(tmp_path: Path) -> None:
     options = ["--run", str(tmp_path / "run"), "--steps", "12", "--sft-accuracy", "0.01"]
     done = subprocess.run(
-        [sys.executable, "-m", "examples.fleet", *options], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "examples.fleet", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every worker of both regions holds both policies, bit for bit" in done.stdout
     for policy in ("solver", "verifier"):
         assert re.search(
-            rf"far, cut off at version \d+ of the {policy}, came back by \d folds and no full state", done.stdout
+            rf"far, cut off at version \d+ of the {policy}, came back by \d folds and no full state",  # noqa: E501
+            done.stdout,
         )
     for note in ("killing worker-1", "worker-7 joins far", "far is cut off", "far is back"):
         assert note in done.stdout
     for policy in ("solver", "verifier"):
         store = LocalStore(tmp_path / "run" / "origin")
-        assert [info.name for info in store.list(f"{policy}/versions")][-1] == f"{policy}/versions/000000000012.json"
+        assert [info.name for info in store.list(f"{policy}/versions")][
+            -1
+        ] == f"{policy}/versions/000000000012.json"
         newest = manifest_of(store, policy, 12)
         assert newest.patch is not None
         assert len(newest.patch.parts) == 2, "one of each rank"
@@ -84,5 +92,7 @@ def test_the_verifier_learns_from_its_verdicts_on_right_answers() -> None:
     right = torch.tensor([1.0, 1.0, 0.0, 0.0])
     rewards = verdict_rewards(sums, answers, right)
     assert rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
-    assert advantages(rewards, right, 4) == pytest.approx(torch.tensor([1.0, -1.0, 0.0, 0.0]), abs=1e-3)
+    assert advantages(rewards, right, 4) == pytest.approx(
+        torch.tensor([1.0, -1.0, 0.0, 0.0]), abs=1e-3
+    )
     assert advantages(torch.ones(4), right, 2).tolist() == [0.0] * 4

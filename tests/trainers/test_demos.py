@@ -1,4 +1,5 @@
-"""`make demo` and `make demo-loco`, small: what is killed resumes, and the proofs at the end can fail."""
+"""`make demo` and `make demo-loco`, small: what is killed resumes, and the proofs at the end can
+fail."""
 
 from __future__ import annotations
 
@@ -18,17 +19,40 @@ from pulse_rl.cli import main
 
 CHECKOUT = Path(__file__).parents[2]
 SMALL = ["--sft-steps", "30", "--prompts", "4", "--checkpoint-every", "2"]
-SMALL_LOCO = ["--trainers", "2", "--workers", "1", "--rounds", "3", "--sync-every", "2", "--prompts", "2"]
+SMALL_LOCO = [
+    "--trainers",
+    "2",
+    "--workers",
+    "1",
+    "--rounds",
+    "3",
+    "--sync-every",
+    "2",
+    "--prompts",
+    "2",
+]
 SMALL_LOCO += ["--sft-steps", "10", "--patience", "60"]
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "examples.grpo", *arguments]
-    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(
+        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=180, check=False
+    )
 
 
 def test_killed_trainer_and_worker_resume_with_identical_weights(tmp_path: Path) -> None:
-    done = demo("--run", str(tmp_path), "--steps", "6", *SMALL, "--kill", "trainer@3", "--kill", "worker-1@4")
+    done = demo(
+        "--run",
+        str(tmp_path),
+        "--steps",
+        "6",
+        *SMALL,
+        "--kill",
+        "trainer@3",
+        "--kill",
+        "worker-1@4",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "trainer.jsonl").read_text().splitlines()[-1])
     assert (result["event"], result["step"]) == ("result", 6)
@@ -48,8 +72,19 @@ def journal(folder: RunFolder, trainer: str) -> list[dict[str, object]]:
 
 
 def test_a_killed_trainer_resumes_and_all_models_are_identical_at_the_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.loco", "--run", str(tmp_path), *SMALL_LOCO, "--kill", "trainer-1@1"]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "examples.loco",
+        "--run",
+        str(tmp_path),
+        *SMALL_LOCO,
+        "--kill",
+        "trainer-1@1",
+    ]
+    done = subprocess.run(
+        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all 2 trainers hold the same theta" in done.stdout
 
@@ -58,9 +93,17 @@ def test_a_killed_trainer_resumes_and_all_models_are_identical_at_the_end(tmp_pa
     journals = [journal(folder, name) for name in settings.trainer_names]
     for lines in journals:
         rounds = [e["round"] for e in lines if e["event"] == "round"]
-        assert rounds in ([1, 2, 3], [2, 3])  # without 1 if a slow trainer was ended before it could report it
-        assert [(e["round"], e["restarts"]) for e in lines if e["event"] == "met"] == [(0, 0), (1, 1)]
-    results = {name: lines[-1] for name, lines in zip(settings.trainer_names, journals, strict=True)}
+        assert rounds in (
+            [1, 2, 3],
+            [2, 3],
+        )  # without 1 if a slow trainer was ended before it could report it
+        assert [(e["round"], e["restarts"]) for e in lines if e["event"] == "met"] == [
+            (0, 0),
+            (1, 1),
+        ]
+    results = {
+        name: lines[-1] for name, lines in zip(settings.trainer_names, journals, strict=True)
+    }
     one, other = results.values()
     assert one["theta"] == other["theta"] != one["root"]
 

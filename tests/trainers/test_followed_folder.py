@@ -1,4 +1,5 @@
-"""What follows a stream is a checkpoint: transformers loads it, whatever published it, and whenever its writer died."""
+"""What follows a stream is a checkpoint: transformers loads it, whatever published it, and whenever
+its writer died."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Trainer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
 
 from pulse_rl import Publisher, Subscriber
 from pulse_rl.cli import main
@@ -48,7 +55,9 @@ def test_what_the_callback_publishes_is_followed_into_a_checkpoint(tmp_path: Pat
     trained.generation_config = GenerationConfig(max_new_tokens=7, eos_token_id=1, pad_token_id=0)
     settings = arguments(tmp_path, learning_rate=1e-3)
     callback = PulseCallback(str(store), stream="policy")
-    Trainer(trained, settings, train_dataset=sentences(), processing_class=words(), callbacks=[callback]).train()
+    Trainer(
+        trained, settings, train_dataset=sentences(), processing_class=words(), callbacks=[callback]
+    ).train()
     assert main(follow(store, out)) == 0
     followed = AutoModelForCausalLM.from_pretrained(out)
     assert followed.dtype == torch.bfloat16
@@ -68,12 +77,16 @@ def test_what_the_callback_publishes_is_followed_into_a_checkpoint(tmp_path: Pat
 def test_a_loop_of_ones_own_publishes_checkpoints(name: str, tmp_path: Path) -> None:
     model = family(name, torch.float32)
     with Publisher(str(tmp_path / "store"), stream="policy") as publisher:
-        publisher.publish(checkpoint_weights(model), dtype="BF16", files=checkpoint_files(torch.compile(model)))
+        publisher.publish(
+            checkpoint_weights(model), dtype="BF16", files=checkpoint_files(torch.compile(model))
+        )
     with Subscriber(str(tmp_path / "store"), stream="policy") as worker:
         worker.sync()
         worker.save(tmp_path / "followed")
     assert AutoConfig.from_pretrained(tmp_path / "followed").architectures == [type(model).__name__]
-    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "followed"), model.to(torch.bfloat16))
+    assert same(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "followed"), model.to(torch.bfloat16)
+    )
 
 
 def test_a_sharded_checkpoint_is_published_and_followed_as_it_was(tmp_path: Path) -> None:
@@ -87,7 +100,11 @@ def test_a_sharded_checkpoint_is_published_and_followed_as_it_was(tmp_path: Path
         assert main(follow(tmp_path / "store", out, *options)) == 0
         assert same(AutoModelForCausalLM.from_pretrained(out), model)
         shards = {path.name for path in out.glob("*.safetensors")}
-        assert shards == ({path.name for path in first.glob("*.safetensors")} if options else {"model.safetensors"})
+        assert shards == (
+            {path.name for path in first.glob("*.safetensors")}
+            if options
+            else {"model.safetensors"}
+        )
         if not options:
             assert files_in(out).keys() | {"model.safetensors.index.json"} == files_in(first).keys()
         shutil.rmtree(out)

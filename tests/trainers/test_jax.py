@@ -1,4 +1,5 @@
-"""JAX and Flax as publishers and followers: shards, a checkpoint's names, and a torch follower beside them."""
+"""JAX and Flax as publishers and followers: shards, a checkpoint's names, and a torch follower
+beside them."""
 
 from __future__ import annotations
 
@@ -46,8 +47,14 @@ def mesh() -> Mesh:
 def sharded(tree: Any, mesh: Mesh) -> Any:
     """Its matrices, each in another way over the mesh; other arrays are replicated."""
     leaves, structure = jax.tree.flatten(tree)
-    specs = [SPECS[k % len(SPECS)] if leaf.ndim == 2 else PartitionSpec() for k, leaf in enumerate(leaves)]
-    placed = [jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)]
+    specs = [
+        SPECS[k % len(SPECS)] if leaf.ndim == 2 else PartitionSpec()
+        for k, leaf in enumerate(leaves)
+    ]
+    placed = [
+        jax.device_put(leaf, NamedSharding(mesh, spec))
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
     return jax.tree.unflatten(structure, placed)
 
 
@@ -86,14 +93,19 @@ def steps(params: Any, count: int) -> Iterator[Any]:
     @jax.jit
     def step(params: Any, state: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:
-            y = sum((x @ each["kernel"] + each["bias"]).astype(jnp.float32) for each in params["params"].values())
+            y = sum(
+                (x @ each["kernel"] + each["bias"]).astype(jnp.float32)
+                for each in params["params"].values()
+            )
             return (y * y).mean()
 
         updates, state = optimizer.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), state
 
     for k in range(count):
-        params, state = step(params, state, jax.random.normal(jax.random.key(k), (4, 16), jnp.bfloat16))
+        params, state = step(
+            params, state, jax.random.normal(jax.random.key(k), (4, 16), jnp.bfloat16)
+        )
         yield params
 
 
@@ -117,7 +129,11 @@ def test_ten_steps_of_a_sharded_tree_reach_torch_and_jax(mesh: Mesh, donate: boo
             assert update is not None
             old, served = served, apply(served, update, named, donate=donate)
             assert any(leaf.is_deleted() for leaf in jax.tree.leaves(old)) == donate
-            roots = {state_root(weights(params, named)), state_root(weights(served, named)), for_jax.root}
+            roots = {
+                state_root(weights(params, named)),
+                state_root(weights(served, named)),
+                for_jax.root,
+            }
             assert {*roots, state_root(model.state_dict())} == {for_torch.root}
             assert jax.tree.map(lambda leaf: leaf.sharding, served) == shardings
         assert update.previous == 9
@@ -164,7 +180,10 @@ class TestTree(EngineConformance):
 
     def _tree(self) -> dict[str, Any]:
         kinds = ("bfloat16", "bool", "float16", "float32", "float8_e4m3fn", "int8")
-        tree = {**sharded({name: jnp.zeros((8, 16), name) for name in kinds}, self.mesh), "scalar": jnp.float32(1)}
+        tree = {
+            **sharded({name: jnp.zeros((8, 16), name) for name in kinds}, self.mesh),
+            "scalar": jnp.float32(1),
+        }
         return {**tree, "tied": tree["bfloat16"]}
 
     def new_engine(self, store: Store, stream: str) -> Any:
@@ -210,7 +229,7 @@ for name, array in tree(1).items():
     for one, other in zip(array.addressable_shards, held[name].addressable_shards):
         assert (np.asarray(one.data) == np.asarray(other.data)).all(), name
 print(done.version, done.patch_bytes)
-"""
+"""  # noqa: E501
 
 
 def test_two_processes_publish_their_own_shards(tmp_path: Path) -> None:
@@ -220,7 +239,9 @@ def test_two_processes_publish_their_own_shards(tmp_path: Path) -> None:
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(port), store], env=environment, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(rank), str(port), store], env=environment, stdout=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     outputs = [rank.communicate()[0] for rank in ranks]
@@ -230,7 +251,9 @@ def test_two_processes_publish_their_own_shards(tmp_path: Path) -> None:
     host[3:5, 1:20] += 1
     with Subscriber(store, stream="s") as worker:
         worker.sync()
-        assert worker.root == state_root({name: host.copy() for name in ("rows", "columns", "both", "turned", "all")})
+        assert worker.root == state_root(
+            {name: host.copy() for name in ("rows", "columns", "both", "turned", "all")}
+        )
 
 
 def test_what_is_refused(mesh: Mesh) -> None:

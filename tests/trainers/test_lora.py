@@ -24,7 +24,8 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 def adapted(dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
     """A model with adapters that do something."""
     model = get_peft_model(
-        tiny(dtype), LoraConfig(**{"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **config})
+        tiny(dtype),
+        LoraConfig(**{"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **config}),
     )
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -72,7 +73,9 @@ def test_after_50_merges_the_base_has_the_bits_that_it_had() -> None:
     ],
     ids=str,
 )
-def test_what_is_published_is_what_peft_merges_in_fp32(dtype: torch.dtype, config: dict[str, Any]) -> None:
+def test_what_is_published_is_what_peft_merges_in_fp32(
+    dtype: torch.dtype, config: dict[str, Any]
+) -> None:
     model = adapted(dtype, **config)
     before = bits(model)
     weights = policy_weights(model)
@@ -105,10 +108,17 @@ def test_several_adapters_and_one_that_is_merged_already() -> None:
     model = adapted()
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "other"])
-    both = copy.deepcopy(model).float().merge_and_unload(adapter_names=["default", "other"]).state_dict()
+    both = (
+        copy.deepcopy(model)
+        .float()
+        .merge_and_unload(adapter_names=["default", "other"])
+        .state_dict()
+    )
     weights = policy_weights(model)
     assert weights.keys() == saved_names(both)
-    assert all(torch.equal(tensor, both[name].to(torch.bfloat16)) for name, tensor in weights.items())
+    assert all(
+        torch.equal(tensor, both[name].to(torch.bfloat16)) for name, tensor in weights.items()
+    )
     merged = adapted(torch.float32)
     expected = state_root(policy_weights(merged))
     merged.merge_adapter()
@@ -117,7 +127,8 @@ def test_several_adapters_and_one_that_is_merged_already() -> None:
 
 @pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=str)
 def test_layers_that_fsdp2_shards_one_by_one(config: dict[str, Any], alone: None) -> None:
-    """An FSDP2 unit for each adapted layer, and one for a part of it: their classes refuse to be copied."""
+    """An FSDP2 unit for each adapted layer, and one for a part of it: their classes refuse to be
+    copied."""
     model = adapted(torch.float32, **config)
     expected = state_root(cast(policy_weights(model)))
     for name, module in list(model.named_modules()):
@@ -156,14 +167,18 @@ class Experts(nn.Module):
     ],
     ids=["attention", "experts"],
 )
-def test_adapters_within_what_is_adapted_are_refused(inner: nn.Module, config: dict[str, Any]) -> None:
+def test_adapters_within_what_is_adapted_are_refused(
+    inner: nn.Module, config: dict[str, Any]
+) -> None:
     model = get_peft_model(nn.Sequential(inner), LoraConfig(r=2, init_lora_weights=False, **config))
     with pytest.raises(UnsupportedTensor, match="'0' has adapters within"):
         policy_weights(model)
 
 
 def test_what_cannot_be_merged_is_refused() -> None:
-    prompts = get_peft_model(tiny(), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    prompts = get_peft_model(
+        tiny(), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    )
     with pytest.raises(UnsupportedTensor, match="prompt"):
         policy_weights(prompts)
     with pytest.raises(UnsupportedTensor, match="TrainableTokens"):

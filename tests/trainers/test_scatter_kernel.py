@@ -1,4 +1,5 @@
-"""The kernel that writes an update, run by Triton's interpreter on the CPU, which stands in for a GPU; and compiled."""
+"""The kernel that writes an update, run by Triton's interpreter on the CPU, which stands in for a
+GPU; and compiled."""
 
 from __future__ import annotations
 
@@ -30,12 +31,18 @@ for capability in (80, 90):
             source = ASTSource(_scatter, signature=signature, constexprs={(3,): 1024}, attrs=attributes)
             triton.compile(source, target=GPUTarget("cuda", capability, 32))
 print("compiled")
-"""
+"""  # noqa: E501
 
 
 def test_the_kernel_compiles_for_devices_that_are_not_here() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    done = subprocess.run([sys.executable, "-c", COMPILATION], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILATION],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "compiled\n"
 
@@ -44,7 +51,12 @@ def test_the_kernel_writes_what_it_should() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "written\n"

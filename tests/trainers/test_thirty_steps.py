@@ -1,4 +1,5 @@
-"""Thirty versions of a stream whose trainers change: 2, 4 and 1 ranks, replicas, columns; a rank is killed."""
+"""Thirty versions of a stream whose trainers change: 2, 4 and 1 ranks, replicas, columns; a rank is
+killed."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SHAPE = (2102, 1024)  # more than half a block, so that none shares one; its row
 LAYERS = 8
 DENSITY = 0.04
 
-# Where the versions end that a trainer publishes, how it is sharded, and whether it loses a rank at the one after.
+# Where the versions end that a trainer publishes, how it is sharded, and whether it loses a rank at
+# the one after.
 RUNS = (
     (9, "fsdp2", 2, False),
     (13, "fsdp2", 4, True),
@@ -47,24 +49,36 @@ class Stack(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(SHAPE[1], SHAPE[0], bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.Linear(SHAPE[1], SHAPE[0], bias=False) for _ in range(LAYERS)
+        )
         self.norm = nn.LayerNorm(37)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
 
 def initial() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    state = {f"layers.{k}.weight": torch.randn(SHAPE, generator=generator) * 0.02 for k in range(LAYERS)}
+    state = {
+        f"layers.{k}.weight": torch.randn(SHAPE, generator=generator) * 0.02 for k in range(LAYERS)
+    }
     state |= {"norm.weight": torch.ones(37), "norm.bias": torch.zeros(37)}
-    return {name: tensor.bfloat16() for name, tensor in state.items()} | {"steps": torch.zeros((), dtype=torch.int64)}
+    return {name: tensor.bfloat16() for name, tensor in state.items()} | {
+        "steps": torch.zeros((), dtype=torch.int64)
+    }
 
 
 def train(whole: Mapping[str, torch.Tensor], seed: int) -> None:
     """Some weights move by one step of their format, as an optimizer's small update has it."""
     for k, tensor in enumerate(whole.values()):
         generator = torch.Generator().manual_seed(1000 * seed + k)
-        flat = tensor.reshape(-1).view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor.reshape(-1)
-        flat[torch.randint(len(flat), (max(1, int(len(flat) * DENSITY)),), generator=generator)] += 1
+        flat = (
+            tensor.reshape(-1).view(torch.int16)
+            if tensor.dtype == torch.bfloat16
+            else tensor.reshape(-1)
+        )
+        flat[
+            torch.randint(len(flat), (max(1, int(len(flat) * DENSITY)),), generator=generator)
+        ] += 1
 
 
 def sharded(how: str, size: int) -> nn.Module:
@@ -87,14 +101,19 @@ def load(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     """Each rank takes its own."""
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, DTensor):
-            mine = distribute_tensor(whole[name], tensor.device_mesh, tensor.placements, src_data_rank=None)
+            mine = distribute_tensor(
+                whole[name], tensor.device_mesh, tensor.placements, src_data_rank=None
+            )
             tensor.to_local().copy_(mine.to_local())
         else:
             tensor.copy_(whole[name])
 
 
-def published(trainer: Trainer, address: str, first: int, last: int, how: str, loses: bool) -> list[str]:
-    """The roots of the versions ``first`` to ``last`` - 1, which are those of what the ranks would have gathered."""
+def published(
+    trainer: Trainer, address: str, first: int, last: int, how: str, loses: bool
+) -> list[str]:
+    """The roots of the versions ``first`` to ``last`` - 1, which are those of what the ranks would
+    have gathered."""
     trainer.connect("run")
     store, whole, events, roots = LocalStore(Path(address)), initial(), list[Event](), list[str]()
     for seed in range(first):
@@ -119,7 +138,9 @@ def published(trainer: Trainer, address: str, first: int, last: int, how: str, l
                 die_in_the_middle()
             with pytest.raises(RankLost):
                 publisher.publish(model.state_dict())
-    assert [event.how for event in events if isinstance(event, BaselineRestored)] == (["restored"] if first else [])
+    assert [event.how for event in events if isinstance(event, BaselineRestored)] == (
+        ["restored"] if first else []
+    )
     return roots
 
 
@@ -143,7 +164,8 @@ def fetched(reader: Subscriber, events: list[Event], version: int) -> int:
 
 
 def test_thirty_versions_by_changing_trainers(tmp_path: Path) -> None:
-    """Two subscribers, of all and of an eighth, go through all of them; the second reads and holds an eighth."""
+    """Two subscribers, of all and of an eighth, go through all of them; the second reads and holds
+    an eighth."""
     store = LocalStore(tmp_path / "store")
     told: tuple[list[Event], list[Event]] = ([], [])
     plain = followed(store, on_event=told[0].append)
@@ -152,14 +174,24 @@ def test_thirty_versions_by_changing_trainers(tmp_path: Path) -> None:
     bytes_of_all, bytes_of_some = [], []
     for last, how, size, loses in RUNS:
         group = Group(
-            published, size, str(tmp_path / "store"), first, last, how, loses, seconds=120, lost=(2,) if loses else ()
+            published,
+            size,
+            str(tmp_path / "store"),
+            first,
+            last,
+            how,
+            loses,
+            seconds=120,
+            lost=(2,) if loses else (),
         )
         roots += group.results()[0]
         for version in range(first, last):
             bytes_of_all.append(fetched(plain, told[0], version))
             bytes_of_some.append(fetched(some, told[1], version))
             assert plain.root == some.root == roots[version]
-            assert bytes(some.state.read("layers.3.weight")) == bytes(plain.state.read("layers.3.weight"))
+            assert bytes(some.state.read("layers.3.weight")) == bytes(
+                plain.state.read("layers.3.weight")
+            )
         first = last
     assert len(roots) == len(set(roots)) == 30
     assert sum(bytes_of_some) <= 1.05 / LAYERS * sum(bytes_of_all)

@@ -1,5 +1,6 @@
-"""What torchao makes of weights, beside the quantised formats here: the same bits where its rule is the same
-(docs/quantised.md, "Whose rule"). Where it is not installed nothing is looked at; `make test-trainers` installs it."""
+"""What torchao makes of weights, beside the quantised formats here: the same bits where its rule is
+the same (docs/quantised.md, "Whose rule"). Where it is not installed nothing is looked at; `make
+test-trainers` installs it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.golden.make_quantised import CONFIGS, weights
 CASES = {name: weight for name, weight in weights() if name not in ("zeros", "subnormal", "tiny")}
 RANDOM = np.random.default_rng(1).integers(0, 1 << 32, (256, 512), np.uint32).view(np.float32)
 CASES["bits"] = torch.from_numpy(np.where(np.isfinite(RANDOM), RANDOM, 0))
-CASES["trained in FP32"] = 0.02 * torch.randn((256, 512), generator=torch.Generator().manual_seed(5))
+CASES["trained in FP32"] = 0.02 * torch.randn(
+    (256, 512), generator=torch.Generator().manual_seed(5)
+)
 
 
 def made(weight: torch.Tensor, name: str) -> list[Any]:
@@ -57,23 +60,31 @@ def test_blocks_of_fp8_are_the_same(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_mx_formats_are_those_of_one_of_its_modes(case: str) -> None:
-    """MXFP4 is EVEN. MXFP8 is RCEIL, the default, but where a largest magnitude is 1.75 times a power of two."""
+    """MXFP4 is EVEN. MXFP8 is RCEIL, the default, but where a largest magnitude is 1.75 times a
+    power of two."""
     weight = CASES[case]
     codes, scales = made(weight, "mxfp4")
-    their_scales, their_codes = to_mx(weight.clone(), torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.EVEN)
+    their_scales, their_codes = to_mx(
+        weight.clone(), torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.EVEN
+    )
     np.testing.assert_array_equal(octets(their_scales), scales)
     np.testing.assert_array_equal(unsigned_zeros(octets(their_codes)), unsigned_zeros(codes))
     codes, scales = made(weight, "mxfp8")
-    their_scales, their_codes = to_mx(weight.clone(), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+    their_scales, their_codes = to_mx(
+        weight.clone(), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL
+    )
     at_most = np.abs(weight.numpy().reshape(-1, 32)).max(1)
     border = np.frexp(at_most)[0] == 0.875
     np.testing.assert_array_equal(octets(their_scales) + border, scales)
     same = ~border
-    np.testing.assert_array_equal(octets(their_codes).reshape(-1, 32)[same], codes.reshape(-1, 32)[same])
+    np.testing.assert_array_equal(
+        octets(their_codes).reshape(-1, 32)[same], codes.reshape(-1, 32)[same]
+    )
 
 
 def test_nvfp4_has_the_scales_of_modelopt_and_codes_a_step_away_at_ties() -> None:
-    """Where a scale is at least 2^-6, its least one, and not of zeros; it multiplies by a reciprocal."""
+    """Where a scale is at least 2^-6, its least one, and not of zeros; it multiplies by a
+    reciprocal."""
     for name, weight in CASES.items():
         codes, scales = made(weight, "modelopt")
         theirs = nvfp4_quantize(weight.clone(), 16, per_tensor_amax_to_scale(weight.abs().max()))

@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer: what its callback publishes is what the forward pass uses, sparse with the defaults."""
+"""Hugging Face's Trainer: what its callback publishes is what the forward pass uses, sparse with
+the defaults."""
 
 from __future__ import annotations
 
@@ -21,9 +22,16 @@ from pulse_rl.testing import TrainerConformance
 from tests.trainers.support import Witness, arguments, cast, followed, sentences, tiny
 
 
-def trained(folder: Path, callback: PulseCallback, *others: TrainerCallback, **settings: Any) -> Trainer:
+def trained(
+    folder: Path, callback: PulseCallback, *others: TrainerCallback, **settings: Any
+) -> Trainer:
     model = settings.pop("model", None) or tiny()
-    trainer = Trainer(model, arguments(folder, **settings), train_dataset=sentences(), callbacks=[callback, *others])
+    trainer = Trainer(
+        model,
+        arguments(folder, **settings),
+        train_dataset=sentences(),
+        callbacks=[callback, *others],
+    )
     trainer.train()
     return trainer
 
@@ -54,7 +62,9 @@ class TestCallback(TrainerConformance):
 
     def new_trainer(self, store: Store, stream: str) -> Any:
         callback = PulseCallback(store, stream=stream, replace=False)
-        return Trainer(tiny(), arguments(self.folder), train_dataset=sentences(), callbacks=[callback])
+        return Trainer(
+            tiny(), arguments(self.folder), train_dataset=sentences(), callbacks=[callback]
+        )
 
     def step(self, trainer: Any) -> None:
         trainer.args.max_steps = 1
@@ -75,7 +85,8 @@ def test_metrics_become_metadata_and_ours_go_into_the_log(tmp_path: Path) -> Non
     assert (facts["step"], facts["logged_step"]) == (4, 3)
     third = next(row for row in trainer.state.log_history if row["step"] == 3)
     assert (facts["loss"], facts["learning_rate"]) == (third["loss"], third["learning_rate"])
-    # What a row has been told of depends on how far the thread is that publishes: of nothing new, or of two versions.
+    # What a row has been told of depends on how far the thread is that publishes: of nothing new,
+    # or of two versions.
     rows = [row for row in trainer.state.log_history if "pulse/version" in row]
     versions = [row["pulse/version"] for row in rows]
     assert versions == sorted(versions)
@@ -84,7 +95,9 @@ def test_metrics_become_metadata_and_ours_go_into_the_log(tmp_path: Path) -> Non
     assert news
     assert all(0 < row["pulse/density"] < 0.05 for row in news)
     assert all(row["pulse/bytes"] < callback.published.dense_bytes / 20 for row in news)
-    assert all(row["pulse/blocked_seconds"] > 0 for row in rows if row["step"] == 4 and "loss" in row)
+    assert all(
+        row["pulse/blocked_seconds"] > 0 for row in rows if row["step"] == 4 and "loss" in row
+    )
     assert not any(name.startswith("pulse/") for name in facts)
 
 
@@ -95,20 +108,32 @@ def reported(folder: Path) -> dict[str, list[float]]:
     return {tag: [point.value for point in run.Scalars(tag)] for tag in run.Tags()["scalars"]}
 
 
-def test_our_figures_are_reported_as_the_trainers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_figures_are_reported_as_the_trainers_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reporters come before a user's callbacks, and had reported the log before ours were added."""
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     store = MemoryStore()
     trained(tmp_path, PulseCallback(store, stream="policy", replace=False), report_to="tensorboard")
     shown = reported(tmp_path / "board")
-    assert {"train/loss", "train/pulse/version", "train/pulse/density", "train/pulse/bytes"} <= shown.keys()
+    assert {
+        "train/loss",
+        "train/pulse/version",
+        "train/pulse/density",
+        "train/pulse/bytes",
+    } <= shown.keys()
     assert len(shown["train/pulse/version"]) == len(shown["train/loss"]) + 1  # of the last log, too
 
 
-def test_two_callbacks_have_figures_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_callbacks_have_figures_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     store = MemoryStore()
-    half, full = (PulseCallback(store, stream=name, dtype=dtype) for name, dtype in (("half", "BF16"), ("full", None)))
+    half, full = (
+        PulseCallback(store, stream=name, dtype=dtype)
+        for name, dtype in (("half", "BF16"), ("full", None))
+    )
     trained(tmp_path, half, full, report_to="tensorboard")
     shown = reported(tmp_path / "board")
     assert max(shown["train/pulse/half/density"]) < 0.05 < min(shown["train/pulse/full/density"])
@@ -117,7 +142,12 @@ def test_two_callbacks_have_figures_of_their_own(tmp_path: Path, monkeypatch: py
 
 def test_every_second_step_and_the_end(tmp_path: Path) -> None:
     store, witness = MemoryStore(), Witness()
-    trained(tmp_path, PulseCallback(store, stream="policy", every=2, replace=False), witness, max_steps=3)
+    trained(
+        tmp_path,
+        PulseCallback(store, stream="policy", every=2, replace=False),
+        witness,
+        max_steps=3,
+    )
     assert followed(store) == {step: witness.roots[step] for step in (0, 2, 3)}
 
 
@@ -126,7 +156,9 @@ def test_a_run_that_is_resumed_continues_the_stream(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     trained(tmp_path, PulseCallback(address, stream="policy", replace=False), max_steps=2, **saving)
     callback = PulseCallback(address, stream="policy", replace=False)
-    trainer = Trainer(tiny(), arguments(tmp_path, **saving), train_dataset=sentences(), callbacks=[callback])
+    trainer = Trainer(
+        tiny(), arguments(tmp_path, **saving), train_dataset=sentences(), callbacks=[callback]
+    )
     trainer.train(resume_from_checkpoint=True)
     assert callback.published is not None
     assert (callback.published.version, callback.published.metadata["step"]) == (5, 4)
@@ -134,8 +166,8 @@ def test_a_run_that_is_resumed_continues_the_stream(tmp_path: Path) -> None:
 
 
 class Death(TrainerCallback):
-    """The process dies at the end of ``step``; ``found`` is what it began with: the optimizer's own count of its steps,
-    and the scheduler's."""
+    """The process dies at the end of ``step``; ``found`` is what it began with: the optimizer's own
+    count of its steps, and the scheduler's."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -161,7 +193,12 @@ def test_every_restart_is_at_the_exact_weights_with_the_newest_optimizer(tmp_pat
             Death(died),
         )
         folder = callback.restart(settings.output_dir)
-        trainer = Trainer(tiny(seed=life), settings, train_dataset=sentences(), callbacks=[callback, witness, death])
+        trainer = Trainer(
+            tiny(seed=life),
+            settings,
+            train_dataset=sentences(),
+            callbacks=[callback, witness, death],
+        )
         with Subscriber(address, stream="policy") as newest:
             newest.sync()
             with pytest.raises(InterruptedError):
@@ -198,7 +235,9 @@ class Outage(TrainerCallback):
             self.store.away = state.global_step == self.begins
 
 
-def test_the_training_goes_on_while_the_store_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_training_goes_on_while_the_store_is_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store, witness = Away(tmp_path / "store"), Witness()
     callback = PulseCallback(store, stream="policy", replace=False)
     trained(tmp_path, callback, witness, Outage(store, 2, 5), max_steps=8)
@@ -234,14 +273,28 @@ def test_a_wrong_address_is_found_before_the_first_step(tmp_path: Path) -> None:
     [({"learning_rate": 1e-2}, "BF16", "learning rate 0.01"), ({}, None, "FP32"), ({}, "BF16", "")],
 )
 def test_a_density_that_will_disappoint_is_said_before_the_first_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], dtype: str | None, word: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    dtype: str | None,
+    word: str,
 ) -> None:
     said: list[str] = []
 
     class First(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            said.extend(r.message for r in caplog.records if r.name.startswith("pulse_rl") and not state.global_step)
+            said.extend(
+                r.message
+                for r in caplog.records
+                if r.name.startswith("pulse_rl") and not state.global_step
+            )
 
-    trained(tmp_path, PulseCallback(MemoryStore(), stream="policy", dtype=dtype), First(), max_steps=1, **settings)
+    trained(
+        tmp_path,
+        PulseCallback(MemoryStore(), stream="policy", dtype=dtype),
+        First(),
+        max_steps=1,
+        **settings,
+    )
     assert len(said) == bool(word)
     assert all(word in message for message in said)

@@ -1,4 +1,5 @@
-"""TRL's trainers with their defaults (FP32), in BF16, and with LoRA: followers hold the cast weights, bit for bit."""
+"""TRL's trainers with their defaults (FP32), in BF16, and with LoRA: followers hold the cast
+weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from pulse_rl.events import Event
 from pulse_rl.integrations.transformers import PulseCallback
 from tests.trainers.support import Witness, cast, common, followed, saved, saved_names, tokenizer
 
-LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+LORA = LoraConfig(
+    r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+)
 
 
 def longest(completions: list[str], **_: Any) -> list[float]:
@@ -43,8 +46,14 @@ def sft(folder: Path, callbacks: list[TrainerCallback], **others: Any) -> Traine
     model = saved(folder / "checkpoint")
     return SFTTrainer(
         model=model,
-        args=SFTConfig(**common(folder, **{"learning_rate": 1e-6, "max_length": 32, **others.pop("config", {})})),
-        train_dataset=Dataset.from_list([{"text": f"w{n} w{n + 1} w{n + 2} w{n + 3}"} for n in range(20)]),
+        args=SFTConfig(
+            **common(
+                folder, **{"learning_rate": 1e-6, "max_length": 32, **others.pop("config", {})}
+            )
+        ),
+        train_dataset=Dataset.from_list(
+            [{"text": f"w{n} w{n + 1} w{n + 2} w{n + 3}"} for n in range(20)]
+        ),
         processing_class=tokenizer(),
         callbacks=callbacks,
         **others,
@@ -81,7 +90,8 @@ def test_rewards_become_metadata(tmp_path: Path) -> None:
 
 
 class Merged(TrainerCallback):
-    """Notes after each step what PEFT's own merge of a copy of the model holds, computed in FP32, cast to BF16."""
+    """Notes after each step what PEFT's own merge of a copy of the model holds, computed in FP32,
+    cast to BF16."""
 
     def __init__(self) -> None:
         self.roots: dict[int, str] = {}

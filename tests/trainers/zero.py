@@ -1,4 +1,5 @@
-"""What each of two ranks on gloo does under DeepSpeed, started by torchrun with a folder (`test_ranks`)."""
+"""What each of two ranks on gloo does under DeepSpeed, started by torchrun with a folder
+(`test_ranks`)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def config(stage: int, *, offload: bool = False) -> dict[str, Any]:
     # Parameters of up to 100 elements stay whole on all ranks: norms.
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
     if offload:
-        zero |= {name: {"device": "cpu", "pin_memory": False} for name in ("offload_param", "offload_optimizer")}
+        zero |= {
+            name: {"device": "cpu", "pin_memory": False}
+            for name in ("offload_param", "offload_optimizer")
+        }
     return {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": zero,
@@ -56,14 +60,18 @@ def step(trained: Any, seed: int) -> None:
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole state in BF16 by DeepSpeed's own gather, by the names of the checkpoint, of which the head is tied."""
+    """The whole state in BF16 by DeepSpeed's own gather, by the names of the checkpoint, of which
+    the head is tied."""
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        state = {name: p.detach().to(torch.bfloat16, copy=True) for name, p in model.named_parameters()}
+        state = {
+            name: p.detach().to(torch.bfloat16, copy=True) for name, p in model.named_parameters()
+        }
     return {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
 
 
 def loop(store: LocalStore, stage: int, *, bf16: bool = False) -> None:
-    """A loop of one's own, its publishers started again after three steps: gathered, and without a gather."""
+    """A loop of one's own, its publishers started again after three steps: gathered, and without a
+    gather."""
     trained = engine(tiny(), stage, bf16=bf16)
     first = dist.get_rank() == 0
     stores = [LocalStore(store.root / name) for name in ("slices", "gathered")]
@@ -104,7 +112,8 @@ def zero2(store: LocalStore) -> None:
 
 
 def traps(store: LocalStore) -> None:
-    """Within a gather of the caller's own, which stays; and what DeepSpeed leaves in place of weights is refused."""
+    """Within a gather of the caller's own, which stays; and what DeepSpeed leaves in place of
+    weights is refused."""
     model = engine(tiny(), 3).module
     expected = state_root(gathered(model))
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -112,16 +121,24 @@ def traps(store: LocalStore) -> None:
         assert state_root(policy_weights(model, "BF16")) == expected
         assert weight.numel() == 64 * 128
     assert weight.numel() == 0
-    with Publisher(store, stream="empty") as publisher, pytest.raises(UnsupportedTensor, match="in place of weights"):
+    with (
+        Publisher(store, stream="empty") as publisher,
+        pytest.raises(UnsupportedTensor, match="in place of weights"),
+    ):
         publisher.publish(model.state_dict())
-    with ShardedPublisher(store, stream="all") as ranks, pytest.raises(UnsupportedTensor, match="in place of weights"):
+    with (
+        ShardedPublisher(store, stream="all") as ranks,
+        pytest.raises(UnsupportedTensor, match="in place of weights"),
+    ):
         ranks.publish(model.state_dict())
 
 
 def lora(store: LocalStore) -> None:
     """Adapters are merged on whole layers, one after another."""
     base = tiny()
-    made = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    made = get_peft_model(
+        base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
     for name, parameter in made.named_parameters():  # the same on both ranks
         if "lora_" in name:
             torch.manual_seed(len(name))

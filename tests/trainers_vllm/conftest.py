@@ -1,4 +1,5 @@
-"""Where TRL or vLLM is not installed these tests are not looked at: `make test-vllm` makes an environment with both."""
+"""Where TRL or vLLM is not installed these tests are not looked at: `make test-vllm` makes an
+environment with both."""
 
 from __future__ import annotations
 

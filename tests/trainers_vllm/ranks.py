@@ -1,4 +1,5 @@
-"""What each of two ranks does, started by torchrun with a server's URL, a checkpoint and a folder (test_rollout.py)."""
+"""What each of two ranks does, started by torchrun with a server's URL, a checkpoint and a folder
+(test_rollout.py)."""
 
 from __future__ import annotations
 

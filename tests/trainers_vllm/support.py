@@ -17,7 +17,12 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+from trl.experimental.async_grpo import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    async_grpo_trainer,
+    packing,
+)
 
 from pulse_rl.integrations.vllm import connect
 from tests.engines.server import checksums
@@ -35,7 +40,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
     made = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<|im_end|>", unk_token="w3", padding_side="left"
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        unk_token="w3",
+        padding_side="left",
     )
     made.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
     return made
@@ -54,26 +63,36 @@ def saved(folder: Path) -> str:
 
 
 def numbers(completions: list[Any], **_: Any) -> list[float]:
-    """The reward: the mean of the words' numbers, which hardly ever is the same for two completions."""
+    """The reward: the mean of the words' numbers, which hardly ever is the same for two
+    completions."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     found = [[int(number) for number in re.findall(r"w(\d+)", text)] for text in texts]
     return [sum(row) / max(len(row), 1) for row in found]
 
 
 def grpo(checkpoint: str, folder: Path, rollout_func: Any, **others: Any) -> GRPOTrainer:
-    settings = {"num_generations": 2, "max_completion_length": 8, "max_steps": STEPS, **others.pop("config", {})}
+    settings = {
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "max_steps": STEPS,
+        **others.pop("config", {}),
+    }
     return GRPOTrainer(
         model=checkpoint,
         reward_funcs=numbers,
         args=GRPOConfig(**common(folder, **settings)),
-        train_dataset=Dataset.from_list([{"prompt": f"w{n + 3} w{n + 4} w{n + 5}"} for n in range(20)]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": f"w{n + 3} w{n + 4} w{n + 5}"} for n in range(20)]
+        ),
         processing_class=tokenizer(),
         rollout_func=rollout_func,
         **others,
     )
 
 
-def async_grpo(checkpoint: str, folder: Path, url: str, transfer: Any, **others: Any) -> AsyncGRPOTrainer:
+def async_grpo(
+    checkpoint: str, folder: Path, url: str, transfer: Any, **others: Any
+) -> AsyncGRPOTrainer:
     settings = {
         "num_generations": 2,
         "max_completion_length": 8,
@@ -96,9 +115,9 @@ def async_grpo(checkpoint: str, folder: Path, url: str, transfer: Any, **others:
 
 
 def run_on_cpu(replace: Callable[..., None]) -> None:
-    """Replaces what of AsyncGRPO runs on GPUs only, none of it part of the weight transfer: its attention kernel
-    (FlashAttention 3) by torch's, and the look-up of the GPU's peak speed. The third is vLLM's: on a CPU it packs
-    weights, which the backend pulse keeps plain."""
+    """Replaces what of AsyncGRPO runs on GPUs only, none of it part of the weight transfer: its
+    attention kernel (FlashAttention 3) by torch's, and the look-up of the GPU's peak speed. The
+    third is vLLM's: on a CPU it packs weights, which the backend pulse keeps plain."""
     kernel = types.SimpleNamespace(flash_attn_varlen_func=varlen_attention)
     replace(packing, "_flash_attn", lambda: kernel)
     replace(async_grpo_trainer, "get_peak_flops_per_device", lambda accelerator, dtype: None)
@@ -117,13 +136,16 @@ def varlen_attention(
     causal: bool,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """FlashAttention's function by torch: segments [length, heads, width], masks aligned at their ends."""
+    """FlashAttention's function by torch: segments [length, heads, width], masks aligned at their
+    ends."""
     assert causal
     assert window_size == (-1, -1)
     parts = []
     for number in range(len(cu_seqlens_q) - 1):
         q = query[cu_seqlens_q[number] : cu_seqlens_q[number + 1]].transpose(0, 1)
-        k, v = (t[cu_seqlens_k[number] : cu_seqlens_k[number + 1]].transpose(0, 1) for t in (key, value))
+        k, v = (
+            t[cu_seqlens_k[number] : cu_seqlens_k[number + 1]].transpose(0, 1) for t in (key, value)
+        )
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
         found = scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=mask, scale=softmax_scale, enable_gqa=True
@@ -139,7 +161,8 @@ def weight_version(url: str) -> str:
 
 
 def written_anew(url: str, store: str) -> dict[str, str]:
-    """vLLM's checksums of its live tensors after all of the stream's newest version was written over them."""
+    """vLLM's checksums of its live tensors after all of the stream's newest version was written
+    over them."""
     with connect(url, store=store, stream="policy") as handle:
         done = handle.sync()
         assert done is not None

@@ -24,11 +24,23 @@ def test_a_server_generates_with_each_version_by_its_name(
     store = str(tmp_path / "store")
     callback = PulseCallback(store, stream="adapter", adapter=True, replace=False)
     lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    grpo(checkpoint, tmp_path, None, callbacks=[callback], peft_config=lora, config={"learning_rate": 3e-2}).train()
+    grpo(
+        checkpoint,
+        tmp_path,
+        None,
+        callbacks=[callback],
+        peft_config=lora,
+        config={"learning_rate": 3e-2},
+    ).train()
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     prompt = list(range(10, 30))
     with (
-        server(checkpoint, tmp_path / "log", pulse=False, options=["--enable-lora", "--max-lora-rank", "8"]) as url,
+        server(
+            checkpoint,
+            tmp_path / "log",
+            pulse=False,
+            options=["--enable-lora", "--max-lora-rank", "8"],
+        ) as url,
         Subscriber(store, stream="adapter") as worker,
     ):
         for version in (0, 3):
@@ -39,7 +51,9 @@ def test_a_server_generates_with_each_version_by_its_name(
             update.acknowledge()
             body = {"lora_name": f"policy-v{version}", "lora_path": str(folder)}
             request = urllib.request.Request(
-                f"{url}/v1/load_lora_adapter", json.dumps(body).encode(), {"Content-Type": "application/json"}
+                f"{url}/v1/load_lora_adapter",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
             )
             urllib.request.urlopen(request).close()
             choice = complete(url, model=f"policy-v{version}", prompt=prompt)["choices"][0]

@@ -1,4 +1,5 @@
-"""TRL's AsyncGRPOTrainer with a real server: the stream has what TRL sent, and the server what the stream has."""
+"""TRL's AsyncGRPOTrainer with a real server: the stream has what TRL sent, and the server what the
+stream has."""
 
 from __future__ import annotations
 
@@ -32,12 +33,18 @@ def test_after_each_step_the_server_has_the_cast_weights(
     assert followed(store, key="sync") == {step + 1: root for step, root in witness.roots.items()}
     assert all(0 < p.density < 0.05 for p in published[1:])
     assert transfer.synced is not None
-    assert (transfer.synced.version, transfer.synced.previous, transfer.synced.full) == (STEPS, STEPS - 1, False)
+    assert (transfer.synced.version, transfer.synced.previous, transfer.synced.full) == (
+        STEPS,
+        STEPS - 1,
+        False,
+    )
     assert weight_version(url) == str(STEPS)
     assert checksums(url) == written_anew(url, store)
 
 
-def test_lora_is_sent_merged(url: str, checkpoint: str, tmp_path: Path, async_grpo_on_cpu: None) -> None:
+def test_lora_is_sent_merged(
+    url: str, checkpoint: str, tmp_path: Path, async_grpo_on_cpu: None
+) -> None:
     store = str(tmp_path / "store")
     transfer = PulseWeightTransfer(url, store, "policy")
     lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")

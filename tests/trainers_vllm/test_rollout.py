@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer with `pulse_rollout` and a real server: rollouts come from the trainer's newest weights."""
+"""TRL's GRPOTrainer with `pulse_rollout` and a real server: rollouts come from the trainer's newest
+weights."""
 
 from __future__ import annotations
 
@@ -25,10 +26,13 @@ from tests.trainers.support import Witness, cast, followed
 from .support import STEPS, grpo, untrained, weight_version, written_anew
 
 NOISE = 0.01
-"""Between vLLM's BF16 and Hugging Face's FP32 arithmetic, in the mean over completions' log-probabilities."""
+"""Between vLLM's BF16 and Hugging Face's FP32 arithmetic, in the mean over completions'
+log-probabilities."""
 
 
-def log_probabilities(model: Any, prompts: list[list[int]], completions: list[list[int]]) -> torch.Tensor:
+def log_probabilities(
+    model: Any, prompts: list[list[int]], completions: list[list[int]]
+) -> torch.Tensor:
     """Of the completions' tokens, as Hugging Face computes them in FP32."""
     found = []
     model.float().eval()
@@ -40,13 +44,16 @@ def log_probabilities(model: Any, prompts: list[list[int]], completions: list[li
 
 
 def served(model: Any) -> Any:
-    """A model with the weights as the server has them. No deepcopy: accelerate's forward is bound to the original."""
+    """A model with the weights as the server has them. No deepcopy: accelerate's forward is bound
+    to the original."""
     made = untrained()
     made.load_state_dict({name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
     return made
 
 
-def test_each_step_s_rollouts_come_from_its_own_weights(url: str, checkpoint: str, tmp_path: Path) -> None:
+def test_each_step_s_rollouts_come_from_its_own_weights(
+    url: str, checkpoint: str, tmp_path: Path
+) -> None:
     """Steps are large enough to tell a policy from the one before by its log-probabilities."""
     store, witness = str(tmp_path / "store"), Witness()
     rollout = pulse_rollout(url, store, "policy")
@@ -63,7 +70,9 @@ def test_each_step_s_rollouts_come_from_its_own_weights(url: str, checkpoint: st
         before.append(models[0])
         return found
 
-    trainer = grpo(checkpoint, tmp_path, compared, callbacks=[witness], config={"learning_rate": 3e-3})
+    trainer = grpo(
+        checkpoint, tmp_path, compared, callbacks=[witness], config={"learning_rate": 3e-3}
+    )
     trainer.train()
     assert max(new for new, *_ in errors) < NOISE, errors
     assert min(old for _, old in errors[1:]) > 3 * NOISE, errors
@@ -71,7 +80,9 @@ def test_each_step_s_rollouts_come_from_its_own_weights(url: str, checkpoint: st
     assert sorted(witness.roots) == list(range(STEPS + 1))
 
 
-def test_trl_s_defaults_are_sparse_and_the_last_weights_are_live(url: str, checkpoint: str, tmp_path: Path) -> None:
+def test_trl_s_defaults_are_sparse_and_the_last_weights_are_live(
+    url: str, checkpoint: str, tmp_path: Path
+) -> None:
     store, witness = str(tmp_path / "store"), Witness()
     rollout = pulse_rollout(url, store, "policy", records=tmp_path / "rollouts.jsonl")
     trainer = grpo(checkpoint, tmp_path, rollout, callbacks=[witness])
@@ -94,7 +105,10 @@ def test_trl_s_defaults_are_sparse_and_the_last_weights_are_live(url: str, check
     assert {each.metadata["step"] for each in found} == set(range(STEPS))
     for each in found:
         (weights,) = each.weights
-        assert (weights.version, weights.root) == (each.metadata["step"], witness.roots[weights.version])
+        assert (weights.version, weights.root) == (
+            each.metadata["step"],
+            witness.roots[weights.version],
+        )
         assert len(each.token_ids) == len(each.logprobs) > 0
         assert (each.engine, each.sampling["max_tokens"]) == ("vllm", 8)
     assert len({each.seed for each in found}) == len(found)
@@ -111,16 +125,29 @@ def test_lora_is_merged_aside(url: str, checkpoint: str, tmp_path: Path) -> None
     lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     rollout = pulse_rollout(url, store, "policy")
     config = {"learning_rate": 1e-3, "model_init_kwargs": {"dtype": "bfloat16"}}
-    trainer = grpo(checkpoint, tmp_path, rollout, callbacks=[witness], peft_config=lora, config=config)
+    trainer = grpo(
+        checkpoint, tmp_path, rollout, callbacks=[witness], peft_config=lora, config=config
+    )
     base = {n: t.clone() for n, t in trainer.model.state_dict().items() if "lora_" not in n}
     trainer.train()
     assert followed(store) == witness.roots
-    assert all(torch.equal(trainer.model.state_dict()[name], tensor) for name, tensor in base.items())
+    assert all(
+        torch.equal(trainer.model.state_dict()[name], tensor) for name, tensor in base.items()
+    )
     assert checksums(url) == written_anew(url, store)
 
 
-def test_two_ranks_generate_with_what_the_first_publishes(url: str, checkpoint: str, tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.trainers_vllm.ranks"]
+def test_two_ranks_generate_with_what_the_first_publishes(
+    url: str, checkpoint: str, tmp_path: Path
+) -> None:
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "tests.trainers_vllm.ranks",
+    ]
     result = subprocess.run(
         [sys.executable, *command, url, checkpoint, str(tmp_path)],
         capture_output=True,
@@ -134,13 +161,17 @@ def test_two_ranks_generate_with_what_the_first_publishes(url: str, checkpoint: 
 
 
 class Replaced(TrainerCallback):
-    """Stops a server after the first step, and has another one started at the same address from the same checkpoint."""
+    """Stops a server after the first step, and has another one started at the same address from the
+    same checkpoint."""
 
     def __init__(self, checkpoint: str, folder: Path, servers: ExitStack) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._start = lambda: server(
-            checkpoint, folder / "server.log", port=self.port, options=["--served-model-name", checkpoint]
+            checkpoint,
+            folder / "server.log",
+            port=self.port,
+            options=["--served-model-name", checkpoint],
         )
         self._servers = servers
         self._first = ExitStack()
@@ -150,7 +181,9 @@ class Replaced(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
             self._first.close()
-            self.starting = threading.Thread(target=lambda: self._servers.enter_context(self._start()))
+            self.starting = threading.Thread(
+                target=lambda: self._servers.enter_context(self._start())
+            )
             self.starting.start()
 
 

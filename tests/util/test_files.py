@@ -1,4 +1,5 @@
-"""Durable files where the platform or the file system lacks what they need: one typed error that names it."""
+"""Durable files where the platform or the file system lacks what they need: one typed error that
+names it."""
 
 from __future__ import annotations
 
@@ -32,13 +33,17 @@ def test_a_platform_without_posix_is_told(
     write: Callable[[Path], None], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, name)
-    with pytest.raises(StoreError, match=rf"cannot (write|create) .* this platform has no os\.{name}\n") as error:
+    with pytest.raises(
+        StoreError, match=rf"cannot (write|create) .* this platform has no os\.{name}\n"
+    ) as error:
         write(tmp_path)
     assert "Linux and macOS" in error.value.hint
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
-def test_a_local_store_can_be_read_without_posix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_store_can_be_read_without_posix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     LocalStore(tmp_path).put("s/file", b"x")
     for name in ("fchmod", "link", "O_DIRECTORY"):
         monkeypatch.delattr(os, name)
@@ -61,7 +66,9 @@ def test_importing_needs_no_posix() -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK])
-def test_a_file_system_without_hard_links_is_told(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_hard_links_is_told(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -73,7 +80,9 @@ def test_a_file_system_without_hard_links_is_told(code: int, tmp_path: Path, mon
     LocalStore(tmp_path).put("s/file", b"x")
 
 
-def test_another_failure_of_a_link_is_not_blamed_on_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_failure_of_a_link_is_not_blamed_on_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 

@@ -1,5 +1,5 @@
-"""Work in threads: results in order, bounded work in flight, no call left running behind the caller's back; operations
-that an interrupt leaves at rest."""
+"""Work in threads: results in order, bounded work in flight, no call left running behind the
+caller's back; operations that an interrupt leaves at rest."""
 
 from __future__ import annotations
 
@@ -89,12 +89,16 @@ def test_nothing_runs_after_it_was_closed(threads: int | None) -> None:
 
 
 def test_one_worker_is_the_callers_thread() -> None:
-    assert set(ordered_map(lambda k: threading.current_thread(), range(3), 1)) == {threading.current_thread()}
+    assert set(ordered_map(lambda k: threading.current_thread(), range(3), 1)) == {
+        threading.current_thread()
+    }
 
 
 def test_a_single_item_needs_no_thread() -> None:
     assert list(ordered_map(lambda _: threading.get_ident(), [0])) == [threading.get_ident()]
-    assert threading.get_ident() not in list(ordered_map(lambda _: threading.get_ident(), [0, 1], 2))
+    assert threading.get_ident() not in list(
+        ordered_map(lambda _: threading.get_ident(), [0, 1], 2)
+    )
 
 
 # -- operations
@@ -139,7 +143,9 @@ def test_results_and_errors_come_back() -> None:
     assert serial.run(lambda: 7) == 7
     with pytest.raises(ValueError, match="no"):
         serial.run(lambda: int("no"))
-    assert serial.run(threading.get_ident) == serial.run(threading.get_ident) != threading.get_ident()
+    assert (
+        serial.run(threading.get_ident) == serial.run(threading.get_ident) != threading.get_ident()
+    )
 
 
 def test_an_operation_may_use_its_own_object() -> None:
@@ -190,8 +196,11 @@ def test_a_second_interrupt_does_not_wait_and_the_next_call_does() -> None:
     assert serial.run(lambda: list(ended)) == [True]
 
 
-def test_a_second_interrupt_at_once_does_not_lose_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two signals in the same moment: the second is raised where `stop` begins, before it has done anything."""
+def test_a_second_interrupt_at_once_does_not_lose_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two signals in the same moment: the second is raised where `stop` begins, before it has done
+    anything."""
     serial = SerialThread("Thing")
     done: list[int] = []
 

@@ -1,7 +1,8 @@
-"""What stands in for the GPU parts of verl: the trained model, the rollout's engine, and the replica that starts it.
+"""What stands in for the GPU parts of verl: the trained model, the rollout's engine, and the
+replica that starts it.
 
-Everything else is verl's own: its configuration, CheckpointEngineManager, RayWorkerGroup, CheckpointEngineWorker, and
-the methods of ActorRolloutRefWorker that update weights.
+Everything else is verl's own: its configuration, CheckpointEngineManager, RayWorkerGroup,
+CheckpointEngineWorker, and the methods of ActorRolloutRefWorker that update weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, CheckpointEngineWorker
+from verl.checkpoint_engine import (
+    CheckpointEngineManager,
+    CheckpointEngineRegistry,
+    CheckpointEngineWorker,
+)
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -60,13 +65,18 @@ def configured(store: str) -> RolloutConfig:
         f"+{engine}.engine_kwargs.pulse.stream=policy",
         "actor_rollout_ref.rollout.name=vllm",
     ]
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
-        made: RolloutConfig = omega_conf_to_dataclass(compose("ppo_trainer", lines).actor_rollout_ref.rollout)
+    with initialize_config_dir(
+        str(Path(verl.__file__).parent / "trainer/config"), version_base=None
+    ):
+        made: RolloutConfig = omega_conf_to_dataclass(
+            compose("ppo_trainer", lines).actor_rollout_ref.rollout
+        )
     return made
 
 
 class Actor(ActorRolloutRefWorker):
-    """An actor rank: a tiny model in FP32, sharded by FSDP2 over gloo, instead of verl's FSDP engine on GPUs."""
+    """An actor rank: a tiny model in FP32, sharded by FSDP2 over gloo, instead of verl's FSDP
+    engine on GPUs."""
 
     def __init__(self, rollout: RolloutConfig) -> None:
         Worker.__init__(self)
@@ -76,7 +86,10 @@ class Actor(ActorRolloutRefWorker):
         self.actor = SimpleNamespace(engine=self)
         import_external_libs(engine.custom_backend_module)
         self.checkpoint_engine = CheckpointEngineRegistry.new(
-            engine.backend, is_master=self.rank == 0, bucket_size=1 << 20, **engine.engine_kwargs[engine.backend]
+            engine.backend,
+            is_master=self.rank == 0,
+            bucket_size=1 << 20,
+            **engine.engine_kwargs[engine.backend],
         )
         self.model = tiny()
         fully_shard(self.model, mesh=init_device_mesh("cpu", (self.world_size,)))
@@ -84,9 +97,12 @@ class Actor(ActorRolloutRefWorker):
         self.extra: dict[str, torch.Tensor] = {}
 
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """As verl's FSDP engine does it: each tensor is a collective of all ranks, in the dtype of training."""
+        """As verl's FSDP engine does it: each tensor is a collective of all ranks, in the dtype of
+        training."""
         params = {**self.model.state_dict(), **self.extra}
-        whole = ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in params.items())
+        whole = (
+            (n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in params.items()
+        )
         return whole, None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -105,11 +121,14 @@ class Actor(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def root(self) -> str:
         """Of the weights that the rollout must hold: cast to BF16 by torch."""
-        return pulse_rl.state_root({name: p.to(torch.bfloat16) for name, p in self.get_per_tensor_param()[0]})
+        return pulse_rl.state_root(
+            {name: p.to(torch.bfloat16) for name, p in self.get_per_tensor_param()[0]}
+        )
 
 
 class Rollout(BaseRollout):
-    """The rollout's side of a weight update: a BF16 model on the CPU, instead of an adapter to vLLM or SGLang."""
+    """The rollout's side of a weight update: a BF16 model on the CPU, instead of an adapter to vLLM
+    or SGLang."""
 
     def __init__(self, rank: int) -> None:
         self.replica_rank, self.is_leader_rank = rank, True
@@ -123,7 +142,10 @@ class Rollout(BaseRollout):
     async def release(self) -> None: ...
 
     async def update_weights(
-        self, weights: AsyncIterator[tuple[str, torch.Tensor]], wire_format: str = "named_tensors", **kwargs: Any
+        self,
+        weights: AsyncIterator[tuple[str, torch.Tensor]],
+        wire_format: str = "named_tensors",
+        **kwargs: Any,
     ) -> None:
         assert wire_format == "named_tensors"
         live = self.model.state_dict()
@@ -140,7 +162,9 @@ class RolloutWorker(CheckpointEngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def held(self) -> tuple[str, int | None]:
         """The root of the live model, and verl's count that came with it."""
-        return pulse_rl.state_root(self.server_adapter.model.state_dict()), self.server_adapter.steps
+        return pulse_rl.state_root(
+            self.server_adapter.model.state_dict()
+        ), self.server_adapter.steps
 
 
 class Replica(RolloutReplica):
@@ -181,7 +205,8 @@ class Fleet:
         self.manager.remove_replicas([replica])
 
     def restart_actor(self) -> None:
-        """All actor ranks are killed, and begin at their checkpoint, which is the model before the first step."""
+        """All actor ranks are killed, and begin at their checkpoint, which is the model before the
+        first step."""
         for worker in self.actor.workers:
             ray.kill(worker)
         self.actor = self.manager.actor_wg = group(Actor, 2, self.config)

@@ -16,7 +16,9 @@ def test_the_lines_to_add_configure_the_engine() -> None:
     lines = re.findall(r"^(\+?actor_rollout_ref\.\S+=\S+)", PAGE.read_text(), re.MULTILINE)
     lines += re.findall(r"`(actor_rollout_ref\.model\.\S+=\S+)`", PAGE.read_text())
     assert len(lines) == 5
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+    with initialize_config_dir(
+        str(Path(verl.__file__).parent / "trainer/config"), version_base=None
+    ):
         config = compose("ppo_trainer", overrides=lines)
     engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
     assert (engine.backend, engine.custom_backend_module) == ("pulse", "pulse_rl.integrations.verl")

@@ -16,7 +16,9 @@ CHECKOUT = Path(__file__).parents[2]
 WARM_UP = 60  # some answers are right then, so that the steps change weights
 
 
-def test_workers_and_the_trainer_may_die_and_all_end_with_the_same_bits(cluster: None, tmp_path: Path) -> None:
+def test_workers_and_the_trainer_may_die_and_all_end_with_the_same_bits(
+    cluster: None, tmp_path: Path
+) -> None:
     fleet = Fleet(str(tmp_path), WARM_UP, cpus=0.5)
     first, second = fleet.join(), fleet.join()
     while {fleet.step().worker for _ in range(2)} != {first, second}:
@@ -43,9 +45,35 @@ def test_workers_and_the_trainer_may_die_and_all_end_with_the_same_bits(cluster:
 
 
 def test_the_program_kills_and_adds_a_worker_and_proves_the_bits(tmp_path: Path) -> None:
-    settings = ["--workers", "2", "--steps", "8", "--kill-at", "2", "--add-at", "3", "--remove-at", "6"]
-    command = [sys.executable, "-m", "examples.ray_fleet", "--store", str(tmp_path), "--warm-up", str(WARM_UP)]
-    done = subprocess.run([*command, *settings], cwd=CHECKOUT, capture_output=True, text=True, timeout=600, check=False)
+    settings = [
+        "--workers",
+        "2",
+        "--steps",
+        "8",
+        "--kill-at",
+        "2",
+        "--add-at",
+        "3",
+        "--remove-at",
+        "6",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.ray_fleet",
+        "--store",
+        str(tmp_path),
+        "--warm-up",
+        str(WARM_UP),
+    ]
+    done = subprocess.run(
+        [*command, *settings],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"(\S+) (was killed|was added|has left)", done.stdout) == [
         ("worker-0", "was killed"),

@@ -1,4 +1,5 @@
-"""verl's real manager and workers under a real Ray, with the checkpoint engine of this package in its registry."""
+"""verl's real manager and workers under a real Ray, with the checkpoint engine of this package in
+its registry."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def fleet(cluster: None, store: str) -> Iterator[Fleet]:
 
 
 def step(fleet: Fleet, count: int) -> dict[str, float]:
-    """One step of the actor and one update; every rollout worker must hold the actor's weights, cast."""
+    """One step of the actor and one update; every rollout worker must hold the actor's weights,
+    cast."""
     fleet.actor.train()
     began = time.perf_counter()
     metrics = fleet.update(count)
@@ -35,7 +37,9 @@ def step(fleet: Fleet, count: int) -> dict[str, float]:
     return metrics
 
 
-def test_every_update_gives_all_workers_the_actors_bits_for_few_bytes(fleet: Fleet, store: str) -> None:
+def test_every_update_gives_all_workers_the_actors_bits_for_few_bytes(
+    fleet: Fleet, store: str
+) -> None:
     first = fleet.update(None)
     print(f"first update: {first}")
     assert fleet.held() == [(fleet.root(), None)] * 2
@@ -65,7 +69,9 @@ def test_a_failed_update_is_an_error_in_the_driver_and_the_next_one_works(fleet:
     fleet.actor.add({"strange": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(pulse_rl.errors.UnsupportedTensor, match="strange") as failed:
         fleet.update(7)
-    assert pulse_rl.errors.UnsupportedTensor.default_hint in str(failed.value)  # the traceback that Ray shows
+    assert pulse_rl.errors.UnsupportedTensor.default_hint in str(
+        failed.value
+    )  # the traceback that Ray shows
     fleet.actor.add({})
     step(fleet, 8)
 

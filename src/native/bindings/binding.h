@@ -39,7 +39,8 @@ void check_elements(const Array& array, int width, const char* name) {
         throw nb::value_error((std::string(name) + what + std::to_string(w) + " bytes").c_str());
     };
     if (bytes % w != 0) refuse(" is no whole number of elements of ");
-    if (bytes != 0 && reinterpret_cast<uintptr_t>(array.data()) % w != 0) refuse(" is not aligned to ");
+    if (bytes != 0 && reinterpret_cast<uintptr_t>(array.data()) % w != 0)
+        refuse(" is not aligned to ");
 }
 template <class Array>
 void check_elements(const Array& array, const char* name) {
@@ -48,7 +49,8 @@ void check_elements(const Array& array, const char* name) {
 
 inline pulse::Rounding checked_rounding(const RoundingTuple& rounding) {
     const auto& [mantissa, least, most, beyond] = rounding;
-    if (mantissa < 1 || mantissa > 22 || least < 1 || least > 254 || most >= 0x7f800000u || beyond > 0x7f800000u) {
+    if (mantissa < 1 || mantissa > 22 || least < 1 || least > 254 || most >= 0x7f800000u ||
+        beyond > 0x7f800000u) {
         throw nb::value_error("the rounding is out of range");
     }
     return {mantissa, least, most, beyond};
@@ -59,7 +61,8 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T>&& values) 
     auto owned = std::make_unique<std::vector<T>>(std::move(values));
     T* data = owned->data();
     const size_t size = owned->size();
-    nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    nb::capsule owner(owned.release(),
+                      [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
     return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner);
 }
 

@@ -29,7 +29,8 @@ std::vector<pulse::Window> checked_windows(const std::vector<WindowTuple>& windo
     std::vector<pulse::Window> result;
     for (const auto& [records, span] : windows) {
         if (span == 0 || span > kMostSpan) throw nb::value_error("a span is out of range");
-        if (records.size() % pulse::kRecordBytes) throw nb::value_error("records have four bytes each");
+        if (records.size() % pulse::kRecordBytes)
+            throw nb::value_error("records have four bytes each");
         result.push_back({records.data(), records.size(), span});
     }
     return result;
@@ -41,8 +42,8 @@ struct Known {
     std::vector<pulse::Window> history;
     std::vector<pulse::Run> runs;  // they cover its elements
 
-    Known(const std::vector<WindowTuple>& windows, const KindTuple& of, const std::vector<RunTuple>& all,
-          const Bytes& old)
+    Known(const std::vector<WindowTuple>& windows, const KindTuple& of,
+          const std::vector<RunTuple>& all, const Bytes& old)
         : kind(checked_kind(of)), history(checked_windows(windows)) {
         check_elements(old, kind.width, "old");
         uint64_t total = 0;
@@ -61,8 +62,8 @@ struct Known {
 
 template <class Decoded>
 nb::tuple decoded_tuple(Decoded&& decoded) {
-    return nb::make_tuple(to_numpy(std::move(decoded.positions)), to_numpy(std::move(decoded.values)),
-                          to_numpy(std::move(decoded.before)));
+    return nb::make_tuple(to_numpy(std::move(decoded.positions)),
+                          to_numpy(std::move(decoded.values)), to_numpy(std::move(decoded.before)));
 }
 
 }  // namespace
@@ -78,40 +79,46 @@ void bind_codecs(nb::module_& m) {
             pulse::EncodedBlock made;
             {
                 nb::gil_scoped_release release;
-                made = pulse::encode_block(known.history, old.data(), now.data(), known.kind, known.runs, prove,
-                                           pulse::BlockCodec(only));
+                made = pulse::encode_block(known.history, old.data(), now.data(), known.kind,
+                                           known.runs, prove, pulse::BlockCodec(only));
             }
             nb::object found = nb::none(), decoded = nb::none();
             if (made.codec != pulse::BlockCodec::table) {
-                found = nb::make_tuple(to_numpy(std::move(made.positions)), to_numpy(std::move(made.values)));
+                found = nb::make_tuple(to_numpy(std::move(made.positions)),
+                                       to_numpy(std::move(made.values)));
             }
-            if (prove && made.codec == pulse::BlockCodec::history) decoded = decoded_tuple(std::move(made.decoded));
-            return nb::make_tuple(int(made.codec), nb::bytes(made.payload.data(), made.payload.size()), made.changed,
+            if (prove && made.codec == pulse::BlockCodec::history)
+                decoded = decoded_tuple(std::move(made.decoded));
+            return nb::make_tuple(int(made.codec),
+                                  nb::bytes(made.payload.data(), made.payload.size()), made.changed,
                                   found, decoded);
         },
-        "history"_a, array("old"), array("new"), "kind"_a, "runs"_a, "prove"_a = false, "only"_a = 0,
+        "history"_a, array("old"), array("new"), "kind"_a, "runs"_a, "prove"_a = false,
+        "only"_a = 0,
         "(id of the codec, payload, number of changes, (uint32 positions, uint8 bytes of the new elements) as they were "
         "found or None, what decode_block would return or None) of one block.");
 
     m.def(
         "decode_block",
-        [](int codec, const std::vector<WindowTuple>& history, Bytes payload, Bytes old, const KindTuple& kind,
-           const std::vector<RunTuple>& runs) {
+        [](int codec, const std::vector<WindowTuple>& history, Bytes payload, Bytes old,
+           const KindTuple& kind, const std::vector<RunTuple>& runs) {
             const Known known(history, kind, runs, old);
             if (pulse::BlockCodec(codec) == pulse::BlockCodec::table) {
                 pulse::DecodedSteps decoded;
                 {
                     nb::gil_scoped_release release;
-                    decoded = pulse::decode_steps(payload.data(), payload.size(), old.data(),
-                                                  old.size() / size_t(known.kind.width), known.kind);
+                    decoded =
+                        pulse::decode_steps(payload.data(), payload.size(), old.data(),
+                                            old.size() / size_t(known.kind.width), known.kind);
                 }
                 return decoded_tuple(std::move(decoded));
             }
             pulse::Decoded decoded;
             {
                 nb::gil_scoped_release release;
-                decoded = pulse::decode_block(pulse::BlockCodec(codec), known.history, payload.data(), payload.size(),
-                                              old.data(), known.kind, known.runs);
+                decoded =
+                    pulse::decode_block(pulse::BlockCodec(codec), known.history, payload.data(),
+                                        payload.size(), old.data(), known.kind, known.runs);
             }
             return decoded_tuple(std::move(decoded));
         },
@@ -129,12 +136,14 @@ void bind_codecs(nb::module_& m) {
                 throw nb::value_error("old, new and positions differ in length");
             }
             for (size_t i = 1; i < positions.size(); i++) {
-                if (positions.data()[i] <= positions.data()[i - 1]) throw nb::value_error("positions do not ascend");
+                if (positions.data()[i] <= positions.data()[i - 1])
+                    throw nb::value_error("positions do not ascend");
             }
             std::vector<uint8_t> records;
             {
                 nb::gil_scoped_release release;
-                records = pulse::records_of(positions.data(), positions.size(), old.data(), now.data(), kind);
+                records = pulse::records_of(positions.data(), positions.size(), old.data(),
+                                            now.data(), kind);
             }
             return to_numpy(std::move(records));
         },
@@ -153,7 +162,8 @@ void bind_codecs(nb::module_& m) {
             }
             return to_numpy(std::move(records));
         },
-        "windows"_a, "elements"_a, "The records of one window in place of several (records, span), oldest first.");
+        "windows"_a, "elements"_a,
+        "The records of one window in place of several (records, span), oldest first.");
 
     m.def(
         "use_vectors",
@@ -162,7 +172,8 @@ void bind_codecs(nb::module_& m) {
             pulse::weight_vectors = use && pulse::has_weight_vectors();
             return nb::make_tuple(pulse::has_scan_vectors(), pulse::has_weight_vectors());
         },
-        "use"_a, "For tests: whether comparing and weighing use AVX-512; whether this processor can.");
+        "use"_a,
+        "For tests: whether comparing and weighing use AVX-512; whether this processor can.");
 
     m.def(
         "use_rans_vectors",
@@ -170,5 +181,6 @@ void bind_codecs(nb::module_& m) {
             pulse::rans_vectors = use && pulse::has_rans_vectors();
             return pulse::has_rans_vectors();
         },
-        "use"_a, "For tests: whether coders with 64 states use AVX-512; whether this processor can.");
+        "use"_a,
+        "For tests: whether coders with 64 states use AVX-512; whether this processor can.");
 }

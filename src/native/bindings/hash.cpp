@@ -23,23 +23,28 @@ std::vector<pulse::Piece> pieces_of(const std::vector<Bytes>& arrays) {
 }
 
 void check_leaf(size_t leaf_bytes) {
-    if (leaf_bytes == 0 || leaf_bytes % pulse::kSha256Block != 0) throw nb::value_error("leaf_bytes is out of range");
+    if (leaf_bytes == 0 || leaf_bytes % pulse::kSha256Block != 0)
+        throw nb::value_error("leaf_bytes is out of range");
 }
 
 std::vector<pulse::Sha256Midstate> midstates_of(const Bytes& data) {
-    if (data.size() % sizeof(pulse::Sha256Midstate) != 0) throw nb::value_error("midstates have 104 bytes each");
+    if (data.size() % sizeof(pulse::Sha256Midstate) != 0)
+        throw nb::value_error("midstates have 104 bytes each");
     std::vector<pulse::Sha256Midstate> midstates(data.size() / sizeof(pulse::Sha256Midstate));
     if (!midstates.empty()) std::memcpy(midstates.data(), data.data(), data.size());
     return midstates;
 }
 
-nb::bytes to_bytes(const std::vector<uint8_t>& digests) { return nb::bytes(digests.data(), digests.size()); }
+nb::bytes to_bytes(const std::vector<uint8_t>& digests) {
+    return nb::bytes(digests.data(), digests.size());
+}
 
 }  // namespace
 
 void bind_sha256(nb::module_& m) {
-    m.def("sha256_paths", &pulse::sha256_paths,
-          "The instruction sets with which this processor can hash; the kernels choose among them by speed.");
+    m.def(
+        "sha256_paths", &pulse::sha256_paths,
+        "The instruction sets with which this processor can hash; the kernels choose among them by speed.");
 
     m.def(
         "sha256_leaves",
@@ -68,33 +73,42 @@ void bind_sha256(nb::module_& m) {
             }
             return to_bytes(digests);
         },
-        "messages"_a, "path"_a = "", "SHA-256 of messages that are given in pieces; 32 bytes each.");
+        "messages"_a, "path"_a = "",
+        "SHA-256 of messages that are given in pieces; 32 bytes each.");
 
     m.def(
         "sha256_changed_leaves",
-        [](const std::vector<std::tuple<Bytes, Positions, uint32_t, Bytes>>& changed, size_t leaf_bytes, int width,
-           const std::string& path) {
+        [](const std::vector<std::tuple<Bytes, Positions, uint32_t, Bytes>>& changed,
+           size_t leaf_bytes, int width, const std::string& path) {
             check_leaf(leaf_bytes);
-            if (width != 1 && width != 2 && width != 4 && width != 8) throw nb::value_error("width is out of range");
+            if (width != 1 && width != 2 && width != 4 && width != 8)
+                throw nb::value_error("width is out of range");
             std::vector<pulse::Patched> pieces;
             for (const auto& [array, positions, base, values] : changed) {
-                if (array.size() % size_t(width)) throw nb::value_error("an array is no whole number of elements");
+                if (array.size() % size_t(width))
+                    throw nb::value_error("an array is no whole number of elements");
                 check_elements(positions, "positions");
                 if (values.size() != positions.size() * size_t(width)) {
                     throw nb::value_error("values and positions differ");
                 }
-                pieces.push_back(
-                    {{array.data(), array.size()}, positions.data(), base, values.data(), positions.size()});
+                pieces.push_back({{array.data(), array.size()},
+                                  positions.data(),
+                                  base,
+                                  values.data(),
+                                  positions.size()});
             }
             std::vector<uint8_t> digests;
             {
                 nb::gil_scoped_release release;
                 for (const pulse::Patched& p : pieces) {
-                    if (!pulse::all_ascending(p.positions, p.count, p.base, p.piece.bytes / size_t(width))) {
-                        throw nb::index_error("the positions are not ascending or not inside the array");
+                    if (!pulse::all_ascending(p.positions, p.count, p.base,
+                                              p.piece.bytes / size_t(width))) {
+                        throw nb::index_error(
+                            "the positions are not ascending or not inside the array");
                     }
                 }
-                digests = pulse::changed_leaf_digests(pieces, leaf_bytes, width, checked_plan(path));
+                digests =
+                    pulse::changed_leaf_digests(pieces, leaf_bytes, width, checked_plan(path));
             }
             return to_bytes(digests);
         },
@@ -113,7 +127,8 @@ void bind_sha256(nb::module_& m) {
         "sha256_absorb",
         [](const Bytes& midstates, const std::vector<Bytes>& arrays, const std::string& path) {
             std::vector<pulse::Sha256Midstate> states = midstates_of(midstates);
-            if (states.size() != arrays.size()) throw nb::value_error("midstates and arrays differ in number");
+            if (states.size() != arrays.size())
+                throw nb::value_error("midstates and arrays differ in number");
             const auto pieces = pieces_of(arrays);
             {
                 nb::gil_scoped_release release;
@@ -124,7 +139,8 @@ void bind_sha256(nb::module_& m) {
             }
             return nb::bytes(states.data(), states.size() * sizeof(pulse::Sha256Midstate));
         },
-        array("midstates"), "arrays"_a, "path"_a = "", "The midstates once each has absorbed the array in its place.");
+        array("midstates"), "arrays"_a, "path"_a = "",
+        "The midstates once each has absorbed the array in its place.");
 
     m.def(
         "sha256_digests",
@@ -135,10 +151,12 @@ void bind_sha256(nb::module_& m) {
                 nb::gil_scoped_release release;
                 const pulse::Sha256Kernel& kernel = checked_plan(path).single;
                 for (size_t k = 0; k < states.size(); k++) {
-                    pulse::sha256_digest(kernel, states[k], digests.data() + pulse::kSha256Digest * k);
+                    pulse::sha256_digest(kernel, states[k],
+                                         digests.data() + pulse::kSha256Digest * k);
                 }
             }
             return to_bytes(digests);
         },
-        array("midstates"), "path"_a = "", "The digests of what the midstates have absorbed, 32 bytes each.");
+        array("midstates"), "path"_a = "",
+        "The digests of what the midstates have absorbed, 32 bytes each.");
 }

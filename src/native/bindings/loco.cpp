@@ -28,15 +28,18 @@ void check_arrays(size_t count, const Arrays&... arrays) {
 using OctavesTuple = std::tuple<uint8_t, uint8_t>;
 using Known = std::optional<std::pair<Bytes, OctavesTuple>>;
 
-pulse::Octaves octaves_of(const OctavesTuple& octaves) { return {std::get<0>(octaves), std::get<1>(octaves)}; }
+pulse::Octaves octaves_of(const OctavesTuple& octaves) {
+    return {std::get<0>(octaves), std::get<1>(octaves)};
+}
 
 // What is known of a block. `known`: its classes, and the octaves that they are for.
-pulse::Shared shared_of(const Floats& theta, const Floats& momentum, const pulse::Rounding& rounding,
-                        const Known& known) {
+pulse::Shared shared_of(const Floats& theta, const Floats& momentum,
+                        const pulse::Rounding& rounding, const Known& known) {
     check_arrays(theta.size(), theta, momentum);
     pulse::Shared shared{theta.data(), momentum.data(), theta.size(), rounding};
     if (known) {
-        if (known->first.size() != theta.size()) throw nb::value_error("the arrays differ in length");
+        if (known->first.size() != theta.size())
+            throw nb::value_error("the arrays differ in length");
         shared.classes = known->first.data();
         shared.octaves = octaves_of(known->second);
     }
@@ -44,13 +47,15 @@ pulse::Shared shared_of(const Floats& theta, const Floats& momentum, const pulse
 }
 
 void check_mantissa(int mantissa) {
-    if (mantissa < 0 || mantissa > pulse::kExact) throw nb::value_error("a mantissa has 0 to 23 explicit bits");
+    if (mantissa < 0 || mantissa > pulse::kExact)
+        throw nb::value_error("a mantissa has 0 to 23 explicit bits");
 }
 
 using MutableCounts = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Summand = std::pair<Positions, Floats>;
 
-std::vector<pulse::Summand> checked_summands(const std::vector<Summand>& summands, size_t elements) {
+std::vector<pulse::Summand> checked_summands(const std::vector<Summand>& summands,
+                                             size_t elements) {
     if (elements > UINT32_MAX) throw nb::value_error("the array is too long");
     std::vector<pulse::Summand> checked;
     for (const auto& [positions, values] : summands) {
@@ -63,7 +68,8 @@ std::vector<pulse::Summand> checked_summands(const std::vector<Summand>& summand
 void require_ascending(const std::vector<pulse::Summand>& summands, size_t elements) {
     for (const pulse::Summand& summand : summands) {
         for (size_t i = 0; i < summand.count; i++) {
-            if (summand.positions[i] >= elements || (i && summand.positions[i] <= summand.positions[i - 1])) {
+            if (summand.positions[i] >= elements ||
+                (i && summand.positions[i] <= summand.positions[i - 1])) {
                 throw nb::index_error("the positions do not ascend within the block");
             }
         }
@@ -75,8 +81,8 @@ void require_ascending(const std::vector<pulse::Summand>& summands, size_t eleme
 void bind_loco(nb::module_& m) {
     m.def(
         "gate",
-        [](Floats theta, Floats now, Floats residual, float lookahead, bool bf16_start, MutableFloats s,
-           const RoundingTuple& rounding,
+        [](Floats theta, Floats now, Floats residual, float lookahead, bool bf16_start,
+           MutableFloats s, const RoundingTuple& rounding,
            uint32_t base) -> std::optional<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>> {
             const auto checked = checked_rounding(rounding);
             const size_t count = theta.size();
@@ -86,21 +92,22 @@ void bind_loco(nb::module_& m) {
             bool finite;
             {
                 nb::gil_scoped_release release;
-                const pulse::Local local{theta.data(), now.data(), residual.data(), lookahead, bf16_start};
+                const pulse::Local local{theta.data(), now.data(), residual.data(), lookahead,
+                                         bf16_start};
                 finite = pulse::gate(local, s.data(), count, checked, base, open);
             }
             if (!finite) return std::nullopt;
             return to_numpy(std::move(open));
         },
-        array("theta"), array("now"), array("residual"), "lookahead"_a, "bf16_start"_a, array("s"), "rounding"_a,
-        "base"_a,
+        array("theta"), array("now"), array("residual"), "lookahead"_a, "bf16_start"_a, array("s"),
+        "rounding"_a, "base"_a,
         "s = (start - now) + residual with start = theta - lookahead * residual; the positions, plus base, where theta and "
         "theta - s round differently; None if a pseudo-gradient is not finite, or 2^64 or more.");
 
     m.def(
         "encode_entries",
-        [](Floats theta, Floats momentum, const RoundingTuple& rounding, Positions positions, Floats values,
-           int mantissa, const Known& known) {
+        [](Floats theta, Floats momentum, const RoundingTuple& rounding, Positions positions,
+           Floats values, int mantissa, const Known& known) {
             check_mantissa(mantissa);
             const auto shared = shared_of(theta, momentum, checked_rounding(rounding), known);
             check_arrays(positions.size(), positions, values);
@@ -108,26 +115,29 @@ void bind_loco(nb::module_& m) {
             {
                 nb::gil_scoped_release release;
                 for (size_t i = 0; i < positions.size(); i++) {
-                    if (positions.data()[i] >= theta.size() || (i && positions.data()[i] <= positions.data()[i - 1])) {
+                    if (positions.data()[i] >= theta.size() ||
+                        (i && positions.data()[i] <= positions.data()[i - 1])) {
                         throw nb::index_error("the positions do not ascend within the block");
                     }
                 }
-                payload = pulse::encode_entries(shared, positions.data(), values.data(), positions.size(), mantissa);
+                payload = pulse::encode_entries(shared, positions.data(), values.data(),
+                                                positions.size(), mantissa);
             }
             return nb::bytes(payload.data(), payload.size());
         },
-        array("theta"), array("momentum"), "rounding"_a, array("positions"), array("values"), "mantissa"_a,
-        array("known") = nb::none(),
+        array("theta"), array("momentum"), "rounding"_a, array("positions"), array("values"),
+        "mantissa"_a, array("known") = nb::none(),
         "The payload of one block, of values with so many explicit bits of mantissa; known: its (classes, octaves).");
 
     m.def(
         "decode_entries",
-        [](const std::vector<Bytes>& payloads, Floats theta, Floats momentum, const RoundingTuple& rounding,
-           int mantissa, const Known& known) {
+        [](const std::vector<Bytes>& payloads, Floats theta, Floats momentum,
+           const RoundingTuple& rounding, int mantissa, const Known& known) {
             check_mantissa(mantissa);
             const auto shared = shared_of(theta, momentum, checked_rounding(rounding), known);
             std::vector<std::pair<const uint8_t*, size_t>> views;
-            for (const Bytes& payload : payloads) views.emplace_back(payload.data(), payload.size());
+            for (const Bytes& payload : payloads)
+                views.emplace_back(payload.data(), payload.size());
             std::vector<pulse::Entries> decoded;
             {
                 nb::gil_scoped_release release;
@@ -135,12 +145,13 @@ void bind_loco(nb::module_& m) {
             }
             nb::list results;
             for (pulse::Entries& entries : decoded) {
-                results.append(
-                    nb::make_tuple(to_numpy(std::move(entries.positions)), to_numpy(std::move(entries.values))));
+                results.append(nb::make_tuple(to_numpy(std::move(entries.positions)),
+                                              to_numpy(std::move(entries.values))));
             }
             return results;
         },
-        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "mantissa"_a, array("known") = nb::none(),
+        array("payloads"), array("theta"), array("momentum"), "rounding"_a, "mantissa"_a,
+        array("known") = nb::none(),
         "(uint32 positions, FP32 values) of one block for each payload; raises Malformed.");
 
     m.def(
@@ -152,7 +163,8 @@ void bind_loco(nb::module_& m) {
             if (!pulse::all_within(positions.data(), positions.size(), 0, total.size())) {
                 throw nb::index_error("a position is outside the block");
             }
-            for (size_t i = 0; i < positions.size(); i++) total.data()[positions.data()[i]] += values.data()[i];
+            for (size_t i = 0; i < positions.size(); i++)
+                total.data()[positions.data()[i]] += values.data()[i];
         },
         array("total"), array("positions"), array("values"),
         "total[positions] += values, in place; the positions are unique.");
@@ -175,20 +187,22 @@ void bind_loco(nb::module_& m) {
 
     m.def(
         "outer_step",
-        [](MutableFloats theta, MutableFloats momentum, Floats total, float trainers, float lr, float mu) {
+        [](MutableFloats theta, MutableFloats momentum, Floats total, float trainers, float lr,
+           float mu) {
             check_arrays(theta.size(), theta, momentum, total);
             nb::gil_scoped_release release;
-            pulse::outer_step(theta.data(), momentum.data(), total.data(), theta.size(), {trainers, lr, mu});
+            pulse::outer_step(theta.data(), momentum.data(), total.data(), theta.size(),
+                              {trainers, lr, mu});
         },
         array("theta"), array("momentum"), array("total"), "trainers"_a, "lr"_a, "mu"_a,
         "Nesterov SGD on total / trainers, in place.");
 
     m.def(
         "sparse_outer_step",
-        [](MutableFloats theta, MutableFloats momentum, Floats residual, float lookahead, MutableFloats start,
-           size_t from, const std::vector<Summand>& summands, float trainers, float lr, float mu, size_t offset,
-           size_t granule, MutableCounts counts, const RoundingTuple& rounding, const OctavesTuple& octaves,
-           MutableBytes classes) {
+        [](MutableFloats theta, MutableFloats momentum, Floats residual, float lookahead,
+           MutableFloats start, size_t from, const std::vector<Summand>& summands, float trainers,
+           float lr, float mu, size_t offset, size_t granule, MutableCounts counts,
+           const RoundingTuple& rounding, const OctavesTuple& octaves, MutableBytes classes) {
             const auto rounded = checked_rounding(rounding);
             const size_t count = theta.size();
             check_arrays(count, theta, momentum, residual, start, classes);
@@ -199,13 +213,14 @@ void bind_loco(nb::module_& m) {
                 throw nb::value_error("the counts are too few");
             }
             nb::gil_scoped_release release;
-            pulse::outer_step(theta.data(), momentum.data(), residual.data(), lookahead, start.data(), from, count,
-                              checked, {trainers, lr, mu}, offset, granule, counts.data(),
+            pulse::outer_step(theta.data(), momentum.data(), residual.data(), lookahead,
+                              start.data(), from, count, checked, {trainers, lr, mu}, offset,
+                              granule, counts.data(),
                               {rounded, octaves_of(octaves), classes.data()});
         },
-        array("theta"), array("momentum"), array("residual"), "lookahead"_a, array("start"), "from_"_a,
-        array("summands"), "trainers"_a, "lr"_a, "mu"_a, "offset"_a, "granule"_a, array("counts"), "rounding"_a,
-        "octaves"_a, array("classes"),
+        array("theta"), array("momentum"), array("residual"), "lookahead"_a, array("start"),
+        "from_"_a, array("summands"), "trainers"_a, "lr"_a, "mu"_a, "offset"_a, "granule"_a,
+        array("counts"), "rounding"_a, "octaves"_a, array("classes"),
         "Nesterov SGD on the sum of those of the summands (positions, values) that lie in the parameters, which begin at "
         "`from`, by ascending positions, / trainers, in place; start = theta - lookahead * residual; counts[(offset + i) // granule] grow by the sums "
         "that are not 0; classes get the parameters' for the octaves.");
@@ -218,5 +233,6 @@ void bind_loco(nb::module_& m) {
             const pulse::Octaves octaves = pulse::shared_octaves(momentum.data(), momentum.size());
             return OctavesTuple(octaves.distance, octaves.momentum);
         },
-        array("momentum"), "The octaves (of distance, of momentum) that a block's momentum suggests for its classes.");
+        array("momentum"),
+        "The octaves (of distance, of momentum) that a block's momentum suggests for its classes.");
 }

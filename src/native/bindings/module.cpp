@@ -31,11 +31,13 @@ void check_positions(const Positions& positions, uint32_t base, size_t bytes, in
 
 // An array of elements, and values for some of them.
 template <class Array>
-void check_values(const Array& elements, int width, const Positions& positions, const Bytes& values) {
+void check_values(const Array& elements, int width, const Positions& positions,
+                  const Bytes& values) {
     check_elements(elements, width, "elements");
     check_elements(values, width, "values");
     check_elements(positions, "positions");
-    if (values.size() != positions.size() * size_t(width)) throw nb::value_error("values and positions differ");
+    if (values.size() != positions.size() * size_t(width))
+        throw nb::value_error("values and positions differ");
 }
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -46,7 +48,8 @@ pulse::Blocks checked_blocks(const BlocksTuple& of, const Bytes& elements, int w
     if (width != 2 && width != 4) throw nb::value_error("width is out of range");
     check_elements(elements, width, "elements");
     const auto& [columns, block_rows, block_columns] = of;
-    if (std::min({columns, block_rows, block_columns}) == 0) throw nb::value_error("blocks without elements");
+    if (std::min({columns, block_rows, block_columns}) == 0)
+        throw nb::value_error("blocks without elements");
     return {size_t(columns), size_t(block_rows), size_t(block_columns)};
 }
 
@@ -59,7 +62,8 @@ NB_MODULE(_kernels, m) {
         "scan",
         [](Bytes old, Bytes now, int width) {
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
-            if (old.size() / size_t(width < 1 ? 1 : width) > UINT32_MAX) throw nb::value_error("the array is too long");
+            if (old.size() / size_t(width < 1 ? 1 : width) > UINT32_MAX)
+                throw nb::value_error("the array is too long");
             std::vector<uint32_t> positions;
             for_width(width, [&](auto*) {
                 check_elements(old, width, "old");
@@ -69,7 +73,8 @@ NB_MODULE(_kernels, m) {
             });
             return to_numpy(std::move(positions));
         },
-        array("old"), array("new"), "width"_a, "The uint32 positions at which the elements of two arrays differ.");
+        array("old"), array("new"), "width"_a,
+        "The uint32 positions at which the elements of two arrays differ.");
 
     m.def(
         "gather",
@@ -82,12 +87,13 @@ NB_MODULE(_kernels, m) {
                 nb::gil_scoped_release release;
                 check_positions(positions, base, elements.size(), width);
                 out.resize(positions.size() * sizeof(U));
-                pulse::gather(reinterpret_cast<const U*>(elements.data()), positions.data(), positions.size(), base,
-                              reinterpret_cast<U*>(out.data()));
+                pulse::gather(reinterpret_cast<const U*>(elements.data()), positions.data(),
+                              positions.size(), base, reinterpret_cast<U*>(out.data()));
             });
             return to_numpy(std::move(out));
         },
-        array("elements"), "width"_a, array("positions"), "base"_a, "The bytes of the elements at positions - base.");
+        array("elements"), "width"_a, array("positions"), "base"_a,
+        "The bytes of the elements at positions - base.");
 
     m.def(
         "holds",
@@ -98,8 +104,9 @@ NB_MODULE(_kernels, m) {
                 check_values(elements, width, positions, values);
                 nb::gil_scoped_release release;
                 check_positions(positions, base, elements.size(), width);
-                same = pulse::holds(reinterpret_cast<const U*>(elements.data()), positions.data(), positions.size(),
-                                    base, reinterpret_cast<const U*>(values.data()));
+                same =
+                    pulse::holds(reinterpret_cast<const U*>(elements.data()), positions.data(),
+                                 positions.size(), base, reinterpret_cast<const U*>(values.data()));
             });
             return same;
         },
@@ -114,8 +121,8 @@ NB_MODULE(_kernels, m) {
                 check_values(elements, width, positions, values);
                 nb::gil_scoped_release release;
                 check_positions(positions, base, elements.size(), width);
-                pulse::scatter(reinterpret_cast<U*>(elements.data()), positions.data(), positions.size(), base,
-                               reinterpret_cast<const U*>(values.data()));
+                pulse::scatter(reinterpret_cast<U*>(elements.data()), positions.data(),
+                               positions.size(), base, reinterpret_cast<const U*>(values.data()));
             });
         },
         array("elements"), "width"_a, array("positions"), "base"_a, array("values"),
@@ -131,10 +138,13 @@ NB_MODULE(_kernels, m) {
             }
             check_elements(bits, "bits");
             check_elements(out, width, "out");
-            if (out.size() != bits.size() * size_t(width)) throw nb::value_error("bits and out differ in length");
+            if (out.size() != bits.size() * size_t(width))
+                throw nb::value_error("bits and out differ in length");
             nb::gil_scoped_release release;
-            if (width == 1) return pulse::round_values(bits.data(), bits.size(), checked, nan, out.data());
-            pulse::round_values(bits.data(), bits.size(), checked, nan, reinterpret_cast<uint16_t*>(out.data()));
+            if (width == 1)
+                return pulse::round_values(bits.data(), bits.size(), checked, nan, out.data());
+            pulse::round_values(bits.data(), bits.size(), checked, nan,
+                                reinterpret_cast<uint16_t*>(out.data()));
         },
         array("bits"), "rounding"_a, "nan"_a, "width"_a, array("out"),
         "FP32 numbers, given by their bits, rounded to a narrower float; a NaN gets the bits `nan` besides its own.");
@@ -144,29 +154,35 @@ NB_MODULE(_kernels, m) {
         [](Bytes elements, int width, const BlocksTuple& of) {
             const pulse::Blocks blocks = checked_blocks(of, elements, width);
             const size_t rows = elements.size() / size_t(width) / blocks.columns;
-            if (rows * blocks.columns * size_t(width) != elements.size()) throw nb::value_error("a row is cut");
-            std::vector<float> found((rows + blocks.block_rows - 1) / blocks.block_rows * blocks.across());
+            if (rows * blocks.columns * size_t(width) != elements.size())
+                throw nb::value_error("a row is cut");
+            std::vector<float> found((rows + blocks.block_rows - 1) / blocks.block_rows *
+                                     blocks.across());
             {
                 nb::gil_scoped_release release;
                 pulse::block_maxima(elements.data(), width, rows, blocks, found.data());
             }
             return to_numpy(std::move(found));
         },
-        array("elements"), "width"_a, "blocks"_a, "The largest magnitudes of the blocks of whole rows.");
+        array("elements"), "width"_a, "blocks"_a,
+        "The largest magnitudes of the blocks of whole rows.");
 
     m.def(
         "to_e4m3",
-        [](Bytes elements, int width, uint64_t start, const BlocksTuple& of, Floats scales, MutableBytes out) {
+        [](Bytes elements, int width, uint64_t start, const BlocksTuple& of, Floats scales,
+           MutableBytes out) {
             const pulse::Blocks blocks = checked_blocks(of, elements, width);
             const size_t count = elements.size() / size_t(width);
             if (out.size() != count) throw nb::value_error("elements and out differ in length");
             if (start > uint64_t(1) << 50) throw nb::value_error("start is out of range");
             const size_t rows = (size_t(start) + count + blocks.columns - 1) / blocks.columns;
-            if (scales.size() < (rows + blocks.block_rows - 1) / blocks.block_rows * blocks.across()) {
+            if (scales.size() <
+                (rows + blocks.block_rows - 1) / blocks.block_rows * blocks.across()) {
                 throw nb::value_error("there are too few scales");
             }
             nb::gil_scoped_release release;
-            pulse::to_e4m3(elements.data(), width, size_t(start), count, blocks, scales.data(), out.data());
+            pulse::to_e4m3(elements.data(), width, size_t(start), count, blocks, scales.data(),
+                           out.data());
         },
         array("elements"), "width"_a, "start"_a, "blocks"_a, array("scales"), array("out"),
         "Elements from `start` on, divided by the scales of their blocks, as E4M3.");
@@ -180,12 +196,15 @@ NB_MODULE(_kernels, m) {
                       : blocks.block_rows % 2 || blocks.block_columns != 1) {
                 throw nb::value_error("the blocks are neither groups of a row nor of a column");
             }
-            const size_t count = elements.size() / size_t(width), band = blocks.columns * blocks.block_rows;
+            const size_t count = elements.size() / size_t(width),
+                         band = blocks.columns * blocks.block_rows;
             if (count % band) throw nb::value_error("a block is cut");
             if (2 * out.size() != count) throw nb::value_error("elements and out differ in length");
-            if (scales.size() < count / band * blocks.across()) throw nb::value_error("there are too few scales");
+            if (scales.size() < count / band * blocks.across())
+                throw nb::value_error("there are too few scales");
             nb::gil_scoped_release release;
-            pulse::to_e2m1(elements.data(), width, count / blocks.columns, blocks, scales.data(), out.data());
+            pulse::to_e2m1(elements.data(), width, count / blocks.columns, blocks, scales.data(),
+                           out.data());
         },
         array("elements"), "width"_a, "blocks"_a, array("scales"), array("out"),
         "Elements divided by the scales of their blocks, as E2M1, two a byte.");

@@ -29,28 +29,33 @@ size_t elements_of(const std::vector<Run>& runs) {
 
 // The choice between the codecs: the only place where it is made.
 template <class U>
-EncodedBlock encode(const std::vector<Window>& history, const U* old, const U* now, const ElementKind& kind,
-                    const std::vector<Run>& runs, bool prove, BlockCodec only) {
+EncodedBlock encode(const std::vector<Window>& history, const U* old, const U* now,
+                    const ElementKind& kind, const std::vector<Run>& runs, bool prove,
+                    BlockCodec only) {
     const size_t elements = elements_of(runs);
     EncodedBlock result{};
     const auto by_table = [&] {
         const Spread spread = sampled_spread(old, now, elements, int(sizeof(U)));
         return spread.density >= kMany && spread.evenness >= kEven;
     };
-    if (only == BlockCodec::table || (only == BlockCodec::any && elements >= kLarge && by_table())) {
+    if (only == BlockCodec::table ||
+        (only == BlockCodec::any && elements >= kLarge && by_table())) {
         Encoded encoded = encode_steps(old, now, elements, kind);
         result.codec = BlockCodec::table;
         result.payload = std::move(encoded.payload);
         result.changed = encoded.changed;
         return result;
     }
-    BlockChanges<U> changes = compare_block(old, now, elements, runs, ClassOf{kind.shift, kind.mask});
+    BlockChanges<U> changes =
+        compare_block(old, now, elements, runs, ClassOf{kind.shift, kind.mask});
     result.changed = changes.positions.size();
     if (changes.positions.empty()) return result;
-    const bool few = only == BlockCodec::gaps || (only != BlockCodec::sparse && suits_gaps(changes.statistics));
+    const bool few =
+        only == BlockCodec::gaps || (only != BlockCodec::sparse && suits_gaps(changes.statistics));
     result.codec = few ? BlockCodec::gaps : BlockCodec::sparse;
     if (!history.empty() && (only == BlockCodec::any || only == BlockCodec::history) &&
-        encode_history(history, old, changes, kind, runs, few, result.payload, prove ? &result.decoded : nullptr)) {
+        encode_history(history, old, changes, kind, runs, few, result.payload,
+                       prove ? &result.decoded : nullptr)) {
         result.codec = BlockCodec::history;
     } else if (few) {
         result.payload = encode_gaps(old, changes, kind, runs).payload;
@@ -76,16 +81,19 @@ EncodedBlock encode(const std::vector<Window>& history, const U* old, const U* n
 
 }  // namespace
 
-EncodedBlock encode_block(const std::vector<Window>& history, const void* old, const void* now, const ElementKind& kind,
-                          const std::vector<Run>& runs, bool prove, BlockCodec only) {
+EncodedBlock encode_block(const std::vector<Window>& history, const void* old, const void* now,
+                          const ElementKind& kind, const std::vector<Run>& runs, bool prove,
+                          BlockCodec only) {
     return for_width(kind, [&](auto zero) {
         using U = decltype(zero);
-        return encode(history, static_cast<const U*>(old), static_cast<const U*>(now), kind, runs, prove, only);
+        return encode(history, static_cast<const U*>(old), static_cast<const U*>(now), kind, runs,
+                      prove, only);
     });
 }
 
-Decoded decode_block(BlockCodec codec, const std::vector<Window>& history, const uint8_t* payload, size_t size,
-                     const void* old, const ElementKind& kind, const std::vector<Run>& runs) {
+Decoded decode_block(BlockCodec codec, const std::vector<Window>& history, const uint8_t* payload,
+                     size_t size, const void* old, const ElementKind& kind,
+                     const std::vector<Run>& runs) {
     switch (codec) {
         case BlockCodec::gaps: return decode_gaps(payload, size, old, kind, runs);
         case BlockCodec::sparse: return decode_sparse(payload, size, old, kind, runs);

@@ -11,7 +11,14 @@
 namespace pulse {
 
 // The codecs of this module by their ids in a patch; `any`: the encoder chooses.
-enum class BlockCodec : uint8_t { any = 0, gaps = 3, sparse = 4, table = 5, history = 6, nibbles = 7 };
+enum class BlockCodec : uint8_t {
+    any = 0,
+    gaps = 3,
+    sparse = 4,
+    table = 5,
+    history = 6,
+    nibbles = 7
+};
 
 struct EncodedBlock {
     BlockCodec codec;
@@ -26,12 +33,14 @@ struct EncodedBlock {
 // The runs cover the arrays, which are aligned to `kind.width` and have at most 2^24 elements; `history`, of at most
 // kMaxWindows, ends at the old elements. To `prove` a payload of `history` it is decoded, by the history as it was put
 // together to code it. `only`: for tests, the codec that is used (`history` where it has anything to say).
-EncodedBlock encode_block(const std::vector<Window>& history, const void* old, const void* now, const ElementKind& kind,
-                          const std::vector<Run>& runs, bool prove, BlockCodec only = BlockCodec::any);
+EncodedBlock encode_block(const std::vector<Window>& history, const void* old, const void* now,
+                          const ElementKind& kind, const std::vector<Run>& runs, bool prove,
+                          BlockCodec only = BlockCodec::any);
 
 // What `table` has not coded (see decode_steps). Throws Malformed. Reads and writes nothing out of bounds on any payload, in
 // time linear in elements and payload.
-Decoded decode_block(BlockCodec codec, const std::vector<Window>& history, const uint8_t* payload, size_t size,
-                     const void* old, const ElementKind& kind, const std::vector<Run>& runs);
+Decoded decode_block(BlockCodec codec, const std::vector<Window>& history, const uint8_t* payload,
+                     size_t size, const void* old, const ElementKind& kind,
+                     const std::vector<Run>& runs);
 
 }  // namespace pulse

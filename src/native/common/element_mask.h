@@ -24,8 +24,12 @@ public:
           before_(new uint32_t[size_t(elements / 64) + 1]) {}
 
     MaskWords words() const { return words_.get(); }
-    PULSE_INLINE bool has(size_t element) const { return words_[element / 64] >> (element % 64) & 1; }
-    PULSE_INLINE void add(size_t element, bool is) { words_[element / 64] |= uint64_t(is) << (element % 64); }
+    PULSE_INLINE bool has(size_t element) const {
+        return words_[element / 64] >> (element % 64) & 1;
+    }
+    PULSE_INLINE void add(size_t element, bool is) {
+        words_[element / 64] |= uint64_t(is) << (element % 64);
+    }
     void remove(size_t element) { words_[element / 64] &= ~(uint64_t(1) << (element % 64)); }
 
     // How many of these elements have a bit.

@@ -46,9 +46,13 @@ struct Rounding {
 class Rounder {
 public:
     explicit Rounder(const Rounding& rounding)
-        : rounding_(rounding), most_(unbounded(rounding.most)), beyond_(most_ + (rounding.beyond > rounding.most)) {}
+        : rounding_(rounding),
+          most_(unbounded(rounding.most)),
+          beyond_(most_ + (rounding.beyond > rounding.most)) {}
 
-    uint32_t operator()(uint32_t bits) const { return magnitude(bits & kMagnitude) | (bits & kSign); }
+    uint32_t operator()(uint32_t bits) const {
+        return magnitude(bits & kMagnitude) | (bits & kSign);
+    }
 
     uint32_t magnitude(uint32_t bits) const {
         const uint32_t rounded = unbounded(bits);
@@ -60,7 +64,8 @@ public:
 private:
     // As if the exponents never ended. A significand that is rounded up to the next power of two carries into the exponent.
     uint32_t unbounded(uint32_t magnitude) const {
-        const uint32_t exponent = magnitude >> 23, t = rounding_.dropped(exponent), least = rounding_.least;
+        const uint32_t exponent = magnitude >> 23, t = rounding_.dropped(exponent),
+                       least = rounding_.least;
         const uint32_t significand = (magnitude & 0x7fffff) | (exponent ? 1u << 23 : 0);
         const uint32_t kept = (significand + (1u << (t - 1)) - 1 + ((significand >> t) & 1)) >> t;
         return kept + ((exponent > least ? exponent - least : 0) << rounding_.mantissa);
@@ -84,7 +89,8 @@ struct Distance {
 };
 
 inline Distance distance_of(uint32_t bits, const Rounding& rounding) {
-    const uint32_t magnitude = bits & kMagnitude, exponent = magnitude >> 23, t = rounding.dropped(exponent);
+    const uint32_t magnitude = bits & kMagnitude, exponent = magnitude >> 23,
+                   t = rounding.dropped(exponent);
     const uint32_t significand = (magnitude & 0x7fffff) | (exponent ? 1u << 23 : 0);
     const uint32_t mask = (1u << t) - 1, up = ((1u << (t - 1)) - significand) & mask;
     return {up, (1u << t) - up};
@@ -98,7 +104,9 @@ inline Distance bf16_distance(uint32_t bits) {
 
 // Casts `count` FP32 numbers, given by their bits. A NaN keeps its sign and becomes `nan` with the top bits of its own
 // mantissa set as well.
-void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan, uint8_t* out);
-void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan, uint16_t* out);
+void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan,
+                  uint8_t* out);
+void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan,
+                  uint16_t* out);
 
 }  // namespace pulse

@@ -13,8 +13,8 @@
 namespace pulse {
 namespace {
 
-PULSE_CLONES void differing_chunks(const uint8_t* a, const uint8_t* b, size_t bytes, int width, uint32_t base,
-                                   std::vector<uint32_t>& out) {
+PULSE_CLONES void differing_chunks(const uint8_t* a, const uint8_t* b, size_t bytes, int width,
+                                   uint32_t base, std::vector<uint32_t>& out) {
     constexpr size_t kChunk = 128;
     const int bits = 8 * width;
     const uint64_t element = width == 8 ? ~uint64_t(0) : (uint64_t(1) << bits) - 1;
@@ -34,13 +34,15 @@ PULSE_CLONES void differing_chunks(const uint8_t* a, const uint8_t* b, size_t by
             const int j = __builtin_ctz(words);
             for (uint64_t word = x[j]; word;) {
                 const int lane = __builtin_ctzll(word) / bits;
-                out.push_back(base + uint32_t((i + 8 * size_t(j)) / size_t(width)) + uint32_t(lane));
+                out.push_back(base + uint32_t((i + 8 * size_t(j)) / size_t(width)) +
+                              uint32_t(lane));
                 word &= ~(element << (lane * bits));
             }
         }
     }
     for (; i < bytes; i += size_t(width)) {
-        if (std::memcmp(a + i, b + i, size_t(width)) != 0) out.push_back(base + uint32_t(i / size_t(width)));
+        if (std::memcmp(a + i, b + i, size_t(width)) != 0)
+            out.push_back(base + uint32_t(i / size_t(width)));
     }
 }
 
@@ -59,8 +61,8 @@ PULSE_BW inline uint64_t lanes_that_differ(const uint8_t* a, const uint8_t* b) {
 // 64 elements at a time, whole ones only; returns how many. Up to two positions are written without a branch, since it is
 // hard to foresee where changes are.
 template <int kWidth>
-PULSE_BW size_t differing_vectors(const uint8_t* a, const uint8_t* b, size_t elements, uint32_t base,
-                                  std::vector<uint32_t>& out) {
+PULSE_BW size_t differing_vectors(const uint8_t* a, const uint8_t* b, size_t elements,
+                                  uint32_t base, std::vector<uint32_t>& out) {
     constexpr size_t kStep = 64, kMost = 4096;
     constexpr int kLanes = 64 / kWidth;
     uint32_t found[kMost + kStep];
@@ -96,8 +98,8 @@ PULSE_BW size_t differing_vectors(const uint8_t* a, const uint8_t* b, size_t ele
 bool has_scan_vectors() {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("bmi") &&
-           __builtin_cpu_supports("popcnt");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
 #else
     return false;
 #endif
@@ -105,7 +107,8 @@ bool has_scan_vectors() {
 
 bool scan_vectors = has_scan_vectors();
 
-void differing(const uint8_t* a, const uint8_t* b, size_t bytes, int width, uint32_t base, std::vector<uint32_t>& out) {
+void differing(const uint8_t* a, const uint8_t* b, size_t bytes, int width, uint32_t base,
+               std::vector<uint32_t>& out) {
     size_t done = 0;
 #if defined(__x86_64__) && defined(__GNUC__)
     if (scan_vectors) {

@@ -9,7 +9,8 @@
 namespace pulse {
 
 // Appends base + i for every byte offset i * width at which the two arrays differ. `bytes` is a multiple of width.
-void differing(const uint8_t* a, const uint8_t* b, size_t bytes, int width, uint32_t base, std::vector<uint32_t>& out);
+void differing(const uint8_t* a, const uint8_t* b, size_t bytes, int width, uint32_t base,
+               std::vector<uint32_t>& out);
 
 // Whether this processor has vectors for it (AVX-512), and whether they are used.
 bool has_scan_vectors();

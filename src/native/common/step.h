@@ -19,7 +19,8 @@ U from_ordered(U y, bool floating) {
     return U(y & sign ? y & ~sign : ~y);
 }
 
-constexpr int kFirstLong = 3;  // 0, 1, 2: a step of 0, +1, -1; from here on by the size's bit length
+constexpr int kFirstLong =
+    3;  // 0, 1, 2: a step of 0, +1, -1; from here on by the size's bit length
 
 // An alphabet has this many symbols at most; the last one is the escape.
 constexpr int most_alphabet(int width) { return 8 * width + 2; }

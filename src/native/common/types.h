@@ -21,7 +21,9 @@ struct ElementKind {
 // `elements` of one tensor, whose rows have `row` elements; the first one is number `phase` of its row.
 struct Run {
     uint64_t elements, row, phase;
-    size_t end_after(size_t at) const { return std::min<uint64_t>(((at + phase) / row + 1) * row - phase, elements); }
+    size_t end_after(size_t at) const {
+        return std::min<uint64_t>(((at + phase) / row + 1) * row - phase, elements);
+    }
 };
 
 struct Encoded {

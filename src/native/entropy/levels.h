@@ -14,9 +14,10 @@ constexpr int kNoChance = 49;  // levels of chances: half octaves of odds, 24 be
 
 // 2^12 / (1 + 2^((i - 24) / 2)), at most 2^12 - 1; 0 for what never happens.
 inline constexpr std::array<uint16_t, kNoChance + 1> kChances = {
-    4095, 4095, 4094, 4093, 4092, 4090, 4088, 4085, 4080, 4073, 4064, 4051, 4033, 4007, 3972, 3923, 3855,
-    3763, 3641, 3481, 3277, 3026, 2731, 2399, 2048, 1697, 1365, 1070, 819,  615,  455,  333,  241,  173,
-    124,  89,   63,   45,   32,   23,   16,   11,   8,    6,    4,    3,    2,    1,    1,    0};
+    4095, 4095, 4094, 4093, 4092, 4090, 4088, 4085, 4080, 4073, 4064, 4051, 4033,
+    4007, 3972, 3923, 3855, 3763, 3641, 3481, 3277, 3026, 2731, 2399, 2048, 1697,
+    1365, 1070, 819,  615,  455,  333,  241,  173,  124,  89,   63,   45,   32,
+    23,   16,   11,   8,    6,    4,    3,    2,    1,    1,    0};
 
 constexpr int kEven = 24;
 
@@ -25,7 +26,8 @@ inline uint16_t chance(uint8_t level) { return kChances[level]; }
 // The level whose chance is next to that of `often` of `all`.
 inline int level_of(double often, double all) {
     if (often == 0) return kNoChance;
-    return std::clamp(int(std::lround(kEven - 2 * std::log2(often / std::max(all - often, 0.25)))), 0, kNoChance - 1);
+    return std::clamp(int(std::lround(kEven - 2 * std::log2(often / std::max(all - often, 0.25)))),
+                      0, kNoChance - 1);
 }
 
 // What is too far from `expected` comes as near as it must.

@@ -41,7 +41,8 @@ struct LevelModels {
 // The levels of classes first .. first + count - 1. A float's rounding step doubles from one exponent to the next, which
 // halves the chance to change: two levels further.
 template <class Side>
-void code_levels(Side& side, LevelModels& models, std::array<uint8_t, kClasses>& levels, int first, int count) {
+void code_levels(Side& side, LevelModels& models, std::array<uint8_t, kClasses>& levels, int first,
+                 int count) {
     int expected = 30;
     for (int c = first; c < first + count; c++) {
         side.next_symbol();
@@ -49,7 +50,8 @@ void code_levels(Side& side, LevelModels& models, std::array<uint8_t, kClasses>&
             levels[c] = kAbsent;
             continue;
         }
-        levels[c] = uint8_t(std::clamp(code_near(side, models.near, levels[c], expected), 0, kMostLevel));
+        levels[c] =
+            uint8_t(std::clamp(code_near(side, models.near, levels[c], expected), 0, kMostLevel));
         expected = std::min(levels[c] + 2, kMostLevel);
     }
 }

@@ -43,7 +43,8 @@ public:
 
     // At most 31 bits.
     uint32_t take(int count) {
-        if (at_ + uint64_t(count) > uint64_t(size_) * 8) throw Malformed("the plain bits end too early");
+        if (at_ + uint64_t(count) > uint64_t(size_) * 8)
+            throw Malformed("the plain bits end too early");
         uint64_t window = 0;
         const size_t byte = size_t(at_ >> 3);
         if (byte + 8 <= size_) {

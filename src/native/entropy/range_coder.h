@@ -58,9 +58,14 @@ public:
     // No symbol takes more than this many bytes, nor any group of symbols between two calls of `make_room`.
     static constexpr size_t kRoom = 256;
 
-    RangeEncoder() : begin_(grown(nullptr, 0, 1 << 12)), at_(begin_ + 1), end_(begin_ + (1 << 12)) {}
+    RangeEncoder()
+        : begin_(grown(nullptr, 0, 1 << 12)), at_(begin_ + 1), end_(begin_ + (1 << 12)) {}
     RangeEncoder(RangeEncoder&& other) noexcept
-        : begin_(other.begin_), at_(other.at_), end_(other.end_), low_(other.low_), range_(other.range_) {
+        : begin_(other.begin_),
+          at_(other.at_),
+          end_(other.end_),
+          low_(other.low_),
+          range_(other.range_) {
         other.begin_ = nullptr;
     }
     RangeEncoder& operator=(RangeEncoder&&) = delete;
@@ -201,7 +206,8 @@ public:
 
     uint32_t plain(int count) {
         range_ >>= count;
-        const uint64_t most = (uint64_t(1) << count) - 1, v = code_ / range_, value = v < most ? v : most;
+        const uint64_t most = (uint64_t(1) << count) - 1, v = code_ / range_,
+                       value = v < most ? v : most;
         code_ -= value * range_;
         settle();
         return uint32_t(value);

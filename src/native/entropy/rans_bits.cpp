@@ -4,7 +4,8 @@
 
 namespace pulse {
 
-void put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits, size_t batches) {
+void put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits,
+              size_t batches) {
     if (vector_put_bits(coder, frequencies, bits, batches)) return;
     for (size_t b = batches; b-- > 0;) {
         for (size_t i = kRansStates; i-- > 0;) {
@@ -38,7 +39,8 @@ void turn_bits(const uint64_t* bits, uint8_t* bytes) {
     if (vector_turn_bits(bits, bytes)) return;
     std::memset(bytes, 0, kRansStates);
     for (size_t k = 0; k < 8; k++) {
-        for (uint64_t left = bits[k]; left; left &= left - 1) bytes[__builtin_ctzll(left)] |= uint8_t(1 << k);
+        for (uint64_t left = bits[k]; left; left &= left - 1)
+            bytes[__builtin_ctzll(left)] |= uint8_t(1 << k);
     }
 }
 

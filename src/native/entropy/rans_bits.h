@@ -27,7 +27,8 @@ size_t put_ones(uint64_t bits, uint32_t first, uint32_t* out);
 void turn_bits(const uint64_t* bits, uint8_t* bytes);
 
 // The vectors' share: all of them, or none.
-bool vector_put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits, size_t batches);
+bool vector_put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits,
+                     size_t batches);
 bool vector_take_bits(RansReader& coder, const uint16_t* frequencies, uint64_t& bits);
 bool vector_put_ones(uint64_t bits, uint32_t first, uint32_t* out);
 bool vector_turn_bits(const uint64_t* bits, uint8_t* bytes);

@@ -20,7 +20,8 @@ constexpr int kVectors = 4;  // of sixteen states each
 
 // Sixteen words in the lanes of the mask, from the front; and how many they are.
 PULSE_RANS_INLINE __m512i take_words(const uint8_t*& next, __mmask16 lanes) {
-    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
+    const __m512i words =
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
     next += 2 * __builtin_popcount(lanes);
     return _mm512_maskz_expand_epi32(lanes, words);
 }
@@ -29,7 +30,8 @@ PULSE_RANS_INLINE __m512i take_words(const uint8_t*& next, __mmask16 lanes) {
 PULSE_RANS_INLINE void put_words(uint8_t*& next, __mmask16 lanes, __m512i x) {
     const __m512i count = _mm512_set1_epi32(__builtin_popcount(lanes));
     const __m512i iota = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i last = _mm512_permutexvar_epi32(_mm512_add_epi32(iota, count), _mm512_maskz_compress_epi32(lanes, x));
+    const __m512i last = _mm512_permutexvar_epi32(_mm512_add_epi32(iota, count),
+                                                  _mm512_maskz_compress_epi32(lanes, x));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(next - 32), _mm512_cvtepi32_epi16(last));
     next -= 2 * __builtin_popcount(lanes);
 }
@@ -54,8 +56,8 @@ struct ByteTable {
     __m512i first, second, third, fourth;  // of 0 to 63, …
 
     PULSE_RANS_INLINE static ByteTable from(const uint8_t* table) {
-        return {_mm512_loadu_si512(table), _mm512_loadu_si512(table + 64), _mm512_loadu_si512(table + 128),
-                _mm512_loadu_si512(table + 192)};
+        return {_mm512_loadu_si512(table), _mm512_loadu_si512(table + 64),
+                _mm512_loadu_si512(table + 128), _mm512_loadu_si512(table + 192)};
     }
     PULSE_RANS_INLINE void of(__m512i bytes, __m512i* found) const {
         const __m512i low = _mm512_permutex2var_epi8(first, bytes, second);

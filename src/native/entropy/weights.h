@@ -12,9 +12,10 @@
 namespace pulse {
 
 constexpr int kClasses = 256;
-constexpr uint64_t kNat = uint64_t(1) << 24;  // weight of an element that changes with probability 1 - 1/e
-constexpr int kMostLevel = 44;                // level h stands for the weight 2^(26 - h/2)
-constexpr uint8_t kAbsent = 63;               // no element of the class changes: weight 0
+constexpr uint64_t kNat = uint64_t(1)
+                          << 24;  // weight of an element that changes with probability 1 - 1/e
+constexpr int kMostLevel = 44;    // level h stands for the weight 2^(26 - h/2)
+constexpr uint8_t kAbsent = 63;   // no element of the class changes: weight 0
 constexpr uint64_t kMostWeight = uint64_t(1) << 26;
 constexpr int kMostBoost = 7;  // a row with a change weighs up to 2^7 times as much
 
@@ -48,14 +49,16 @@ struct Weights {
         int last = 0;
         for (int c = kClasses - 1; c >= 0; c--) {
             of[0][c] = weight_of_level(levels[c]);
-            of[1][c] = c < steady ? uint32_t(std::min(uint64_t(of[0][c]) << boost, kMostWeight)) : of[0][c];
+            of[1][c] = c < steady ? uint32_t(std::min(uint64_t(of[0][c]) << boost, kMostWeight))
+                                  : of[0][c];
             if (of[0][c]) last = std::max(last, c), first = uint8_t(c);
         }
         narrow = last - first < 64;
         wide = last - first < 128;
         for (int c = first; wide && c <= last; c++) {
             for (int live = 0; live < 2; live++) {
-                for (int k = 0; k < 4; k++) planes[live][k][c - first] = uint8_t(of[live][c] >> (8 * k));
+                for (int k = 0; k < 4; k++)
+                    planes[live][k][c - first] = uint8_t(of[live][c] >> (8 * k));
             }
         }
     }
@@ -76,7 +79,10 @@ inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const ui
     for (; i + 8 <= count; i += 8) {
         sum += weight8(p + i, cls, weights);
 #if defined(__GNUC__)
-        __asm__("" : "+r"(sum));  // keeps the look-ups from being vectorised into gathers, which halves the speed
+        __asm__(
+            ""
+            : "+r"(
+                sum));  // keeps the look-ups from being vectorised into gathers, which halves the speed
 #endif
     }
     for (; i < count; i++) sum += weights[cls(p[i])];
@@ -85,8 +91,8 @@ inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const ui
 
 // Passes whole eights of elements as long as `waited` and their weight stay below `target`; how many elements were passed.
 template <class U>
-inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uint32_t* weights, uint64_t& waited,
-                                uint64_t target) {
+inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uint32_t* weights,
+                                uint64_t& waited, uint64_t target) {
     size_t at = 0;
     for (; at + 8 <= count; at += 8) {
         const uint64_t next = waited + weight8(p + at, cls, weights);
@@ -98,26 +104,28 @@ inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uin
 
 // The same without the elements that are marked; `first` is the number of `p` in its block.
 template <class U>
-inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const uint32_t* weights, MaskWords marks,
-                                 size_t first) {
+inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const uint32_t* weights,
+                                 MaskWords marks, size_t first) {
     uint64_t sum = 0;
     for (size_t i = 0; i < count; i += 64) {
         const uint64_t marked = marks_from(marks, first + i);
         const size_t here = std::min<size_t>(64, count - i);
         sum += plain_weight_sum(p + i, here, cls, weights);
-        for (uint64_t left = here < 64 ? marked & ((uint64_t(1) << here) - 1) : marked; left; left &= left - 1) {
+        for (uint64_t left = here < 64 ? marked & ((uint64_t(1) << here) - 1) : marked; left;
+             left &= left - 1) {
             sum -= weights[cls(p[i + size_t(__builtin_ctzll(left))])];
         }
     }
     return sum;
 }
 template <class U>
-inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uint32_t* weights, uint64_t& waited,
-                                uint64_t target, MaskWords marks, size_t first) {
+inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uint32_t* weights,
+                                uint64_t& waited, uint64_t target, MaskWords marks, size_t first) {
     size_t at = 0;
     for (; at + 8 <= count; at += 8) {
         uint64_t next = waited + weight8(p + at, cls, weights);
-        for (uint32_t left = uint32_t(marks_from(marks, first + at) & 255); left; left &= left - 1) {
+        for (uint32_t left = uint32_t(marks_from(marks, first + at) & 255); left;
+             left &= left - 1) {
             next -= weights[cls(p[at + size_t(__builtin_ctz(left))])];
         }
         if (next >= target) break;

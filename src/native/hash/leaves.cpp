@@ -22,15 +22,18 @@ struct Leaves {
 
 }  // namespace
 
-std::vector<uint8_t> leaf_digests(const std::vector<Piece>& pieces, size_t leaf, const Sha256Plan& plan) {
+std::vector<uint8_t> leaf_digests(const std::vector<Piece>& pieces, size_t leaf,
+                                  const Sha256Plan& plan) {
     const Leaves leaves(pieces, leaf);
     std::vector<uint8_t> digests(kSha256Digest * leaves.data.size());
-    sha256_messages(plan, leaves.sizes.data(), leaves.sizes.size(), leaf, digests.data(),
-                    [&](size_t message, size_t at, size_t, int) { return leaves.data[message] + at; });
+    sha256_messages(
+        plan, leaves.sizes.data(), leaves.sizes.size(), leaf, digests.data(),
+        [&](size_t message, size_t at, size_t, int) { return leaves.data[message] + at; });
     return digests;
 }
 
-std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& messages, const Sha256Plan& plan) {
+std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& messages,
+                                     const Sha256Plan& plan) {
     constexpr size_t kTile = 16384, kStride = kTile + 64;
     struct Place {
         size_t piece = 0, at = 0;
@@ -53,8 +56,10 @@ std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& mess
                         }
                         uint8_t* tile = room.data() + kStride * size_t(lane);
                         for (size_t done = 0; done < bytes;) {
-                            while (place.at == pieces[place.piece].bytes) place = {place.piece + 1, 0};
-                            const size_t part = std::min(bytes - done, pieces[place.piece].bytes - place.at);
+                            while (place.at == pieces[place.piece].bytes)
+                                place = {place.piece + 1, 0};
+                            const size_t part =
+                                std::min(bytes - done, pieces[place.piece].bytes - place.at);
                             std::memcpy(tile + done, pieces[place.piece].data + place.at, part);
                             place.at += part;
                             done += part;
@@ -67,7 +72,8 @@ std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& mess
 namespace {
 
 template <size_t width>
-std::vector<uint8_t> digests_with(const std::vector<Patched>& pieces, size_t leaf, const Sha256Plan& plan) {
+std::vector<uint8_t> digests_with(const std::vector<Patched>& pieces, size_t leaf,
+                                  const Sha256Plan& plan) {
     // A lane's tile starts at another line of the cache than its neighbour's: equal ones would throw each other out.
     constexpr size_t kTile = 1024, kStride = kTile + 64;
     struct Source {
@@ -82,7 +88,8 @@ std::vector<uint8_t> digests_with(const std::vector<Patched>& pieces, size_t lea
         const Piece& piece = patched.piece;
         for (size_t at = 0; at < piece.bytes; at += leaf) {
             const uint32_t *const first = patched.positions, *const end = first + patched.count;
-            const size_t next = size_t(std::lower_bound(first, end, patched.base + at / width) - first);
+            const size_t next =
+                size_t(std::lower_bound(first, end, patched.base + at / width) - first);
             sources.push_back({piece.data + at, at, next, &patched});
             sizes.push_back(std::min(leaf, piece.bytes - at));
         }
@@ -93,7 +100,8 @@ std::vector<uint8_t> digests_with(const std::vector<Patched>& pieces, size_t lea
                         Source& source = sources[message];
                         const Patched& patched = *source.of;
                         const uint8_t *const data = source.data + at, *const behind = data + bytes;
-                        for (size_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(behind + ahead);
+                        for (size_t ahead = 0; ahead < bytes; ahead += 64)
+                            __builtin_prefetch(behind + ahead);
                         const size_t start = source.start + at;
                         const auto place = [&] {
                             return (patched.positions[source.next] - patched.base) * width - start;
@@ -102,7 +110,8 @@ std::vector<uint8_t> digests_with(const std::vector<Patched>& pieces, size_t lea
                         uint8_t* const tile = room.data() + kStride * size_t(lane);
                         std::memcpy(tile, data, bytes);
                         for (; source.next < patched.count && place() < bytes; source.next++) {
-                            std::memcpy(tile + place(), patched.values + source.next * width, width);
+                            std::memcpy(tile + place(), patched.values + source.next * width,
+                                        width);
                         }
                         return tile;
                     });
@@ -111,8 +120,8 @@ std::vector<uint8_t> digests_with(const std::vector<Patched>& pieces, size_t lea
 
 }  // namespace
 
-std::vector<uint8_t> changed_leaf_digests(const std::vector<Patched>& pieces, size_t leaf, int width,
-                                          const Sha256Plan& plan) {
+std::vector<uint8_t> changed_leaf_digests(const std::vector<Patched>& pieces, size_t leaf,
+                                          int width, const Sha256Plan& plan) {
     switch (width) {
         case 1: return digests_with<1>(pieces, leaf, plan);
         case 2: return digests_with<2>(pieces, leaf, plan);

@@ -11,7 +11,8 @@ Sha256Midstate sha256_begin() {
     return midstate;
 }
 
-void sha256_absorb(const Sha256Kernel& kernel, Sha256Midstate& midstate, const uint8_t* data, size_t bytes) {
+void sha256_absorb(const Sha256Kernel& kernel, Sha256Midstate& midstate, const uint8_t* data,
+                   size_t bytes) {
     size_t over = size_t(midstate.bytes % kSha256Block);
     midstate.bytes += bytes;
     if (over) {

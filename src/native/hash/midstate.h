@@ -19,7 +19,8 @@ static_assert(sizeof(Sha256Midstate) == 104, "it is passed on as it lies in memo
 Sha256Midstate sha256_begin();
 
 // Adds the next bytes of the message.
-void sha256_absorb(const Sha256Kernel& kernel, Sha256Midstate& midstate, const uint8_t* data, size_t bytes);
+void sha256_absorb(const Sha256Kernel& kernel, Sha256Midstate& midstate, const uint8_t* data,
+                   size_t bytes);
 
 // The digest of what was absorbed.
 void sha256_digest(const Sha256Kernel& kernel, const Sha256Midstate& midstate, uint8_t* digest);

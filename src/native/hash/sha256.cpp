@@ -56,7 +56,8 @@ const std::vector<Timed>& kernels() {
         for (const Sha256Kernel& kernel : found) timed.push_back({kernel, 1});
         // The best of some runs, by turns: a processor that wakes up, or is taken away for a moment, is slow for all.
         for (int run = 0; run < kRuns; run++) {
-            for (Timed& each : timed) each.seconds = std::min(each.seconds, seconds_of(each.kernel));
+            for (Timed& each : timed)
+                each.seconds = std::min(each.seconds, seconds_of(each.kernel));
         }
         return timed;
     }();
@@ -110,13 +111,14 @@ const Sha256Plan* sha256_plan(const std::string& path) {
     return nullptr;
 }
 
-void sha256_finish(const Sha256Kernel& kernel, Sha256State& state, const uint8_t* rest, uint64_t size,
-                   uint8_t* digest) {
+void sha256_finish(const Sha256Kernel& kernel, Sha256State& state, const uint8_t* rest,
+                   uint64_t size, uint8_t* digest) {
     uint8_t last[2 * kSha256Block] = {};
     const size_t over = size_t(size % kSha256Block), blocks = over + 9 > kSha256Block ? 2 : 1;
     if (over) std::memcpy(last, rest, over);
     last[over] = 0x80;
-    for (int i = 0; i < 8; i++) last[blocks * kSha256Block - 1 - size_t(i)] = uint8_t(size * 8 >> (8 * i));
+    for (int i = 0; i < 8; i++)
+        last[blocks * kSha256Block - 1 - size_t(i)] = uint8_t(size * 8 >> (8 * i));
     const uint8_t* data = last;
     kernel.compress(&state, &data, blocks);
     for (int i = 0; i < 8; i++) {

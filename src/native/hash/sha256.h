@@ -30,8 +30,9 @@ struct Sha256Kernel {
 
 // Of the fastest for one lane, two, …: found by timing them once, since this differs between processors.
 struct Sha256Plan {
-    std::array<Sha256Kernel, kMostLanes + 1> of;  // of[n]: for n messages that are left; of[0] is not used
-    Sha256Kernel single;                          // the last blocks of a message, one message at a time
+    std::array<Sha256Kernel, kMostLanes + 1>
+        of;               // of[n]: for n messages that are left; of[0] is not used
+    Sha256Kernel single;  // the last blocks of a message, one message at a time
 };
 
 // The paths of this processor, the plain one ("portable") last.
@@ -45,13 +46,14 @@ void add_x86_kernels(std::vector<Sha256Kernel>& kernels);
 void add_arm_kernels(std::vector<Sha256Kernel>& kernels);
 
 // What is left of a message of `size` bytes behind its last whole block, and the digest.
-void sha256_finish(const Sha256Kernel& kernel, Sha256State& state, const uint8_t* rest, uint64_t size, uint8_t* digest);
+void sha256_finish(const Sha256Kernel& kernel, Sha256State& state, const uint8_t* rest,
+                   uint64_t size, uint8_t* digest);
 
 // Hashes messages of sizes[0 .. count - 1] bytes into 32 bytes each. fetch(message, offset, bytes, lane) returns the
 // message's bytes, at most `tile` of them, valid until the lane is fetched again; a message is fetched once, in order.
 template <class Fetch>
-void sha256_messages(const Sha256Plan& plan, const size_t* sizes, size_t count, size_t tile, uint8_t* digests,
-                     Fetch&& fetch) {
+void sha256_messages(const Sha256Plan& plan, const size_t* sizes, size_t count, size_t tile,
+                     uint8_t* digests, Fetch&& fetch) {
     struct Lane {
         size_t message, at;
         int slot;
@@ -76,7 +78,8 @@ void sha256_messages(const Sha256Plan& plan, const size_t* sizes, size_t count, 
         const int used = active < kernel.lanes ? active : kernel.lanes;
         size_t bytes = tile;
         for (int i = 0; i < used; i++) {
-            const size_t whole = (sizes[lanes[size_t(i)].message] - lanes[size_t(i)].at) & ~(kSha256Block - 1);
+            const size_t whole =
+                (sizes[lanes[size_t(i)].message] - lanes[size_t(i)].at) & ~(kSha256Block - 1);
             bytes = whole < bytes ? whole : bytes;
         }
         if (bytes) {
@@ -103,7 +106,8 @@ void sha256_messages(const Sha256Plan& plan, const size_t* sizes, size_t count, 
             const size_t size = sizes[lane.message], rest = size - lane.at;
             if (rest >= kSha256Block) continue;
             const uint8_t* last = rest ? fetch(lane.message, lane.at, rest, lane.slot) : nullptr;
-            sha256_finish(plan.single, states[i], last, size, digests + kSha256Digest * lane.message);
+            sha256_finish(plan.single, states[i], last, size,
+                          digests + kSha256Digest * lane.message);
             busy[lane.slot] = false;
             active--;
             lanes[size_t(i)] = lanes[size_t(active)];

@@ -59,7 +59,8 @@ struct Sha256Words<8> {
                 for (int j = 0; j < 2; j++) {
                     const V low = b[i + j], high = b[i + j + 2];
                     a[i + 2 * j] = __builtin_shufflevector(low, high, 0, 1, 8, 9, 4, 5, 12, 13);
-                    a[i + 2 * j + 1] = __builtin_shufflevector(low, high, 2, 3, 10, 11, 6, 7, 14, 15);
+                    a[i + 2 * j + 1] =
+                        __builtin_shufflevector(low, high, 2, 3, 10, 11, 6, 7, 14, 15);
                 }
             }
             for (int i = 0; i < 4; i++) {
@@ -68,9 +69,9 @@ struct Sha256Words<8> {
             }
             for (int i = 0; i < 8; i++) {
                 const Raw x = (Raw)b[i];
-                w[8 * half + i] =
-                    (V)__builtin_shufflevector(x, x, 3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12, 19, 18, 17,
-                                               16, 23, 22, 21, 20, 27, 26, 25, 24, 31, 30, 29, 28);
+                w[8 * half + i] = (V)__builtin_shufflevector(
+                    x, x, 3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12, 19, 18, 17, 16, 23,
+                    22, 21, 20, 27, 26, 25, 24, 31, 30, 29, 28);
             }
         }
     }
@@ -85,17 +86,18 @@ struct Sha256Words<16> {
     // Interleaving the first half of the registers with the second, four times, transposes.
     static PULSE_INLINE void interleave(const V* from, V* to) {
         for (int i = 0; i < 8; i++) {
-            to[2 * i] =
-                __builtin_shufflevector(from[i], from[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            to[2 * i + 1] = __builtin_shufflevector(from[i], from[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29,
-                                                    14, 30, 15, 31);
+            to[2 * i] = __builtin_shufflevector(from[i], from[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4,
+                                                20, 5, 21, 6, 22, 7, 23);
+            to[2 * i + 1] = __builtin_shufflevector(from[i], from[i + 8], 8, 24, 9, 25, 10, 26, 11,
+                                                    27, 12, 28, 13, 29, 14, 30, 15, 31);
         }
     }
     static PULSE_INLINE void load(V* w, const uint8_t* const* data, size_t at) {
         V a[16], b[16];
         for (int i = 0; i < 16; i++) {
             std::memcpy(&a[i], data[i] + at, 64);
-            __builtin_prefetch(data[i] + at + kAhead);  // so many streams are more than processors foresee
+            __builtin_prefetch(data[i] + at +
+                               kAhead);  // so many streams are more than processors foresee
         }
         interleave(a, b);
         interleave(b, a);
@@ -103,10 +105,10 @@ struct Sha256Words<16> {
         interleave(b, a);
         for (int i = 0; i < 16; i++) {
             const Raw x = (Raw)a[i];
-            w[i] = (V)__builtin_shufflevector(x, x, 3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12, 19, 18, 17,
-                                              16, 23, 22, 21, 20, 27, 26, 25, 24, 31, 30, 29, 28, 35, 34, 33, 32, 39,
-                                              38, 37, 36, 43, 42, 41, 40, 47, 46, 45, 44, 51, 50, 49, 48, 55, 54, 53,
-                                              52, 59, 58, 57, 56, 63, 62, 61, 60);
+            w[i] = (V)__builtin_shufflevector(
+                x, x, 3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12, 19, 18, 17, 16, 23, 22,
+                21, 20, 27, 26, 25, 24, 31, 30, 29, 28, 35, 34, 33, 32, 39, 38, 37, 36, 43, 42, 41,
+                40, 47, 46, 45, 44, 51, 50, 49, 48, 55, 54, 53, 52, 59, 58, 57, 56, 63, 62, 61, 60);
         }
     }
 };
@@ -114,26 +116,29 @@ struct Sha256Words<16> {
 
 // Names as in FIPS 180-4, section 4.1.2. Macros, because vectors that functions return change the ABI with the target.
 #define PULSE_ROTR(x, n) ((x) >> (n) | (x) << (32 - (n)))
-#define PULSE_SCHEDULE(i)                                                                                     \
-    (w[(i) & 15] +=                                                                                           \
-     (PULSE_ROTR(w[((i) + 14) & 15], 17) ^ PULSE_ROTR(w[((i) + 14) & 15], 19) ^ (w[((i) + 14) & 15] >> 10)) + \
-     w[((i) + 9) & 15] +                                                                                      \
-     (PULSE_ROTR(w[((i) + 1) & 15], 7) ^ PULSE_ROTR(w[((i) + 1) & 15], 18) ^ (w[((i) + 1) & 15] >> 3)))
+#define PULSE_SCHEDULE(i)                                                                      \
+    (w[(i) & 15] += (PULSE_ROTR(w[((i) + 14) & 15], 17) ^ PULSE_ROTR(w[((i) + 14) & 15], 19) ^ \
+                     (w[((i) + 14) & 15] >> 10)) +                                             \
+                    w[((i) + 9) & 15] +                                                        \
+                    (PULSE_ROTR(w[((i) + 1) & 15], 7) ^ PULSE_ROTR(w[((i) + 1) & 15], 18) ^    \
+                     (w[((i) + 1) & 15] >> 3)))
 // What waits for e is added last, so that the next e waits for no more than four steps.
-#define PULSE_ROUND(a, b, c, d, e, f, g, h, word, i)                                                          \
-    {                                                                                                         \
-        V sum = h + ((word) + kSha256Round[i]);                                                               \
-        Words::keep(sum);                                                                                     \
-        const V s1 = PULSE_ROTR(e, 6) ^ PULSE_ROTR(e, 11) ^ PULSE_ROTR(e, 25), ch = (e & f) ^ (~e & g);       \
-        const V maj = (a & b) | (c & (a | b)), s0 = PULSE_ROTR(a, 2) ^ PULSE_ROTR(a, 13) ^ PULSE_ROTR(a, 22); \
-        sum += ch;                                                                                            \
-        Words::keep(sum);                                                                                     \
-        sum += s1;                                                                                            \
-        Words::keep(sum);                                                                                     \
-        V rest = maj + s0;                                                                                    \
-        Words::keep(rest);                                                                                    \
-        d += sum;                                                                                             \
-        h = sum + rest;                                                                                       \
+#define PULSE_ROUND(a, b, c, d, e, f, g, h, word, i)                           \
+    {                                                                          \
+        V sum = h + ((word) + kSha256Round[i]);                                \
+        Words::keep(sum);                                                      \
+        const V s1 = PULSE_ROTR(e, 6) ^ PULSE_ROTR(e, 11) ^ PULSE_ROTR(e, 25), \
+                ch = (e & f) ^ (~e & g);                                       \
+        const V maj = (a & b) | (c & (a | b)),                                 \
+                s0 = PULSE_ROTR(a, 2) ^ PULSE_ROTR(a, 13) ^ PULSE_ROTR(a, 22); \
+        sum += ch;                                                             \
+        Words::keep(sum);                                                      \
+        sum += s1;                                                             \
+        Words::keep(sum);                                                      \
+        V rest = maj + s0;                                                     \
+        Words::keep(rest);                                                     \
+        d += sum;                                                              \
+        h = sum + rest;                                                        \
     }
 #define PULSE_EIGHT_ROUNDS(WORD, i)                           \
     PULSE_ROUND(a, b, c, d, e, f, g, h, WORD(i), i)           \

@@ -14,9 +14,9 @@ constexpr size_t kTile = 1 << 13;
 // Describes the values by the head: their symbols and contexts, and plain bits. A few entries at a time; theta and momentum
 // are read alone, so that many of these reads are on their way at once.
 template <class DistanceOf>
-std::vector<CodedSymbol> describe(const EntryHead& head, const Shared& shared, const uint32_t* positions,
-                                  const float* values, size_t count, DistanceOf&& distance_of, EntryCounts& counts,
-                                  BitWriter& bits) {
+std::vector<CodedSymbol> describe(const EntryHead& head, const Shared& shared,
+                                  const uint32_t* positions, const float* values, size_t count,
+                                  DistanceOf&& distance_of, EntryCounts& counts, BitWriter& bits) {
     constexpr size_t kChunk = 1 << 10;
     const ValueKind& kind = head.kind;
     const uint8_t* const known = shared.classes_for(head.octaves);
@@ -57,14 +57,17 @@ public:
 
     Tile of(Octaves octaves, size_t from) {
         const size_t elements = std::min(kTile, shared_.elements - from);
-        if (const uint8_t* known = shared_.classes_for(octaves)) return {known + from, from, elements};
+        if (const uint8_t* known = shared_.classes_for(octaves))
+            return {known + from, from, elements};
         for (const Known& known : known_) {
-            if (known.from == from && known.octaves == octaves) return {known.classes.data(), from, elements};
+            if (known.from == from && known.octaves == octaves)
+                return {known.classes.data(), from, elements};
         }
         if (!known_.empty() && known_.front().from != from) known_.clear();
         known_.push_back({octaves, from, std::vector<uint8_t>(kTile)});
         uint8_t* const classes = known_.back().classes.data();
-        classify(shared_.theta + from, shared_.momentum + from, elements, shared_.rounding, octaves, classes);
+        classify(shared_.theta + from, shared_.momentum + from, elements, shared_.rounding, octaves,
+                 classes);
         return {classes, from, elements};
     }
 
@@ -118,9 +121,11 @@ public:
         if (found_ != count_) throw Malformed("there are fewer entries than announced");
         result_.positions.resize(count_);
         result_.values.resize(count_);
-        decode_values(coder_, bits_, theta_, classes_.data(), result_.values.data(), head_.kind, head_.tables);
+        decode_values(coder_, bits_, theta_, classes_.data(), result_.values.data(), head_.kind,
+                      head_.tables);
         if (coder_.next != coder_.end || !bits_.finished() ||
-            std::any_of(coder_.states, coder_.states + kRansStates, [](uint32_t x) { return x != kRansLow; })) {
+            std::any_of(coder_.states, coder_.states + kRansStates,
+                        [](uint32_t x) { return x != kRansLow; })) {
             throw Malformed("the code is longer or shorter than its entries");
         }
         return std::move(result_);
@@ -139,24 +144,26 @@ private:
 
 }  // namespace
 
-std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positions, const float* values, size_t count,
-                                    int mantissa) {
+std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positions,
+                                    const float* values, size_t count, int mantissa) {
     std::vector<uint8_t> payload;
     put_varint(payload, count);
     if (count == 0) return payload;
-    const auto head = std::make_unique<EntryHead>(choose_octaves(shared, positions, values, count, mantissa));
+    const auto head =
+        std::make_unique<EntryHead>(choose_octaves(shared, positions, values, count, mantissa));
     const auto counts = std::make_unique<EntryCounts>();
     BitWriter bits(4 * count);
     const auto described = [&](auto&& distance) {
         return describe(*head, shared, positions, values, count, distance, *counts, bits);
     };
     const std::vector<CodedSymbol> coded =
-        shared.rounding.is_bf16() ? described(bf16_distance)
-                                  : described([&](uint32_t theta) { return distance_of(theta, shared.rounding); });
+        shared.rounding.is_bf16()
+            ? described(bf16_distance)
+            : described([&](uint32_t theta) { return distance_of(theta, shared.rounding); });
     choose_levels(*head, shared, *counts);
     head->put(payload);
 
-    constexpr size_t kVector = 64;                                // vectors store whole registers in front of the words
+    constexpr size_t kVector = 64;  // vectors store whole registers in front of the words
     const size_t room = 2 * (shared.elements + count) + kVector;  // a symbol gives a word at most
     const std::unique_ptr<uint8_t[]> code(new uint8_t[room]);
     RansWriter coder{{}, code.get() + room};
@@ -164,7 +171,8 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
     encode_values(coder, coded, head->tables);
     Classes classes(shared);
     for (size_t tile = (shared.elements + kTile - 1) / kTile; tile-- > 0;) {
-        encode_places(coder, classes.of(head->octaves, tile * kTile), head->opens, positions, count);
+        encode_places(coder, classes.of(head->octaves, tile * kTile), head->opens, positions,
+                      count);
     }
     for (uint32_t x : coder.states) put_varint(payload, x - kRansLow);
     put_varint(payload, size_t(code.get() + room - coder.next) / 2);
@@ -175,15 +183,17 @@ std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positi
 }
 
 std::vector<Entries> decode_entries(const Shared& shared,
-                                    const std::vector<std::pair<const uint8_t*, size_t>>& payloads, int mantissa) {
+                                    const std::vector<std::pair<const uint8_t*, size_t>>& payloads,
+                                    int mantissa) {
     std::vector<std::unique_ptr<Decoder>> decoders;
     for (const auto& [data, size] : payloads) {
         size_t at = 0;
         const uint64_t count = take_count(data, size, at);
         if (count > shared.elements) throw Malformed("more entries than parameters");
         if (count == 0 && at != size) throw Malformed("an empty block has a code");
-        decoders.push_back(count ? std::make_unique<Decoder>(shared, data + at, size - at, size_t(count), mantissa)
-                                 : nullptr);
+        decoders.push_back(
+            count ? std::make_unique<Decoder>(shared, data + at, size - at, size_t(count), mantissa)
+                  : nullptr);
     }
     Classes classes(shared);
     for (size_t from = 0; from < shared.elements; from += kTile) {

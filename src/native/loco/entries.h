@@ -23,7 +23,9 @@ struct Shared {
     const uint8_t* classes = nullptr;
     Octaves octaves{};
 
-    const uint8_t* classes_for(Octaves wanted) const { return classes && wanted == octaves ? classes : nullptr; }
+    const uint8_t* classes_for(Octaves wanted) const {
+        return classes && wanted == octaves ? classes : nullptr;
+    }
 };
 
 struct Entries {
@@ -33,11 +35,12 @@ struct Entries {
 
 // `positions` ascend and are below the number of parameters. The values have `mantissa` explicit bits of mantissa: below
 // kExact only these, and the exponent, are coded.
-std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positions, const float* values, size_t count,
-                                    int mantissa);
+std::vector<uint8_t> encode_entries(const Shared& shared, const uint32_t* positions,
+                                    const float* values, size_t count, int mantissa);
 
 // One result a payload. Throws Malformed; reads nothing out of bounds, in time linear in parameters and payloads.
 std::vector<Entries> decode_entries(const Shared& shared,
-                                    const std::vector<std::pair<const uint8_t*, size_t>>& payloads, int mantissa);
+                                    const std::vector<std::pair<const uint8_t*, size_t>>& payloads,
+                                    int mantissa);
 
 }  // namespace pulse

@@ -29,7 +29,8 @@ void code_opens(Side& side, EntryHead& head) {
                 break;
             }
         }
-        level = uint8_t(std::clamp(code_near(side, models.near, level, expected), 1, kOpenLevels - 1));
+        level =
+            uint8_t(std::clamp(code_near(side, models.near, level, expected), 1, kOpenLevels - 1));
     }
 }
 
@@ -48,7 +49,8 @@ void code_tables(Side& side, SymbolTables& tables, int symbols) {
         }
         const std::array<uint8_t, kMostEntrySymbols>* like = nullptr;
         for (int back : {16, 2, 1}) {
-            if (!like && c >= back && !tables.empty(c - back, symbols)) like = &tables.levels[size_t(c - back)];
+            if (!like && c >= back && !tables.empty(c - back, symbols))
+                like = &tables.levels[size_t(c - back)];
         }
         for (size_t s = 0; s < size_t(symbols); s++) {
             LevelModels& model = models[like ? size_t((*like)[s] != kAbsent) : 2];
@@ -63,7 +65,8 @@ void code_tables(Side& side, SymbolTables& tables, int symbols) {
             } else if (s >= 2 && levels[s - 2] != kAbsent) {
                 expected = levels[s - 2];
             }
-            levels[s] = uint8_t(std::clamp(code_near(side, model.near, levels[s], expected), 0, kMostLevel));
+            levels[s] = uint8_t(
+                std::clamp(code_near(side, model.near, levels[s], expected), 0, kMostLevel));
         }
     }
 }
@@ -89,7 +92,8 @@ uint8_t open_level(double entries, double elements) {
     return uint8_t(best);
 }
 
-void choose_opens(EntryHead& head, const Shared& shared, const std::array<uint32_t, kClasses>& entries) {
+void choose_opens(EntryHead& head, const Shared& shared,
+                  const std::array<uint32_t, kClasses>& entries) {
     // A sample tells enough of a large block. Four counters each, since neighbours often are of one class.
     constexpr size_t kGroup = 1 << 10;
     const size_t stride = kGroup * (shared.elements > (1 << 18) ? 8 : 1);
@@ -101,7 +105,8 @@ void choose_opens(EntryHead& head, const Shared& shared, const std::array<uint32
         const uint8_t* const known = shared.classes_for(head.octaves);
         const uint8_t* classes = known ? known + at : group;
         if (!known) {
-            classify(shared.theta + at, shared.momentum + at, count, shared.rounding, head.octaves, group);
+            classify(shared.theta + at, shared.momentum + at, count, shared.rounding, head.octaves,
+                     group);
         }
         for (size_t i = 0; i < count; i++) seen[i & 3][classes[i]]++;
         sampled += count;
@@ -133,8 +138,8 @@ int top_of(const Histogram& histogram, size_t count, size_t share) {
 }  // namespace
 
 void EntryHead::put(std::vector<uint8_t>& out) {
-    for (int x : {int(octaves.distance), int(octaves.momentum), first, count - 1, kind.base, kind.sizes,
-                  tables.contexts, tables.top}) {
+    for (int x : {int(octaves.distance), int(octaves.momentum), first, count - 1, kind.base,
+                  kind.sizes, tables.contexts, tables.top}) {
         out.push_back(uint8_t(x));
     }
     Writer side;
@@ -145,7 +150,8 @@ void EntryHead::put(std::vector<uint8_t>& out) {
     out.insert(out.end(), levels.begin(), levels.end());
 }
 
-EntryHead EntryHead::take(const uint8_t* data, size_t size, size_t& at, const Rounding& rounding, int mantissa) {
+EntryHead EntryHead::take(const uint8_t* data, size_t size, size_t& at, const Rounding& rounding,
+                          int mantissa) {
     EntryHead head;
     head.octaves.distance = take_byte(data, size, at);
     head.octaves.momentum = take_byte(data, size, at);
@@ -154,8 +160,8 @@ EntryHead EntryHead::take(const uint8_t* data, size_t size, size_t& at, const Ro
     const int base = take_byte(data, size, at), sizes = take_byte(data, size, at);
     const int contexts = head.tables.contexts = take_byte(data, size, at);
     head.tables.top = take_byte(data, size, at);
-    if (head.first + head.count > kClasses || sizes < 1 || sizes > kMostSizes || base + sizes > 255 ||
-        (contexts != 1 && contexts != 16 && contexts != kMostContexts)) {
+    if (head.first + head.count > kClasses || sizes < 1 || sizes > kMostSizes ||
+        base + sizes > 255 || (contexts != 1 && contexts != 16 && contexts != kMostContexts)) {
         throw Malformed("the block's head is out of range");
     }
     head.kind = {rounding, mantissa, base, sizes};
@@ -171,8 +177,8 @@ EntryHead EntryHead::take(const uint8_t* data, size_t size, size_t& at, const Ro
     return head;
 }
 
-EntryHead choose_octaves(const Shared& shared, const uint32_t* positions, const float* values, size_t count,
-                         int mantissa) {
+EntryHead choose_octaves(const Shared& shared, const uint32_t* positions, const float* values,
+                         size_t count, int mantissa) {
     constexpr size_t kSample = 1 << 13;
     std::array<uint32_t, 512> distances{}, octaves{};
     std::array<uint32_t, 256> exponents{};
@@ -188,9 +194,10 @@ EntryHead choose_octaves(const Shared& shared, const uint32_t* positions, const 
     EntryHead head;
     // Even, so that trainers mostly agree.
     const int distance = std::clamp((top_of(distances, sampled, 1024) - 14) & ~1, 0, 254);
-    head.octaves = shared.classes && std::abs(distance - int(shared.octaves.distance)) <= 2
-                       ? shared.octaves
-                       : Octaves{uint8_t(distance), shared_octaves(shared.momentum, shared.elements).momentum};
+    head.octaves =
+        shared.classes && std::abs(distance - int(shared.octaves.distance)) <= 2
+            ? shared.octaves
+            : Octaves{uint8_t(distance), shared_octaves(shared.momentum, shared.elements).momentum};
     const int top = std::min(top_of(octaves, sampled, 4096) + (count > kSample), 254);
     const int least = std::max(top - (kMostSizes - 1), 0);
     int base = least;

@@ -22,12 +22,13 @@ struct EntryHead {
 
     void put(std::vector<uint8_t>& out);
     // Throws Malformed. Advances `at`.
-    static EntryHead take(const uint8_t* data, size_t size, size_t& at, const Rounding& rounding, int mantissa);
+    static EntryHead take(const uint8_t* data, size_t size, size_t& at, const Rounding& rounding,
+                          int mantissa);
 };
 
 // An encoder's head but for the levels, by a sample of the entries: the octaves in use, which few entries lie outside.
-EntryHead choose_octaves(const Shared& shared, const uint32_t* positions, const float* values, size_t count,
-                         int mantissa);
+EntryHead choose_octaves(const Shared& shared, const uint32_t* positions, const float* values,
+                         size_t count, int mantissa);
 
 // What is counted while the values are described: entries by class, symbols by context.
 struct EntryCounts {

@@ -13,8 +13,8 @@ std::array<uint32_t, kClasses> opens_of(const OpenLevels& levels) {
 
 }  // namespace
 
-void encode_places(RansWriter& coder, const Tile& tile, const OpenLevels& levels, const uint32_t* positions,
-                   size_t& count) {
+void encode_places(RansWriter& coder, const Tile& tile, const OpenLevels& levels,
+                   const uint32_t* positions, size_t& count) {
     const std::array<uint32_t, kClasses> opens = opens_of(levels);
     const auto encode = [&](size_t from, size_t to) {
         for (size_t i = to; i-- > from;) {
@@ -29,8 +29,8 @@ void encode_places(RansWriter& coder, const Tile& tile, const OpenLevels& levels
     if (!vector_encode_places(coder, tile, levels, positions, count)) encode(0, whole);
 }
 
-void decode_places(RansReader& coder, const Tile& tile, const OpenLevels& levels, uint32_t* positions, size_t& found,
-                   size_t most) {
+void decode_places(RansReader& coder, const Tile& tile, const OpenLevels& levels,
+                   uint32_t* positions, size_t& found, size_t most) {
     const std::array<uint32_t, kClasses> opens = opens_of(levels);
     size_t i = kRansStates * vector_decode_places(coder, tile, levels, positions, found, most);
     while (i < tile.elements && found <= most) {

@@ -12,18 +12,20 @@ struct Opens {
 
     PULSE_RANS_INLINE static Opens from(const OpenLevels& levels) {
         const __m512i pairs = _mm512_loadu_si512(kOpens.data());
-        return {ByteTable::from(levels.data()), _mm512_cvtepu16_epi32(_mm512_castsi512_si256(pairs)),
+        return {ByteTable::from(levels.data()),
+                _mm512_cvtepu16_epi32(_mm512_castsi512_si256(pairs)),
                 _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(pairs, 1))};
     }
     // Of a group of elements.
     PULSE_RANS_INLINE void of(const uint8_t* classes, __m512i* frequencies) const {
         level.of(_mm512_loadu_si512(classes), frequencies);
-        for (int v = 0; v < kVectors; v++) frequencies[v] = _mm512_permutex2var_epi32(rare, frequencies[v], often);
+        for (int v = 0; v < kVectors; v++)
+            frequencies[v] = _mm512_permutex2var_epi32(rare, frequencies[v], often);
     }
 };
 
-PULSE_RANS void encode(RansWriter& coder, const Tile& tile, const OpenLevels& levels, const uint32_t* positions,
-                       size_t& count) {
+PULSE_RANS void encode(RansWriter& coder, const Tile& tile, const OpenLevels& levels,
+                       const uint32_t* positions, size_t& count) {
     const Opens opens = Opens::from(levels);
     const __m512i scale = _mm512_set1_epi32(int(kRansScale));
     __m512i x[kVectors];
@@ -42,7 +44,8 @@ PULSE_RANS void encode(RansWriter& coder, const Tile& tile, const OpenLevels& le
             const __mmask16 here = __mmask16(open >> (16 * v));
             length[v] = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, start[v]), here, start[v]);
             start[v] = _mm512_mask_mov_epi32(start[v], here, _mm512_setzero_si512());
-            const __mmask16 full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[v], 32 - kRansBits), length[v]);
+            const __mmask16 full =
+                _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[v], 32 - kRansBits), length[v]);
             if (!full) continue;  // mostly: a place takes far less than a bit
             put_words(next, full, x[v]);
             x[v] = _mm512_mask_srli_epi32(x[v], full, x[v], 16);
@@ -54,10 +57,11 @@ PULSE_RANS void encode(RansWriter& coder, const Tile& tile, const OpenLevels& le
     count = left;
 }
 
-PULSE_RANS size_t decode(RansReader& coder, const Tile& tile, const OpenLevels& levels, uint32_t* positions,
-                         size_t& found, size_t most) {
+PULSE_RANS size_t decode(RansReader& coder, const Tile& tile, const OpenLevels& levels,
+                         uint32_t* positions, size_t& found, size_t most) {
     const Opens opens = Opens::from(levels);
-    const __m512i scale = _mm512_set1_epi32(int(kRansScale)), slots = _mm512_set1_epi32(int(kRansScale - 1));
+    const __m512i scale = _mm512_set1_epi32(int(kRansScale)),
+                  slots = _mm512_set1_epi32(int(kRansScale - 1));
     const __m512i lowest = _mm512_set1_epi32(int(kRansLow));
     const __m512i iota = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     __m512i x[kVectors];
@@ -72,17 +76,20 @@ PULSE_RANS size_t decode(RansReader& coder, const Tile& tile, const OpenLevels& 
         for (int v = 0; v < kVectors; v++) {
             const __m512i slot = _mm512_and_si512(x[v], slots);
             open[v] = _mm512_cmplt_epu32_mask(slot, frequency[v]);
-            const __m512i length = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, frequency[v]), open[v], frequency[v]);
-            const __m512i rest = _mm512_mask_sub_epi32(slot, __mmask16(~open[v]), slot, frequency[v]);
-            x[v] = _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x[v], kRansBits)), rest);
+            const __m512i length =
+                _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, frequency[v]), open[v], frequency[v]);
+            const __m512i rest =
+                _mm512_mask_sub_epi32(slot, __mmask16(~open[v]), slot, frequency[v]);
+            x[v] = _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x[v], kRansBits)),
+                                    rest);
             const __mmask16 empty = _mm512_cmplt_epu32_mask(x[v], lowest);
             if (!empty) continue;
             const __m512i words = take_words(next, empty);
             x[v] = _mm512_mask_or_epi32(x[v], empty, _mm512_slli_epi32(x[v], 16), words);
         }
         for (int v = 0; v < kVectors; v++) {
-            const __m512i place =
-                _mm512_add_epi32(iota, _mm512_set1_epi32(int(tile.from + group * kRansStates) + 16 * v));
+            const __m512i place = _mm512_add_epi32(
+                iota, _mm512_set1_epi32(int(tile.from + group * kRansStates) + 16 * v));
             _mm512_storeu_si512(positions + known, _mm512_maskz_compress_epi32(open[v], place));
             known += size_t(__builtin_popcount(open[v]));
         }
@@ -96,13 +103,13 @@ PULSE_RANS size_t decode(RansReader& coder, const Tile& tile, const OpenLevels& 
 
 }  // namespace
 
-bool vector_encode_places(RansWriter& coder, const Tile& tile, const OpenLevels& levels, const uint32_t* positions,
-                          size_t& count) {
+bool vector_encode_places(RansWriter& coder, const Tile& tile, const OpenLevels& levels,
+                          const uint32_t* positions, size_t& count) {
     if (rans_vectors) encode(coder, tile, levels, positions, count);
     return rans_vectors;
 }
-size_t vector_decode_places(RansReader& coder, const Tile& tile, const OpenLevels& levels, uint32_t* positions,
-                            size_t& found, size_t most) {
+size_t vector_decode_places(RansReader& coder, const Tile& tile, const OpenLevels& levels,
+                            uint32_t* positions, size_t& found, size_t most) {
     return rans_vectors ? decode(coder, tile, levels, positions, found, most) : 0;
 }
 
@@ -110,8 +117,13 @@ size_t vector_decode_places(RansReader& coder, const Tile& tile, const OpenLevel
 #else
 namespace pulse {
 
-bool vector_encode_places(RansWriter&, const Tile&, const OpenLevels&, const uint32_t*, size_t&) { return false; }
-size_t vector_decode_places(RansReader&, const Tile&, const OpenLevels&, uint32_t*, size_t&, size_t) { return 0; }
+bool vector_encode_places(RansWriter&, const Tile&, const OpenLevels&, const uint32_t*, size_t&) {
+    return false;
+}
+size_t vector_decode_places(RansReader&, const Tile&, const OpenLevels&, uint32_t*, size_t&,
+                            size_t) {
+    return 0;
+}
 
 }  // namespace pulse
 #endif

@@ -11,16 +11,20 @@ namespace {
 constexpr size_t kMask = kRansStates - 1;
 
 // The inverse of `sized`.
-float value_of(uint32_t theta, const Distance& distance, uint32_t symbol, BitReader& bits, const ValueKind& kind) {
+float value_of(uint32_t theta, const Distance& distance, uint32_t symbol, BitReader& bits,
+               const ValueKind& kind) {
     const bool is_up = bool(symbol & 1) == distance.up_is_near();
     const uint32_t sign = (is_up ? ~theta : theta) & kSign;
     const int size = int(symbol >> 1);
     const int shift = kExact - kind.mantissa;
     if (size == kind.escape()) return float_of(sign | bits.take(kind.whole_bits()) << shift);
-    if (!kind.exact()) return float_of(sign | uint32_t(kind.base + size) << 23 | bits.take(kind.mantissa) << shift);
+    if (!kind.exact())
+        return float_of(sign | uint32_t(kind.base + size) << 23 |
+                        bits.take(kind.mantissa) << shift);
     const int exponent = unit_exponent(theta), length = kind.base + size - exponent;
     if (length < 0 || length > 30) throw Malformed("a size is out of range");
-    const uint64_t multiple = uint64_t((1u << length) | bits.take(length)) - 1 + (is_up ? distance.up : distance.down);
+    const uint64_t multiple =
+        uint64_t((1u << length) | bits.take(length)) - 1 + (is_up ? distance.up : distance.down);
     // multiple * 2^(exponent - 150); a power of two below the normal numbers scales exactly in two steps.
     const uint32_t e = uint32_t(exponent);
     const float unit = e > 23 ? float_of((e - 23) << 23) : float_of(1u << (e - 1));
@@ -31,7 +35,8 @@ float value_of(uint32_t theta, const Distance& distance, uint32_t symbol, BitRea
 
 bool SymbolTables::empty(int context, int symbols) const {
     const auto& of = levels[size_t(context)];
-    return std::all_of(of.begin(), of.begin() + symbols, [](uint8_t level) { return level == kAbsent; });
+    return std::all_of(of.begin(), of.begin() + symbols,
+                       [](uint8_t level) { return level == kAbsent; });
 }
 
 void SymbolTables::set_lengths(int symbols) {
@@ -66,20 +71,24 @@ void set_levels(SymbolTables& tables, const SymbolCounts& counts, int symbols) {
         tables.levels[c].fill(kAbsent);
         for (size_t s = 0; s < size_t(symbols); s++) {
             if (!counts[c][s]) continue;
-            tables.levels[c][s] = uint8_t(std::min(int(2 * std::log2(total / counts[c][s]) + 0.5), kRarest));
+            tables.levels[c][s] =
+                uint8_t(std::min(int(2 * std::log2(total / counts[c][s]) + 0.5), kRarest));
         }
     }
 }
 
-void encode_values(RansWriter& coder, const std::vector<CodedSymbol>& coded, const SymbolTables& tables) {
+void encode_values(RansWriter& coder, const std::vector<CodedSymbol>& coded,
+                   const SymbolTables& tables) {
     for (size_t i = coded.size(); i-- > 0;) {
         const auto [context, symbol] = coded[i];
-        coder.symbol(coder.states[i & kMask], tables.start[context][symbol], tables.length[context][symbol]);
+        coder.symbol(coder.states[i & kMask], tables.start[context][symbol],
+                     tables.length[context][symbol]);
     }
 }
 
-void decode_values(RansReader& coder, BitReader& bits, const std::vector<uint32_t>& theta, const uint8_t* classes,
-                   float* values, const ValueKind& kind, const SymbolTables& tables) {
+void decode_values(RansReader& coder, BitReader& bits, const std::vector<uint32_t>& theta,
+                   const uint8_t* classes, float* values, const ValueKind& kind,
+                   const SymbolTables& tables) {
     constexpr uint8_t kNoSymbol = 63;
     const int symbols = kind.symbols();
     std::vector<uint8_t> slots(size_t(tables.contexts) * kRansScale, kNoSymbol);
@@ -97,9 +106,11 @@ void decode_values(RansReader& coder, BitReader& bits, const std::vector<uint32_
         const uint8_t symbol = slots[context * kRansScale + RansReader::slot(x)];
         if (symbol == kNoSymbol) throw Malformed("a value in a context that has none");
         coder.symbol(x, tables.start[context][symbol], tables.length[context][symbol]);
-        values[i] = value_of(theta[i], bf16_gate ? bf16_distance(theta[i]) : distance_of(theta[i], kind.rounding),
-                             symbol, bits, kind);
-        if ((bits_of(values[i]) & kMagnitude) >= kHuge) throw Malformed("a value that is not finite");
+        values[i] = value_of(
+            theta[i], bf16_gate ? bf16_distance(theta[i]) : distance_of(theta[i], kind.rounding),
+            symbol, bits, kind);
+        if ((bits_of(values[i]) & kMagnitude) >= kHuge)
+            throw Malformed("a value that is not finite");
     }
 }
 

@@ -42,7 +42,8 @@ struct Sized {
 
     uint32_t symbol(const ValueKind& kind) const {
         const int size = octave - kind.base;
-        return uint32_t(2 * (octave != kNone && size >= 0 && size < kind.sizes ? size : kind.escape()) + near);
+        return uint32_t(
+            2 * (octave != kNone && size >= 0 && size < kind.sizes ? size : kind.escape()) + near);
     }
 };
 
@@ -54,11 +55,13 @@ inline Sized sized(float value, uint32_t theta, const Distance& distance, int ma
     const bool is_up = (bits ^ theta) >> 31, near = is_up == distance.up_is_near();
     if (mantissa < kExact) {
         const uint32_t whole = magnitude >> (kExact - mantissa);
-        return {int16_t(magnitude >> 23), uint8_t(mantissa), near, whole & ((1u << mantissa) - 1), whole};
+        return {int16_t(magnitude >> 23), uint8_t(mantissa), near, whole & ((1u << mantissa) - 1),
+                whole};
     }
     // |value| in theta's units, exactly: a power of two scales without loss.
     const int exponent = unit_exponent(theta);
-    const double units = double(float_of(magnitude)) * double_of(uint64_t(1023 + 150 - exponent) << 52);
+    const double units =
+        double(float_of(magnitude)) * double_of(uint64_t(1023 + 150 - exponent) << 52);
     const uint32_t need = is_up ? distance.up : distance.down;
     constexpr double kMost = 2147483648.0;
     const int64_t multiple = int64_t(units < 2 * kMost ? units : 0);
@@ -67,7 +70,8 @@ inline Sized sized(float value, uint32_t theta, const Distance& distance, int ma
         return {Sized::kNone, 0, near, 0, magnitude};
     }
     const int length = 31 - __builtin_clz(uint32_t(excess));
-    return {int16_t(length + exponent), uint8_t(length), near, uint32_t(excess) & ((1u << length) - 1), magnitude};
+    return {int16_t(length + exponent), uint8_t(length), near,
+            uint32_t(excess) & ((1u << length) - 1), magnitude};
 }
 
 // By context: how often each symbol occurs, of 2^12, from the levels that travel.
@@ -75,14 +79,17 @@ struct SymbolTables {
     int contexts = 1;  // 1, 16 or 128
     int top = 0;       // the exponent field of large parameters
     std::array<std::array<uint8_t, kMostEntrySymbols>, kMostContexts> levels;
-    std::array<std::array<uint16_t, kMostEntrySymbols>, kMostContexts> start, length;  // of a context with a symbol
+    std::array<std::array<uint16_t, kMostEntrySymbols>, kMostContexts> start,
+        length;  // of a context with a symbol
 
     // What is left of an exact value hardly depends on the distance. All of a rounded one has to reach it.
     size_t of(uint8_t cls, uint32_t theta, bool exact) const {
         const size_t own = cls & 15;
         if (contexts < kMostContexts) return contexts == 1 ? 0 : own;
         const int band = std::clamp((top - int((theta >> 23) & 255)) >> 1, 0, 3);
-        if (!exact) return size_t(std::max(cls >> 4, 8) - 8) << 4 | (cls & 12) | size_t(cls & 1) << 1 | (band > 1);
+        if (!exact)
+            return size_t(std::max(cls >> 4, 8) - 8) << 4 | (cls & 12) | size_t(cls & 1) << 1 |
+                   (band > 1);
         return own | size_t(cls >= 12 * 16) << 4 | size_t(band) << 5;
     }
     bool empty(int context, int symbols) const;
@@ -96,9 +103,11 @@ void set_levels(SymbolTables& tables, const SymbolCounts& counts, int symbols);
 struct CodedSymbol {
     uint8_t context, symbol;
 };
-void encode_values(RansWriter& coder, const std::vector<CodedSymbol>& coded, const SymbolTables& tables);
+void encode_values(RansWriter& coder, const std::vector<CodedSymbol>& coded,
+                   const SymbolTables& tables);
 // `theta` and `classes` are those of the entries. Throws Malformed, for values that are not finite as well.
-void decode_values(RansReader& coder, BitReader& bits, const std::vector<uint32_t>& theta, const uint8_t* classes,
-                   float* values, const ValueKind& kind, const SymbolTables& tables);
+void decode_values(RansReader& coder, BitReader& bits, const std::vector<uint32_t>& theta,
+                   const uint8_t* classes, float* values, const ValueKind& kind,
+                   const SymbolTables& tables);
 
 }  // namespace pulse

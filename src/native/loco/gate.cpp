@@ -15,14 +15,16 @@ PULSE_CLONES void as_bf16(const float* from, size_t count, float* to) {
     for (size_t i = 0; i < count; i++) to[i] = float_of(round(bits_of(from[i])) << 16);
 }
 
-PULSE_CLONES void starts(const float* theta, const float* residual, float lookahead, size_t count, float* start) {
+PULSE_CLONES void starts(const float* theta, const float* residual, float lookahead, size_t count,
+                         float* start) {
     for (size_t i = 0; i < count; i++) start[i] = theta[i] - lookahead * residual[i];
 }
 
 // Sets open[i] for a chunk; false if a pseudo-gradient is not finite. Inlined into the clones below.
 template <class R>
-inline __attribute__((always_inline)) bool gate_chunk(const float* theta, const float* start, const float* now,
-                                                      const float* residual, float* s, size_t count, const R& round,
+inline __attribute__((always_inline)) bool gate_chunk(const float* theta, const float* start,
+                                                      const float* now, const float* residual,
+                                                      float* s, size_t count, const R& round,
                                                       uint8_t* open, uint32_t& any) {
     uint32_t highest = 0, changed = 0;
     for (size_t i = 0; i < count; i++) {
@@ -38,13 +40,15 @@ inline __attribute__((always_inline)) bool gate_chunk(const float* theta, const 
     return highest < kHuge;
 }
 
-PULSE_CLONES bool bf16_chunk(const float* theta, const float* start, const float* now, const float* residual, float* s,
-                             size_t count, uint8_t* open, uint32_t& any) {
+PULSE_CLONES bool bf16_chunk(const float* theta, const float* start, const float* now,
+                             const float* residual, float* s, size_t count, uint8_t* open,
+                             uint32_t& any) {
     return gate_chunk(theta, start, now, residual, s, count, Bf16Rounder{}, open, any);
 }
 
-PULSE_CLONES bool narrow_chunk(const float* theta, const float* start, const float* now, const float* residual,
-                               float* s, size_t count, const Rounder& round, uint8_t* open, uint32_t& any) {
+PULSE_CLONES bool narrow_chunk(const float* theta, const float* start, const float* now,
+                               const float* residual, float* s, size_t count, const Rounder& round,
+                               uint8_t* open, uint32_t& any) {
     return gate_chunk(theta, start, now, residual, s, count, round, open, any);
 }
 
@@ -57,7 +61,8 @@ bool gate(const Local& local, float* s, size_t count, const Rounding& rounding, 
     float ahead[kChunk];
     for (size_t at = 0; at < count; at += kChunk) {
         const size_t n = std::min(kChunk, count - at);
-        const float *theta = local.theta + at, *now = local.now + at, *residual = local.residual + at, *start = theta;
+        const float *theta = local.theta + at, *now = local.now + at,
+                    *residual = local.residual + at, *start = theta;
         if (local.lookahead != 0) {
             starts(theta, residual, local.lookahead, n, ahead);
             start = ahead;
@@ -67,9 +72,10 @@ bool gate(const Local& local, float* s, size_t count, const Rounding& rounding, 
             start = ahead;
         }
         uint32_t any = 0;
-        const bool finite = rounding.is_bf16()
-                                ? bf16_chunk(theta, start, now, residual, s + at, n, differs, any)
-                                : narrow_chunk(theta, start, now, residual, s + at, n, round, differs, any);
+        const bool finite =
+            rounding.is_bf16()
+                ? bf16_chunk(theta, start, now, residual, s + at, n, differs, any)
+                : narrow_chunk(theta, start, now, residual, s + at, n, round, differs, any);
         if (!finite) return false;
         if (!any) continue;
         each_set(differs, n, [&](size_t i) { open.push_back(base + uint32_t(at + i)); });

@@ -9,8 +9,8 @@
 namespace pulse {
 namespace {
 
-PULSE_CLONES void step(float* theta, float* momentum, const float* sum, size_t count, float trainers, float lr,
-                       float mu) {
+PULSE_CLONES void step(float* theta, float* momentum, const float* sum, size_t count,
+                       float trainers, float lr, float mu) {
     for (size_t i = 0; i < count; i++) {
         const float g = sum[i] / trainers;
         const float m = mu * momentum[i];
@@ -20,7 +20,8 @@ PULSE_CLONES void step(float* theta, float* momentum, const float* sum, size_t c
     }
 }
 
-PULSE_CLONES void ahead(const float* theta, const float* residual, float lookahead, size_t count, float* start) {
+PULSE_CLONES void ahead(const float* theta, const float* residual, float lookahead, size_t count,
+                        float* start) {
     for (size_t i = 0; i < count; i++) start[i] = theta[i] - lookahead * residual[i];
 }
 
@@ -61,9 +62,9 @@ const float* TileSums::of(size_t from, size_t count) {
     return sums_;
 }
 
-void outer_step(float* theta, float* momentum, const float* residual, float lookahead, float* start, size_t from,
-                size_t count, const std::vector<Summand>& summands, const Nesterov& n, size_t offset, size_t granule,
-                int64_t* counts, const Classified& classified) {
+void outer_step(float* theta, float* momentum, const float* residual, float lookahead, float* start,
+                size_t from, size_t count, const std::vector<Summand>& summands, const Nesterov& n,
+                size_t offset, size_t granule, int64_t* counts, const Classified& classified) {
     TileSums tiles(summands, from);
     for (size_t at = 0; at < count; at += TileSums::kTile) {
         const size_t size = std::min(TileSums::kTile, count - at);
@@ -74,17 +75,19 @@ void outer_step(float* theta, float* momentum, const float* residual, float look
         } else {
             std::memcpy(start + at, theta + at, size * sizeof(float));
         }
-        classify(theta + at, momentum + at, size, classified.rounding, classified.octaves, classified.classes + at);
+        classify(theta + at, momentum + at, size, classified.rounding, classified.octaves,
+                 classified.classes + at);
         for (size_t i = 0; tiles.any() && i < size;) {
-            const size_t place = offset + at + i, end = std::min(size, i + granule - place % granule);
+            const size_t place = offset + at + i,
+                         end = std::min(size, i + granule - place % granule);
             counts[place / granule] += count_nonzero(sums + i, end - i);
             i = end;
         }
     }
 }
 
-void sum_entries(const std::vector<Summand>& summands, size_t elements, std::vector<uint32_t>& positions,
-                 std::vector<float>& sums) {
+void sum_entries(const std::vector<Summand>& summands, size_t elements,
+                 std::vector<uint32_t>& positions, std::vector<float>& sums) {
     TileSums tiles(summands, 0);
     uint8_t flags[TileSums::kTile];
     for (size_t from = 0; from < elements; from += TileSums::kTile) {

@@ -14,7 +14,8 @@ namespace pulse {
 struct Nesterov {
     float trainers, lr, mu;
 };
-void outer_step(float* theta, float* momentum, const float* sum, size_t count, const Nesterov& nesterov);
+void outer_step(float* theta, float* momentum, const float* sum, size_t count,
+                const Nesterov& nesterov);
 
 // Entries by ascending positions.
 struct Summand {
@@ -53,12 +54,13 @@ struct Classified {
 // The outer step of the parameters at positions [from, from + count), their classes after it, and what the next inner
 // steps start from: start = theta - lookahead * residual, theta if `lookahead` is 0. Adds to counts[(offset + i) / granule]
 // the sums that are not 0.
-void outer_step(float* theta, float* momentum, const float* residual, float lookahead, float* start, size_t from,
-                size_t count, const std::vector<Summand>& summands, const Nesterov& nesterov, size_t offset,
-                size_t granule, int64_t* counts, const Classified& classified);
+void outer_step(float* theta, float* momentum, const float* residual, float lookahead, float* start,
+                size_t from, size_t count, const std::vector<Summand>& summands,
+                const Nesterov& nesterov, size_t offset, size_t granule, int64_t* counts,
+                const Classified& classified);
 
 // The positions below `elements` whose sum is not 0, and the sums.
-void sum_entries(const std::vector<Summand>& summands, size_t elements, std::vector<uint32_t>& positions,
-                 std::vector<float>& sums);
+void sum_entries(const std::vector<Summand>& summands, size_t elements,
+                 std::vector<uint32_t>& positions, std::vector<float>& sums);
 
 }  // namespace pulse

@@ -1,4 +1,5 @@
-"""The C++17 kernels (src/native), which release the GIL while they work. Everything else imports them from here."""
+"""The C++17 kernels (src/native), which release the GIL while they work. Everything else imports
+them from here."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Around the import of what the extra ``name`` installs: if it is missing, the error says how to install it."""
+    """Around the import of what the extra ``name`` installs: if it is missing, the error says how
+    to install it."""
     try:
         yield
     except ModuleNotFoundError as error:

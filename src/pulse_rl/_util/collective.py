@@ -1,8 +1,8 @@
 """Processes that work together: small messages between them, and failing together.
 
-A *collective* is a call that all ranks make in the same order. What fails on one rank in a collective is raised on all
-of them, so that they stay together and the next collective goes on. What carries the bytes is a `Transport`:
-`GlooTransport`, or whatever a test puts in its place.
+A *collective* is a call that all ranks make in the same order. What fails on one rank in a
+collective is raised on all of them, so that they stay together and the next collective goes on.
+What carries the bytes is a `Transport`: `GlooTransport`, or whatever a test puts in its place.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MAX_ERROR_CHARACTERS = 2000
 
 
 class Transport(Protocol):
-    """What carries bytes between ``size`` ranks, of which this is number ``rank``. A rank that is gone, or stalls, is
-    the group's ``lost`` error to all that wait for it."""
+    """What carries bytes between ``size`` ranks, of which this is number ``rank``. A rank that is
+    gone, or stalls, is the group's ``lost`` error to all that wait for it."""
 
     size: int
     rank: int
@@ -63,7 +63,8 @@ class Alone:
 
 
 class RankGroup:
-    """This rank's side of the ranks that ``transport`` connects. Once one is lost, every call raises RankLost."""
+    """This rank's side of the ranks that ``transport`` connects. Once one is lost, every call
+    raises RankLost."""
 
     def __init__(self, transport: Transport) -> None:
         self.size, self.rank = transport.size, transport.rank
@@ -74,8 +75,8 @@ class RankGroup:
         self._given_up = ""
 
     def run_on_all(self, work: Callable[[], bytes]) -> list[bytes]:
-        """What ``work()`` returns on each rank, in their order. Where it fails on one, all raise: the others the same
-        error, of which they say where it came from. Raises RankLost."""
+        """What ``work()`` returns on each rank, in their order. Where it fails on one, all raise:
+        the others the same error, of which they say where it came from. Raises RankLost."""
         failure: BaseException | None = None
         message = b""
         try:
@@ -91,21 +92,30 @@ class RankGroup:
             if failure is not None:
                 raise self.mark_collective(failure)
         finally:
-            del failure  # or its traceback would hold itself, and all that the work held, until a collection
+            del (
+                failure
+            )  # or its traceback would hold itself, and all that the work held, until a collection
         for rank, said in enumerate(messages):
             if said[:1] == b"-":
                 raise self.mark_collective(_error_from_bytes(rank, said[1:]))
         return [said[1:] for said in messages]
 
     def on_rank0(self, work: Callable[[], bytes]) -> bytes:
-        """What ``work()`` returns on rank 0; the others do not call it, and cannot fail. Raises as `run_on_all`."""
+        """What ``work()`` returns on rank 0; the others do not call it, and cannot fail. Raises as
+        `run_on_all`."""
         if self.rank == 0:
             return self.run_on_all(work)[0]
         with shield():
             return self.run_on_all(bytes)[0]
 
-    def from_rank0(self, work: Callable[[], R], to_bytes: Callable[[R], bytes], from_bytes: Callable[[bytes], R]) -> R:
-        """What ``work()`` returns on rank 0, of which the others make theirs from its bytes. Raises as `run_on_all`."""
+    def from_rank0(
+        self,
+        work: Callable[[], R],
+        to_bytes: Callable[[R], bytes],
+        from_bytes: Callable[[bytes], R],
+    ) -> R:
+        """What ``work()`` returns on rank 0, of which the others make theirs from its bytes. Raises
+        as `run_on_all`."""
         made: list[R] = []
 
         def run() -> bytes:
@@ -116,25 +126,33 @@ class RankGroup:
         return made[0] if self.rank == 0 else from_bytes(message)
 
     def mark_collective(self, error: BaseException) -> BaseException:
-        """``error`` itself, as one that is raised on all ranks alike, so that they stay together."""
+        """``error`` itself, as one that is raised on all ranks alike, so that they stay
+        together."""
         self.common_error = error
         return error
 
     def exchange(self, sent: Mapping[int, Bytes], lengths: Mapping[int, int]) -> dict[int, Bytes]:
-        """Sends arrays to other ranks and receives arrays of ``lengths`` bytes from others; what is for this rank
-        itself is passed on. A rank calls this in the same order as those with which it deals. Raises RankLost."""
-        received = {rank: np.empty(length, np.uint8) for rank, length in lengths.items() if rank != self.rank}
+        """Sends arrays to other ranks and receives arrays of ``lengths`` bytes from others; what is
+        for this rank itself is passed on. A rank calls this in the same order as those with which
+        it deals. Raises RankLost."""
+        received = {
+            rank: np.empty(length, np.uint8)
+            for rank, length in lengths.items()
+            if rank != self.rank
+        }
         if self.rank in lengths:
             received[self.rank] = sent[self.rank]
-        coming = {rank: array for rank, array in received.items() if rank != self.rank and len(array)}
+        coming = {
+            rank: array for rank, array in received.items() if rank != self.rank and len(array)
+        }
         going = {rank: array for rank, array in sent.items() if rank != self.rank and len(array)}
         self._guard(lambda: self._transport.exchange(going, coming))
         return received
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Around steps in which the ranks wait for each other but cannot tell each other of an error: one closes the
-        group. No interrupt stops them."""
+        """Around steps in which the ranks wait for each other but cannot tell each other of an
+        error: one closes the group. No interrupt stops them."""
         try:
             with shield():
                 yield
@@ -150,8 +168,12 @@ class RankGroup:
 
     def _all_gather(self, message: bytes) -> list[bytes]:
         self._step += 1
-        # The step tells ranks apart that have missed a call of each other: their next messages would be mistaken.
-        heads = [struct.unpack("<QQ", m) for m in self._equal(struct.pack("<QQ", self._step, len(message)))]
+        # The step tells ranks apart that have missed a call of each other: their next messages
+        # would be mistaken.
+        heads = [
+            struct.unpack("<QQ", m)
+            for m in self._equal(struct.pack("<QQ", self._step, len(message)))
+        ]
         if any(step != self._step for step, _ in heads):
             self._given_up = "the ranks have parted: they are at different steps"
             raise RankLost(self._given_up)
@@ -188,13 +210,15 @@ def _error_from_bytes(rank: int, message: bytes) -> PulseError:
 
 
 class GlooTransport:
-    """A `Transport` between the ranks of ``group``, a torch.distributed.ProcessGroup or the ranks themselves (None: all
-    ranks); of this process alone if torch.distributed is not initialised. ``owner``: words for messages.
+    """A `Transport` between the ranks of ``group``, a torch.distributed.ProcessGroup or the ranks
+    themselves (None: all ranks); of this process alone if torch.distributed is not initialised.
+    ``owner``: words for messages.
 
-    Whatever the caller's backend is: what is sent is in host memory, a lost peer is an error and not an abort, and
-    nothing mixes with the caller's collectives. No call waits for another rank for longer than ``timeout_seconds``: one
-    that died, or stalls, is an error on the others, which ``lost`` makes of torch's (None: RankLost). Making it is a
-    collective of the group. Raises InputError.
+    Whatever the caller's backend is: what is sent is in host memory, a lost peer is an error and
+    not an abort, and nothing mixes with the caller's collectives. No call waits for another rank
+    for longer than ``timeout_seconds``: one that died, or stalls, is an error on the others, which
+    ``lost`` makes of torch's (None: RankLost). Making it is a collective of the group. Raises
+    InputError.
     """
 
     def __init__(
@@ -219,12 +243,18 @@ class GlooTransport:
                 )
             return
         named = isinstance(group, Sequence)
-        if group is not None and (dist.get_rank() not in group if named else dist.get_rank(group) < 0):
-            raise InputError("this process is not in the group", hint=f"Make a {owner} on its ranks only.")
+        if group is not None and (
+            dist.get_rank() not in group if named else dist.get_rank(group) < 0
+        ):
+            raise InputError(
+                "this process is not in the group", hint=f"Make a {owner} on its ranks only."
+            )
         members = group if group is None or named else dist.get_process_group_ranks(group)
         timeout = timedelta(seconds=timeout_seconds)
         local = members is not None
-        self._group = self._guard(lambda: dist.new_group(members, timeout, "gloo", use_local_synchronization=local))
+        self._group = self._guard(
+            lambda: dist.new_group(members, timeout, "gloo", use_local_synchronization=local)
+        )
         self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
 
     @property
@@ -252,11 +282,14 @@ class GlooTransport:
         return [piece.numpy() for piece in out]
 
     def all_to_all(self, sent: Sequence[Bytes], lengths: Sequence[int]) -> list[Bytes]:
-        """Sends an array to each rank, and returns those of the ranks for this one, of ``lengths`` bytes."""
+        """Sends an array to each rank, and returns those of the ranks for this one, of ``lengths``
+        bytes."""
         own = self._tensor(np.concatenate(sent))
         out = self._torch.empty(sum(lengths), dtype=self._torch.uint8, device="cpu")
         sizes = [len(array) for array in sent]
-        self._guard(lambda: self._dist.all_to_all_single(out, own, [*lengths], sizes, group=self._group))
+        self._guard(
+            lambda: self._dist.all_to_all_single(out, own, [*lengths], sizes, group=self._group)
+        )
         return np.split(out.numpy(), np.cumsum(lengths[:-1]))
 
     def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
@@ -277,7 +310,9 @@ class GlooTransport:
             for rank, array in sent.items():
                 works.append(dist.isend(self._tensor(array), self._global(rank), self._group))
             for rank, array in received.items():
-                works.append(dist.irecv(self._torch.from_numpy(array), self._global(rank), self._group))
+                works.append(
+                    dist.irecv(self._torch.from_numpy(array), self._global(rank), self._group)
+                )
             for work in works:
                 work.wait()
 
@@ -287,7 +322,8 @@ class GlooTransport:
         """Gives the group up. Safe after a failure, and safe to repeat."""
         group, self._group = self._group, None
         if group is not None and self._dist.is_initialized():
-            # After a re-initialisation torch.distributed no longer knows the group, and says so by a ValueError.
+            # After a re-initialisation torch.distributed no longer knows the group, and says so by
+            # a ValueError.
             with suppress(ValueError, RuntimeError):
                 self._dist.destroy_process_group(group)
 
@@ -306,7 +342,8 @@ class GlooTransport:
         return RankLost(f"a rank died or stalled for {self._timeout_seconds:g} s: {error}")
 
     def _guard(self, call: Callable[[], R]) -> R:
-        """torch.distributed raises RuntimeErrors of many kinds when a peer is gone; all of them mean one thing here."""
+        """torch.distributed raises RuntimeErrors of many kinds when a peer is gone; all of them
+        mean one thing here."""
         try:
             return call()
         except RuntimeError as error:

@@ -1,8 +1,9 @@
-"""Fault points: places at which a test stops, fails or delays the library, where no call to a store shows the moment.
+"""Fault points: places at which a test stops, fails or delays the library, where no call to a store
+shows the moment.
 
-``hit("commit.after")`` does nothing unless a test has armed the point; then it calls what the test gave, which may
-raise or look around. A point cannot skip anything: what a check is worth is shown by data that it must refuse. Points
-stand outside of loops over elements and blocks.
+``hit("commit.after")`` does nothing unless a test has armed the point; then it calls what the test
+gave, which may raise or look around. A point cannot skip anything: what a check is worth is shown
+by data that it must refuse. Points stand outside of loops over elements and blocks.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ POINTS = frozenset(
         "fold.before",  # a fold's payloads are stored, and not listed
         "apply.written",  # a worker's state has all new bits, and its root is not known yet
         "apply.undo",  # an apply has failed, and nothing is undone yet
-        "apply.moved",  # the state is verified as the next version, and its folder does not say so yet
+        # the state is verified as the next version, and its folder does not say so yet
+        "apply.moved",
         "apply.after",  # the state is verified, and its owner has not been given the update
-        "round.waits",  # a trainer's message of a round is in the store, and the round is not closed
+        # a trainer's message of a round is in the store, and the round is not closed
+        "round.waits",
         "relay.before",  # what leads to a version is copied, its manifest is not
     }
 )

@@ -1,4 +1,5 @@
-"""Durable files: written aside, synced, renamed once; input files that end; and ranges of files elsewhere."""
+"""Durable files: written aside, synced, renamed once; input files that end; and ranges of files
+elsewhere."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ _GAP_BYTES = 1 << 12
 """What lies between two ranges costs less to read than another request, up to so much."""
 
 _NEEDED = ("fchmod", "link", "O_DIRECTORY")
-"""What of POSIX makes a file durable: its mode, its creation by one call, the sync of its folder."""
+"""What of POSIX makes a file durable: its mode, its creation by one call, the sync of its
+folder."""
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file for reading. Raises OSError, also for a FIFO or a device: these might never end, or never begin."""
+    """Opens a file for reading. Raises OSError, also for a FIFO or a device: these might never end,
+    or never begin."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO without a writer opens at once
     file = os.fdopen(handle, "rb")
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -39,8 +42,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def write_atomically(path: Path, content: Chunks | Writer, *, aside: Path | None = None) -> None:
-    """Puts a file at ``path`` whole or not at all, replacing what was there. ``aside`` is the folder for the unfinished
-    file (``path``'s own by default; it must be on the same file system). Raises StoreFull and StoreError."""
+    """Puts a file at ``path`` whole or not at all, replacing what was there. ``aside`` is the
+    folder for the unfinished file (``path``'s own by default; it must be on the same file system).
+    Raises StoreFull and StoreError."""
     require_posix(f"write {path}")
     try:
         make_folder(path.parent)
@@ -55,7 +59,8 @@ def write_atomically(path: Path, content: Chunks | Writer, *, aside: Path | None
 
 
 def create_atomically(path: Path, chunks: Chunks, *, aside: Path) -> None:
-    """Like `write_atomically`, but raises FileExistsError, atomically, where ``path`` already exists."""
+    """Like `write_atomically`, but raises FileExistsError, atomically, where ``path`` already
+    exists."""
     require_posix(f"create {path}")
     try:
         make_folder(path.parent)
@@ -92,7 +97,9 @@ def disk_error(error: OSError, doing: str) -> PulseError:
     """The typed error of a failed file operation."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StoreFull(f"no space left to {doing}")
-    return StoreError(f"cannot {doing}: {error.strerror or error}", hint="Check the path and its permissions.")
+    return StoreError(
+        f"cannot {doing}: {error.strerror or error}", hint="Check the path and its permissions."
+    )
 
 
 def require_posix(doing: str) -> None:
@@ -101,7 +108,8 @@ def require_posix(doing: str) -> None:
     if missing:
         raise StoreError(
             f"cannot {doing}: this platform has no {', '.join(f'os.{name}' for name in missing)}",
-            hint="Files are written durably on Linux and macOS only; on Windows use WSL, or an object store.",
+            hint="Files are written durably on Linux and macOS only; on Windows use WSL, or an "
+            "object store.",
         )
 
 
@@ -137,7 +145,8 @@ def _write_aside(folder: Path, name: str, content: Chunks | Writer) -> Path:
 
 
 def _umask() -> int:
-    """The process's umask. It can only be read by setting it, which is done once, before threads write."""
+    """The process's umask. It can only be read by setting it, which is done once, before threads
+    write."""
     global _known_umask
     if _known_umask is None:
         _known_umask = os.umask(0o022)
@@ -149,16 +158,16 @@ _known_umask: int | None = None
 
 
 def read_head(read: RangeReader, nbytes: int, first: int, end_of: Callable[[bytes], int]) -> bytes:
-    """The bytes of a file of ``nbytes`` up to the end of its header at least, which ``end_of`` finds in the ``first``
-    ones; fewer where the store gives fewer."""
+    """The bytes of a file of ``nbytes`` up to the end of its header at least, which ``end_of``
+    finds in the ``first`` ones; fewer where the store gives fewer."""
     head = read(0, min(first, nbytes))
     end = end_of(head)
     return head + read(len(head), end) if end > len(head) else head
 
 
 def ranges(places: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
-    """Which of the ascending ``places`` [start, stop) of a file one request reads, by their numbers: neighbours of at
-    most `MAX_BYTES` in all, or a longer one alone."""
+    """Which of the ascending ``places`` [start, stop) of a file one request reads, by their
+    numbers: neighbours of at most `MAX_BYTES` in all, or a longer one alone."""
     run: list[int] = []
     begin = end = 0
     for number, (start, stop) in enumerate(places):

@@ -1,9 +1,9 @@
 """An object's operations, one after another, on a thread of their own that no interrupt reaches.
 
-An interrupt that is raised in the middle of an operation leaves what it worked on half-way, and whatever cleans up can
-be interrupted as well. So the caller only waits. When it is interrupted it asks the operation to stop, waits until it
-rests, and raises. A second interrupt raises at once; the operation then rests by itself, and the next call waits for
-that.
+An interrupt that is raised in the middle of an operation leaves what it worked on half-way, and
+whatever cleans up can be interrupted as well. So the caller only waits. When it is interrupted it
+asks the operation to stop, waits until it rests, and raises. A second interrupt raises at once; the
+operation then rests by itself, and the next call waits for that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ R = TypeVar("R")
 _IDLE_SECONDS = 10.0
 """After so long without an operation a thread ends; the next one starts it again."""
 _LONGEST_REST_SECONDS = 10.0
-"""So long an ending program waits for what it has asked to stop: more would be a wait for a store."""
+"""So long an ending program waits for what it has asked to stop: more would be a wait for a
+store."""
 
 
 class Operation(Call[R]):
@@ -51,8 +52,8 @@ class Operation(Call[R]):
             running.operation = None
 
     def stop(self) -> None:
-        """Cancels the operation if it has not begun; else asks it to stop, and returns when it rests. An interrupt is
-        raised, and the operation goes on to its rest."""
+        """Cancels the operation if it has not begun; else asks it to stop, and returns when it
+        rests. An interrupt is raised, and the operation goes on to its rest."""
         self.stopping = True
         if not self.cancel():
             while not self.ended:
@@ -66,11 +67,13 @@ class _OwnOperation(Operation[R]):
 
 
 class NotCopyable:
-    """What must not be copied or pickled: a twin would work on the same things without being noticed."""
+    """What must not be copied or pickled: a twin would work on the same things without being
+    noticed."""
 
     def __reduce__(self) -> NoReturn:
         raise InputError(
-            f"a {type(self).__name__} cannot be copied or pickled", hint="Make a new one where it is needed."
+            f"a {type(self).__name__} cannot be copied or pickled",
+            hint="Make a new one where it is needed.",
         )
 
 
@@ -84,15 +87,18 @@ class Closing(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
 
 class SerialThread(NotCopyable):
-    """Runs the operations of ``owner`` (words for messages). The thread starts with the first, and ends with this, or
-    after ``idle_seconds`` without one (None: ten). What a worker (`mark_worker`) asks for runs in its own
-    thread."""
+    """Runs the operations of ``owner`` (words for messages). The thread starts with the first, and
+    ends with this, or after ``idle_seconds`` without one (None: ten). What a worker (`mark_worker`)
+    asks for runs in its own thread."""
 
     def __init__(self, owner: str, idle_seconds: float | None = None) -> None:
         self._owner = owner
@@ -105,11 +111,12 @@ class SerialThread(NotCopyable):
         weakref.finalize(self, self._operations.put, None)
 
     def run(self, work: Callable[[], R], *, whole: bool = False) -> R:
-        """The result of ``work()``. From within an operation, such as from a listener, it is a plain call.
+        """The result of ``work()``. From within an operation, such as from a listener, it is a
+        plain call.
 
-        ``whole``: what has begun is ended before this returns or raises, whatever interrupts come; for work that does
-        not wait for anybody. Raises ConcurrentUse where another thread waits for an operation, and InputError in a
-        forked process.
+        ``whole``: what has begun is ended before this returns or raises, whatever interrupts come;
+        for work that does not wait for anybody. Raises ConcurrentUse where another thread waits for
+        an operation, and InputError in a forked process.
         """
         if get_ident() in self._ident:
             return work()
@@ -126,7 +133,9 @@ class SerialThread(NotCopyable):
                 if whole:
                     operation.settle()
                 else:
-                    operation.stopping = True  # before any call: a second interrupt is raised where one begins
+                    operation.stopping = (
+                        True  # before any call: a second interrupt is raised where one begins
+                    )
                     operation.stop()
                 raise
             return operation.result()
@@ -134,8 +143,8 @@ class SerialThread(NotCopyable):
             self._callers.pop("caller", None)
 
     def post(self, work: Callable[[], R]) -> Operation[R]:
-        """Runs ``work()`` after what was run or posted before, and does not wait for it, except where the program has
-        ended, and would not wait either. Raises as `run` does."""
+        """Runs ``work()`` after what was run or posted before, and does not wait for it, except
+        where the program has ended, and would not wait either. Raises as `run` does."""
         if getattr(running, "operation", None) is None:
             _park_at_the_end()
         self._take_turn()
@@ -170,10 +179,14 @@ class SerialThread(NotCopyable):
     def _take_turn(self) -> None:
         if os.getpid() != self._process:
             raise InputError(
-                f"this {self._owner} was made in another process", hint="Make one in each process, after the fork."
+                f"this {self._owner} was made in another process",
+                hint="Make one in each process, after the fork.",
             )
         if sys.is_finalizing():  # threads do not run any more
-            raise InputError(f"a {self._owner} is used after the program has ended", hint="Use it before the end.")
+            raise InputError(
+                f"a {self._owner} is used after the program has ended",
+                hint="Use it before the end.",
+            )
         me = get_ident()
         if self._callers.setdefault("caller", me) != me:
             raise ConcurrentUse(f"two threads use one {self._owner} at the same time")
@@ -183,19 +196,27 @@ class SerialThread(NotCopyable):
         if not self._serving.locked():
             idle_seconds = _IDLE_SECONDS if self._idle_seconds is None else self._idle_seconds
             try:
-                start_new_thread(_serve, (self._operations, self._serving, self._ident, idle_seconds))
+                start_new_thread(
+                    _serve, (self._operations, self._serving, self._ident, idle_seconds)
+                )
             except RuntimeError:  # there are no more: the process has too many, or the program ends
                 _serve(self._operations, self._serving, self._ident, 0.0)
 
 
 def mark_worker() -> None:
-    """Makes the calling thread one of a pool: it is not the main thread, so that no interrupt reaches what it runs."""
+    """Makes the calling thread one of a pool: it is not the main thread, so that no interrupt
+    reaches what it runs."""
     running.pooled = True
 
 
-def _serve(operations: SimpleQueue[Operation[Any] | None], serving: Any, ident: list[int], idle_seconds: float) -> None:
-    # Only one thread serves, should two have been started. One that ends looks once more after it has said so: what
-    # came in between is served by it, what comes later starts another.
+def _serve(
+    operations: SimpleQueue[Operation[Any] | None],
+    serving: Any,
+    ident: list[int],
+    idle_seconds: float,
+) -> None:
+    # Only one thread serves, should two have been started. One that ends looks once more after it
+    # has said so: what came in between is served by it, what comes later starts another.
     while serving.acquire(blocking=False):
         ident[:] = [get_ident()]
         try:
@@ -231,9 +252,10 @@ def shield() -> Iterator[None]:
 
 # -- the end of the program
 #
-# A thread that comes back from a kernel into an interpreter that is being taken down is ended there, within frames of
-# C++, which ends the process by an abort. So no thread may be in a kernel by then. What was posted is ended twice:
-# before the pools of others go, and after the threads for which the program has waited and all that runs at its exit.
+# A thread that comes back from a kernel into an interpreter that is being taken down is ended
+# there, within frames of C++, which ends the process by an abort. So no thread may be in a kernel
+# by then. What was posted is ended twice: before the pools of others go, and after the threads for
+# which the program has waited and all that runs at its exit.
 
 _posted: weakref.WeakSet[Operation[Any]] = weakref.WeakSet()
 _active: dict[Operation[Any], int] = {}
@@ -256,8 +278,8 @@ def _unended() -> list[Operation[Any]]:
 
 
 def _rest() -> None:
-    """What was posted since is ended, too, with what it posts. What others wait for, none of which ends by itself any
-    more, is stopped at its next checkpoint."""
+    """What was posted since is ended, too, with what it posts. What others wait for, none of which
+    ends by itself any more, is stopped at its next checkpoint."""
     _ending.append(True)
     while _unended():
         _finish()
@@ -271,7 +293,9 @@ def _rest() -> None:
 def _park_at_the_end() -> None:
     """Once the program ends, a thread that is not the main one goes no further than this."""
     if _ending and threading.current_thread() is not threading.main_thread():
-        for operation in [operation for operation, ident in list(_active.items()) if ident == get_ident()]:
+        for operation in [
+            operation for operation, ident in list(_active.items()) if ident == get_ident()
+        ]:
             del _active[operation]
         lock = allocate_lock()
         lock.acquire()

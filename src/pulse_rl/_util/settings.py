@@ -1,8 +1,9 @@
-"""Settings that callers give: what makes no sense is refused at once, by name, as `InputError`; and numbers with units,
-as people write and read them: ``0.2Gbit``, ``10MB/s``, ``7B``; 63 MB, 98.6 Mbit/s, 99.26%.
+"""Settings that callers give: what makes no sense is refused at once, by name, as `InputError`; and
+numbers with units, as people write and read them: ``0.2Gbit``, ``10MB/s``, ``7B``; 63 MB, 98.6
+Mbit/s, 99.26%.
 
-Prefixes are decimal, as networks count. Formatted numbers have three significant digits; `report/assets/units.js` says
-the same in JavaScript, and a test compares the two.
+Prefixes are decimal, as networks count. Formatted numbers have three significant digits;
+`report/assets/units.js` says the same in JavaScript, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -28,14 +29,25 @@ _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 _LONG = ((172800, "days", 86400), (5400, "h", 3600), (90, "min", 60))
 _ROUNDS_UP = 0.9995
-"""From this share of a unit on, a value rounds to 1 of it, and is not written as 1000 of the next smaller one."""
+"""From this share of a unit on, a value rounds to 1 of it, and is not written as 1000 of the next
+smaller one."""
 
 
-def checked_number(name: str, value: Any, *, minimum: float = 0.0, maximum: float = math.inf) -> float:
-    """``value`` itself; raises InputError unless it is a number from ``minimum`` to ``maximum``, and no
-    NaN or boolean."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
-        limits = f"of at least {minimum:g}" if maximum == math.inf else f"from {minimum:g} to {maximum:g}"
+def checked_number(
+    name: str, value: Any, *, minimum: float = 0.0, maximum: float = math.inf
+) -> float:
+    """``value`` itself; raises InputError unless it is a number from ``minimum`` to ``maximum``,
+    and no NaN or boolean."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not minimum <= value <= maximum
+    ):
+        limits = (
+            f"of at least {minimum:g}"
+            if maximum == math.inf
+            else f"from {minimum:g} to {maximum:g}"
+        )
         raise InputError(f"{name} must be a number {limits}, not {value!r}")
     return value
 
@@ -48,9 +60,12 @@ def checked_count(name: str, value: Any, minimum: int = 1) -> int:
 
 
 def checked_collection(name: str, value: Any, example: str) -> Collection[Any]:
-    """``value`` itself; raises InputError unless it is a collection, and no text. ``example`` is shown then."""
+    """``value`` itself; raises InputError unless it is a collection, and no text. ``example`` is
+    shown then."""
     if isinstance(value, str | bytes) or not isinstance(value, Collection):
-        raise InputError(f"{name} must be a collection, not {value!r}", hint=f"Write it like {name}={example}.")
+        raise InputError(
+            f"{name} must be a collection, not {value!r}", hint=f"Write it like {name}={example}."
+        )
     return value
 
 
@@ -66,33 +81,45 @@ def checked_path(value: Any) -> Path:
         path.lstat()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise InputError(f"{str(path)[:200]!r}: {error.strerror}", hint="Check the path.") from None
+            raise InputError(
+                f"{str(path)[:200]!r}: {error.strerror}", hint="Check the path."
+            ) from None
     return path
 
 
 def parse_bandwidth(text: str | float) -> float:
-    """Bit/s from ``text``: a number of them, or words: a number, a decimal prefix (k, M, G, T), and ``bit`` (``bits``,
-    ``b``) or ``B`` for bytes, with or without ``/s`` or ``ps``. Raises InputError.
+    """Bit/s from ``text``: a number of them, or words: a number, a decimal prefix (k, M, G, T), and
+    ``bit`` (``bits``, ``b``) or ``B`` for bytes, with or without ``/s`` or ``ps``. Raises
+    InputError.
     """
     hint = "Write it like 0.2Gbit, 50Mbit/s or 10MB/s."
     if isinstance(text, str):
         match = _matched(_BANDWIDTH, text)
         if not match:
             raise InputError(f"{text!r} is not a bandwidth", hint=hint)
-        value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] * (8 if match[4] == "B" else 1)
+        value = (
+            float(match[1] + (match[2] or "")) * _FACTORS[match[3]] * (8 if match[4] == "B" else 1)
+        )
     else:
-        value = float(text) if isinstance(text, int | float) and not isinstance(text, bool) else math.nan
+        value = (
+            float(text)
+            if isinstance(text, int | float) and not isinstance(text, bool)
+            else math.nan
+        )
     if not 0 < value < math.inf:
         raise InputError(f"{text!r} is not a bandwidth above 0", hint=hint)
     return value
 
 
 def parse_count(text: str) -> int:
-    """A whole number from ``text`` such as ``7B``, ``0.5B``, ``22.6M``, ``300k`` or plain digits. Raises InputError."""
+    """A whole number from ``text`` such as ``7B``, ``0.5B``, ``22.6M``, ``300k`` or plain digits.
+    Raises InputError."""
     match = _matched(_COUNT, text)
     value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] if match else math.nan
     if not 1 <= value < math.inf:
-        raise InputError(f"{text!r} is not a positive number", hint="Write it like 12, 22.6M or 7B.")
+        raise InputError(
+            f"{text!r} is not a positive number", hint="Write it like 12, 22.6M or 7B."
+        )
     return round(value)
 
 
@@ -110,7 +137,9 @@ def parse_seconds(text: str) -> float:
     match = _matched(_SECONDS, text)
     value = float(match[1] + (match[2] or "")) * _LENGTHS[match[3]] if match else math.nan
     if not value < math.inf:
-        raise InputError(f"{text!r} is not a number of seconds", hint="Write it like 50, 50s, 20ms, 5min or 2h.")
+        raise InputError(
+            f"{text!r} is not a number of seconds", hint="Write it like 50, 50s, 20ms, 5min or 2h."
+        )
     return value
 
 

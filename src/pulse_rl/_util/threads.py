@@ -1,9 +1,10 @@
 """Work on all cores, and operations that no interrupt tears.
 
-numpy, hashlib, zstd and the native kernels release the GIL for large buffers. Signal handlers run in the main thread
-and may raise there between any two bytecodes; CPython's own pools do not survive that (an interrupt inside ``submit``
-orphans a thread or leaves a lock taken, ``Thread.join`` gives up after one). So nothing here waits for a thread to end:
-a call is claimed by whoever runs or cancels it, and says when it has ended.
+numpy, hashlib, zstd and the native kernels release the GIL for large buffers. Signal handlers run
+in the main thread and may raise there between any two bytecodes; CPython's own pools do not survive
+that (an interrupt inside ``submit`` orphans a thread or leaves a lock taken, ``Thread.join`` gives
+up after one). So nothing here waits for a thread to end: a call is claimed by whoever runs or
+cancels it, and says when it has ended.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ LOOK_SECONDS = 0.05
 """How often a wait looks by itself, should an interrupt have taken the signal of an end."""
 
 running = threading.local()
-"""``operation``: what runs in this thread and may be asked to stop (`serial.Operation`); else None, or absent."""
+"""``operation``: what runs in this thread and may be asked to stop (`serial.Operation`); else None,
+or absent."""
 
 
 class Stopped(BaseException):
-    """Raised at a `checkpoint` of an operation whose caller was interrupted. No error: nobody is left to be told."""
+    """Raised at a `checkpoint` of an operation whose caller was interrupted. No error: nobody is
+    left to be told."""
 
 
 def checkpoint() -> None:
@@ -52,7 +55,8 @@ def checked_threads(threads: int | None) -> int | None:
 
 
 class Call(Generic[R]):
-    """One call of ``work``, run by at most one thread, whose end every other thread can wait for."""
+    """One call of ``work``, run by at most one thread, whose end every other thread can wait
+    for."""
 
     __slots__ = ("_claim", "_done", "_error", "_result", "_work", "ended")
 
@@ -78,7 +82,8 @@ class Call(Generic[R]):
         self._done.release()
 
     def wait(self, seconds: float = -1) -> None:
-        """Returns once the call has ended, or after so many ``seconds`` (-1: no limit). An interrupt is raised."""
+        """Returns once the call has ended, or after so many ``seconds`` (-1: no limit). An
+        interrupt is raised."""
         if not self.ended and self._done.acquire(timeout=seconds):
             self._done.release()
 
@@ -91,7 +96,8 @@ class Call(Generic[R]):
         return True
 
     def settle(self) -> BaseException | None:
-        """Returns when the call does not run and never will, through any number of interrupts: the last one, if any.
+        """Returns when the call does not run and never will, through any number of interrupts: the
+        last one, if any.
 
         A call that no thread has begun is cancelled.
         """
@@ -112,19 +118,26 @@ class Call(Generic[R]):
         try:
             raise error
         finally:
-            del error  # or its traceback would hold itself, and all that the call worked on, until a collection
+            # or its traceback would hold itself, and all that the call worked on, until a
+            # collection
+            del error
 
 
-def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Generator[R, None, None]:
-    """``function`` over ``items`` in threads; results in order, at most one item more than threads in flight. A single
-    item needs no thread. A `checkpoint` in ``function`` stops for the operation that runs in the caller's thread.
+def ordered_map(
+    function: Callable[[T], R], items: Iterable[T], threads: int | None = None
+) -> Generator[R, None, None]:
+    """``function`` over ``items`` in threads; results in order, at most one item more than threads
+    in flight. A single item needs no thread. A `checkpoint` in ``function`` stops for the operation
+    that runs in the caller's thread.
 
-    The bound keeps peak memory at "blocks in flight" however long ``items`` is. An exception of any item is raised at
-    its place. When this ends, in whatever way, no call is running any more and none begins: a caller that undoes what
-    they did never races with one. Raises InputError for less than one worker.
+    The bound keeps peak memory at "blocks in flight" however long ``items`` is. An exception of any
+    item is raised at its place. When this ends, in whatever way, no call is running any more and
+    none begins: a caller that undoes what they did never races with one. Raises InputError for less
+    than one worker.
     """
     threads = checked_threads(threads) or default_threads()
-    # In an interpreter that is being taken down, as where destructors run, a new thread would never get on.
+    # In an interpreter that is being taken down, as where destructors run, a new thread would never
+    # get on.
     if threads == 1 or sys.is_finalizing() or (isinstance(items, Sequence) and len(items) < 2):
         for item in items:
             checkpoint()
@@ -143,7 +156,9 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], threads: int | N
                 try:
                     start_new_thread(_work_off, (calls, getattr(running, "operation", None)))
                     started += 1
-                except RuntimeError:  # there are no more: the process has too many, or the program ends
+                except (
+                    RuntimeError
+                ):  # there are no more: the process has too many, or the program ends
                     threads = started
             if not started:
                 call.run()

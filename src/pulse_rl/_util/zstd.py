@@ -1,4 +1,5 @@
-"""zstd with a bound on every decode: a 13-byte frame that claims terabytes must not allocate them."""
+"""zstd with a bound on every decode: a 13-byte frame that claims terabytes must not allocate
+them."""
 
 from __future__ import annotations
 

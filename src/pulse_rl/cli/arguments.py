@@ -50,7 +50,8 @@ def seconds(text: str) -> float:
 
 
 def fact(text: str) -> tuple[str, str | int | float | bool]:
-    """KEY=VALUE of a version's metadata: a number or true or false where the value is spelled so."""
+    """KEY=VALUE of a version's metadata: a number or true or false where the value is spelled
+    so."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
@@ -72,7 +73,8 @@ def quantisation(text: str) -> str | dict[str, Any]:
         config = json.loads(Path(text).read_bytes())["quantization_config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(FORMATS)}, and no config.json of a quantised model ({error})"
+            f"{text!r} is none of {', '.join(FORMATS)}, and no config.json of a quantised model "
+            f"({error})"
         ) from None
     if not isinstance(config, dict):
         raise argparse.ArgumentTypeError(f"the quantization_config of {text!r} is no object")
@@ -95,7 +97,8 @@ def complete(args: argparse.Namespace, console: Console) -> int:
     """Prints what a shell is to run: commands, their options, and files elsewhere."""
     commands = commands_of(args.parser())
     cases = [
-        f'    {name}) [ "$COMP_CWORD" -eq 1 ] || words="{" ".join(sorted(parser._option_string_actions))}";;'
+        f'    {name}) [ "$COMP_CWORD" -eq 1 ] || '
+        f'words="{" ".join(sorted(parser._option_string_actions))}";;'
         for name, parser in commands.choices.items()
     ]
     script = _BASH.format(commands=" ".join(commands.choices), cases="\n".join(cases))

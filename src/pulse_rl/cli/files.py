@@ -31,7 +31,9 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     out = Path(args.output)
     check_output(out, PATCH_MAGIC, force=args.force)
     old, new = (_loaded(source, args, console)[0] for source in (args.old, args.new))
-    digest = state_digest(old, threads=args.threads, progress=progress_to(console, "digest", old.nbytes))
+    digest = state_digest(
+        old, threads=args.threads, progress=progress_to(console, "digest", old.nbytes)
+    )
     built = patch.build_patch(
         old,
         new,
@@ -59,16 +61,24 @@ def apply(args: argparse.Namespace, console: Console) -> int:
         check_folder(out, [FILE_NAME], force=args.force)
     data = _read(args.patch)
     base, metadata, files = _loaded(args.base, args, console)
-    digest = state_digest(base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes))
+    digest = state_digest(
+        base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes)
+    )
     try:
         parsed = patch.parse_patch([data], digest)
     except CorruptPatch as error:
         raise CorruptPatch(f"{args.patch}: {error}", hint=error.hint) from error
     base = base.copy()
     applied = patch.apply_patch(
-        parsed, base, digest, threads=args.threads, progress=progress_to(console, "apply", base.nbytes)
+        parsed,
+        base,
+        digest,
+        threads=args.threads,
+        progress=progress_to(console, "apply", base.nbytes),
     )
-    kept = {"format": "pt"} | {key: text for key, text in metadata.items() if not key.startswith("pulse.")}
+    kept = {"format": "pt"} | {
+        key: text for key, text in metadata.items() if not key.startswith("pulse.")
+    }
     kept["pulse.root"] = applied.digest.root
     if is_file:
         save(out, base, kept)
@@ -76,7 +86,9 @@ def apply(args: argparse.Namespace, console: Console) -> int:
         replace_folder(
             out,
             applied.digest.root[:12],
-            lambda into: write_checkpoint(into, base, applied.digest, files(), kept, sharded=args.sharded),
+            lambda into: write_checkpoint(
+                into, base, applied.digest, files(), kept, sharded=args.sharded
+            ),
             force=args.force,
         )
     facts = {
@@ -86,7 +98,10 @@ def apply(args: argparse.Namespace, console: Console) -> int:
         "output": str(out),
         "seconds": round(time.perf_counter() - started, 6),
     }
-    console.result(facts, [f"{out}: root {applied.digest.root} verified, {facts['changed']:,} elements changed"])
+    console.result(
+        facts,
+        [f"{out}: root {applied.digest.root} verified, {facts['changed']:,} elements changed"],
+    )
     return 0
 
 
@@ -99,7 +114,9 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
     dense_bytes = None
     if args.base:
         base = _loaded(args.base, args, console)[0]
-        root = state_digest(base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes)).root
+        root = state_digest(
+            base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes)
+        ).root
         blocks = parse_header(data, Base(base.specs, root)).cuts
         dense_bytes = sum(block.nbytes for block in blocks or ())
     facts = _facts(parsed.header, len(data), dense_bytes)
@@ -112,7 +129,11 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
             "bytes": entry.length,
         }
         if blocks:
-            fact |= {"tensors": str(blocks[k]), "dtype": blocks[k].dtype.name, "elements": blocks[k].elements}
+            fact |= {
+                "tensors": str(blocks[k]),
+                "dtype": blocks[k].dtype.name,
+                "elements": blocks[k].elements,
+            }
         facts["blocks"].append(fact)
     lines = _lines(facts, args.patch)
     for k, b in enumerate(facts["blocks"]):
@@ -127,7 +148,9 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
 def digest(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     state = _loaded(args.checkpoint, args, console)[0]
-    tree = state_digest(state, threads=args.threads, progress=progress_to(console, "digest", state.nbytes))
+    tree = state_digest(
+        state, threads=args.threads, progress=progress_to(console, "digest", state.nbytes)
+    )
     facts: dict[str, Any] = {
         "root": tree.root,
         "tensors": {s.name: tree.tensor(s).hex() for s in state.specs},
@@ -137,7 +160,10 @@ def digest(args: argparse.Namespace, console: Console) -> int:
     }
     lines = [f"{tree.root}  {args.checkpoint}"]
     if args.tensors:
-        lines += [f"{facts['tensors'][s.name]}  {s.name}  {s.dtype.name} {list(s.shape)}" for s in state.specs]
+        lines += [
+            f"{facts['tensors'][s.name]}  {s.name}  {s.dtype.name} {list(s.shape)}"
+            for s in state.specs
+        ]
     console.result(facts, lines)
     return 0
 
@@ -145,8 +171,8 @@ def digest(args: argparse.Namespace, console: Console) -> int:
 def _loaded(
     source: str, args: argparse.Namespace, console: Console
 ) -> tuple[State, dict[str, str], Callable[[], dict[str, bytes]]]:
-    """The state of a checkpoint or of a version of a stream (`version_at`), the text that is kept with it, and what
-    reads the files beside the weights."""
+    """The state of a checkpoint or of a version of a stream (`version_at`), the text that is kept
+    with it, and what reads the files beside the weights."""
     if found := version_at(source, args, console):
         return found.state, {}, found.files
     state, metadata = load(source)
@@ -155,7 +181,8 @@ def _loaded(
 
 
 def _read(path: str) -> memoryview:
-    """The bytes of a patch file, of which the header is well-formed. Raises InputError and CorruptPatch."""
+    """The bytes of a patch file, of which the header is well-formed. Raises InputError and
+    CorruptPatch."""
     try:
         with open_regular(Path(path)) as file:
             start = file.read(PRELUDE_BYTES)
@@ -170,7 +197,8 @@ def _read(path: str) -> memoryview:
 
 
 def _facts(header: PatchHeader, nbytes: int, dense_bytes: int | None) -> dict[str, Any]:
-    """What a header tells; ``dense_bytes`` are those of the tensors that the patch is for, if they are known."""
+    """What a header tells; ``dense_bytes`` are those of the tensors that the patch is for, if they
+    are known."""
     return {
         "elements": header.elements,
         "changed": header.changed,
@@ -192,7 +220,8 @@ def _lines(facts: dict[str, Any], name: str) -> list[str]:
         size += f" for {format_bytes(facts['dense_bytes'])}, {facts['ratio']:.1f} times smaller"
     return [
         f"{name}: {size}",
-        f"  {facts['changed']:,} of {facts['elements']:,} elements changed (density {facts['density']:.4%}){cost}",
+        f"  {facts['changed']:,} of {facts['elements']:,} elements changed (density "
+        f"{facts['density']:.4%}){cost}",
         f"  from root {facts['base_root']}",
         f"  to root   {facts['target_root']}",
     ]

@@ -1,5 +1,5 @@
-"""Commands that go on until they are stopped: follow, into a folder or a live engine; watch, out of one; relay. And
-replay, which moves a live engine, too."""
+"""Commands that go on until they are stopped: follow, into a folder or a live engine; watch, out of
+one; relay. And replay, which moves a live engine, too."""
 
 from __future__ import annotations
 
@@ -50,16 +50,25 @@ _MAX_DIGITS = 16
 def follow(args: argparse.Namespace, console: Console) -> int:
     if args.engine is None:
         if args.keep and not args.layout:
-            raise InputError("--keep is for the folders of a --layout", hint="Otherwise the newest version is kept.")
+            raise InputError(
+                "--keep is for the folders of a --layout",
+                hint="Otherwise the newest version is kept.",
+            )
         return _follow_into_a_folder(args, console)
     if args.layout or args.keep:
-        raise InputError("an engine has no --layout", hint="Leave --layout and --keep out, or give --out.")
+        raise InputError(
+            "an engine has no --layout", hint="Leave --layout and --keep out, or give --out."
+        )
     if len(args.store) > 1:
         raise InputError("an engine follows one store", hint="Give the nearest one.")
     if args.select:
-        raise InputError("an engine needs all tensors of its model", hint="Leave --select out, or give --out.")
+        raise InputError(
+            "an engine needs all tensors of its model", hint="Leave --select out, or give --out."
+        )
     if args.store[0].startswith("memory:"):
-        raise InputError("an engine cannot open a memory:// store", hint="Give a folder or an object store.")
+        raise InputError(
+            "an engine cannot open a memory:// store", hint="Give a folder or an object store."
+        )
     return _follow_into_an_engine(args, console)
 
 
@@ -81,7 +90,10 @@ def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> int:
                 heartbeat.beat(args.stream, done.version)
         elif args.once:
             version = handle.version
-            console.result({"version": version, "changed": False}, [f"version {version} is the newest, and live"])
+            console.result(
+                {"version": version, "changed": False},
+                [f"version {version} is the newest, and live"],
+            )
 
     def pause(seconds: float) -> None:
         if handle is not None:
@@ -115,7 +127,8 @@ def _connect(args: argparse.Namespace) -> EngineHandle:
 
 
 def replay(args: argparse.Namespace, console: Console) -> int:
-    """In the order of versions, so that an engine moves forward; exit status 1 unless all is the same."""
+    """In the order of versions, so that an engine moves forward; exit status 1 unless all is the
+    same."""
 
     def by_version(numbered: tuple[int, Rollout]) -> tuple[str, int, int]:
         weights = numbered[1].weights
@@ -123,12 +136,18 @@ def replay(args: argparse.Namespace, console: Console) -> int:
 
     rollouts = sorted(enumerate(Rollout.read(args.records), 1), key=by_version)
     if not rollouts:
-        raise InputError(f"{args.records} has no rollouts", hint="docs/replay.md says what writes them.")
+        raise InputError(
+            f"{args.records} has no rollouts", hint="docs/replay.md says what writes them."
+        )
     same = tokens = 0
     for stream, numbered in groupby(rollouts, key=lambda each: each[1].stream):
         group = list(numbered)
         with _engine(args, stream, group[0][1].weights[0].version) as engine:
-            connect = sglang.connect if args.engine and is_sglang(args.engine, _LOOK_SECONDS) else vllm.connect
+            connect = (
+                sglang.connect
+                if args.engine and is_sglang(args.engine, _LOOK_SECONDS)
+                else vllm.connect
+            )
             options: SubscriberOptions = {"trusted_keys": args.trust, "stream_id": args.stream_id}
             with connect(engine, store=args.store, stream=stream, **options) as handle:
                 for number, rollout in group:
@@ -137,19 +156,28 @@ def replay(args: argparse.Namespace, console: Console) -> int:
                     tokens += len(rollout.token_ids)
                     _show_replayed(number, done, console)
     facts = {"rollouts": len(rollouts), "same": same, "tokens": tokens}
-    console.result(facts, [f"{same} of {len(rollouts)} rollouts are the same to the last bit; {tokens} tokens in all"])
+    console.result(
+        facts,
+        [
+            f"{same} of {len(rollouts)} rollouts are the same to the last bit; {tokens} tokens "
+            "in all"
+        ],
+    )
     return 0 if same == len(rollouts) else 1
 
 
 @contextmanager
 def _engine(args: argparse.Namespace, stream: str, version: int) -> Iterator[Any]:
-    """The engine to replay with: ``args.engine``, or a vLLM within this process that begins at ``version``."""
+    """The engine to replay with: ``args.engine``, or a vLLM within this process that begins at
+    ``version``."""
     if args.engine is not None:
         yield args.engine
         return
     vllm.require()
     with TemporaryDirectory(prefix="pulse-replay-") as folder:
-        with Subscriber(args.store, stream=stream, trusted_keys=args.trust, stream_id=args.stream_id) as subscriber:
+        with Subscriber(
+            args.store, stream=stream, trusted_keys=args.trust, stream_id=args.stream_id
+        ) as subscriber:
             subscriber.sync(version)
             subscriber.save(folder)
         yield vllm.start(folder)
@@ -158,7 +186,12 @@ def _engine(args: argparse.Namespace, stream: str, version: int) -> Iterator[Any
 def _show_replayed(number: int, done: Replay, console: Console) -> None:
     rollout = done.rollout
     versions = [weights.version for weights in rollout.weights]
-    facts = {"rollout": number, "versions": versions, "same": done.same, "differing": done.differing}
+    facts = {
+        "rollout": number,
+        "versions": versions,
+        "same": done.same,
+        "differing": done.differing,
+    }
     lines = [f"rollout {number} of version {' to '.join(map(str, versions))}: "]
     if done.reason:
         lines[0] += f"not all of it can be generated again: {done.reason}"
@@ -167,7 +200,10 @@ def _show_replayed(number: int, done: Replay, console: Console) -> None:
     else:
         lines[0] += f"{len(done.differing)} of {len(rollout.token_ids)} tokens differ"
         if done.engine_version != rollout.engine_version:
-            lines[0] += f"; {rollout.engine} was {rollout.engine_version}, and is {done.engine_version} here"
+            lines[0] += (
+                f"; {rollout.engine} was {rollout.engine_version}, and is {done.engine_version} "
+                "here"
+            )
     for index in done.differing:
         was, now = ((of.token_ids[index], of.logprobs[index]) for of in (rollout, done))
         lines.append(f"  token {index} was {was[0]} with {was[1]}, and is {now[0]} with {now[1]}")
@@ -205,12 +241,18 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
     )
 
     def save() -> None:
-        subscriber.save(out, sharded=args.sharded, force=args.force, layout=args.layout, keep=args.keep)
+        subscriber.save(
+            out, sharded=args.sharded, force=args.force, layout=args.layout, keep=args.keep
+        )
 
     def sync() -> None:
         nonlocal written
         update = subscriber.sync()
-        if update is None and subscriber.version is not None and written not in (None, subscriber.version):
+        if (
+            update is None
+            and subscriber.version is not None
+            and written not in (None, subscriber.version)
+        ):
             save()  # the same weights, with other files
             written = subscriber.version
         if update is not None:
@@ -219,10 +261,20 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
             _show_written(update, console)
             update.acknowledge()
         elif subscriber.version is None:
-            raise EmptyStream(f"stream {args.stream!r}: {absence(open_lasting(args.store[-1]), args.stream)}")
+            raise EmptyStream(
+                f"stream {args.stream!r}: {absence(open_lasting(args.store[-1]), args.stream)}"
+            )
         elif args.once:
-            facts = {"version": subscriber.version, "root": subscriber.root, "changed": 0, "payload_bytes": 0}
-            console.result(facts, [f"version {subscriber.version} is the newest, root {subscriber.root} verified"])
+            facts = {
+                "version": subscriber.version,
+                "root": subscriber.root,
+                "changed": 0,
+                "payload_bytes": 0,
+            }
+            console.result(
+                facts,
+                [f"version {subscriber.version} is the newest, root {subscriber.root} verified"],
+            )
 
     return keep_on(sync, args, console, subscriber.wait_for_new)
 
@@ -238,8 +290,8 @@ def keep_on(
     pause: Callable[[float], None],
     may_pass: Callable[[PulseError], bool] = lambda error: error.retryable,
 ) -> int:
-    """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that ``may_pass`` it says so
-    once, and tries again after ever longer."""
+    """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that
+    ``may_pass`` it says so once, and tries again after ever longer."""
     wait = args.poll
     while True:
         try:
@@ -248,7 +300,9 @@ def keep_on(
             if args.once or not may_pass(error):
                 raise
             console.note(f"{error} ({error.hint}); retrying")
-            if not isinstance(error, EmptyStream):  # what is missing or damaged is fetched again at each try
+            if not isinstance(
+                error, EmptyStream
+            ):  # what is missing or damaged is fetched again at each try
                 wait = min(max(2 * wait, _MIN_WAIT), _MAX_WAIT)
                 _sleep(max(wait, args.poll))
                 continue
@@ -261,8 +315,8 @@ def keep_on(
 
 
 def _left_in(out: Path, layout: Layout | None) -> tuple[Path | None, int | None]:
-    """(the newest checkpoint of an earlier run, its version); None where there is none or it is damaged: then the state
-    comes from an anchor."""
+    """(the newest checkpoint of an earlier run, its version); None where there is none or it is
+    damaged: then the state comes from an anchor."""
     if layout is not None:
         version, shown = max(layout.versions(out), default=(None, None))
         return shown, version
@@ -283,13 +337,18 @@ def _show_written(update: Update, console: Console) -> None:
         "payload_bytes": update.payload_bytes,
         "seconds": round(update.seconds, 6),
     }
-    line = f"version {update.version}: {format_bytes(update.payload_bytes)} fetched, root {update.root} verified"
+    line = (
+        f"version {update.version}: {format_bytes(update.payload_bytes)} fetched, root "
+        f"{update.root} verified"
+    )
     console.result(facts, [line])
 
 
 def relay(args: argparse.Namespace, console: Console) -> int:
     if len(args.stream) > 1 and args.stream_id:
-        raise InputError("one stream ID for several streams", hint="Give --stream-id with a single --stream.")
+        raise InputError(
+            "one stream ID for several streams", hint="Give --stream-id with a single --stream."
+        )
     source, target = open_lasting(args.source), open_lasting(args.target)
     relays = {
         stream: Relay(
@@ -307,7 +366,8 @@ def relay(args: argparse.Namespace, console: Console) -> int:
     }
 
     def sync() -> None:
-        """All streams by turns, a shard each, then the first error: one stream does not hold the others up."""
+        """All streams by turns, a shard each, then the first error: one stream does not hold the
+        others up."""
         failed: list[PulseError] = []
         moved, waiting = set[str](), list(relays)
         while waiting:
@@ -332,14 +392,20 @@ def relay(args: argparse.Namespace, console: Console) -> int:
 
     pause = PollTimer(source)
     return keep_on(
-        sync, args, console, lambda poll: pause.wait([each.source.last_accepted for each in relays.values()], poll)
+        sync,
+        args,
+        console,
+        lambda poll: pause.wait([each.source.last_accepted for each in relays.values()], poll),
     )
 
 
 def watch(args: argparse.Namespace, console: Console) -> int:
     folder = Path(args.folder)
     if not folder.is_dir():
-        raise InputError(f"{args.folder} is no folder", hint="Make it, or name the one that the trainer writes into.")
+        raise InputError(
+            f"{args.folder} is no folder",
+            hint="Make it, or name the one that the trainer writes into.",
+        )
     publisher = open_publisher(args, console, args.folds or ())
 
     def work() -> None:
@@ -355,9 +421,16 @@ def watch(args: argparse.Namespace, console: Console) -> int:
             if step > newest:
                 after = publish(step, found, after)
         if args.once and after == known:
-            facts = {"version": None if head is None else after, "step": None if head is None else newest}
+            facts = {
+                "version": None if head is None else after,
+                "step": None if head is None else newest,
+            }
             console.result(
-                facts, [f"no checkpoint in {args.folder} is newer" + (f" than step {newest}" if head else "")]
+                facts,
+                [
+                    f"no checkpoint in {args.folder} is newer"
+                    + (f" than step {newest}" if head else "")
+                ],
             )
 
     def publish(step: int, found: Path, after: int) -> int:
@@ -389,8 +462,8 @@ def watch(args: argparse.Namespace, console: Console) -> int:
 
 
 def _complete(folder: Path, pattern: str, done: str) -> list[tuple[int, Path]]:
-    """(step, folder) of the checkpoints that a trainer has written to their end, in the order of their steps, which
-    are the last numbers in their names."""
+    """(step, folder) of the checkpoints that a trainer has written to their end, in the order of
+    their steps, which are the last numbers in their names."""
     found = []
     for each in folder.glob(pattern):
         numbers = re.findall(r"\d+", each.name)
@@ -408,4 +481,6 @@ def _show_relayed(done: Relayed, console: Console) -> None:
         "bytes": done.nbytes,
         "seconds": round(done.seconds, 6),
     }
-    console.result(facts, [f"version {done.version} of {done.stream}: {format_bytes(done.nbytes)} copied"])
+    console.result(
+        facts, [f"version {done.version} of {done.stream}: {format_bytes(done.nbytes)} copied"]
+    )

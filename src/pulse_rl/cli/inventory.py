@@ -24,25 +24,41 @@ from .streams import open_lasting
 _SHOWN_ANCHORS = 5
 
 
-def add_parsers(commands: Any, common: list[argparse.ArgumentParser], trust: argparse.ArgumentParser) -> None:
+def add_parsers(
+    commands: Any, common: list[argparse.ArgumentParser], trust: argparse.ArgumentParser
+) -> None:
     """Adds the commands to ``commands``, argparse's sub-parsers."""
     store = argparse.ArgumentParser(add_help=False)
     store.add_argument(
-        "store", metavar="STORE", help="a folder, or a file://, hf://, http://, s3://, gs:// or az:// URL"
+        "store",
+        metavar="STORE",
+        help="a folder, or a file://, hf://, http://, s3://, gs:// or az:// URL",
     )
 
-    command = commands.add_parser("list", parents=[*common, trust, store], help="show the streams of a store")
+    command = commands.add_parser(
+        "list", parents=[*common, trust, store], help="show the streams of a store"
+    )
     command.set_defaults(run=show_streams)
 
-    command = commands.add_parser("log", parents=[*common, trust, store], help="show the versions of a stream")
-    command.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
+    command = commands.add_parser(
+        "log", parents=[*common, trust, store], help="show the versions of a stream"
+    )
     command.add_argument(
-        "--last", type=number, default=20, metavar="N", help="the newest N versions (default: 20); 0: all of them"
+        "--stream", required=True, metavar="S", help="the stream's name in the store"
+    )
+    command.add_argument(
+        "--last",
+        type=number,
+        default=20,
+        metavar="N",
+        help="the newest N versions (default: 20); 0: all of them",
     )
     command.set_defaults(run=log)
 
     command = commands.add_parser(
-        "status", parents=[*common, trust, store], help="show which version each worker and group of a store holds"
+        "status",
+        parents=[*common, trust, store],
+        help="show which version each worker and group of a store holds",
     )
     command.add_argument("--stream", metavar="S", help="of this stream only")
     command.set_defaults(run=status)
@@ -79,7 +95,9 @@ def log(args: argparse.Namespace, console: Console) -> int:
             _age(each["age_seconds"]),
             "full" if each["density"] is None else format_percent(each["density"]),
             format_bytes(each["patch_bytes"]) if each["patch_bytes"] else "",
-            format_bytes(each["anchor_bytes"]) + ", attested" * each["attested"] if each["anchor_bytes"] else "",
+            format_bytes(each["anchor_bytes"]) + ", attested" * each["attested"]
+            if each["anchor_bytes"]
+            else "",
             _metadata(each["metadata"]),
         )
         if not each["problem"]
@@ -97,7 +115,10 @@ def log(args: argparse.Namespace, console: Console) -> int:
 
 def status(args: argparse.Namespace, console: Console) -> int:
     store = open_lasting(args.store)
-    found = [_followers(_opened(store, name, args)) for name in ([args.stream] if args.stream else streams_in(store))]
+    found = [
+        _followers(_opened(store, name, args))
+        for name in ([args.stream] if args.stream else streams_in(store))
+    ]
     lines = []
     for each in found:
         workers, newest = each["workers"], each["newest"]
@@ -114,7 +135,9 @@ def status(args: argparse.Namespace, console: Console) -> int:
         ]
         lines += _table(rows)
     if not any(each["workers"] for each in found):
-        lines.append("no worker says what it holds: pulse follow --name W, or pulse_rl.metrics.Heartbeat")
+        lines.append(
+            "no worker says what it holds: pulse follow --name W, or pulse_rl.metrics.Heartbeat"
+        )
     console.result({"store": args.store, "streams": found}, lines)
     return 0
 
@@ -162,7 +185,17 @@ def _facts_of(stream: Stream) -> dict[str, Any]:
 
 def _version_facts(stream: Stream, version: int) -> dict[str, Any]:
     facts: dict[str, Any] = dict.fromkeys(
-        ("age_seconds", "root", "density", "patch_bytes", "anchor_bytes", "attested", "dense_bytes", "epoch"), None
+        (
+            "age_seconds",
+            "root",
+            "density",
+            "patch_bytes",
+            "anchor_bytes",
+            "attested",
+            "dense_bytes",
+            "epoch",
+        ),
+        None,
     )
     try:
         manifest = stream.manifest(version)
@@ -227,7 +260,11 @@ def _age(seconds: float | None) -> str:
 
 
 def _range(each: dict[str, Any]) -> str:
-    return f"{each['versions']}, none readable" if each["newest"] is None else f"{each['oldest']} to {each['newest']}"
+    return (
+        f"{each['versions']}, none readable"
+        if each["newest"] is None
+        else f"{each['oldest']} to {each['newest']}"
+    )
 
 
 def _few(anchors: list[int]) -> str:
@@ -236,11 +273,17 @@ def _few(anchors: list[int]) -> str:
 
 
 def _metadata(metadata: Metadata) -> str:
-    shown = (f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in metadata.items())
+    shown = (
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+        for key, value in metadata.items()
+    )
     return " ".join(text if len(text) < 60 else f"{text[:57]}…" for text in shown)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows with their columns below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

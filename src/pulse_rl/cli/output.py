@@ -1,5 +1,5 @@
-"""What commands print, write and read: one JSON object or readable lines on stdout, progress and errors on stderr; no
-output file replaces what Pulse did not write, no input is a device."""
+"""What commands print, write and read: one JSON object or readable lines on stdout, progress and
+errors on stderr; no output file replaces what Pulse did not write, no input is a device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..state.folder import check_file
 
 
 def open_streams() -> None:
-    """Lets standard output and error take any text. A stream that the caller closed, as some daemons do, leads nowhere;
-    characters that an ASCII output lacks are escaped."""
+    """Lets standard output and error take any text. A stream that the caller closed, as some
+    daemons do, leads nowhere; characters that an ASCII output lacks are escaped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -29,7 +29,8 @@ def open_streams() -> None:
 
 
 class Console:
-    """One command's output. A progress bar shows only on a terminal, and only for work that takes a while."""
+    """One command's output. A progress bar shows only on a terminal, and only for work that takes a
+    while."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
@@ -44,7 +45,10 @@ class Console:
     def error(self, error: PulseError) -> None:
         self._bars.close()
         if self._as_json:
-            print(json.dumps({"error": error.kind, "message": str(error), "hint": error.hint}), flush=True)
+            print(
+                json.dumps({"error": error.kind, "message": str(error), "hint": error.hint}),
+                flush=True,
+            )
         message = _printable(" ".join(str(error).split()))
         print(f"pulse: {message} ({error.hint})", file=sys.stderr, flush=True)
 
@@ -55,12 +59,18 @@ class Console:
         elif isinstance(event, FallbackUsed):
             self.note(f"{event.link} cannot be used: {event.reason}")
         elif isinstance(event, BaselineRestored) and event.how == "anchored":
-            self.note(f"version {event.version} could not be restored, starting over with an anchor: {event.reason}")
-        elif isinstance(event, Hint) and event.kind != "no_stream":  # which is an error where it counts
+            self.note(
+                f"version {event.version} could not be restored, starting over with an anchor: "
+                f"{event.reason}"
+            )
+        elif (
+            isinstance(event, Hint) and event.kind != "no_stream"
+        ):  # which is an error where it counts
             self.note(f"{event.reason} ({event.hint})")
 
     def note(self, text: str) -> None:
-        """Prints a line on stderr, unless it was printed since `forget_notes`: what is tried again fails again."""
+        """Prints a line on stderr, unless it was printed since `forget_notes`: what is tried again
+        fails again."""
         if text in self._noted:
             return
         self._noted.add(text)
@@ -73,8 +83,11 @@ class Console:
 
 
 def _printable(text: str) -> str:
-    """``text`` without the control characters that a tensor's name may hold, which a terminal would obey."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
+    """``text`` without the control characters that a tensor's name may hold, which a terminal would
+    obey."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text
+    )
 
 
 PAGE_MARK = b'<meta name="generator" content="pulse-rl'
@@ -82,19 +95,25 @@ PAGE_MARK = b'<meta name="generator" content="pulse-rl'
 
 
 def check_output(out: Path, mark: bytes, *, force: bool) -> None:
-    """Every file that a command writes is checked by this first. It may be replaced if it has the ``mark`` of what the
-    command makes: a patch, a page, or a checkpoint. Anything else needs ``force``. Raises InputError.
+    """Every file that a command writes is checked by this first. It may be replaced if it has the
+    ``mark`` of what the command makes: a patch, a page, or a checkpoint. Anything else needs
+    ``force``. Raises InputError.
     """
     try:
         check_file(out, force=force, mark=mark)
     except (FileNotFoundError, NotADirectoryError):  # writing has an error for the second
         return
     except OSError as error:
-        raise InputError(f"cannot write {shortened(out)}: {error.strerror}", hint="Check the path.") from None
+        raise InputError(
+            f"cannot write {shortened(out)}: {error.strerror}", hint="Check the path."
+        ) from None
 
 
-def write_output(out: Path, chunks: Iterable[bytes | memoryview], mark: bytes, *, force: bool) -> None:
-    """Puts a file at ``out`` whole or not at all. Raises InputError as `check_output`, StoreFull and StoreError."""
+def write_output(
+    out: Path, chunks: Iterable[bytes | memoryview], mark: bytes, *, force: bool
+) -> None:
+    """Puts a file at ``out`` whole or not at all. Raises InputError as `check_output`, StoreFull
+    and StoreError."""
     check_output(out, mark, force=force)
     write_atomically(out, chunks)
 

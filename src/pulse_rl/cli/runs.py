@@ -1,4 +1,5 @@
-"""Commands that take versions out of a stream: checkout; and with a program for each, evaluate and bisect."""
+"""Commands that take versions out of a stream: checkout; and with a program for each, evaluate and
+bisect."""
 
 from __future__ import annotations
 
@@ -38,12 +39,17 @@ Parsers = list[argparse.ArgumentParser]
 
 
 def add_parsers(commands: Any, common: Parsers, written: Parsers) -> None:
-    """Adds the commands to ``commands``, argparse's sub-parsers; ``written`` have the options of a folder."""
-    command = commands.add_parser("checkout", parents=[*common, *written], help="write a version as a checkpoint")
+    """Adds the commands to ``commands``, argparse's sub-parsers; ``written`` have the options of a
+    folder."""
+    command = commands.add_parser(
+        "checkout", parents=[*common, *written], help="write a version as a checkpoint"
+    )
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("--version", type=number, metavar="N", help="the version's number")
     which.add_argument(
-        "--root", metavar="ROOT", help="the newest version with this root, or its first 8 digits or more"
+        "--root",
+        metavar="ROOT",
+        help="the newest version with this root, or its first 8 digits or more",
     )
     which.add_argument(
         "--metadata",
@@ -52,23 +58,37 @@ def add_parsers(commands: Any, common: Parsers, written: Parsers) -> None:
         metavar="KEY=VALUE",
         help="the newest version that says this, such as step=400; may be repeated",
     )
-    command.add_argument("--out", type=path, required=True, metavar="DIR", help="a folder that engines load")
+    command.add_argument(
+        "--out", type=path, required=True, metavar="DIR", help="a folder that engines load"
+    )
     command.set_defaults(run=checkout)
 
     command = commands.add_parser(
-        "evaluate", parents=[*common, *written], help="run a program on versions of a stream, and keep what it prints"
+        "evaluate",
+        parents=[*common, *written],
+        help="run a program on versions of a stream, and keep what it prints",
     )
     command.add_argument(
-        "--every", type=count, required=True, metavar="N", help="versions N, 2N, 3N …, the first and the newest"
+        "--every",
+        type=count,
+        required=True,
+        metavar="N",
+        help="versions N, 2N, 3N …, the first and the newest",
     )
     _add_program(command, "events-evaluate.jsonl")
     command.set_defaults(run=evaluate)
 
     command = commands.add_parser(
-        "bisect", parents=[*common, *written], help="find the first version for which a program fails"
+        "bisect",
+        parents=[*common, *written],
+        help="find the first version for which a program fails",
     )
-    command.add_argument("--good", type=number, required=True, metavar="N", help="a version that is good")
-    command.add_argument("--bad", type=number, required=True, metavar="N", help="a later one that is bad")
+    command.add_argument(
+        "--good", type=number, required=True, metavar="N", help="a version that is good"
+    )
+    command.add_argument(
+        "--bad", type=number, required=True, metavar="N", help="a later one that is bad"
+    )
     _add_program(command, "events-bisect.jsonl")
     command.set_defaults(run=bisect)
 
@@ -78,8 +98,10 @@ def _add_program(command: argparse.ArgumentParser, log: str) -> None:
         "program",
         nargs="+",
         metavar="COMMAND",
-        help=f"after --: the program and its arguments; {_PLACE} is the version's folder, which comes last without "
-        f"{_PLACE}. PULSE_VERSION is the version's number. The last line of its output that is a number or "
+        help=f"after --: the program and its arguments; {_PLACE} is the version's folder, which "
+        "comes last without "
+        f"{_PLACE}. PULSE_VERSION is the version's number. The last line of its output that is a "
+        "number or "
         "a JSON object of numbers is kept",
     )
     command.add_argument(
@@ -87,10 +109,14 @@ def _add_program(command: argparse.ArgumentParser, log: str) -> None:
         type=path,
         default=log,
         metavar="FILE",
-        help=f"a line for each version, from which a command that was stopped goes on (default: {log})",
+        help="a line for each version, from which a command that was stopped goes on (default: "
+        f"{log})",
     )
     command.add_argument(
-        "--out", type=path, metavar="DIR", help="the folder of the version, which stays (default: a temporary one)"
+        "--out",
+        type=path,
+        metavar="DIR",
+        help="the folder of the version, which stays (default: a temporary one)",
     )
 
 
@@ -124,18 +150,24 @@ def checkout(args: argparse.Namespace, console: Console) -> int:
             "attested": out.is_dir() and (out / SIGNATURE).is_symlink(),
             "seconds": round(time.perf_counter() - started, 6),
         }
-    line = f"version {facts['version']}: {format_bytes(sum(fetched))} fetched, root {facts['root']} verified"
+    line = (
+        f"version {facts['version']}: {format_bytes(sum(fetched))} fetched, root "
+        f"{facts['root']} verified"
+    )
     console.result(facts, [line])
     if facts["attested"]:
         files, how = out / PRIVATE / CURRENT, "--allow_symlinks --public_key PEM"
-        console.note(f"its publisher's word: model_signing verify key {files} --signature {out / SIGNATURE} {how}")
+        console.note(
+            f"its publisher's word: model_signing verify key {files} --signature "
+            f"{out / SIGNATURE} {how}"
+        )
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A line of the log: the ``program`` ended with ``status`` on a version, which took ``seconds``; ``metrics`` are
-    the numbers that it printed."""
+    """A line of the log: the ``program`` ended with ``status`` on a version, which took
+    ``seconds``; ``metrics`` are the numbers that it printed."""
 
     stream: str
     version: int
@@ -147,8 +179,8 @@ class Evaluated:
 
 
 class Runs:
-    """The versions of a stream, and the program of the command on any of them, once: what the log has is not asked
-    again. A context manager."""
+    """The versions of a stream, and the program of the command on any of them, once: what the log
+    has is not asked again. A context manager."""
 
     def __init__(self, args: argparse.Namespace, console: Console, folder: Path) -> None:
         self._args = args
@@ -167,8 +199,9 @@ class Runs:
         return self._stream.manifest(version).metadata
 
     def on(self, version: int, accepted: Collection[int]) -> Evaluated:
-        """What came of the program on a version. Status 125 where the version cannot be had. Raises InputError where
-        the program cannot be run, or ends with a status that is not ``accepted``."""
+        """What came of the program on a version. Status 125 where the version cannot be had. Raises
+        InputError where the program cannot be run, or ends with a status that is not
+        ``accepted``."""
         args = self._args
         try:
             root = self._stream.manifest(version).root
@@ -182,13 +215,24 @@ class Runs:
         status, metrics = self._run(version)
         if status not in accepted:
             how = f"status {status}" if status >= 0 else f"signal {-status}"
-            hint = "0 is good, 125 skips a version, 1 to 127 is bad for bisect; the same command goes on from its log."
+            hint = (
+                "0 is good, 125 skips a version, 1 to 127 is bad for bisect; the same command "
+                "goes on from its log."
+            )
             raise InputError(f"{args.program[0]} ended with {how} on version {version}", hint=hint)
         done = Evaluated(
-            args.stream, version, root, args.program, status, metrics, round(time.perf_counter() - started, 3)
+            args.stream,
+            version,
+            root,
+            args.program,
+            status,
+            metrics,
+            round(time.perf_counter() - started, 3),
         )
         with JsonLines(args.log) as log:
-            cast(Callable[[Evaluated], None], log)(done)  # no event of the library's own: only commands make it
+            cast(Callable[[Evaluated], None], log)(
+                done
+            )  # no event of the library's own: only commands make it
         return done
 
     def close(self) -> None:
@@ -197,7 +241,10 @@ class Runs:
 
     def _is_ours(self, event: dict[str, Any]) -> bool:
         named = all(name in event for name in Evaluated.__slots__)
-        return named and (event["stream"], event["program"]) == (self._args.stream, self._args.program)
+        return named and (event["stream"], event["program"]) == (
+            self._args.stream,
+            self._args.program,
+        )
 
     def _check_out(self, version: int) -> None:
         args = self._args
@@ -255,19 +302,30 @@ def _numbers(line: str) -> dict[str, float]:
     except (ValueError, RecursionError):
         return {}
     found = said.items() if isinstance(said, dict) else [("value", said)]
-    return {name: value for name, value in found if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {
+        name: value
+        for name, value in found
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def evaluate(args: argparse.Namespace, console: Console) -> int:
     with _runs(args, console) as runs:
         ends = {runs.versions[0], runs.versions[-1]}
-        for version in (version for version in runs.versions if version % args.every == 0 or version in ends):
+        for version in (
+            version for version in runs.versions if version % args.every == 0 or version in ends
+        ):
             done = runs.on(version, (0, _SKIP))
             if done.status == 0 and not done.metrics:
                 hint = "Its last line must be a number, or a JSON object of numbers."
-                raise InputError(f"{args.program[0]} printed no number on version {version}", hint=hint)
+                raise InputError(
+                    f"{args.program[0]} printed no number on version {version}", hint=hint
+                )
             shown = _shown(done.metrics) if done.status == 0 else "skipped"
-            facts = {name: getattr(done, name) for name in ("version", "root", "status", "metrics", "seconds")}
+            facts = {
+                name: getattr(done, name)
+                for name in ("version", "root", "status", "metrics", "seconds")
+            }
             console.result(facts, [f"version {version}: {shown}"])
     console.note(f"`pulse report {args.log} -o evaluation.html` shows the curve")
     return 0
@@ -278,9 +336,14 @@ def bisect(args: argparse.Namespace, console: Console) -> int:
         for end in (args.good, args.bad):
             if end not in runs.versions:
                 has = f"it has {runs.versions[0]} to {runs.versions[-1]}"
-                raise InputError(f"stream {args.stream!r} has no version {end}: {has}", hint="`pulse log` shows them.")
+                raise InputError(
+                    f"stream {args.stream!r} has no version {end}: {has}",
+                    hint="`pulse log` shows them.",
+                )
         if args.good >= args.bad:
-            raise InputError("the good version is not before the bad one", hint="Give an earlier --good.")
+            raise InputError(
+                "the good version is not before the bad one", hint="Give an earlier --good."
+            )
         asked = 0
         # The first bad one is among these, of which the last is known to be bad.
         suspects = [version for version in runs.versions if args.good < version <= args.bad]
@@ -297,7 +360,12 @@ def bisect(args: argparse.Namespace, console: Console) -> int:
                 suspects = [each for each in suspects if each <= version]
             else:
                 skipped.add(version)
-            facts = {"version": version, "status": done.status, "verdict": verdict, "left": len(suspects)}
+            facts = {
+                "version": version,
+                "status": done.status,
+                "verdict": verdict,
+                "left": len(suspects),
+            }
             shown = f" ({_shown(done.metrics)})" if done.metrics else ""
             console.result(
                 facts | {"metrics": done.metrics, "seconds": done.seconds},
@@ -307,16 +375,23 @@ def bisect(args: argparse.Namespace, console: Console) -> int:
 
 
 def _found(runs: Runs, suspects: list[int], asked: int, console: Console) -> int:
-    """Says which version is the first bad one; status 1 where it is one of several that could not be asked."""
+    """Says which version is the first bad one; status 1 where it is one of several that could not
+    be asked."""
     first = suspects[0] if len(suspects) == 1 else None
     facts = {"first_bad": first, "suspects": suspects, "asked": asked}
     if first is None:
-        lines = [f"the first bad version is one of {', '.join(map(str, suspects))}: the others were skipped"]
+        lines = [
+            f"the first bad version is one of {', '.join(map(str, suspects))}: the others were "
+            "skipped"
+        ]
         console.result(facts, lines)
         return 1
     metadata = runs.metadata(first)
     said = f" ({' '.join(f'{key}={value}' for key, value in metadata.items())})" if metadata else ""
-    console.result(facts | {"metadata": metadata}, [f"version {first} is the first bad one{said}, asked {asked} times"])
+    console.result(
+        facts | {"metadata": metadata},
+        [f"version {first} is the first bad one{said}, asked {asked} times"],
+    )
     return 0
 
 

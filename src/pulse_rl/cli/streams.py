@@ -1,4 +1,5 @@
-"""Commands on a stream: publish, anchor, attest, verify, fold, gc, keygen; and on a store: serve, store-check."""
+"""Commands on a stream: publish, anchor, attest, verify, fold, gc, keygen; and on a store: serve,
+store-check."""
 
 from __future__ import annotations
 
@@ -33,16 +34,20 @@ from .output import Console, check_output, write_output
 DEFAULT_PORT = 8734
 _TOO_LONG_HERE = {"test_the_longest_name"}
 """A folder's name comes on top."""
-_OF_CREATES = {"a second create is refused", "what was put cannot be created", "of racing creates one wins"}
+_OF_CREATES = {
+    "a second create is refused",
+    "what was put cannot be created",
+    "of racing creates one wins",
+}
 
 
 _ADDRESS = re.compile(r"(?P<store>.+)#(?P<stream>[^#@/]+)(?:@(?P<version>.+))?")
 
 
 def version_at(source: str, args: argparse.Namespace, console: Console) -> Checkout | None:
-    """The version that ``source`` names, STORE#STREAM@VERSION: its number, or KEY=VALUE of its metadata; without
-    @VERSION the newest. None for any other name, and where there is such a file or folder. Raises InputError, and what
-    `checkout` raises."""
+    """The version that ``source`` names, STORE#STREAM@VERSION: its number, or KEY=VALUE of its
+    metadata; without @VERSION the newest. None for any other name, and where there is such a file
+    or folder. Raises InputError, and what `checkout` raises."""
     named = _ADDRESS.fullmatch(source)
     if named is None or Path(source).exists():
         return None
@@ -53,7 +58,9 @@ def version_at(source: str, args: argparse.Namespace, console: Console) -> Check
         try:
             said = {"metadata": dict([fact(which)])}
         except argparse.ArgumentTypeError:
-            hint = "Name it STORE#STREAM@VERSION: the version's number, or KEY=VALUE of its metadata."
+            hint = (
+                "Name it STORE#STREAM@VERSION: the version's number, or KEY=VALUE of its metadata."
+            )
             raise InputError(f"{source!r} names no version", hint=hint) from None
     return checkout(
         open_lasting(named["store"]),
@@ -69,10 +76,13 @@ def publish(args: argparse.Namespace, console: Console) -> int:
     if found := version_at(args.checkpoint, args, console):
         if args.dtype or args.quantise or args.file or args.no_files:
             raise InputError(
-                "a version begins another stream as it is", hint="Leave --dtype, --quantise and files out."
+                "a version begins another stream as it is",
+                hint="Leave --dtype, --quantise and files out.",
             )
         with found, open_publisher(args, console) as publisher:
-            print_published(publisher.begin_from(found, metadata=dict(args.metadata or ())), console)
+            print_published(
+                publisher.begin_from(found, metadata=dict(args.metadata or ())), console
+            )
         return 0
     state, _ = load(args.checkpoint)
     with open_publisher(args, console) as publisher:
@@ -90,7 +100,9 @@ def publish(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def open_publisher(args: argparse.Namespace, console: Console, folds: Sequence[int] = ()) -> Publisher:
+def open_publisher(
+    args: argparse.Namespace, console: Console, folds: Sequence[int] = ()
+) -> Publisher:
     """Raises InputError for a signed stream without a key."""
     publisher = Publisher(
         open_lasting(args.store),
@@ -108,7 +120,10 @@ def open_publisher(args: argparse.Namespace, console: Console, folds: Sequence[i
         publisher.stream_id = args.stream_id
     head = publisher.head()
     if head is not None and head.signature and not args.sign_key:
-        raise InputError(f"stream {args.stream!r} is signed", hint="Give the key with --sign-key, or another stream.")
+        raise InputError(
+            f"stream {args.stream!r} is signed",
+            hint="Give the key with --sign-key, or another stream.",
+        )
     return publisher
 
 
@@ -130,13 +145,17 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
 def attest(args: argparse.Namespace, console: Console) -> int:
     key = AttestationKey.load(args.key) if args.key else None
     if args.sharded and not key:
-        raise InputError("what is stored is about one file of weights", hint="Give --key FILE to make another.")
+        raise InputError(
+            "what is stored is about one file of weights", hint="Give --key FILE to make another."
+        )
     if args.output:
         check_output(Path(args.output), BUNDLE.encode(), force=args.force)
     of = open_lasting(args.store), args.stream, args.version
     trust = {"trusted_keys": args.trust, "stream_id": args.stream_id}
     if key:
-        statement = make_statement(*of, sharded=args.sharded, threads=args.threads, on_event=console, **trust)
+        statement = make_statement(
+            *of, sharded=args.sharded, threads=args.threads, on_event=console, **trust
+        )
         bundle = key.bundle(statement)
     else:
         data = stored_attestation(*of, **trust)
@@ -145,9 +164,14 @@ def attest(args: argparse.Namespace, console: Console) -> int:
         console.result(bundle, [json.dumps(bundle)])
         return 0
     predicate = statement["predicate"]
-    write_output(Path(args.output), [f"{json.dumps(bundle)}\n".encode()], BUNDLE.encode(), force=args.force)
+    write_output(
+        Path(args.output), [f"{json.dumps(bundle)}\n".encode()], BUNDLE.encode(), force=args.force
+    )
     facts = predicate["pulse"] | {"files": len(predicate["resources"]), "output": args.output}
-    line = f"{args.output}: version {facts['version']} of {args.stream}, {facts['files']} files, root {facts['root']}"
+    line = (
+        f"{args.output}: version {facts['version']} of {args.stream}, {facts['files']} files, "
+        f"root {facts['root']}"
+    )
     console.result(facts, [line])
     return 0
 
@@ -216,15 +240,22 @@ def gc(args: argparse.Namespace, console: Console) -> int:
         "young_bytes": plan.young,
     }
     verb = "would be deleted" if args.dry_run else "deleted"
-    line = f"{len(plan.names)} objects {verb}, {format_bytes(plan.nbytes)}, {len(plan.versions)} versions"
+    line = (
+        f"{len(plan.names)} objects {verb}, {format_bytes(plan.nbytes)}, {len(plan.versions)} "
+        "versions"
+    )
     lines = [f"{line}; version {plan.oldest} is the oldest kept"]
     if plan.oldest < plan.wanted:
         lines.append(
-            f"version {plan.wanted}, the oldest of the newest {args.keep}, is restored from the anchor of version "
+            f"version {plan.wanted}, the oldest of the newest {args.keep}, is restored from the "
+            "anchor of version "
             f"{plan.oldest}, so what is between stays (`pulse anchor` publishes a newer anchor)"
         )
     if plan.young:
-        lines.append(f"{format_bytes(plan.young)} that nothing names stay for now: written in the last --grace seconds")
+        lines.append(
+            f"{format_bytes(plan.young)} that nothing names stay for now: written in the last "
+            "--grace seconds"
+        )
     console.result(facts, lines)
     return 0
 
@@ -238,7 +269,9 @@ def keygen(args: argparse.Namespace, console: Console) -> int:
     facts = {"public_key": signer.public_key, "file": args.file}
     if args.attestations:
         public = AttestationKey.of(signer).public_key
-        write_output(Path(args.attestations), [public.encode()], b"-----BEGIN PUBLIC KEY", force=args.force)
+        write_output(
+            Path(args.attestations), [public.encode()], b"-----BEGIN PUBLIC KEY", force=args.force
+        )
         facts["attestations"] = args.attestations
     console.result(facts, [signer.public_key])
     return 0
@@ -264,12 +297,15 @@ def print_published(done: Published, console: Console) -> None:
 
 
 def files_beside(args: argparse.Namespace, checkpoint: Path) -> dict[str, bytes] | None:
-    """What goes with the weights: those of the version before where a file of weights is published alone."""
+    """What goes with the weights: those of the version before where a file of weights is published
+    alone."""
     if args.no_files:
         return {}
     if args.file:
         return of_dtype(checked_files({Path(file).name: file for file in args.file}), args.dtype)
-    return of_dtype(files_of(current_version(checkpoint)), args.dtype) if checkpoint.is_dir() else None
+    return (
+        of_dtype(files_of(current_version(checkpoint)), args.dtype) if checkpoint.is_dir() else None
+    )
 
 
 def _signer(args: argparse.Namespace) -> Signer | None:
@@ -279,7 +315,10 @@ def _signer(args: argparse.Namespace) -> Signer | None:
 def open_lasting(address: str) -> Store:
     """The store at an address that outlives the command; raises InputError for another."""
     if address.startswith("memory:"):
-        raise InputError("a memory:// store is lost when the command ends", hint="Give a folder or an object store.")
+        raise InputError(
+            "a memory:// store is lost when the command ends",
+            hint="Give a folder or an object store.",
+        )
     return open_store(address)
 
 
@@ -287,7 +326,9 @@ def serve(args: argparse.Namespace, console: Console) -> int:
     from ..store.server import FolderServer
 
     with FolderServer(args.folder, bind=args.bind, port=args.port) as server:
-        console.result({"url": server.url, "folder": args.folder}, [f"{args.folder} is served at {server.url}"])
+        console.result(
+            {"url": server.url, "folder": args.folder}, [f"{args.folder} is served at {server.url}"]
+        )
         threading.Event().wait()
     return 0
 
@@ -295,15 +336,20 @@ def serve(args: argparse.Namespace, console: Console) -> int:
 def store_check(args: argparse.Namespace, console: Console) -> int:
     store = open_store(args.store)
     if isinstance(store, LocalStore) and not store.root.is_dir():
-        raise InputError(f"there is no folder {store.root}", hint="Check the path, or create the folder first.")
+        raise InputError(
+            f"there is no folder {store.root}", hint="Check the path, or create the folder first."
+        )
     findings = check(store)
     safe = all(held for _, held, _ in findings)
     lines = [
-        f"{'ok  ' if held else 'FAIL'} {guarantee}{f': {seen}' * bool(seen)}" for guarantee, held, seen in findings
+        f"{'ok  ' if held else 'FAIL'} {guarantee}{f': {seen}' * bool(seen)}"
+        for guarantee, held, seen in findings
     ]
     lines.append(f"{args.store} is {'safe' if safe else 'NOT safe'} to publish to")
     if not safe and all(held or guarantee in _OF_CREATES for guarantee, held, _ in findings):
-        lines.insert(-1, "one publisher alone may use it, by convention: it would not notice a second one")
+        lines.insert(
+            -1, "one publisher alone may use it, by convention: it would not notice a second one"
+        )
     names = ("guarantee", "held", "seen")
     facts = {"safe": safe, "findings": [dict(zip(names, each, strict=True)) for each in findings]}
     console.result(facts, lines)
@@ -311,14 +357,19 @@ def store_check(args: argparse.Namespace, console: Console) -> int:
 
 
 def check(store: Store) -> list[tuple[str, bool, str]]:
-    """(guarantee, whether it held, what was seen) of each test of the suite. Some S3-compatible servers ignore
-    If-None-Match and let both of two creates succeed: there a second publisher could overwrite a version unseen.
+    """(guarantee, whether it held, what was seen) of each test of the suite. Some S3-compatible
+    servers ignore If-None-Match and let both of two creates succeed: there a second publisher could
+    overwrite a version unseen.
 
-    Its objects are removed by their names: lists may be what does not work. Raises StoreError if the store cannot be
-    used at all.
+    Its objects are removed by their names: lists may be what does not work. Raises StoreError if
+    the store cannot be used at all.
     """
     suite = _Suite(store)
-    names = [name for name in vars(StoreConformance) if name.startswith("test_") and name not in _TOO_LONG_HERE]
+    names = [
+        name
+        for name in vars(StoreConformance)
+        if name.startswith("test_") and name not in _TOO_LONG_HERE
+    ]
     findings = []
     try:
         suite.new_store().put("reachable", b"")
@@ -379,7 +430,9 @@ class _Folder:
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         after = None if start_after is None else self._inside(start_after)
-        return map(self._own, self._store.list(self._inside(folder) if folder else self._folder, after))
+        return map(
+            self._own, self._store.list(self._inside(folder) if folder else self._folder, after)
+        )
 
     def delete(self, name: str) -> None:
         self._store.delete(self._inside(name))

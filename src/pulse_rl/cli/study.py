@@ -1,5 +1,5 @@
-"""The commands study, how sparse the updates between saved states are, and report: a run, a study, or both as one HTML
-page."""
+"""The commands study, how sparse the updates between saved states are, and report: a run, a study,
+or both as one HTML page."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ _SHOWN_SHARE = 1e-3
 
 def add_parser(commands: Any) -> None:
     """Adds the command to ``commands``, argparse's sub-parsers."""
-    command = commands.add_parser("study", help="measure the sparsity of updates between saved states")
-    command.add_argument("source", metavar="SOURCE", help="a folder of checkpoints; with --stream, a store")
+    command = commands.add_parser(
+        "study", help="measure the sparsity of updates between saved states"
+    )
+    command.add_argument(
+        "source", metavar="SOURCE", help="a folder of checkpoints; with --stream, a store"
+    )
     command.add_argument("--stream", metavar="S", help="study the versions of this stream")
     command.add_argument(
         "--dtype",
@@ -51,7 +55,12 @@ def add_parser(commands: Any) -> None:
         metavar="K",
         help="compare each state with the one K states later (default: 1 2 4 … 32)",
     )
-    command.add_argument("--lr", type=float, metavar="LR", help="learning rate; adds the density that theory predicts")
+    command.add_argument(
+        "--lr",
+        type=float,
+        metavar="LR",
+        help="learning rate; adds the density that theory predicts",
+    )
     command.add_argument(
         "--step-seconds",
         type=seconds,
@@ -60,9 +69,13 @@ def add_parser(commands: Any) -> None:
         help="compute between syncs: 50 or 50s (default: 50)",
     )
     command.add_argument("-o", "--output", metavar="REPORT", help="also write an HTML report")
-    command.add_argument("--force", action="store_true", help="replace REPORT even if it is something else")
+    command.add_argument(
+        "--force", action="store_true", help="replace REPORT even if it is something else"
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: one per core)")
+    command.add_argument(
+        "--threads", type=int, metavar="N", help="number of threads (default: one per core)"
+    )
     command.set_defaults(run=run)
 
 
@@ -81,15 +94,27 @@ def run(args: argparse.Namespace, console: Console) -> int:
         lr=args.lr,
         step_seconds=args.step_seconds,
         threads=args.threads,
-        progress=progress_to(console, "study", len(source.state_names) * _nbytes(source.specs, args.dtype)),
+        progress=progress_to(
+            console, "study", len(source.state_names) * _nbytes(source.specs, args.dtype)
+        ),
     )
     lines = lines_of(found)
     if args.quantise is not None:
-        given = {"ks": args.k, "lr": args.lr, "step_seconds": args.step_seconds, "threads": args.threads}
+        given = {
+            "ks": args.k,
+            "lr": args.lr,
+            "step_seconds": args.step_seconds,
+            "threads": args.threads,
+        }
         found["quantised"] = study(source, dtype=args.dtype, quantise=args.quantise, **given)
         lines += beside(found, found["quantised"])
     if args.output:
-        write_output(Path(args.output), [render(study=found, title=source.name).encode()], PAGE_MARK, force=args.force)
+        write_output(
+            Path(args.output),
+            [render(study=found, title=source.name).encode()],
+            PAGE_MARK,
+            force=args.force,
+        )
     console.result(found, lines)
     return 0
 
@@ -98,7 +123,8 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     """A study as readable lines; the last three are the summary."""
     states = found["states"]
     lines = [
-        f"{found['source']}: {len(states)} states ({states[0]} … {states[-1]}) of {found['parameters']:,} parameters "
+        f"{found['source']}: {len(states)} states ({states[0]} … {states[-1]}) of "
+        f"{found['parameters']:,} parameters "
         f"in {found['dtype']}",
         "",
         "sparsity: fraction of weights that are bitwise equal in two states k apart",
@@ -112,11 +138,16 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     lines.append("untouched: fraction of weights that are also equal in every state in between")
     lines += _by_k("layer type", "layer", found["layers"], None)
     lines += _by_k("least sparse tensors", "name", found["tensors"], _SHOWN_TENSORS)
-    lines += ["", "bytes per changed weight", f"{'k':>5} {'auto':>9} {'zstd':>9} {'entropy':>9} {'a patch':>10}"]
+    lines += [
+        "",
+        "bytes per changed weight",
+        f"{'k':>5} {'auto':>9} {'zstd':>9} {'entropy':>9} {'a patch':>10}",
+    ]
     for row in found["rows"]:
         if row["bytes"] is not None:
             lines.append(
-                f"{row['k']:>5} {row['bytes_per_changed']:>9.3f} {row['bytes_per_changed_zstd']:>9.3f} "
+                f"{row['k']:>5} {row['bytes_per_changed']:>9.3f} "
+                f"{row['bytes_per_changed_zstd']:>9.3f} "
                 f"{row['entropy_bound']:>9.3f} {format_bytes(row['bytes']):>10}"
             )
     return [*lines, *_history(found["history"]), *_exponents(found), "", *_three_numbers(found)]
@@ -129,7 +160,8 @@ def beside(found: dict[str, Any], quantised: dict[str, Any]) -> list[str]:
     lines = [
         "",
         "quantised: what changes of each kind of tensor, and a patch beside the one above",
-        f"{'k':>5} {found['dtype']:>9} | {' '.join(f'{kind:>9}' for kind in kinds)} {'a patch':>10} {'smaller':>8}",
+        f"{'k':>5} {found['dtype']:>9} | {' '.join(f'{kind:>9}' for kind in kinds)} "
+        f"{'a patch':>10} {'smaller':>8}",
     ]
     for before, row in zip(found["rows"], quantised["rows"], strict=True):
         shares = " ".join(f"{changed[kind, row['k']]:>9.3%}" for kind in kinds)
@@ -147,7 +179,8 @@ def _history(history: dict[str, Any] | None) -> list[str]:
     ages = [(_age(age["from"], age["to"]), age["share"]) for age in history["ages"]]
     lines = [
         "",
-        f"recurrence: of what changed from one state to the next, the share that had last changed so many states ago "
+        "recurrence: of what changed from one state to the next, the share that had last "
+        "changed so many states ago "
         f"(the last {history['steps']} steps)",
         " ".join(f"{name:>9}" for name, _ in (*ages, ("not yet", 0))),
         " ".join(f"{share:>9.3%}" for _, share in (*ages, ("", history["not_yet"]))),
@@ -158,11 +191,15 @@ def _history(history: dict[str, Any] | None) -> list[str]:
     names = ("position", "sign", "size")
     lines += [
         "",
-        f"what history knows of a step ({history['coded_steps']} of these): entropies in bits a change; their sum and "
+        f"what history knows of a step ({history['coded_steps']} of these): entropies in bits a "
+        "change; their sum and "
         "whole patch files in bytes",
         f"{'':15} {' '.join(f'{name:>9}' for name in names)} {'entropy':>9} {'files':>9}",
     ]
-    for label, suffix, codec in (("without history", "", "auto"), ("with history", "_with_history", "history")):
+    for label, suffix, codec in (
+        ("without history", "", "auto"),
+        ("with history", "_with_history", "history"),
+    ):
         bits = " ".join(f"{history[f'{name}_bits{suffix}']:>9.3f}" for name in names)
         bound, reached = history[f"entropy_bound{suffix}"], history[f"bytes_per_changed_{codec}"]
         lines.append(f"{label:15} {bits} {bound:>9.3f} {reached:>9.3f} by {codec}")
@@ -203,13 +240,17 @@ def _exponents(found: dict[str, Any]) -> list[str]:
     k = found["rows"][0]["k"]
     lines = [
         "",
-        f"density by size of the old weight, k = {k}; an update below `visible from` is lost in weights kept in "
+        f"density by size of the old weight, k = {k}; an update below `visible from` is lost in "
+        "weights kept in "
         f"{found['dtype']}, but FP32 masters accumulate it",
         f"{'|w| from':>10} {'share':>9} {'density':>9} {'visible from':>13}{theory}",
     ]
     for row in shown:
         share, density = row["elements"] / total, row["density"]
-        line = f"{2.0 ** row['exponent']:>10.2g} {share:>9.3%} {density:>9.3%} {row['threshold']:>13.2g}"
+        line = (
+            f"{2.0 ** row['exponent']:>10.2g} {share:>9.3%} {density:>9.3%} "
+            f"{row['threshold']:>13.2g}"
+        )
         if found["lr"]:
             line += f" {row['predicted_lr']:>13.3%} {row['predicted_10lr']:>9.3%}"
         lines.append(line)
@@ -220,7 +261,10 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
     numbers, k = found["summary"], found["rows"][0]["k"]
     nbytes = numbers["bytes_per_sync"]
     over = "from one state to the next" if k == 1 else f"over {k} states"
-    bandwidth, full = format_bandwidth(numbers["bandwidth_for_target"]), format_bandwidth(numbers["bandwidth_full"])
+    bandwidth, full = (
+        format_bandwidth(numbers["bandwidth_for_target"]),
+        format_bandwidth(numbers["bandwidth_full"]),
+    )
     return [
         f"sparsity          {numbers['sparsity']:.3%} {over}",
         f"bytes per sync    {format_bytes(nbytes)} instead of {format_bytes(found['dense_bytes'])}",
@@ -242,13 +286,21 @@ def add_report_parser(commands: Any) -> None:
     command = commands.add_parser("report", help="write a run or a study as one HTML page")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument(
-        "source", metavar="RUN", help="a folder with events*.jsonl, study.json or both, or one such file"
+        "source",
+        metavar="RUN",
+        help="a folder with events*.jsonl, study.json or both, or one such file",
     )
-    command.add_argument("-o", "--output", required=True, metavar="HTML", help="the HTML file to write")
-    command.add_argument("--force", action="store_true", help="replace HTML even if it is something else")
+    command.add_argument(
+        "-o", "--output", required=True, metavar="HTML", help="the HTML file to write"
+    )
+    command.add_argument(
+        "--force", action="store_true", help="replace HTML even if it is something else"
+    )
     command.add_argument("--stream", metavar="S", help="the stream to show, if the run has several")
     command.add_argument(
-        "--watch", action="store_true", help="write the page again while the run goes on, until interrupted"
+        "--watch",
+        action="store_true",
+        help="write the page again while the run goes on, until interrupted",
     )
     command.set_defaults(run=report)
 
@@ -277,7 +329,12 @@ def _write_report(args: argparse.Namespace, console: Console, last: bytes) -> by
     if page != last:
         write_output(out, [page], PAGE_MARK, force=args.force)
         shown = {"run": drawn is not None, "study": study is not None}
-        facts = {"output": str(out), "bytes": len(page), **shown, "summary": drawn["summary"] if drawn else None}
+        facts = {
+            "output": str(out),
+            "bytes": len(page),
+            **shown,
+            "summary": drawn["summary"] if drawn else None,
+        }
         what = " and ".join(name for name, there in shown.items() if there)
         console.result(facts, [f"{out}: {what} report, {format_bytes(len(page))}"])
     return page

@@ -1,7 +1,8 @@
 """How the changes of one block are coded (docs/format.md, section 3.5).
 
-A user says ``"auto"`` or ``"zstd"`` and nothing else. Which codec an ``"auto"`` block gets is decided in `encode_block`
-and, of those that code against the old elements, in the kernel that it calls (``src/native/codecs/block.cpp``).
+A user says ``"auto"`` or ``"zstd"`` and nothing else. Which codec an ``"auto"`` block gets is
+decided in `encode_block` and, of those that code against the old elements, in the kernel that it
+calls (``src/native/codecs/block.cpp``).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ CODECS = (AUTO, ZSTD)
 """What a user can choose: the smallest that is fast, or the layout of the PULSE paper."""
 
 SAME, RAW, PAPER, GAPS, SPARSE, TABLE, HISTORY, NIBBLES = range(8)
-"""The ids of codecs in a patch. `SAME`: no element changed, the payload is empty; `HISTORY`: decoded by what changed in
-the versions before; `NIBBLES`: integers that are packed codes of four bits."""
+"""The ids of codecs in a patch. `SAME`: no element changed, the payload is empty; `HISTORY`:
+decoded by what changed in the versions before; `NIBBLES`: integers that are packed codes of four
+bits."""
 
 _NAMES = {
     SAME: "same",
@@ -39,16 +41,17 @@ _NAMES = {
 }
 
 MAX_BLOCK_ELEMENTS = 1 << 24
-"""Positions in a block fit in 32 bits with room to spare; also the cap on what one block may make a reader allocate."""
+"""Positions in a block fit in 32 bits with room to spare; also the cap on what one block may make a
+reader allocate."""
 
-# A block whose payload exceeds this share of its plain bytes is also tried raw; below it raw never wins, because byte
-# planes save at most about a third of trained weights.
+# A block whose payload exceeds this share of its plain bytes is also tried raw; below it raw never
+# wins, because byte planes save at most about a third of trained weights.
 _TRY_RAW = 0.5
 
 
 class Run(NamedTuple):
-    """``elements`` of one tensor in a block. ``row`` is the tensor's last dimension (its length, if it has only one),
-    ``phase`` the position of the run's first element in its row."""
+    """``elements`` of one tensor in a block. ``row`` is the tensor's last dimension (its length, if
+    it has only one), ``phase`` the position of the run's first element in its row."""
 
     elements: int
     row: int
@@ -56,12 +59,13 @@ class Run(NamedTuple):
 
 
 Past = tuple[tuple[npt.NDArray[np.uint8], int], ...]
-"""What changed in a block in the last versions: records (`pulse_rl._native.history_records`) and how many versions they
-span, oldest first; the last ones end at the old bits."""
+"""What changed in a block in the last versions: records (`pulse_rl._native.history_records`) and
+how many versions they span, oldest first; the last ones end at the old bits."""
 
 
 class Layout(NamedTuple):
-    """What both sides know about a block besides the old bits: its dtype, its tensors' rows, and its ``past``."""
+    """What both sides know about a block besides the old bits: its dtype, its tensors' rows, and
+    its ``past``."""
 
     dtype: DType
     runs: tuple[Run, ...]
@@ -74,8 +78,8 @@ class Layout(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The changed elements of one block: uint32 positions, strictly ascending, and the new bits at them. ``before``:
-    the old bits, where a decoder had them at hand."""
+    """The changed elements of one block: uint32 positions, strictly ascending, and the new bits at
+    them. ``before``: the old bits, where a decoder had them at hand."""
 
     positions: npt.NDArray[np.uint32]
     values: UIntArray
@@ -87,8 +91,8 @@ class Changes(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A block as a patch has it. ``found``: what was seen to have changed, where the encoder kept it; ``decoded``: what
-    the payload decodes to, where the encoder has proved it."""
+    """A block as a patch has it. ``found``: what was seen to have changed, where the encoder kept
+    it; ``decoded``: what the payload decodes to, where the encoder has proved it."""
 
     codec_id: int
     payload: bytes
@@ -106,19 +110,29 @@ def check_codec(name: str) -> None:
 def codec_name(codec_id: int) -> str:
     """What a codec of a patch is called; raises CorruptPatch."""
     if codec_id not in _NAMES:
-        raise CorruptPatch(f"codec {codec_id} is unknown", hint="The patch may come from a newer pulse-rl: upgrade.")
+        raise CorruptPatch(
+            f"codec {codec_id} is unknown",
+            hint="The patch may come from a newer pulse-rl: upgrade.",
+        )
     return _NAMES[codec_id]
 
 
 def encode_block(
-    old: UIntArray, new: UIntArray, layout: Layout, *, codec: str = AUTO, prove: bool = False, only: int = 0
+    old: UIntArray,
+    new: UIntArray,
+    layout: Layout,
+    *,
+    codec: str = AUTO,
+    prove: bool = False,
+    only: int = 0,
 ) -> Encoded:
-    """Encodes the change of one block from ``old`` to ``new``, flat unsigned arrays of at most ``MAX_BLOCK_ELEMENTS``
-    elements that ``layout`` describes, as ``SAME`` if nothing changed.
+    """Encodes the change of one block from ``old`` to ``new``, flat unsigned arrays of at most
+    ``MAX_BLOCK_ELEMENTS`` elements that ``layout`` describes, as ``SAME`` if nothing changed.
 
-    ``codec`` is one of `CODECS`; elements of 8 bytes are always coded as by ``"zstd"``. To ``prove`` a block whose
-    proof is cheaper beside its coding, it is decoded at once. ``only``: for tests, the id of the codec. Raises
-    CorruptPatch if what is proved does not decode, since elements were written to meanwhile.
+    ``codec`` is one of `CODECS`; elements of 8 bytes are always coded as by ``"zstd"``. To
+    ``prove`` a block whose proof is cheaper beside its coding, it is decoded at once. ``only``: for
+    tests, the id of the codec. Raises CorruptPatch if what is proved does not decode, since
+    elements were written to meanwhile.
     """
     found = decoded = None
     if codec == ZSTD or layout.dtype.width > 4:
@@ -127,7 +141,13 @@ def encode_block(
     else:
         try:
             codec_id, payload, changed, seen, proved = _native.encode_block(
-                list(layout.past), _bytes(old), _bytes(new), element_kind(layout.dtype), list(layout.runs), prove, only
+                list(layout.past),
+                _bytes(old),
+                _bytes(new),
+                element_kind(layout.dtype),
+                list(layout.runs),
+                prove,
+                only,
             )
         except _native.Malformed as error:
             raise CorruptPatch(str(error)) from None
@@ -143,8 +163,8 @@ def encode_block(
 
 
 def decode_block(codec_id: int, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
-    """The changes to ``old``, described by ``layout``, that a ``payload`` of the codec ``codec_id`` encodes: positions
-    in range and ascending. Raises FormatError on a malformed payload."""
+    """The changes to ``old``, described by ``layout``, that a ``payload`` of the codec ``codec_id``
+    encodes: positions in range and ascending. Raises FormatError on a malformed payload."""
     name = codec_name(codec_id)
     if codec_id == SAME:
         return Changes(np.empty(0, np.uint32), np.empty(0, layout.dtype.uint))
@@ -159,15 +179,17 @@ def decode_block(codec_id: int, payload: memoryview, old: UIntArray, layout: Lay
     data = np.frombuffer(payload, np.uint8)
     try:
         past = list(layout.past) if codec_id == HISTORY else []
-        found = _native.decode_block(codec_id, past, data, _bytes(old), element_kind(layout.dtype), list(layout.runs))
+        found = _native.decode_block(
+            codec_id, past, data, _bytes(old), element_kind(layout.dtype), list(layout.runs)
+        )
     except _native.Malformed as error:
         raise CorruptPatch(str(error)) from None
     return _changes(found, layout.dtype)
 
 
 def element_kind(dtype: DType) -> tuple[int, int, int, bool]:
-    """(width, shift, mask, floating), as the kernels take them: the class of an element is its exponent field; integers
-    are all of one class."""
+    """(width, shift, mask, floating), as the kernels take them: the class of an element is its
+    exponent field; integers are all of one class."""
     if dtype.exponent is None:
         return dtype.width, 0, 0, False
     shift, width = dtype.exponent

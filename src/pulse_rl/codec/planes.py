@@ -1,13 +1,16 @@
-"""The two codecs without a kernel of their own: byte planes through zstd (docs/format.md, section 3.5).
+"""The two codecs without a kernel of their own: byte planes through zstd (docs/format.md, section
+3.5).
 
-Byte planes: the lowest bytes of all elements together, then the next bytes, and so on. The planes of a weight differ in
-kind (sign and exponent repeat, mantissas look random), so a byte compressor does better on one plane after another.
+Byte planes: the lowest bytes of all elements together, then the next bytes, and so on. The planes
+of a weight differ in kind (sign and exponent repeat, mantissas look random), so a byte compressor
+does better on one plane after another.
 
-raw     all new elements: for each plane a u32 length and a zstd frame. The frames are separate because the planes of a
-        whole tensor are long, and no entropy table fits two of them.
-paper   PULSE, Algorithm 1: sorted indices delta-coded and narrowed, absolute new values: u32 count, u8 width of a gap
-        in bytes, u32 length of the first of two zstd frames; the frames hold the planes of the gaps and of the values.
-        A gap is the number of unchanged elements since the previous change (or since the start of the block).
+raw     all new elements: for each plane a u32 length and a zstd frame. The frames are separate
+because the planes of a whole tensor are long, and no entropy table fits two of them. paper   PULSE,
+Algorithm 1: sorted indices delta-coded and narrowed, absolute new values: u32 count, u8 width of a
+gap in bytes, u32 length of the first of two zstd frames; the frames hold the planes of the gaps and
+of the values. A gap is the number of unchanged elements since the previous change (or since the
+start of the block).
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ def encode_raw(new: UIntArray) -> bytes:
     return b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
 
 
-def decode_raw(payload: memoryview, elements: int, dtype: np.dtype[np.unsignedinteger]) -> UIntArray:
+def decode_raw(
+    payload: memoryview, elements: int, dtype: np.dtype[np.unsignedinteger]
+) -> UIntArray:
     """All new elements. Raises FormatError."""
     cut = []
     for _ in range(dtype.itemsize):
@@ -64,7 +69,9 @@ def decode_paper(
         raise CorruptPatch("the block ends inside its head")
     count, width, length = _HEAD.unpack_from(payload)
     if count > elements or width not in (1, 2, 4):
-        raise CorruptPatch(f"the block claims {count} changes of {elements} elements, gaps of {width} bytes")
+        raise CorruptPatch(
+            f"the block claims {count} changes of {elements} elements, gaps of {width} bytes"
+        )
     frames = payload[_HEAD.size :]
     gaps = _merge(zstd.decompress(frames[:length], count * width), np.dtype(f"<u{width}"))
     values = _merge(zstd.decompress(frames[length:], count * dtype.itemsize), dtype)

@@ -23,10 +23,12 @@ class PulsePluginArgs(BaseModel):
 
 
 class PulsePlugin(BasePlugin):
-    """Gives Axolotl's trainers a `PulseCallback` with the arguments under ``pulse`` in the config: ``store``,
-    ``stream``, and any other that YAML can say (``every``, ``dtype``, ``adapter``, ``folds`` …).
+    """Gives Axolotl's trainers a `PulseCallback` with the arguments under ``pulse`` in the config:
+    ``store``, ``stream``, and any other that YAML can say (``every``, ``dtype``, ``adapter``,
+    ``folds`` …).
 
-    Raises InputError where they are missing or unknown, before the model is loaded where that can be seen.
+    Raises InputError where they are missing or unknown, before the model is loaded where that can
+    be seen.
     """
 
     def get_input_args(self) -> str:
@@ -38,7 +40,8 @@ class PulsePlugin(BasePlugin):
         _arguments(cfg.get("pulse"))
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """The callback, for ``cfg``, the whole config. ``model`` is not needed: the Trainer hands it over."""
+        """The callback, for ``cfg``, the whole config. ``model`` is not needed: the Trainer hands
+        it over."""
         arguments = _arguments(cfg.pulse)
         try:
             return [PulseCallback(**arguments)]

@@ -1,4 +1,5 @@
-"""Changed elements of many tensors on a device: one transfer and, with Triton, one kernel launch for all of a group."""
+"""Changed elements of many tensors on a device: one transfer and, with Triton, one kernel launch
+for all of a group."""
 
 from __future__ import annotations
 
@@ -24,16 +25,18 @@ _LAUNCHES: dict[torch.device, Launch] = {}
 
 
 class Scatter(NamedTuple):
-    """``changes`` of a live tensor whose elements are ``flat``, integers of their width [n], all within it."""
+    """``changes`` of a live tensor whose elements are ``flat``, integers of their width [n], all
+    within it."""
 
     changes: TensorChanges
     flat: torch.Tensor
 
 
 class Sent(NamedTuple):
-    """What is on the device of a group: ``positions`` (int32 or int64) and ``values`` one after another, for each of
-    ``tensors`` those from its number in ``firsts`` to the next one's. ``programs``: int64 [n, 3], for each program of
-    the kernel the address of a tensor, and the first and the last of what it writes there."""
+    """What is on the device of a group: ``positions`` (int32 or int64) and ``values`` one after
+    another, for each of ``tensors`` those from its number in ``firsts`` to the next one's.
+    ``programs``: int64 [n, 3], for each program of the kernel the address of a tensor, and the
+    first and the last of what it writes there."""
 
     tensors: Sequence[torch.Tensor]
     firsts: Sequence[int]
@@ -53,7 +56,9 @@ def write(group: Sequence[Scatter], launch: Launch) -> None:
     position = np.dtype(np.int32 if max(map(len, flats)) < 1 << 31 else np.int64)
     value = np.dtype(f"u{flats[0].element_size()}")
     sizes = [programs.nbytes, firsts[-1] * position.itemsize, firsts[-1] * value.itemsize]
-    ends = list(accumulate(size + -size % LINE for size in sizes))  # aligned alike, which Triton compiles for
+    ends = list(
+        accumulate(size + -size % LINE for size in sizes)
+    )  # aligned alike, which Triton compiles for
     host = page_locked(ends[-1])
     host[: programs.nbytes].view(np.int64)[:] = programs.reshape(-1)
     indices, values = host[ends[0] : ends[1]].view(position), host[ends[1] :].view(value)
@@ -90,8 +95,8 @@ def _programs(flats: Sequence[torch.Tensor], firsts: Sequence[int]) -> npt.NDArr
 
 
 def scatter(changed: Iterable[Scatter]) -> None:
-    """Writes all of it, on the current streams of the tensors' devices. Returns when it is given to these, before they
-    have done it."""
+    """Writes all of it, on the current streams of the tensors' devices. Returns when it is given to
+    these, before they have done it."""
     kinds: dict[tuple[torch.device, int], list[Scatter]] = {}
     for one in changed:
         if len(one.changes):
@@ -136,9 +141,12 @@ def _tried_out(device: torch.device) -> Launch:
             _try_out(by_kernel, width, device)
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # no Triton, none for this device, no compiler, or a failure not known yet
+    except (
+        Exception
+    ) as error:  # no Triton, none for this device, no compiler, or a failure not known yet
         warnings.warn(
-            f"updates are written tensor by tensor on {device}: {type(error).__name__}: {error}", stacklevel=5
+            f"updates are written tensor by tensor on {device}: {type(error).__name__}: {error}",
+            stacklevel=5,
         )
         return by_indices
     return by_kernel
@@ -156,5 +164,8 @@ def _try_out(launch: Launch, dtype: torch.dtype, device: torch.device) -> None:
         expected[k][torch.from_numpy(indices)] = torch.from_numpy(indices % 100 + 1).to(dtype)
         group.append(Scatter(TensorChanges.at(indices, values), tensors[k]))
     write(group, launch)
-    if any(not torch.equal(found.cpu(), wanted) for found, wanted in zip(tensors, expected, strict=True)):
+    if any(
+        not torch.equal(found.cpu(), wanted)
+        for found, wanted in zip(tensors, expected, strict=True)
+    ):
         raise AssertionError("the kernel wrote something else")

@@ -1,4 +1,5 @@
-"""Parameters whose flattened elements are cut into ranges, one a rank: those of FSDP1 and of DeepSpeed ZeRO-3."""
+"""Parameters whose flattened elements are cut into ranges, one a rank: those of FSDP1 and of
+DeepSpeed ZeRO-3."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _FSDP2 = "Use FSDP2: fsdp_version: 2 in accelerate's config."
 
 @dataclass(frozen=True, eq=False)
 class FlatShard:
-    """What this rank has of a parameter of this ``shape``: ``local``, of one dimension. Rank k of ``group`` has the
-    elements [``cuts[k]``, ``cuts[k + 1]``) of the flattened parameter."""
+    """What this rank has of a parameter of this ``shape``: ``local``, of one dimension. Rank k of
+    ``group`` has the elements [``cuts[k]``, ``cuts[k + 1]``) of the flattened parameter."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
@@ -44,27 +45,33 @@ class FlatShard:
         return Box.range(self.start, self.start + self.local.numel(), self.shape)
 
     def part(self, first: int, shape: tuple[int, ...]) -> FlatShard:
-        """Of the tensor of this ``shape`` that begins at element ``first``: what this rank has of it."""
+        """Of the tensor of this ``shape`` that begins at element ``first``: what this rank has of
+        it."""
         elements = torch.Size(shape).numel()
         cuts = tuple(min(max(cut - first, 0), elements) for cut in self.cuts)
         rank = dist.get_rank(self.group)
         begin = first + cuts[rank] - self.start
-        return FlatShard(self.local[begin : begin + cuts[rank + 1] - cuts[rank]], shape, cuts, self.group)
+        return FlatShard(
+            self.local[begin : begin + cuts[rank + 1] - cuts[rank]], shape, cuts, self.group
+        )
 
     def to(self, dtype: torch.dtype) -> FlatShard:
         """The same, cast."""
         return replace(self, local=self.local.to(dtype))
 
     def whole(self, *, keep: bool = True) -> torch.Tensor:
-        """The parameter, empty where it is not to be ``kept``. A collective of ``group``, which needs memory for the
-        parameter, or for the largest range of it."""
+        """The parameter, empty where it is not to be ``kept``. A collective of ``group``, which
+        needs memory for the parameter, or for the largest range of it."""
         elements, width = self.cuts[-1], self.local.element_size()
         longest = max(stop - start for start, stop in zip(self.cuts, self.cuts[1:], strict=False))
-        # As bytes: backends know few dtypes. What is offloaded to the host passes through the device, where NCCL is.
+        # As bytes: backends know few dtypes. What is offloaded to the host passes through the
+        # device, where NCCL is.
         device = self.local.device
         if device.type == "cpu" and "gloo" not in dist.get_backend(self.group):
             device = torch.accelerator.current_accelerator(check_available=True) or device
-        bits = torch.empty((elements if keep else longest) * width, dtype=torch.uint8, device=device)
+        bits = torch.empty(
+            (elements if keep else longest) * width, dtype=torch.uint8, device=device
+        )
         rank = dist.get_rank(self.group)
         for k, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
             if start == stop:
@@ -73,7 +80,9 @@ class FlatShard:
             if k == rank:
                 piece.copy_(self.local.view(torch.uint8))
             dist.broadcast(piece, src=dist.get_global_rank(self.group, k), group=self.group)
-        return bits.view(self.dtype).view(self.shape) if keep else bits.new_empty(0, dtype=self.dtype)
+        return (
+            bits.view(self.dtype).view(self.shape) if keep else bits.new_empty(0, dtype=self.dtype)
+        )
 
 
 def is_fsdp1(module: nn.Module) -> bool:
@@ -84,12 +93,14 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 def has_flat_shards(model: nn.Module) -> bool:
     """Whether FSDP1 or ZeRO-3 holds parameters of ``model``."""
-    return any(map(is_fsdp1, model.modules())) or any(hasattr(p, "ds_id") for p in model.parameters())
+    return any(map(is_fsdp1, model.modules())) or any(
+        hasattr(p, "ds_id") for p in model.parameters()
+    )
 
 
 def named_tensors(model: nn.Module) -> dict[str, Any]:
-    """The ``state_dict`` of ``model``: its own tensors, and a `FlatShard` of each parameter that FSDP1 or ZeRO-3 cuts.
-    Tied names have one object. No collective. Raises UnsupportedTensor."""
+    """The ``state_dict`` of ``model``: its own tensors, and a `FlatShard` of each parameter that
+    FSDP1 or ZeRO-3 cuts. Tied names have one object. No collective. Raises UnsupportedTensor."""
     if any(map(is_fsdp1, model.modules())):
         return _of_fsdp1(model)
     known: dict[int, FlatShard] = {}
@@ -103,7 +114,8 @@ def named_tensors(model: nn.Module) -> dict[str, Any]:
 
 def zero3_shard(name: str, parameter: Any) -> FlatShard:
     """What this rank has of a parameter of ZeRO-3. Raises UnsupportedTensor."""
-    # DeepSpeed's GatheredParameters fails within another one, and frees what a forward pass has gathered.
+    # DeepSpeed's GatheredParameters fails within another one, and frees what a forward pass has
+    # gathered.
     held = getattr(parameter, "ds_tensor", None)
     if held is None or held.status.name != "AVAILABLE":
         raise UnsupportedTensor(
@@ -111,9 +123,13 @@ def zero3_shard(name: str, parameter: Any) -> FlatShard:
             hint="Offload parameters to the CPU, not to NVMe.",
         )
     if hasattr(held, "ds_quant_scale"):
-        raise UnsupportedTensor(f"{name!r} is quantised by ZeRO-3", hint="Leave zero_quantized_weights out.")
+        raise UnsupportedTensor(
+            f"{name!r} is quantised by ZeRO-3", hint="Leave zero_quantized_weights out."
+        )
     group, elements = parameter.ds_process_group, int(parameter.ds_numel)
-    cuts = tuple(min(k * int(held.ds_numel), elements) for k in range(dist.get_world_size(group) + 1))
+    cuts = tuple(
+        min(k * int(held.ds_numel), elements) for k in range(dist.get_world_size(group) + 1)
+    )
     rank = dist.get_rank(group)
     local = held.detach()[: cuts[rank + 1] - cuts[rank]]
     return FlatShard(local, tuple(parameter.ds_shape), cuts, group)
@@ -131,7 +147,9 @@ def _of_fsdp1(model: nn.Module) -> dict[str, Any]:
         if handle is not None:
             units.append((f"{prefix}." if prefix else "", handle))
             flat: Any = handle.flat_param
-            hidden |= {id(one) for one in [flat, *(flat._params or ()), *(flat._shared_params or ())]}
+            hidden |= {
+                id(one) for one in [flat, *(flat._params or ()), *(flat._shared_params or ())]
+            }
     found: dict[str, Any] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own: dict[str, Any] = {}
@@ -149,7 +167,11 @@ def _of_unit(handle: Any) -> Iterator[tuple[str, Any]]:
         raise UnsupportedTensor("FSDP1 over tensor parallelism is not supported", hint=_FSDP2)
     if not all(flat._contiguities):
         raise UnsupportedTensor("FSDP1 holds a parameter that is not contiguous", hint=_FSDP2)
-    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if handle.uses_sharded_strategy else (1, 0)
+    ranks, rank = (
+        (dist.get_world_size(group), dist.get_rank(group))
+        if handle.uses_sharded_strategy
+        else (1, 0)
+    )
     local = (flat._local_shard if handle.uses_sharded_strategy else flat).detach()
     chunk, at, number = local.numel(), 0, 0
     of: dict[tuple[str, str], Any] = {}
@@ -167,5 +189,7 @@ def _of_unit(handle: Any) -> Iterator[tuple[str, Any]]:
             number += 1
         at += elements
     for shared in flat._shared_param_infos:
-        name = f"{shared.module_name}.{shared.param_name}" if shared.module_name else shared.param_name
+        name = (
+            f"{shared.module_name}.{shared.param_name}" if shared.module_name else shared.param_name
+        )
         yield name, of[shared.prim_module_name, shared.prim_param_name]

@@ -1,5 +1,6 @@
-"""Megatron-Core by Megatron-Bridge: a model's weights by the names of its Hugging Face checkpoint, gathered tensor by
-tensor for one publisher, or each rank's own slices for a `ShardedPublisher`, without a gather."""
+"""Megatron-Core by Megatron-Bridge: a model's weights by the names of its Hugging Face checkpoint,
+gathered tensor by tensor for one publisher, or each rank's own slices for a `ShardedPublisher`,
+without a gather."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ _SECONDS = 600.0
 class MegatronWeights:
     """The weights of ``model`` as ``bridge`` exports them.
 
-    ``bridge``: Megatron-Bridge's ``AutoBridge``. ``model``: its list of model chunks, one for each virtual pipeline
-    stage, wrapped or not. All ranks of the default process group make one, and make the same calls.
+    ``bridge``: Megatron-Bridge's ``AutoBridge``. ``model``: its list of model chunks, one for each
+    virtual pipeline stage, wrapped or not. All ranks of the default process group make one, and
+    make the same calls.
     """
 
     def __init__(self, bridge: Any, model: Any) -> None:
@@ -39,32 +41,38 @@ class MegatronWeights:
         self._parameters: list[_Parameter] = []
 
     def __repr__(self) -> str:
-        known = "not learnt" if self._learnt is None else f"slices of {len(self._learnt)} tensors here"
+        known = (
+            "not learnt" if self._learnt is None else f"slices of {len(self._learnt)} tensors here"
+        )
         return f"<MegatronWeights of {len(self._model)} model chunks, {known}>"
 
     def gathered(self, dtype: str | None = None, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        """All weights, for `Publisher.publish`: copies in host memory by the checkpoint's names, those of wider floats
-        cast to the compute dtype ``dtype``. Adapters are merged by the bridge.
+        """All weights, for `Publisher.publish`: copies in host memory by the checkpoint's names,
+        those of wider floats cast to the compute dtype ``dtype``. Adapters are merged by the
+        bridge.
 
-        A collective. The ranks that do not ``keep`` the result get none, and hold one tensor at a time. Raises
-        InputError.
+        A collective. The ranks that do not ``keep`` the result get none, and hold one tensor at a
+        time. Raises InputError.
         """
         target = torch_dtype(dtype)
         found: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for name, tensor in self._bridge.export_hf_weights(self._model, cpu=False, show_progress=False):
+            for name, tensor in self._bridge.export_hf_weights(
+                self._model, cpu=False, show_progress=False
+            ):
                 if keep:
                     found[name] = host_copy(tensor, target)
         return found
 
     def slices(self) -> dict[str, RankSlice]:
-        """What this rank has of the weights, for a `ShardedPublisher`: the model's own memory, and copies of
-        what the checkpoint has in another order, such as fused queries, keys and values.
+        """What this rank has of the weights, for a `ShardedPublisher`: the model's own memory, and
+        copies of what the checkpoint has in another order, such as fused queries, keys and values.
 
-        The first call is a collective: it learns from one export of float64 position codes, one parameter at a time,
-        which element goes where. Later calls do not communicate. Raises UnsupportedTensor, on all ranks, for weights
-        that the bridge computes (adapters, which it merges; quantised and DTensor parameters; sums and casts);
-        StateMismatch where the model has changed since; RankLost.
+        The first call is a collective: it learns from one export of float64 position codes, one
+        parameter at a time, which element goes where. Later calls do not communicate. Raises
+        UnsupportedTensor, on all ranks, for weights that the bridge computes (adapters, which it
+        merges; quantised and DTensor parameters; sums and casts); StateMismatch where the model has
+        changed since; RankLost.
         """
         if self._learnt is None:
             self._learn()
@@ -74,7 +82,8 @@ class MegatronWeights:
         used: set[Any] = set()
         for name, learnt in self._learnt.items():
             part = learnt.take(flat)
-            # The export copies an embedding that it hands out twice: two tensors, which must not look tied here.
+            # The export copies an embedding that it hands out twice: two tensors, which must not
+            # look tied here.
             twin = (learnt.parameters, learnt.pieces)
             found[name] = RankSlice(part.local.clone(), part.box) if twin in used else part
             used.add(twin)
@@ -88,7 +97,9 @@ class MegatronWeights:
             def counted() -> bytes:
                 tasks.extend(self._bridge.get_conversion_tasks(self._model))
                 self._parameters = _parameters(self._model, tasks)
-                return json.dumps(sum(parameter.elements for parameter in self._parameters)).encode()
+                return json.dumps(
+                    sum(parameter.elements for parameter in self._parameters)
+                ).encode()
 
             counts = [json.loads(message) for message in ranks.run_on_all(counted)]
             codes = PositionCodes(counts, ranks.rank)
@@ -122,8 +133,8 @@ class MegatronWeights:
 
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
-    """The parameter or buffer ``name`` of the model's chunk ``chunk``, as it was when the map was learnt; ``key`` is
-    its id then."""
+    """The parameter or buffer ``name`` of the model's chunk ``chunk``, as it was when the map was
+    learnt; ``key`` is its id then."""
 
     chunk: int
     name: str
@@ -144,7 +155,8 @@ class _Parameter:
             live = None
         if live is None or tuple(live.shape) != self.shape or live.dtype != self.dtype:
             raise StateMismatch(
-                f"the model's {self.name!r} is not what it was when the map of its weights was learnt",
+                f"the model's {self.name!r} is not what it was when the map of its weights was "
+                "learnt",
                 hint="Make a new MegatronWeights, on all ranks.",
             )
         flat: torch.Tensor = live.detach().reshape(-1)
@@ -163,12 +175,18 @@ def _parameters(model: Sequence[Any], tasks: Iterable[Any]) -> list[_Parameter]:
         if weight is None or id(weight) in found:
             continue
         if id(weight) not in names:
-            raise UnsupportedTensor(f"{task.param_name!r} is no parameter of the model, but computed", hint=GATHER)
+            raise UnsupportedTensor(
+                f"{task.param_name!r} is no parameter of the model, but computed", hint=GATHER
+            )
         chunk, name = names[id(weight)]
         if ".to_wrap." in name:
-            raise UnsupportedTensor(f"the model's {name!r} has an adapter, which the bridge merges", hint=GATHER)
+            raise UnsupportedTensor(
+                f"the model's {name!r} has an adapter, which the bridge merges", hint=GATHER
+            )
         if type(weight.data) is not torch.Tensor:
-            raise UnsupportedTensor(f"the model's {name!r} is a {type(weight.data).__name__}", hint=GATHER)
+            raise UnsupportedTensor(
+                f"the model's {name!r} is a {type(weight.data).__name__}", hint=GATHER
+            )
         found[id(weight)] = _Parameter(chunk, name, tuple(weight.shape), weight.dtype, id(weight))
     return list(found.values())
 
@@ -177,10 +195,16 @@ class _Coded(Sequence[Any]):
     """The bridge's ``tasks`` with codes in place of the weights, made when they are asked for."""
 
     def __init__(
-        self, tasks: Sequence[Any], parameters: Sequence[_Parameter], codes: PositionCodes, begins: Sequence[int]
+        self,
+        tasks: Sequence[Any],
+        parameters: Sequence[_Parameter],
+        codes: PositionCodes,
+        begins: Sequence[int],
     ) -> None:
         self._tasks, self._codes = tasks, codes
-        self._begins = {parameter.key: begin for parameter, begin in zip(parameters, begins, strict=True)}
+        self._begins = {
+            parameter.key: begin for parameter, begin in zip(parameters, begins, strict=True)
+        }
 
     def __len__(self) -> int:
         return len(self._tasks)

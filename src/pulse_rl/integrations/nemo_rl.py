@@ -20,17 +20,20 @@ _RUN = "pulse_run"
 
 
 class PulseEngine(CheckpointEngine):
-    """Makes each refit of NeMo-RL a version of a stream, which every rollout worker syncs to and verifies.
+    """Makes each refit of NeMo-RL a version of a stream, which every rollout worker syncs to and
+    verifies.
 
-    NeMo-RL makes one in each process, from ``policy.generation.refit_cfg`` under this class's path; ``bucket_size``
-    (bytes: the most that a batch for vLLM has, or one tensor) and ``release_after_refit`` are its own. ``store``: the
-    address of a store that all nodes reach, a folder by its absolute path. ``stream``: its name, one for each run.
-    ``dtype``: the compute dtype of the rollout ("BF16", "F16"); wider floats are cast to it, None leaves them as they
-    are. ``cache``, ``trusted_keys``: as for `Subscriber`. ``signing_key``: the file of the trainer's private key
-    (`Signer.load`). ``timeout_seconds``: how long a rollout worker waits for the trainer's version.
+    NeMo-RL makes one in each process, from ``policy.generation.refit_cfg`` under this class's path;
+    ``bucket_size`` (bytes: the most that a batch for vLLM has, or one tensor) and
+    ``release_after_refit`` are its own. ``store``: the address of a store that all nodes reach, a
+    folder by its absolute path. ``stream``: its name, one for each run. ``dtype``: the compute
+    dtype of the rollout ("BF16", "F16"); wider floats are cast to it, None leaves them as they are.
+    ``cache``, ``trusted_keys``: as for `Subscriber`. ``signing_key``: the file of the trainer's
+    private key (`Signer.load`). ``timeout_seconds``: how long a rollout worker waits for the
+    trainer's version.
 
-    A refit is found by the run's number, which the first policy rank has drawn, and its own; so one of a restarted
-    trainer is not mistaken for another. Raises InputError and StoreError.
+    A refit is found by the run's number, which the first policy rank has drawn, and its own; so one
+    of a restarted trainer is not mistaken for another. Raises InputError and StoreError.
     """
 
     def __init__(
@@ -57,24 +60,34 @@ class PulseEngine(CheckpointEngine):
         return {_RUN: uuid.uuid4().hex}
 
     def init_policy_process_group(
-        self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+        self,
+        *,
+        worker_rank: int,
+        train_world_size: int,
+        rollout_world_size: int,
+        metadata: list[Any],
     ) -> None:
         """Makes the policy's first rank, of ``worker_rank`` 0, the one that publishes.
 
-        ``metadata`` is what `prepare` has returned on the policy's ranks, ``train_world_size`` of them, and behind them
-        on the ``rollout_world_size`` rollout ranks.
+        ``metadata`` is what `prepare` has returned on the policy's ranks, ``train_world_size`` of
+        them, and behind them on the ``rollout_world_size`` rollout ranks.
         """
         if worker_rank == 0 and not self._updates.publishes:
             self._updates.open_publisher()
         self._begin(metadata)
 
     def init_rollout_process_group(
-        self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+        self,
+        *,
+        rollout_rank: int,
+        train_world_size: int,
+        rollout_world_size: int,
+        metadata: list[Any],
     ) -> None:
         """Takes the run's number from ``metadata``.
 
-        The arguments are those of `init_policy_process_group`; all rollout ranks are alike, whatever the
-        ``rollout_rank``, ``train_world_size`` and ``rollout_world_size``.
+        The arguments are those of `init_policy_process_group`; all rollout ranks are alike,
+        whatever the ``rollout_rank``, ``train_world_size`` and ``rollout_world_size``.
         """
         self._begin(metadata)
 
@@ -85,14 +98,16 @@ class PulseEngine(CheckpointEngine):
         self._run, self._refits = metadata[0][_RUN], 0
 
     def _next(self) -> str:
-        """The number of the refit that begins. NeMo-RL calls all ranks for each one, so that all count alike."""
+        """The number of the refit that begins. NeMo-RL calls all ranks for each one, so that all
+        count alike."""
         self._refits += 1
         return f"{self._run}-{self._refits}"
 
     # -- each refit
 
     async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Takes ``weights`` on all policy ranks, since to gather one is a collective, and publishes them on the first.
+        """Takes ``weights`` on all policy ranks, since to gather one is a collective, and publishes
+        them on the first.
 
         Raises what `Publisher.publish` raises; the next refit then has it all.
         """
@@ -100,10 +115,11 @@ class PulseEngine(CheckpointEngine):
         await self._updates.publish(weights, number, {"refit": self._refits})
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
-        """Yields all tensors of this refit's version, whole, in batches: copies of what was verified, on the
-        accelerator if there is one.
+        """Yields all tensors of this refit's version, whole, in batches: copies of what was
+        verified, on the accelerator if there is one.
 
-        Raises EngineError when no such version comes within ``timeout_seconds``, and what `Subscriber.sync` raises.
+        Raises EngineError when no such version comes within ``timeout_seconds``, and what
+        `Subscriber.sync` raises.
         """
         await self._updates.arrive(self._next(), lambda: None)
         batch: list[tuple[str, torch.Tensor]] = []

@@ -1,10 +1,11 @@
-"""Where the elements of a rank's parameters lie in a checkpoint, read from codes that a framework's own export has
-moved there.
+"""Where the elements of a rank's parameters lie in a checkpoint, read from codes that a framework's
+own export has moved there.
 
-Each element of each rank gets a number, and the number a code: a float64 that is an integer below 2^52, mixed so that
-neighbours are far apart. An export that only moves elements (gathers, splits, joins, transposes) hands out codes. Sums,
-averages, scales and casts make values that almost never are codes of numbers that were given out: of n elements in all,
-one wrong value passes with chance n / 2^52, and a tensor of wrong ones does not.
+Each element of each rank gets a number, and the number a code: a float64 that is an integer below
+2^52, mixed so that neighbours are far apart. An export that only moves elements (gathers, splits,
+joins, transposes) hands out codes. Sums, averages, scales and casts make values that almost never
+are codes of numbers that were given out: of n elements in all, one wrong value passes with chance n
+/ 2^52, and a tensor of wrong ones does not.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ class RankSlice(NamedTuple):
 
 
 class PositionCodes:
-    """The codes of the elements of all ranks, of which each has as many as ``counts`` says, this one ``rank``."""
+    """The codes of the elements of all ranks, of which each has as many as ``counts`` says, this
+    one ``rank``."""
 
     def __init__(self, counts: Sequence[int], rank: int) -> None:
         self._total, self._first, self._count = sum(counts), sum(counts[:rank]), counts[rank]
 
     def of(self, first: int, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Those of this rank's elements from number ``first`` on, as a float64 tensor of ``shape``."""
+        """Those of this rank's elements from number ``first`` on, as a float64 tensor of
+        ``shape``."""
         begin = self._first + first + 1  # zero, with which exports pad, is no code
         numbers = torch.arange(begin, begin + math.prod(shape), dtype=torch.int64, device=device)
         for factor in _ROUNDS:
@@ -58,8 +61,8 @@ class PositionCodes:
         return numbers.double().view(tuple(shape))
 
     def own(self, name: str, coded: torch.Tensor) -> tuple[torch.Tensor, Places]:
-        """(which elements of an exported tensor are this rank's, their numbers there). Raises UnsupportedTensor unless
-        all elements are codes."""
+        """(which elements of an exported tensor are this rank's, their numbers there). Raises
+        UnsupportedTensor unless all elements are codes."""
         if coded.dtype != torch.float64:
             raise UnsupportedTensor(f"the export casts {name!r} to {coded.dtype}", hint=GATHER)
         found = torch.empty(coded.numel(), dtype=torch.bool)
@@ -73,7 +76,8 @@ class PositionCodes:
                 number = number * factor & _MASK
             if not bool((exact & (number > 0) & (number <= self._total)).all()):
                 raise UnsupportedTensor(
-                    f"the export computes {name!r} from the ranks' weights instead of moving them", hint=GATHER
+                    f"the export computes {name!r} from the ranks' weights instead of moving them",
+                    hint=GATHER,
                 )
             number -= self._first + 1
             mine = (number >= 0) & (number < self._count)
@@ -84,8 +88,8 @@ class PositionCodes:
 
 
 class _Piece(NamedTuple):
-    """``length`` indices of one dimension: the offsets that a walk of these ``sizes`` and ``strides`` has from
-    ``start``."""
+    """``length`` indices of one dimension: the offsets that a walk of these ``sizes`` and
+    ``strides`` has from ``start``."""
 
     start: int
     sizes: tuple[int, ...]
@@ -98,8 +102,9 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Learnt:
-    """Where this rank's elements ``box`` of a tensor come from: for each dimension the pieces of its indices, of which
-    the first dimension's lie in the parameter with the number in ``parameters``."""
+    """Where this rank's elements ``box`` of a tensor come from: for each dimension the pieces of
+    its indices, of which the first dimension's lie in the parameter with the number in
+    ``parameters``."""
 
     box: Box
     parameters: tuple[int, ...]
@@ -107,13 +112,17 @@ class Learnt:
 
     @classmethod
     def of(cls, name: str, mine: torch.Tensor, numbers: Places, begins: Places) -> Learnt | None:
-        """From what `PositionCodes.own` has found; None where this rank has no element. ``begins``: the number of the
-        first element of each parameter. Raises UnsupportedTensor for what is no grid of slices."""
+        """From what `PositionCodes.own` has found; None where this rank has no element. ``begins``:
+        the number of the first element of each parameter. Raises UnsupportedTensor for what is no
+        grid of slices."""
         if not len(numbers):
             return None
         dims = range(mine.dim())
         of = tuple(
-            _runs_of(mine.any(dim=tuple(d for d in dims if d != dim)) if dim or len(dims) > 1 else mine) for dim in dims
+            _runs_of(
+                mine.any(dim=tuple(d for d in dims if d != dim)) if dim or len(dims) > 1 else mine
+            )
+            for dim in dims
         )
         box = Box(of, tuple(mine.shape))
         if box.elements != len(numbers):
@@ -129,7 +138,8 @@ class Learnt:
             total = total + offsets[dim].reshape(*(1 if d != dim else -1 for d in range(grid.ndim)))
         if not np.array_equal(total, grid):
             raise _scattered(name)
-        # The first dimension alone may lead from one parameter to the next: experts that a checkpoint stacks.
+        # The first dimension alone may lead from one parameter to the next: experts that a
+        # checkpoint stacks.
         reach = sum(int(line.max()) for line in offsets[1:])
         least = sum(int(line.min()) for line in offsets[1:])
         held = np.searchsorted(begins, offsets[0], side="right") - 1
@@ -149,7 +159,8 @@ class Learnt:
         return cls(box, tuple(parameters), pieces)
 
     def take(self, flat: Sequence[torch.Tensor]) -> RankSlice:
-        """The elements of the parameters, which are ``flat``: a view where their order allows it, else a copy."""
+        """The elements of the parameters, which are ``flat``: a view where their order allows it,
+        else a copy."""
         shape, parts = self.box.local_shape or (1,), list(self._parts())
         if len(parts) == 1:
             return RankSlice(self._part(flat, parts[0][1]).reshape(self.box.local_shape), self.box)
@@ -164,7 +175,9 @@ class Learnt:
         places = []
         for pieces in self.pieces:
             ends = np.cumsum([piece.length for piece in pieces]).tolist()
-            places.append([slice(end - piece.length, end) for end, piece in zip(ends, pieces, strict=True)])
+            places.append(
+                [slice(end - piece.length, end) for end, piece in zip(ends, pieces, strict=True)]
+            )
         for numbers in product(*(range(len(pieces)) for pieces in self.pieces)):
             yield tuple(of[k] for of, k in zip(places, numbers, strict=True)), numbers
 
@@ -179,7 +192,9 @@ class Learnt:
 
 
 def _scattered(name: str) -> UnsupportedTensor:
-    return UnsupportedTensor(f"this rank's elements of {name!r} are no grid of slices of its parameters", hint=GATHER)
+    return UnsupportedTensor(
+        f"this rank's elements of {name!r} are no grid of slices of its parameters", hint=GATHER
+    )
 
 
 def _runs_of(used: torch.Tensor) -> Runs:
@@ -189,15 +204,21 @@ def _runs_of(used: torch.Tensor) -> Runs:
 
 
 def _pieces(offsets: Places) -> list[_Piece]:
-    """Offsets as even steps, and as many of equal length one behind another as evenly follow each other."""
+    """Offsets as even steps, and as many of equal length one behind another as evenly follow each
+    other."""
     steps = np.diff(offsets)
-    turns = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]  # numbers of the steps that differ
+    turns = [
+        *(np.flatnonzero(np.diff(steps)) + 1).tolist(),
+        len(steps),
+    ]  # numbers of the steps that differ
     walks: list[tuple[int, int, int]] = []
     at, turn = 0, 0
     while at < len(offsets):
         while turn < len(turns) and turns[turn] <= at:
             turn += 1
-        last = turns[turn] if turn < len(turns) and steps[at] >= 0 else at  # torch has no strides below zero
+        last = (
+            turns[turn] if turn < len(turns) and steps[at] >= 0 else at
+        )  # torch has no strides below zero
         walks.append((int(offsets[at]), last - at + 1, int(steps[at]) if last > at else 1))
         at = last + 1
     found: list[_Piece] = []

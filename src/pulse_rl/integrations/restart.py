@@ -1,7 +1,9 @@
-"""torch: restarts at the exact weights of the newest version, with an optimizer state that is saved more seldom.
+"""torch: restarts at the exact weights of the newest version, with an optimizer state that is saved
+more seldom.
 
-A stream has every version, so a crash costs no step. What it does not have, the moments of the optimizer and the FP32
-weights behind a BF16 version, is four to six times as large, and is saved every few hundred steps.
+A stream has every version, so a crash costs no step. What it does not have, the moments of the
+optimizer and the FP32 weights behind a BF16 version, is four to six times as large, and is saved
+every few hundred steps.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ __all__ = ["restore_training", "save_training"]
 Weights = torch.nn.Module | Mapping[str, torch.Tensor]
 
 
-def save_training(file: str | os.PathLike[str], weights: Weights, *, step: int, **states: Any) -> None:
-    """Writes what a restart needs beside the stream to ``file``, which it replaces whole or not at all: ``weights`` (a
-    module, or the mapping of names to tensors that is published) in their own dtypes, and the ``state_dict()`` of each
-    of ``states``: ``optimizer=optimizer``, a scheduler, whatever has one. ``step``: that of the version with these
-    weights. Call it every few hundred steps, after the version is published. Raises InputError, UnsupportedTensor for a
-    DTensor, StoreFull and StoreError.
+def save_training(
+    file: str | os.PathLike[str], weights: Weights, *, step: int, **states: Any
+) -> None:
+    """Writes what a restart needs beside the stream to ``file``, which it replaces whole or not at
+    all: ``weights`` (a module, or the mapping of names to tensors that is published) in their own
+    dtypes, and the ``state_dict()`` of each of ``states``: ``optimizer=optimizer``, a scheduler,
+    whatever has one. ``step``: that of the version with these weights. Call it every few hundred
+    steps, after the version is published. Raises InputError, UnsupportedTensor for a DTensor,
+    StoreFull and StoreError.
     """
     checked_count("step", step, 0)
     path = checked_path(file)
@@ -48,17 +53,20 @@ def save_training(file: str | os.PathLike[str], weights: Weights, *, step: int, 
 def restore_training(
     file: str | os.PathLike[str], subscriber: Subscriber, weights: Weights, **states: Any
 ) -> tuple[int, int | None] | None:
-    """Makes ``weights``, in place, those of the newest version of the stream that ``subscriber`` follows, bit for bit
-    in the version's dtypes, and loads the newest ``states`` from ``file``, where `save_training` has put them.
+    """Makes ``weights``, in place, those of the newest version of the stream that ``subscriber``
+    follows, bit for bit in the version's dtypes, and loads the newest ``states`` from ``file``,
+    where `save_training` has put them.
 
-    Returns (the ``step`` in the version's metadata, with which the training goes on; the step at which the states were
-    saved, None where there is no ``file`` yet), or None where the stream has no version.
+    Returns (the ``step`` in the version's metadata, with which the training goes on; the step at
+    which the states were saved, None where there is no ``file`` yet), or None where the stream has
+    no version.
 
-    Weights wider than the version's, FP32 behind BF16: an element that has had the version's bits since it was saved
-    gets its saved number, any other the version's. If the file is newer than the stream, as after a time without a
-    store, the weights are the file's. Everything is checked before the first write. Raises StateMismatch for other
-    names or shapes, InputError for a version without a ``step``, FormatError for a damaged file, UnsupportedTensor for
-    a DTensor, and what `Subscriber.sync` raises.
+    Weights wider than the version's, FP32 behind BF16: an element that has had the version's bits
+    since it was saved gets its saved number, any other the version's. If the file is newer than the
+    stream, as after a time without a store, the weights are the file's. Everything is checked
+    before the first write. Raises StateMismatch for other names or shapes, InputError for a version
+    without a ``step``, FormatError for a damaged file, UnsupportedTensor for a DTensor, and what
+    `Subscriber.sync` raises.
     """
     subscriber.sync()
     if subscriber.version is None:
@@ -75,10 +83,13 @@ def restore_training(
         before, stored = kept.get(name), version.get(aliases.get(name, name))
         for given in (before, stored):
             if given is not None and given.shape != tensor.shape:
-                raise StateMismatch(f"{name!r} is {list(tensor.shape)} here, and {list(given.shape)} there")
+                raise StateMismatch(
+                    f"{name!r} is {list(tensor.shape)} here, and {list(given.shape)} there"
+                )
         if stored is not None and not _holds(tensor.dtype, stored.dtype):
             raise StateMismatch(
-                f"{name!r} is {tensor.dtype} here, which does not hold the {stored.dtype} of the version"
+                f"{name!r} is {tensor.dtype} here, which does not hold the {stored.dtype} of the "
+                "version"
             )
         if stored is not None and (saved is None or step >= saved["step"]):
             pairs.append((tensor, moved_to(before, stored)))
@@ -87,7 +98,8 @@ def restore_training(
     known = {aliases.get(name, name) for name in tensors}
     if missing := sorted(version.keys() - known):
         raise StateMismatch(
-            f"the weights have no tensor {missing[0]!r}", hint="Give the same mapping that is published."
+            f"the weights have no tensor {missing[0]!r}",
+            hint="Give the same mapping that is published.",
         )
     # 2. All of it, and the states.
     with torch.no_grad():
@@ -100,8 +112,8 @@ def restore_training(
 
 
 def moved_to(saved: torch.Tensor | None, version: torch.Tensor) -> torch.Tensor:
-    """``saved`` where its cast to the dtype of ``version`` has the same bits, ``version`` elsewhere: the cast of it all
-    is ``version``."""
+    """``saved`` where its cast to the dtype of ``version`` has the same bits, ``version``
+    elsewhere: the cast of it all is ``version``."""
     if saved is None or saved.dtype == version.dtype or not saved.is_floating_point():
         return version
     ints = _INTS[version.element_size()]
@@ -112,20 +124,28 @@ def moved_to(saved: torch.Tensor | None, version: torch.Tensor) -> torch.Tensor:
 
 def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether each number of ``dtype`` is one of ``wide``."""
-    return wide == dtype or (wide.is_floating_point and dtype.is_floating_point and wide.itemsize > dtype.itemsize)
+    return wide == dtype or (
+        wide.is_floating_point and dtype.is_floating_point and wide.itemsize > dtype.itemsize
+    )
 
 
 def step_of(metadata: Metadata) -> int:
     """The step of a version, by its metadata. Raises InputError."""
     step = metadata.get("step")
     if isinstance(step, bool) or not isinstance(step, int):
-        raise InputError("the newest version does not say its step", hint='Publish with metadata={"step": step}.')
+        raise InputError(
+            "the newest version does not say its step", hint='Publish with metadata={"step": step}.'
+        )
     return step
 
 
 def _tensors(weights: Weights) -> dict[str, torch.Tensor]:
     """Raises UnsupportedTensor for what is not whole here."""
-    named = weights.state_dict(keep_vars=True) if isinstance(weights, torch.nn.Module) else dict(weights)
+    named = (
+        weights.state_dict(keep_vars=True)
+        if isinstance(weights, torch.nn.Module)
+        else dict(weights)
+    )
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "full_tensor"):
             raise UnsupportedTensor(
@@ -142,13 +162,17 @@ def _load(path: Path, names: set[str]) -> Any:
         found, _, _ = set(saved["states"]), saved["weights"], saved["step"]
     except FileNotFoundError:
         return None
-    except Exception as error:  # torch raises many kinds for a file that is none of its own, or is damaged
+    except (
+        Exception
+    ) as error:  # torch raises many kinds for a file that is none of its own, or is damaged
         raise FormatError(
-            f"{path} is not what save_training writes: {error}", hint="Delete it to restart without."
+            f"{path} is not what save_training writes: {error}",
+            hint="Delete it to restart without.",
         ) from None
     if names - found:
         raise InputError(
-            f"{path} has no state of {', '.join(sorted(names - found))}: it has {', '.join(sorted(found))}",
+            f"{path} has no state of {', '.join(sorted(names - found))}: it has "
+            f"{', '.join(sorted(found))}",
             hint="Save and restore the same names.",
         )
     return saved

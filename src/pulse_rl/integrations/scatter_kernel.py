@@ -1,4 +1,5 @@
-"""The kernel that writes into many tensors at once. Needs Triton, which CUDA builds of torch bring."""
+"""The kernel that writes into many tensors at once. Needs Triton, which CUDA builds of torch
+bring."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from .device_scatter import PROGRAM_ELEMENTS, Sent
 def by_kernel(sent: Sent) -> None:
     """One launch for all tensors."""
     with torch.cuda.device(sent.values.get_device()):
-        _scatter[(len(sent.programs),)](sent.programs, sent.positions, sent.values, size=PROGRAM_ELEMENTS)
+        _scatter[(len(sent.programs),)](
+            sent.programs, sent.positions, sent.values, size=PROGRAM_ELEMENTS
+        )
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Hugging Face transformers: a callback that publishes the policy of any Trainer, TRL's GRPO and SFT among them."""
+"""Hugging Face transformers: a callback that publishes the policy of any Trainer, TRL's GRPO and
+SFT among them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from .._util import extra
 with extra("torch"):
     import torch
     from torch import nn
-    from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import (
+        PreTrainedModel,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.trainer_callback import CallbackHandler
     from transformers.trainer_utils import get_last_checkpoint
@@ -53,28 +60,32 @@ TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
 
 def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of ``model`` as its ``save_pretrained`` would write them, for a training loop of one's own:
-    ``publisher.publish(checkpoint_weights(model), dtype="BF16")``.
+    """The weights of ``model`` as its ``save_pretrained`` would write them, for a training loop of
+    one's own: ``publisher.publish(checkpoint_weights(model), dtype="BF16")``.
 
-    A plain ``model.state_dict()`` has other tensors: transformers 5 fuses experts in memory, and tied tensors come
-    under all of their names. The conversion is transformers' own. The tensors are the model's, or views of parts of
-    them, without a copy; PEFT adapters are merged into copies. Of a model that FSDP or DeepSpeed ZeRO-3 has sharded,
-    each rank gets its own shards, for `pulse_rl.integrations.fsdp.ShardedPublisher`. Names lose what DDP and
-    torch.compile add.
+    A plain ``model.state_dict()`` has other tensors: transformers 5 fuses experts in memory, and
+    tied tensors come under all of their names. The conversion is transformers' own. The tensors are
+    the model's, or views of parts of them, without a copy; PEFT adapters are merged into copies. Of
+    a model that FSDP or DeepSpeed ZeRO-3 has sharded, each rank gets its own shards, for
+    `pulse_rl.integrations.fsdp.ShardedPublisher`. Names lose what DDP and torch.compile add.
 
-    Raises UnsupportedTensor for adapters over shards, and fused tensors that are not sharded by expert.
+    Raises UnsupportedTensor for adapters over shards, and fused tensors that are not sharded by
+    expert.
     """
     return policy_weights(model, gather=False)
 
 
-def checkpoint_files(model: nn.Module, *processors: Any, dtype: str | None = "BF16") -> dict[str, bytes]:
-    """The files that ``save_pretrained`` of ``model`` and of its ``processors`` (a tokenizer, an image processor)
-    writes beside the weights: config, generation config, tokenizer, chat template, a model's own code. For a training
-    loop of one's own: ``publisher.publish(weights, files=checkpoint_files(model, tokenizer), dtype="BF16")``.
+def checkpoint_files(
+    model: nn.Module, *processors: Any, dtype: str | None = "BF16"
+) -> dict[str, bytes]:
+    """The files that ``save_pretrained`` of ``model`` and of its ``processors`` (a tokenizer, an
+    image processor) writes beside the weights: config, generation config, tokenizer, chat template,
+    a model's own code. For a training loop of one's own: ``publisher.publish(weights,
+    files=checkpoint_files(model, tokenizer), dtype="BF16")``.
 
-    ``dtype`` is the compute dtype to which wider weights are published; the config names it. Of what is no model of
-    transformers there is no config. Raises what ``save_pretrained`` raises, and InputError for too many or too large
-    files.
+    ``dtype`` is the compute dtype to which wider weights are published; the config names it. Of
+    what is no model of transformers there is no config. Raises what ``save_pretrained`` raises, and
+    InputError for too many or too large files.
     """
     core: Any = base_of(model)
     with TemporaryDirectory() as folder:
@@ -93,39 +104,44 @@ def checkpoint_files(model: nn.Module, *processors: Any, dtype: str | None = "BF
 
 
 class PulseCallback(TrainerCallback):
-    """Publishes the policy as a new version of a stream before the first step, after each ``every`` steps, and at the
-    end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run", stream="policy")])``.
+    """Publishes the policy as a new version of a stream before the first step, after each ``every``
+    steps, and at the end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run",
+    stream="policy")])``.
 
-    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords (``PublisherSettings``:
-    ``signer``, ``folds`` …).
-    Versions have the tensors that ``save_pretrained`` of the base model writes (see `checkpoint_weights`): DDP's and
-    torch.compile's parts of names are taken off, shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a
-    time, and published by the first, PEFT adapters are merged into copies. Floats are cast to the compute dtype
-    ``dtype`` as `Publisher.publish` does; None publishes them as they are. With ``quantise``, as `Publisher.publish`
-    takes it, a version has codes and scales in the place of weights; streams ``beside`` this one get each state, too,
-    from one gathering. A version carries what ``save_pretrained`` of the
-    model and of the trainer's tokenizer or processor writes beside the weights (`checkpoint_files`), as it was when the
-    training began, so that what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With
-    ``adapter`` a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is one that PEFT and
-    engines load.
+    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords
+    (``PublisherSettings``: ``signer``, ``folds`` …). Versions have the tensors that
+    ``save_pretrained`` of the base model writes (see `checkpoint_weights`): DDP's and
+    torch.compile's parts of names are taken off, shards of FSDP and ZeRO-3 are gathered by all
+    ranks, one tensor at a time, and published by the first, PEFT adapters are merged into copies.
+    Floats are cast to the compute dtype ``dtype`` as `Publisher.publish` does; None publishes them
+    as they are. With ``quantise``, as `Publisher.publish` takes it, a version has codes and scales
+    in the place of weights; streams ``beside`` this one get each state, too, from one gathering. A
+    version carries what ``save_pretrained`` of the model and of the trainer's tokenizer or
+    processor writes beside the weights (`checkpoint_files`), as it was when the training began, so
+    that what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With
+    ``adapter`` a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is
+    one that PEFT and engines load.
 
-    The training is held up for merging, gathering and copying; the rest is done behind it (`Publisher.submit`). Where
-    the store is slower than the steps, the newest weights ``replace`` those that still wait, which then get no version;
-    with ``replace=False`` the training waits instead. The metadata of a version are its ``step``, ``epoch``, and the
-    numbers that the trainer has last logged, at ``logged_step``. The trainer's log, and so TensorBoard, W&B and
-    whatever else it reports to, gets the newest ``pulse/version``, and of the versions since the last log
-    ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and ``pulse/blocked_seconds``, each the mean; and
-    ``pulse/replaced`` and ``pulse/failed``, counts, if not 0. Where a trainer has several of these callbacks, the names
-    are ``pulse/STREAM/version`` and so on; so they are of streams ``beside`` this one.
+    The training is held up for merging, gathering and copying; the rest is done behind it
+    (`Publisher.submit`). Where the store is slower than the steps, the newest weights ``replace``
+    those that still wait, which then get no version; with ``replace=False`` the training waits
+    instead. The metadata of a version are its ``step``, ``epoch``, and the numbers that the trainer
+    has last logged, at ``logged_step``. The trainer's log, and so TensorBoard, W&B and whatever
+    else it reports to, gets the newest ``pulse/version``, and of the versions since the last log
+    ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and ``pulse/blocked_seconds``,
+    each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts, if not 0. Where a trainer
+    has several of these callbacks, the names are ``pulse/STREAM/version`` and so on; so they are of
+    streams ``beside`` this one.
 
-    With ``optimizer_every`` the Trainer saves a checkpoint at the first and at each so many steps, optimizer and all,
-    whatever its own ``save_strategy``, and `restart` makes of the newest one a checkpoint with the weights of the
-    newest version.
+    With ``optimizer_every`` the Trainer saves a checkpoint at the first and at each so many steps,
+    optimizer and all, whatever its own ``save_strategy``, and `restart` makes of the newest one a
+    checkpoint with the weights of the newest version.
 
-    The first version is committed before the first step, and any error is raised, so that a wrong address, model or
-    permission is found at once. After it a store that is away (`PulseError.retryable`) is logged as a warning, and the
-    training goes on: the next version has it all. Other errors (PublisherConflict, UnsupportedTensor) end the training
-    at its next step. At its end all errors are logged and kept in `error`, so that the program can still save its
+    The first version is committed before the first step, and any error is raised, so that a wrong
+    address, model or permission is found at once. After it a store that is away
+    (`PulseError.retryable`) is logged as a warning, and the training goes on: the next version has
+    it all. Other errors (PublisherConflict, UnsupportedTensor) end the training at its next step.
+    At its end all errors are logged and kept in `error`, so that the program can still save its
     model. Raises InputError and StoreError.
     """
 
@@ -145,7 +161,9 @@ class PulseCallback(TrainerCallback):
     ) -> None:
         self._dtype = None if dtype is None else compute_dtype_named(dtype).name
         self._every = checked_count("every", every)
-        self._optimizer_every = None if optimizer_every is None else checked_count("optimizer_every", optimizer_every)
+        self._optimizer_every = (
+            None if optimizer_every is None else checked_count("optimizer_every", optimizer_every)
+        )
         self._replace = replace
         self._adapter = adapter
         self._quantise = quantise
@@ -184,11 +202,12 @@ class PulseCallback(TrainerCallback):
         """The folder to go on from after a crash, None for a new run, on all ranks:
         ``trainer.train(resume_from_checkpoint=callback.restart(args.output_dir))``.
 
-        It is made in ``output_dir``, as ``checkpoint-STEP`` of the newest version's step: the version's weights, bit
-        for bit, and of the Trainer's newest checkpoint the optimizer and all else (hard links). A weight that the
-        Trainer holds in FP32 and that has had the version's BF16 bits since that checkpoint has its number from there.
-        Where the Trainer's checkpoint is no older than the version, it is that one. Raises StateMismatch where the
-        checkpoint has other weights than the stream (a merged PEFT adapter, a quantised stream, shards of FSDP and
+        It is made in ``output_dir``, as ``checkpoint-STEP`` of the newest version's step: the
+        version's weights, bit for bit, and of the Trainer's newest checkpoint the optimizer and all
+        else (hard links). A weight that the Trainer holds in FP32 and that has had the version's
+        BF16 bits since that checkpoint has its number from there. Where the Trainer's checkpoint is
+        no older than the version, it is that one. Raises StateMismatch where the checkpoint has
+        other weights than the stream (a merged PEFT adapter, a quantised stream, shards of FSDP and
         DeepSpeed), and what `Subscriber.sync` raises.
         """
         found: list[Any] = [None]
@@ -234,7 +253,8 @@ class PulseCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Publishes what the training starts from, waits for it, and says what will make patches large.
+        """Publishes what the training starts from, waits for it, and says what will make patches
+        large.
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
@@ -244,12 +264,15 @@ class PulseCallback(TrainerCallback):
         first, model = state.is_world_process_zero, kwargs["model"]
         if first:
             if not self._adapter:
-                for words in advice(model, kwargs.get("optimizer"), args.learning_rate, self._dtype):
+                for words in advice(
+                    model, kwargs.get("optimizer"), args.learning_rate, self._dtype
+                ):
                     _log.warning("stream %s: %s", self._stream, words)
             head = self._publisher.head()
             if head is not None and state.global_step == 0:
                 _log.warning(
-                    "stream %s is continued: its newest version is %d, of step %s. A new one needs another name",
+                    "stream %s is continued: its newest version is %d, of step %s. A new one "
+                    "needs another name",
                     self._stream,
                     head.version,
                     head.metadata.get("step", "?"),
@@ -268,28 +291,34 @@ class PulseCallback(TrainerCallback):
             )
             self._committed(state.global_step, done)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Publishes the step, if it is one of ``every``, and has the Trainer save the first and those of
-        ``optimizer_every``.
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publishes the step, if it is one of ``every``, and has the Trainer save the first and
+        those of ``optimizer_every``.
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
-        if self._optimizer_every and (state.global_step == 1 or state.global_step % self._optimizer_every == 0):
+        if self._optimizer_every and (
+            state.global_step == 1 or state.global_step % self._optimizer_every == 0
+        ):
             control.should_save = True
         if state.global_step % self._every == 0:
             self._submit(kwargs["model"], state)
         else:
             self._raise_fatal()
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Adds this callback's figures to the log.
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
         if not state.is_world_process_zero:
             return
-        # The Trainer's last log comes after its last step: an error must not keep the program from saving its model.
-        # The next step raises it.
+        # The Trainer's last log comes after its last step: an error must not keep the program from
+        # saving its model. The next step raises it.
         self._collect()
         figures = self._figures()
         kwargs.get("logs", {}).update(figures)
@@ -320,7 +349,8 @@ class PulseCallback(TrainerCallback):
         """Publishes the last weights, ``again`` even if their step is published, and closes."""
         first = state.is_world_process_zero
         try:
-            # On all ranks before anything can fail on the first one, which alone knows whether it is needed.
+            # On all ranks before anything can fail on the first one, which alone knows whether it
+            # is needed.
             weights = self._take(model, first)
             if first:
                 self._publisher.wait()
@@ -347,23 +377,31 @@ class PulseCallback(TrainerCallback):
         """What is published. A collective where `is_sharded`."""
         if not self._adapter:
             # What is quantised is so from the trainer's own numbers.
-            return policy_weights(model, None if self._quantise or self._others else self._dtype, keep=keep)
+            return policy_weights(
+                model, None if self._quantise or self._others else self._dtype, keep=keep
+            )
         weights, config = adapter_weights(model, self._dtype, keep=keep)
         self._files = {"adapter_config.json": config.encode()}
         return weights
 
     def _beside(self, model: nn.Module, given: dict[str, Any]) -> dict[str, bytes] | None:
-        """The files beside the weights, of what the Trainer has ``given``; None, and a warning, where there are none to
-        be had."""
+        """The files beside the weights, of what the Trainer has ``given``; None, and a warning,
+        where there are none to be had."""
         processor = given.get("processing_class") or given.get("tokenizer")
         processors = [processor] if hasattr(processor, "save_pretrained") else []
         try:
             return checkpoint_files(model, *processors, dtype=self._dtype)
-        except Exception as error:  # of somebody's own tokenizer or config: the weights are worth more than it
-            _log.warning("stream %s: config and tokenizer are not published: %s", self._stream, error)
+        except (
+            Exception
+        ) as error:  # of somebody's own tokenizer or config: the weights are worth more than it
+            _log.warning(
+                "stream %s: config and tokenizer are not published: %s", self._stream, error
+            )
             return None
 
-    def _hand_over(self, weights: dict[str, torch.Tensor], state: TrainerState, *, replace: bool) -> None:
+    def _hand_over(
+        self, weights: dict[str, torch.Tensor], state: TrainerState, *, replace: bool
+    ) -> None:
         self._raise_fatal()
         metadata = _metadata(state)
         submission = self._publisher.submit(
@@ -385,8 +423,8 @@ class PulseCallback(TrainerCallback):
         submission.add_done_callback(ended)
 
     def _collect(self) -> None:
-        """Looks at the versions that have ended since. What is not for the store to mend ends the training at its next
-        step."""
+        """Looks at the versions that have ended since. What is not for the store to mend ends the
+        training at its next step."""
         while self._ended:
             step, submission = self._ended.popleft()
             if submission.cancelled():
@@ -403,7 +441,8 @@ class PulseCallback(TrainerCallback):
             self._counts["failed"] += 1
             if self._error is None:
                 _log.warning(
-                    "stream %s: step %d is not published (%s); the training goes on, and the next version has it all",
+                    "stream %s: step %d is not published (%s); the training goes on, and the "
+                    "next version has it all",
                     self._stream,
                     step,
                     error,
@@ -417,7 +456,12 @@ class PulseCallback(TrainerCallback):
 
     def _committed(self, step: int, published: Published) -> None:
         if self._error is not None:
-            _log.warning("stream %s: published again, version %d of step %d", self._stream, published.version, step)
+            _log.warning(
+                "stream %s: published again, version %d of step %d",
+                self._stream,
+                published.version,
+                step,
+            )
         self._error = None
         self._published = published
         self._committed_step = step
@@ -441,7 +485,8 @@ class PulseCallback(TrainerCallback):
 def _costs(newest: Published | None, since: Sequence[Published]) -> dict[str, float]:
     """The figures of a stream: its newest version, and the means of those since the last log."""
     figures: dict[str, float] = {} if newest is None else {"version": newest.version}
-    # Of the same versions as the density: the first one is an anchor, and no measure of what follows.
+    # Of the same versions as the density: the first one is an anchor, and no measure of what
+    # follows.
     patches = [each for each in since if each.changed is not None]
     if patches:
         figures["density"] = sum(each.density for each in patches) / len(patches)
@@ -452,17 +497,28 @@ def _costs(newest: Published | None, since: Sequence[Published]) -> dict[str, fl
 
 
 def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps: int) -> None:
-    """Puts into the folder ``made`` the Trainer's checkpoint ``newest``, moved on by ``steps`` to ``version``."""
+    """Puts into the folder ``made`` the Trainer's checkpoint ``newest``, moved on by ``steps`` to
+    ``version``."""
     saved, weights = dict(host_tensors(load(newest)[0])), dict(host_tensors(version))
-    if {(name, t.shape) for name, t in saved.items()} != {(name, t.shape) for name, t in weights.items()}:
+    if {(name, t.shape) for name, t in saved.items()} != {
+        (name, t.shape) for name, t in weights.items()
+    }:
         raise StateMismatch(
             f"{newest} has other weights than the stream",
             hint="An adapter restarts from a stream of its own (adapter=True).",
         )
     weights = {name: moved_to(saved[name], tensor) for name, tensor in weights.items()}
-    save(made / (ADAPTER_NAME if (newest / ADAPTER_NAME).is_file() else FILE_NAME), State.of(weights), {"format": "pt"})
+    save(
+        made / (ADAPTER_NAME if (newest / ADAPTER_NAME).is_file() else FILE_NAME),
+        State.of(weights),
+        {"format": "pt"},
+    )
     for file in newest.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (TRAINER_STATE, SCHEDULER, INDEX_NAME):
+        if (
+            file.is_file()
+            and file.suffix != ".safetensors"
+            and file.name not in (TRAINER_STATE, SCHEDULER, INDEX_NAME)
+        ):
             try:
                 (made / file.name).hardlink_to(file)
             except OSError:  # a file system without hard links
@@ -478,14 +534,19 @@ def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps
 
 
 def _put_in_front(callback: PulseCallback) -> str:
-    """Moves the callback before those that report the trainer's log: a log that they have reported cannot be added to.
-    Returns what its figures' names begin with."""
+    """Moves the callback before those that report the trainer's log: a log that they have reported
+    cannot be added to. Returns what its figures' names begin with."""
     handler = _handler_of(callback)
-    if handler is None:  # somebody calls the callback by other means, and has the figures in the log all the same
+    if (
+        handler is None
+    ):  # somebody calls the callback by other means, and has the figures in the log all the same
         return _OURS
     ours = [one for one in handler.callbacks if isinstance(one, PulseCallback)]
     # A new list: the handler is going through the old one.
-    handler.callbacks = [*ours, *(one for one in handler.callbacks if not isinstance(one, PulseCallback))]
+    handler.callbacks = [
+        *ours,
+        *(one for one in handler.callbacks if not isinstance(one, PulseCallback)),
+    ]
     return _OURS if len(ours) == 1 else f"{_OURS}{callback._stream}/"
 
 

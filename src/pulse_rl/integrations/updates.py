@@ -1,4 +1,5 @@
-"""What transfer plugins of RL frameworks share: a weight update is the version that has its number as metadata."""
+"""What transfer plugins of RL frameworks share: a weight update is the version that has its number
+as metadata."""
 
 from __future__ import annotations
 
@@ -39,11 +40,12 @@ class UpdateSettings(TypedDict, total=False):
 
 
 class NumberedUpdates:
-    """One process's end of the stream ``stream`` in ``store``: it publishes updates, or waits for them.
+    """One process's end of the stream ``stream`` in ``store``: it publishes updates, or waits for
+    them.
 
-    ``framework`` and ``settings`` (where its users set these) are words for errors; ``key`` is the name of the number
-    in a version's metadata. All others are `UpdateSettings`, as the integrations document them. Raises InputError and
-    StoreError.
+    ``framework`` and ``settings`` (where its users set these) are words for errors; ``key`` is the
+    name of the number in a version's metadata. All others are `UpdateSettings`, as the integrations
+    document them. Raises InputError and StoreError.
     """
 
     def __init__(
@@ -65,10 +67,13 @@ class NumberedUpdates:
                 f"{framework}'s transfer by pulse needs a store and a stream",
                 hint=f"Set {settings}.store and .stream.",
             )
-        if store.startswith("memory:") or not ("://" in store or Path(store).expanduser().is_absolute()):
+        if store.startswith("memory:") or not (
+            "://" in store or Path(store).expanduser().is_absolute()
+        ):
             raise InputError(
                 f"{store} is another place in every process of {framework}",
-                hint="Use s3://, gs://, az://, or the absolute path of a folder that all nodes share.",
+                hint="Use s3://, gs://, az://, or the absolute path of a folder that all nodes "
+                "share.",
             )
         self._store, self._stream, self._key, self._settings = store, stream, key, settings
         self._dtype = torch_dtype(dtype)
@@ -76,7 +81,12 @@ class NumberedUpdates:
         self._trusted, self._signing_key = trusted_keys, signing_key
         self._publisher: Publisher | None = None
         self._subscriber = Subscriber(
-            store, stream=stream, cache=cache, trusted_keys=trusted_keys, allow_recreated=True, on_event=self._hear
+            store,
+            stream=stream,
+            cache=cache,
+            trusted_keys=trusted_keys,
+            allow_recreated=True,
+            on_event=self._hear,
         )
         self._doubt = ""
 
@@ -84,8 +94,10 @@ class NumberedUpdates:
         """Makes this process the one that publishes. Raises InputError."""
         if self._trusted and not self._signing_key:
             raise InputError(
-                "trusted_keys without a signing_key: the rollout workers would refuse what the trainer publishes",
-                hint=f"Make a key with `pulse keygen`, and set {self._settings}.signing_key to its file.",
+                "trusted_keys without a signing_key: the rollout workers would refuse what the "
+                "trainer publishes",
+                hint=f"Make a key with `pulse keygen`, and set {self._settings}.signing_key to "
+                "its file.",
             )
         self._publisher = Publisher(
             self._store,
@@ -103,26 +115,31 @@ class NumberedUpdates:
     async def publish(
         self, weights: Iterable[tuple[str, torch.Tensor]], number: str, metadata: Metadata
     ) -> Published | None:
-        """Takes all ``weights``, since to gather one is a collective, and publishes them as the update ``number``; None
-        where another process does. Raises what `Publisher.publish` raises; the next update then has it all."""
+        """Takes all ``weights``, since to gather one is a collective, and publishes them as the
+        update ``number``; None where another process does. Raises what `Publisher.publish` raises;
+        the next update then has it all."""
         if self._publisher is None:
             for _ in weights:
                 pass
             return None
         state = {name: host_copy(tensor, self._dtype) for name, tensor in weights}
-        return await asyncio.to_thread(self._publisher.publish, state, metadata={**metadata, self._key: number})
+        return await asyncio.to_thread(
+            self._publisher.publish, state, metadata={**metadata, self._key: number}
+        )
 
     async def arrive(self, number: str, require_current: Callable[[], None]) -> None:
-        """Follows the stream until its newest version is the update ``number``. ``require_current`` is asked before
-        each look. Raises EngineError when it does not come in time, and what `Subscriber.sync` raises."""
+        """Follows the stream until its newest version is the update ``number``. ``require_current``
+        is asked before each look. Raises EngineError when it does not come in time, and what
+        `Subscriber.sync` raises."""
         deadline, pause = time.monotonic() + self._timeout, _FIRST_POLL
         while not await asyncio.to_thread(self._holds, number):
             require_current()
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"the trainer has published no version for this update within {self._timeout:g} s"
-                    + (f"; {self._doubt}" if self._doubt else ""),
-                    hint="See the trainer's log. A folder must be on a file system that all nodes share.",
+                    "the trainer has published no version for this update within "
+                    f"{self._timeout:g} s" + (f"; {self._doubt}" if self._doubt else ""),
+                    hint="See the trainer's log. A folder must be on a file system that all "
+                    "nodes share.",
                 )
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL)
@@ -143,7 +160,10 @@ class NumberedUpdates:
                 raise
             self._doubt = str(error)
             return False
-        return self._subscriber.version is not None and self._subscriber.manifest.metadata.get(self._key) == number
+        return (
+            self._subscriber.version is not None
+            and self._subscriber.manifest.metadata.get(self._key) == number
+        )
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Hint):

@@ -1,5 +1,6 @@
-"""What the integrations of trainers share: the weights that an inference engine loads, taken from a model in training
-(wrapped, sharded, with adapters), and what the trainer's log says of the stream."""
+"""What the integrations of trainers share: the weights that an inference engine loads, taken from a
+model in training (wrapped, sharded, with adapters), and what the trainer's log says of the
+stream."""
 
 from __future__ import annotations
 
@@ -48,9 +49,11 @@ _GATHERS = "Use PulseCallback, which gathers."
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the parameters are sharded (FSDP, ZeRO-3, tensor parallelism), so that `policy_weights` is a collective.
+    """Whether the parameters are sharded (FSDP, ZeRO-3, tensor parallelism), so that
+    `policy_weights` is a collective.
 
-    Also where FSDP2 has made them whole, as it leaves them after an evaluation: taking them makes them shards again.
+    Also where FSDP2 has made them whole, as it leaves them after an evaluation: taking them makes
+    them shards again.
     """
     return (
         any(isinstance(module, _fsdp2()) for module in model.modules())
@@ -64,16 +67,17 @@ def policy_weights(
 ) -> dict[str, torch.Tensor]:
     """The weights of the policy as a checkpoint of it has them, for `Publisher.publish`.
 
-    ``model`` may be wrapped by DDP, DeepSpeed and torch.compile, sharded by FSDP2, FSDP1 and ZeRO-3, and have PEFT
-    adapters, which are merged into copies: the model's own bits stay. Names and dtypes are the base model's; those of a
-    Hugging Face model are what its ``save_pretrained`` writes (`as_saved`). Gathered and merged tensors are cast to the
-    compute dtype ``dtype`` if they are wider, and lie in host memory; all others are the model's own, uncast. Where
-    `is_sharded`, all ranks call this together, which gathers one tensor at a time. Those that do not ``keep`` the
-    result get none, and do nothing where they are not needed. Without ``gather`` a rank gets what is its own: DTensors,
-    and a `FlatShard` of each parameter of FSDP1 and ZeRO-3.
+    ``model`` may be wrapped by DDP, DeepSpeed and torch.compile, sharded by FSDP2, FSDP1 and
+    ZeRO-3, and have PEFT adapters, which are merged into copies: the model's own bits stay. Names
+    and dtypes are the base model's; those of a Hugging Face model are what its ``save_pretrained``
+    writes (`as_saved`). Gathered and merged tensors are cast to the compute dtype ``dtype`` if they
+    are wider, and lie in host memory; all others are the model's own, uncast. Where `is_sharded`,
+    all ranks call this together, which gathers one tensor at a time. Those that do not ``keep`` the
+    result get none, and do nothing where they are not needed. Without ``gather`` a rank gets what
+    is its own: DTensors, and a `FlatShard` of each parameter of FSDP1 and ZeRO-3.
 
-    Raises UnsupportedTensor for quantised layers with adapters, adapters that cannot be merged, and adapters under
-    FSDP1.
+    Raises UnsupportedTensor for quantised layers with adapters, adapters that cannot be merged, and
+    adapters under FSDP1.
     """
     target = torch_dtype(dtype)
     if not (keep or is_sharded(model)):
@@ -82,12 +86,15 @@ def policy_weights(
     adapters = _adapters(model, core)
     if adapters.modules and not gather and is_sharded(model):
         raise UnsupportedTensor(
-            "adapters over shards are merged on whole tensors", hint="Use PulseCallback, which gathers them."
+            "adapters over shards are merged on whole tensors",
+            hint="Use PulseCallback, which gathers them.",
         )
     taken: dict[str, Any] = {}
     known: dict[int, Any] = {}
     # The units of FSDP1 know their parameters' names, the outermost one among them.
-    for name, tensor in named_tensors(_without_wrappers(model) if _has_fsdp1(model) else core).items():
+    for name, tensor in named_tensors(
+        _without_wrappers(model) if _has_fsdp1(model) else core
+    ).items():
         layer = adapters.layer_of(name)
         if layer is not None:
             if layer not in adapters.done:
@@ -110,33 +117,45 @@ def adapter_weights(
 ) -> tuple[dict[str, torch.Tensor], str]:
     """(the weights of the model's PEFT adapter by the names that PEFT saves, its config as JSON).
 
-    ``dtype``, ``keep`` and wrappers are those of `policy_weights`; nothing is merged. Raises UnsupportedTensor where
-    there is no adapter or more than one in use.
+    ``dtype``, ``keep`` and wrappers are those of `policy_weights`; nothing is merged. Raises
+    UnsupportedTensor where there is no adapter or more than one in use.
     """
     if not (keep or is_sharded(model)):
         return {}, ""
     core = _without_wrappers(model)
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(core, peft.PeftModel):
-        raise UnsupportedTensor("the model has no PEFT adapter", hint="Leave adapter=True out, or give a peft_config.")
+        raise UnsupportedTensor(
+            "the model has no PEFT adapter", hint="Leave adapter=True out, or give a peft_config."
+        )
     if has_flat_shards(core):
         raise UnsupportedTensor(
-            "an adapter that FSDP1 or ZeRO-3 cuts is not published by itself", hint="Publish it merged, or use FSDP2."
+            "an adapter that FSDP1 or ZeRO-3 cuts is not published by itself",
+            hint="Publish it merged, or use FSDP2.",
         )
     active = core.active_adapters
     if len(active) != 1:
-        raise UnsupportedTensor(f"{len(active)} adapters are in use, {', '.join(active)}: an engine loads one")
-    tensors = peft.get_peft_model_state_dict(core, adapter_name=active[0], save_embedding_layers=False)
+        raise UnsupportedTensor(
+            f"{len(active)} adapters are in use, {', '.join(active)}: an engine loads one"
+        )
+    tensors = peft.get_peft_model_state_dict(
+        core, adapter_name=active[0], save_embedding_layers=False
+    )
     target = torch_dtype(dtype)
     taken = {name: cast_to_host(tensor, target, keep=keep) for name, tensor in tensors.items()}
     settings = core.peft_config[active[0]].to_dict() | {"inference_mode": True}
-    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+    plain = {
+        name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()
+    }
     return (taken, json.dumps(plain, indent=2, sort_keys=True)) if keep else ({}, "")
 
 
-def cast_to_host(tensor: torch.Tensor | FlatShard, target: torch.dtype | None, *, keep: bool = True) -> torch.Tensor:
-    """The whole tensor in host memory, cast to ``target`` if it is wider; itself if there is nothing to do. A
-    collective for shards, of which those that do not ``keep`` the result get an empty one."""
+def cast_to_host(
+    tensor: torch.Tensor | FlatShard, target: torch.dtype | None, *, keep: bool = True
+) -> torch.Tensor:
+    """The whole tensor in host memory, cast to ``target`` if it is wider; itself if there is
+    nothing to do. A collective for shards, of which those that do not ``keep`` the result get an
+    empty one."""
     if isinstance(tensor, FlatShard):
         return tensor.to(_computed(tensor.dtype, target)).whole(keep=keep).cpu()
     narrow = tensor.detach().to(_computed(tensor.dtype, target))
@@ -145,8 +164,8 @@ def cast_to_host(tensor: torch.Tensor | FlatShard, target: torch.dtype | None, *
 
 
 def host_copy(tensor: torch.Tensor, target: torch.dtype | None) -> torch.Tensor:
-    """A copy in host memory, cast to ``target`` if it is wider, before it leaves the device: generators of weights may
-    use their tensors again."""
+    """A copy in host memory, cast to ``target`` if it is wider, before it leaves the device:
+    generators of weights may use their tensors again."""
     return tensor.detach().to(_computed(tensor.dtype, target)).to("cpu", copy=True)
 
 
@@ -156,8 +175,8 @@ def torch_dtype(dtype: str | None) -> torch.dtype | None:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model inside of DDP, DeepSpeed, FSDP1, torch.compile and PEFT. Raises UnsupportedTensor for prompt
-    learning."""
+    """The model inside of DDP, DeepSpeed, FSDP1, torch.compile and PEFT. Raises UnsupportedTensor
+    for prompt learning."""
     model = _without_wrappers(model)
     while is_fsdp1(model):
         inner: Any = model.module
@@ -168,7 +187,10 @@ def base_of(model: nn.Module) -> nn.Module:
 def _without_wrappers(model: nn.Module) -> nn.Module:
     """The model inside of DDP, DeepSpeed and torch.compile."""
     deepspeed: Any = sys.modules.get("deepspeed")
-    parallel = (nn.parallel.DistributedDataParallel, *((deepspeed.DeepSpeedEngine,) if deepspeed else ()))
+    parallel = (
+        nn.parallel.DistributedDataParallel,
+        *((deepspeed.DeepSpeedEngine,) if deepspeed else ()),
+    )
     while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
         model = getattr(model, "module" if isinstance(model, parallel) else "_orig_mod")
     return model
@@ -180,17 +202,22 @@ def _has_fsdp1(model: nn.Module) -> bool:
 
 def _computed(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
     """``target`` for a float that is wider, anything else as it is."""
-    return target if target is not None and dtype.is_floating_point and dtype.itemsize > target.itemsize else dtype
+    return (
+        target
+        if target is not None and dtype.is_floating_point and dtype.itemsize > target.itemsize
+        else dtype
+    )
 
 
 # -- transformers: it is looked at only where the program has imported it
 
 
 def as_saved(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
-    """``tensors``, a ``state_dict`` of ``model``, by the names and in the form in which its ``save_pretrained`` writes
-    them: without the other names of tied tensors, and with what transformers fuses in memory, such as experts, apart
-    again. By transformers' own conversion; a part of a tensor is a view of it. Of DTensors each rank gets what lies in
-    its own shard. What is no model of transformers stays as it is.
+    """``tensors``, a ``state_dict`` of ``model``, by the names and in the form in which its
+    ``save_pretrained`` writes them: without the other names of tied tensors, and with what
+    transformers fuses in memory, such as experts, apart again. By transformers' own conversion; a
+    part of a tensor is a view of it. Of DTensors each rank gets what lies in its own shard. What is
+    no model of transformers stays as it is.
 
     Raises UnsupportedTensor for shards that such a part is only half in.
     """
@@ -205,7 +232,10 @@ def as_saved(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     if not hasattr(loading, "revert_weight_conversion"):  # before transformers 5 nothing was fused
         return tensors
-    if any(hasattr(tensor, "full_tensor") or isinstance(tensor, FlatShard) for tensor in tensors.values()):
+    if any(
+        hasattr(tensor, "full_tensor") or isinstance(tensor, FlatShard)
+        for tensor in tensors.values()
+    ):
         return _shards_as_saved(tensors, lambda whole: _reverted(model, loading, whole))
     return _reverted(model, loading, tensors)
 
@@ -226,39 +256,58 @@ class _Views(TorchFunctionMode):
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _shards_as_saved(tensors: dict[str, Any], revert: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """What this rank has of ``tensors``, DTensors among them, after ``revert``, which is watched on empty tensors."""
-    whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+def _shards_as_saved(
+    tensors: dict[str, Any], revert: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """What this rank has of ``tensors``, DTensors among them, after ``revert``, which is watched on
+    empty tensors."""
+    whole = {
+        name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()
+    }
     sources = {tensor.untyped_storage()._cdata: name for name, tensor in whole.items()}
     found: dict[str, Any] = {}
     for name, part in revert(dict(whole)).items():
         source = sources.get(part.untyped_storage()._cdata)
         if source is None:
-            raise UnsupportedTensor(f"{name!r} is computed from shards when the model is saved", hint=_GATHERS)
+            raise UnsupportedTensor(
+                f"{name!r} is computed from shards when the model is saved", hint=_GATHERS
+            )
         tensor = tensors[source]
-        if (part.shape, part.stride(), part.storage_offset()) == (tensor.shape, whole[source].stride(), 0):
+        if (part.shape, part.stride(), part.storage_offset()) == (
+            tensor.shape,
+            whole[source].stride(),
+            0,
+        ):
             found[name] = tensor
             continue
         first = part.storage_offset()
         if isinstance(tensor, FlatShard):
             if not part.is_contiguous():
-                raise UnsupportedTensor(f"{name!r} is no range of {source!r}, which is cut over ranks", hint=_GATHERS)
+                raise UnsupportedTensor(
+                    f"{name!r} is no range of {source!r}, which is cut over ranks", hint=_GATHERS
+                )
             found[name] = tensor.part(first, tuple(part.shape))
             continue
-        last = first + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        last = first + sum(
+            (size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)
+        )
         local, start, stop = _rows_here(source, tensor)
         if start <= first and last < stop:
-            found[name] = local.as_strided(part.shape, part.stride(), local.storage_offset() + first - start)
+            found[name] = local.as_strided(
+                part.shape, part.stride(), local.storage_offset() + first - start
+            )
         elif first < stop and start <= last:
             raise UnsupportedTensor(
                 f"this rank has a part only of {name!r}, which is fused into {source!r} in memory",
-                hint="Shard fused experts by expert, along their first dimension, or use PulseCallback, which gathers.",
+                hint="Shard fused experts by expert, along their first dimension, or use "
+                "PulseCallback, which gathers.",
             )
     return found
 
 
 def _rows_here(name: str, tensor: Any) -> tuple[torch.Tensor, int, int]:
-    """(what this rank has of a tensor, the numbers of its first element and of the one behind its last)."""
+    """(what this rank has of a tensor, the numbers of its first element and of the one behind its
+    last)."""
     if not hasattr(tensor, "full_tensor"):
         return tensor.contiguous(), 0, tensor.numel()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as placed
@@ -267,8 +316,10 @@ def _rows_here(name: str, tensor: Any) -> tuple[torch.Tensor, int, int]:
     local = tensor.to_local()
     if tuple(local.shape) != tuple(shape) or tuple(shape[1:]) != tuple(tensor.shape[1:]):
         raise UnsupportedTensor(
-            f"{name!r} holds several tensors of the checkpoint, and is sharded across them: {tensor.placements}",
-            hint="Shard fused experts by expert, along their first dimension, or use PulseCallback, which gathers.",
+            f"{name!r} holds several tensors of the checkpoint, and is sharded across them: "
+            f"{tensor.placements}",
+            hint="Shard fused experts by expert, along their first dimension, or use "
+            "PulseCallback, which gathers.",
         )
     row = math.prod(tensor.shape[1:])
     return local.contiguous(), offset[0] * row, offset[0] * row + local.numel()
@@ -284,7 +335,8 @@ def _base_model(model: nn.Module) -> nn.Module:
         return model
     if model.active_peft_config.is_prompt_learning:
         raise UnsupportedTensor(
-            "a prompt-learning adapter has no merged weights", hint="Use LoRA, or publish the adapter's own weights."
+            "a prompt-learning adapter has no merged weights",
+            hint="Use LoRA, or publish the adapter's own weights.",
         )
     base: nn.Module = model.get_base_model()
     return base
@@ -292,15 +344,21 @@ def _base_model(model: nn.Module) -> nn.Module:
 
 def _adapters(model: nn.Module, core: nn.Module) -> _Adapters:
     peft: Any = sys.modules.get("peft")
-    if peft and _has_fsdp1(model) and any(isinstance(module, peft.PeftModel) for module in model.modules()):
+    if (
+        peft
+        and _has_fsdp1(model)
+        and any(isinstance(module, peft.PeftModel) for module in model.modules())
+    ):
         raise UnsupportedTensor(
-            "adapters under FSDP1 are not merged", hint="Set fsdp_version: 2 in accelerate's config."
+            "adapters under FSDP1 are not merged",
+            hint="Set fsdp_version: 2 in accelerate's config.",
         )
     return _Adapters(core)
 
 
 class _Adapters:
-    """Where a model has adapters. ``modules`` are its adapted layers by name, ``done`` those that were merged."""
+    """Where a model has adapters. ``modules`` are its adapted layers by name, ``done`` those that
+    were merged."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, Any] = {}
@@ -314,8 +372,14 @@ class _Adapters:
             if isinstance(module, peft.utils.ModulesToSaveWrapper):
                 self._saved[name] = next(iter(module.active_adapters), "")
             elif isinstance(module, peft.utils.AuxiliaryTrainingWrapper):
-                raise UnsupportedTensor(f"{name!r} is a {type(module).__name__}, which cannot be merged aside")
-            elif isinstance(module, tuned) and hasattr(module, "base_layer") and self.layer_of(name + ".") is None:
+                raise UnsupportedTensor(
+                    f"{name!r} is a {type(module).__name__}, which cannot be merged aside"
+                )
+            elif (
+                isinstance(module, tuned)
+                and hasattr(module, "base_layer")
+                and self.layer_of(name + ".") is None
+            ):
                 if any(isinstance(inner, tuned) for inner in module.get_base_layer().modules()):
                     raise UnsupportedTensor(
                         f"{name!r} has adapters within what it adapts, which cannot be merged aside"
@@ -327,7 +391,8 @@ class _Adapters:
         return next((path for path in _prefixes(name) if path in self.modules), None)
 
     def plain(self, name: str) -> str | None:
-        """The base model's name of a tensor outside of adapted layers; None for one that the forward pass ignores."""
+        """The base model's name of a tensor outside of adapted layers; None for one that the
+        forward pass ignores."""
         for path in _prefixes(name):
             if path in self._saved:
                 adapter, rest = self._saved[path], name.removeprefix(path + ".")
@@ -343,10 +408,14 @@ def _prefixes(name: str) -> Iterator[str]:
         yield name
 
 
-def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
-    """The base layer's tensors with the adapters merged in FP32 (FP64 if the layer has any), by the base model's names.
+def _merged(
+    path: str, layer: Any, target: torch.dtype | None, keep: bool
+) -> dict[str, torch.Tensor]:
+    """The base layer's tensors with the adapters merged in FP32 (FP64 if the layer has any), by the
+    base model's names.
 
-    PEFT merges into a copy of this one layer: merging in place and back again would let the base drift.
+    PEFT merges into a copy of this one layer: merging in place and back again would let the base
+    drift.
     """
     tensors = [*layer.parameters(), *layer.buffers()]
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
@@ -354,11 +423,20 @@ def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> di
     for tensor in tensors:
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise UnsupportedTensor(
-                f"{path!r} has adapters over {tensor.dtype} weights", hint="Merging needs a base that is not quantised."
+                f"{path!r} has adapters over {tensor.dtype} weights",
+                hint="Merging needs a base that is not quantised.",
             )
-        whole = zero3_shard(path, tensor).whole(keep=keep) if hasattr(tensor, "ds_id") else tensor.detach()
-        whole = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).to(wide, copy=True)
-        copies[id(tensor)] = nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
+        whole = (
+            zero3_shard(path, tensor).whole(keep=keep)
+            if hasattr(tensor, "ds_id")
+            else tensor.detach()
+        )
+        whole = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).to(
+            wide, copy=True
+        )
+        copies[id(tensor)] = (
+            nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
+        )
     if not keep:
         return {}
     dtypes = {name: tensor.dtype for name, tensor in layer.get_base_layer().state_dict().items()}
@@ -370,12 +448,15 @@ def _merged(path: str, layer: Any, target: torch.dtype | None, keep: bool) -> di
     except (NotImplementedError, ValueError) as error:
         raise UnsupportedTensor(f"the adapters of {path!r} cannot be merged: {error}") from error
     merged: Mapping[str, torch.Tensor] = aside.get_base_layer().state_dict()
-    return {f"{path}.{name}": t.to(_computed(dtypes[name], target)).cpu() for name, t in merged.items()}
+    return {
+        f"{path}.{name}": t.to(_computed(dtypes[name], target)).cpu() for name, t in merged.items()
+    }
 
 
 def _copied(layer: nn.Module, copies: dict[int, Any]) -> Any:
-    """A deep copy, in which ``copies`` take the place of tensors by id. What FSDP2 has made of modules, whose classes
-    refuse to be copied, are the plain modules again: without its state and its hooks."""
+    """A deep copy, in which ``copies`` take the place of tensors by id. What FSDP2 has made of
+    modules, whose classes refuse to be copied, are the plain modules again: without its state and
+    its hooks."""
     sharded = [module for module in layer.modules() if isinstance(module, _fsdp2())]
     for module in sharded:
         plain = next(cls for cls in type(module).__mro__[1:] if issubclass(cls, nn.Module))
@@ -398,8 +479,8 @@ def _fsdp2() -> tuple[type, ...]:
 
 
 def logged(log: logging.Logger, listener: Listener | None) -> Listener:
-    """A listener that logs notices as warnings and hands every event on to ``listener``. What is fused is so in the
-    checkpoint, too, where `weights.as_saved` has made the names."""
+    """A listener that logs notices as warnings and hands every event on to ``listener``. What is
+    fused is so in the checkpoint, too, where `weights.as_saved` has made the names."""
 
     def hear(event: Event) -> None:
         if isinstance(event, Hint) and event.kind != "fused_names":
@@ -413,33 +494,39 @@ def logged(log: logging.Logger, listener: Listener | None) -> Listener:
 
 
 def advice(model: nn.Module, optimizer: Any, lr: float, dtype: str | None) -> list[str]:
-    """Why patches of ``model``, published in ``dtype`` (None: as it is), will not be small. ``lr`` counts where the
-    ``optimizer`` says none."""
+    """Why patches of ``model``, published in ``dtype`` (None: as it is), will not be small. ``lr``
+    counts where the ``optimizer`` says none."""
     trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     if dtype is None:
         if any(p.dtype.itemsize > 2 for p in trained):
             return [
-                "dtype=None publishes the trained weights in FP32, of which nearly all change at every step. "
+                "dtype=None publishes the trained weights in FP32, of which nearly all change at "
+                "every step. "
                 'Leave dtype at "BF16" unless the workers compute in FP32.'
             ]
         return []
     groups = getattr(optimizer, "param_groups", [])
     peak = max((float(group.get("initial_lr", group["lr"])) for group in groups), default=lr)
-    density = 0.0 if any(hasattr(m, "base_layer") for m in model.modules()) else expected_density(model, peak)
+    density = (
+        0.0
+        if any(hasattr(m, "base_layer") for m in model.modules())
+        else expected_density(model, peak)
+    )
     if density <= _DENSE:
         return []
     return [
-        f"at the learning rate {peak:g} about {density:.0%} of the BF16 weights change in one step of Adam, so that "
+        f"at the learning rate {peak:g} about {density:.0%} of the BF16 weights change in one "
+        "step of Adam, so that "
         "patches save little. RL uses 1e-6 to 1e-5."
     ]
 
 
 def expected_density(model: nn.Module, lr: float) -> float:
-    """The share of all parameters that one step changes in BF16, if its update of each trained one is about ``lr``, as
-    Adam's are.
+    """The share of all parameters that one step changes in BF16, if its update of each trained one
+    is about ``lr``, as Adam's are.
 
-    Behind wider weights an update crosses a rounding edge with chance lr / ulp; narrow ones absorb it below half an ulp
-    (`pulse_rl.study.theory`). From samples, on this rank's shards alone.
+    Behind wider weights an update crosses a rounding edge with chance lr / ulp; narrow ones absorb
+    it below half an ulp (`pulse_rl.study.theory`). From samples, on this rank's shards alone.
     """
     changed, elements = 0.0, 0
     for parameter in model.parameters():

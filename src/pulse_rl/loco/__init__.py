@@ -1,4 +1,5 @@
-"""PULSELoCo: keeps trainers in sync by exchanging only what would change the next forward pass (docs/loco.md).
+"""PULSELoCo: keeps trainers in sync by exchanging only what would change the next forward pass
+(docs/loco.md).
 
 `PulseLoCo` wraps one inner optimizer or several; `DiLoCo` is the same loop with a dense all-reduce.
 """

@@ -1,5 +1,5 @@
-"""How a round's entries travel: to all trainers, or to the owners of shares and back as sums, by site where there are
-several (docs/loco.md, sections 4.3 to 4.5)."""
+"""How a round's entries travel: to all trainers, or to the owners of shares and back as sums, by
+site where there are several (docs/loco.md, sections 4.3 to 4.5)."""
 
 from __future__ import annotations
 
@@ -22,36 +22,51 @@ from .gate import Gate, ReduceGate
 from .group import TrainerGroup
 from .outer import OuterState, Residual
 from .parameters import FlatBlock, is_finite
-from .wire import Classes, Coder, Entries, LocalMessage, SumsMessage, Unit, Wire, WireName, digest_of
+from .wire import (
+    Classes,
+    Coder,
+    Entries,
+    LocalMessage,
+    SumsMessage,
+    Unit,
+    Wire,
+    WireName,
+    digest_of,
+)
 
 _NON_FINITE = b"PLSN"
 _TOO_LARGE = b"PLSH"
 SCATTER_FROM, SCATTER_FEW_BITS_FROM = 4, 8
-"""Trainers from which on each sums a share: (1 - 1/R) of a message and of all sums leave a process then, not R - 1
-messages, which is more as soon as trainers send some of the same entries. But sums that are not gated are FP32, and
-messages of few bits are less than these until there are many of them."""
+"""Trainers from which on each sums a share: (1 - 1/R) of a message and of all sums leave a process
+then, not R - 1 messages, which is more as soon as trainers send some of the same entries. But sums
+that are not gated are FP32, and messages of few bits are less than these until there are many of
+them."""
 GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM = 8, 4
-"""Trainers from which on sums pass a gate: earlier with a sweep, of which all sums of a block in FP32 would be most."""
+"""Trainers from which on sums pass a gate: earlier with a sweep, of which all sums of a block in
+FP32 would be most."""
 Phase = Callable[[str], AbstractContextManager[None]]
 
 Sums = list[Entries] | bytes
-"""The sums of a share that are not 0, by unit; or the control word in place of them (`_is_control`)."""
+"""The sums of a share that are not 0, by unit; or the control word in place of them
+(`_is_control`)."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who takes part, and how messages travel between them: what a loop takes as ``group``. All but ``site`` is one
-    setting of all trainers.
+    """Who takes part, and how messages travel between them: what a loop takes as ``group``. All but
+    ``site`` is one setting of all trainers.
 
-    ``group``: the trainers (default: all of torch.distributed; without it, this trainer alone). A trainer that dies, or
-    stalls for more than ``timeout_seconds``, raises TrainerLost on the others.
-    ``site``: the name of this trainer's site, a node or a region whose trainers have fast links among them. Its members
-    sum their entries before these go to the owners of shares elsewhere: over the slow links a site costs about as much
-    as one trainer (docs/loco.md, 4.5). All trainers have one, or none has; ranks of one site should follow each other.
-    ``wire``: how values travel: "FP32" exactly; "BF16", "int4" and "int2" rounded to 7, 2 and 0 explicit bits of
-    mantissa, for about nine, four and two bits a value once they are coded. What rounding loses stays in the residual.
-    ``sweep``: every so many rounds the gates let all of a block of parameters pass, each block in its turn, so that
-    theta has learnt what the trainers have. For "int4" and "int2", and with a lookahead (docs/loco.md, 1.3).
+    ``group``: the trainers (default: all of torch.distributed; without it, this trainer alone). A
+    trainer that dies, or stalls for more than ``timeout_seconds``, raises TrainerLost on the
+    others. ``site``: the name of this trainer's site, a node or a region whose trainers have fast
+    links among them. Its members sum their entries before these go to the owners of shares
+    elsewhere: over the slow links a site costs about as much as one trainer (docs/loco.md, 4.5).
+    All trainers have one, or none has; ranks of one site should follow each other. ``wire``: how
+    values travel: "FP32" exactly; "BF16", "int4" and "int2" rounded to 7, 2 and 0 explicit bits of
+    mantissa, for about nine, four and two bits a value once they are coded. What rounding loses
+    stays in the residual. ``sweep``: every so many rounds the gates let all of a block of
+    parameters pass, each block in its turn, so that theta has learnt what the trainers have. For
+    "int4" and "int2", and with a lookahead (docs/loco.md, 1.3).
 
     Raises InputError.
     """
@@ -66,20 +81,26 @@ class Exchange:
         require_sweep(self.sweep, Wire(self.wire))
         if self.site is not None and not (isinstance(self.site, str) and self.site):
             raise InputError(
-                f"site is {self.site!r}", hint="Give the name of this trainer's site, or None on all trainers."
+                f"site is {self.site!r}",
+                hint="Give the name of this trainer's site, or None on all trainers.",
             )
         if self.timeout_seconds <= 0:
-            raise InputError(f"timeout_seconds is {self.timeout_seconds}", hint="Give a number of seconds above 0.")
+            raise InputError(
+                f"timeout_seconds is {self.timeout_seconds}",
+                hint="Give a number of seconds above 0.",
+            )
 
 
 def require_sweep(sweep: int | None, wire: Wire) -> None:
-    """Raises InputError for a ``sweep`` that is no number of rounds, or that the wire is too wide for."""
+    """Raises InputError for a ``sweep`` that is no number of rounds, or that the wire is too wide
+    for."""
     if sweep is None:
         return
     checked_count("sweep", sweep)
     if not wire.few_bits:
         raise InputError(
-            f"a sweep sends every value of a block, which is for few bits, not for wire {wire.name!r}",
+            "a sweep sends every value of a block, which is for few bits, not for wire "
+            f"{wire.name!r}",
             hint='Set wire="int4" or wire="int2".',
         )
 
@@ -91,15 +112,15 @@ def exchange_of(group: dist.ProcessGroup | Exchange | None) -> Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """``members``: the ranks of each site, ascending; sites in the order of their lowest rank. A single one of all
-    trainers where sites make no difference."""
+    """``members``: the ranks of each site, ascending; sites in the order of their lowest rank. A
+    single one of all trainers where sites make no difference."""
 
     members: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, names: Sequence[str]) -> Self:
-        """By the name of each trainer's site, in rank order. They make a difference if there are several, and a trainer
-        that is not alone in its own."""
+        """By the name of each trainer's site, in rank order. They make a difference if there are
+        several, and a trainer that is not alone in its own."""
         ranks: dict[str, list[int]] = {}
         for rank, name in enumerate(names):
             ranks.setdefault(name, []).append(rank)
@@ -123,8 +144,8 @@ class Sites:
         return self.members[self.number_of(rank)]
 
     def site_reducer(self, site: int, owner: int) -> int:
-        """Who sums, for the members of a site, their entries for the share of ``owner``: the owner itself, if it is one
-        of them."""
+        """Who sums, for the members of a site, their entries for the share of ``owner``: the owner
+        itself, if it is one of them."""
         ranks = self.members[site]
         return owner if owner in ranks else ranks[owner % len(ranks)]
 
@@ -140,8 +161,8 @@ class Sites:
 
 
 def cut_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
-    """The units of each trainer's share, in order: an equal part of every block, so that shares are about as long
-    whichever tensors change. A part may be empty, and is then no unit."""
+    """The units of each trainer's share, in order: an equal part of every block, so that shares are
+    about as long whichever tensors change. A part may be empty, and is then no unit."""
     shares: list[list[Unit]] = [[] for _ in range(trainers)]
     for block in blocks:
         count = block.stop - block.start
@@ -154,9 +175,11 @@ def cut_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """What has arrived, and every trainer has read: ``entries`` by block, to be added in this order.
+    """What has arrived, and every trainer has read: ``entries`` by block, to be added in this
+    order.
 
-    ``messages``: the digests of the trainers' messages, by rank. ``payload_bytes``: those of this trainer's own.
+    ``messages``: the digests of the trainers' messages, by rank. ``payload_bytes``: those of this
+    trainer's own.
     """
 
     entries: list[list[Entries]]
@@ -166,8 +189,9 @@ class Transferred:
 
 
 class SiteSums(NamedTuple):
-    """What a trainer has after its site's parts: ``sums`` over the site by the owner of the share, ``digest`` and
-    ``payload_bytes`` of the parts that it has sent itself, and the ``problem`` with those that it could not read."""
+    """What a trainer has after its site's parts: ``sums`` over the site by the owner of the share,
+    ``digest`` and ``payload_bytes`` of the parts that it has sent itself, and the ``problem`` with
+    those that it could not read."""
 
     sums: dict[int, Sums]
     digest: str
@@ -176,8 +200,9 @@ class SiteSums(NamedTuple):
 
 
 class Transfer:
-    """One trainer's side of one round's transfer. ``require_same`` raises Diverged if trainers hold different tensors,
-    which is why a message could not be read then. ``announce`` gets the digest of a message before it is sent."""
+    """One trainer's side of one round's transfer. ``require_same`` raises Diverged if trainers hold
+    different tensors, which is why a message could not be read then. ``announce`` gets the digest
+    of a message before it is sent."""
 
     def __init__(
         self,
@@ -192,13 +217,19 @@ class Transfer:
         self._phase, self._require_same, self._announce = phase, require_same, announce
 
     def gather(self, own: LocalMessage) -> Transferred:
-        """Every trainer gets every message. Raises NonFinite, CorruptMessage and Diverged on all of them alike."""
-        group, units = self._group, [Unit(block, 0, block.stop - block.start) for block in self._blocks]
-        # 1. One message to all. Its digest is noted before it leaves: it may count although this trainer fails.
+        """Every trainer gets every message. Raises NonFinite, CorruptMessage and Diverged on all of
+        them alike."""
+        group, units = (
+            self._group,
+            [Unit(block, 0, block.stop - block.start) for block in self._blocks],
+        )
+        # 1. One message to all. Its digest is noted before it leaves: it may count although this
+        # trainer fails.
         with self._phase("gate"):
             message = self._message(units, own)
             self._announce(digest_of(message))
-        # 2. Read all messages. An error waits until all trainers have answered: none may end the round alone.
+        # 2. Read all messages. An error waits until all trainers have answered: none may end the
+        # round alone.
         problem: CorruptMessage | None = None
         messages: list[bytes] = []
         others: list[list[Entries]] = [[] for _ in units]
@@ -209,7 +240,9 @@ class Transfer:
             bad = _not_finite(messages)
             if bad is None:
                 with self._phase("decode"):
-                    others = self._coder.decode(units, [m for rank, m in enumerate(messages) if rank != group.rank])
+                    others = self._coder.decode(
+                        units, [m for rank, m in enumerate(messages) if rank != group.rank]
+                    )
         except CorruptMessage as error:
             problem = error
         # 3. All know what all have read, and raise alike, or none does.
@@ -221,9 +254,12 @@ class Transfer:
             found.insert(group.rank, mine)
         return Transferred(others, [digest_of(m) for m in messages], len(message), scattered=False)
 
-    def scatter(self, own: LocalMessage, sites: Sites, gate: ReduceGate | None = None) -> Transferred | None:
-        """Every trainer gets what falls in its share, and all get the sums, those that pass ``gate`` if there is one.
-        Among several ``sites`` each first sums its own entries. Raises as `gather`.
+    def scatter(
+        self, own: LocalMessage, sites: Sites, gate: ReduceGate | None = None
+    ) -> Transferred | None:
+        """Every trainer gets what falls in its share, and all get the sums, those that pass
+        ``gate`` if there is one. Among several ``sites`` each first sums its own entries. Raises as
+        `gather`.
 
         None, on all trainers alike, if a sum is too large for a message: then they gather.
         """
@@ -231,7 +267,8 @@ class Transfer:
         shares = cut_shares(self._blocks, group.size)
         mine = shares[rank]
         coder = replace(self._coder, wire=gate.wire if gate else Wire())
-        # 1. Entries go to those who sum them: the owners of shares, or their reducers in this trainer's site.
+        # 1. Entries go to those who sum them: the owners of shares, or their reducers in this
+        # trainer's site.
         near = self._sum_parts(own, shares, sites)
         sums, problem = near.sums[rank], near.problem
         # 2. Sums of sites go to the owners elsewhere.
@@ -240,7 +277,8 @@ class Transfer:
                 sums = self._sum_sites(coder, shares, sites, near.sums, gate)
             except CorruptMessage as error:
                 sums, problem = b"", problem or error
-        # 3. All get all sums. Whatever went wrong here is said in place of them: the others wait for this trainer.
+        # 3. All get all sums. Whatever went wrong here is said in place of them: the others wait
+        # for this trainer.
         with self._phase("gate"):
             sums = self._filter(gate, mine, sums, group.size)
             answer = self._answer(coder, mine, sums, near.digest)
@@ -251,7 +289,9 @@ class Transfer:
             with self._phase("exchange"):
                 max_answer = max(coder.max_bytes(units) for units in shares) + SumsMessage.HEAD
                 answers = group.all_gather(answer, max_bytes=max_answer)
-            if not isinstance(sums, bytes) and all(a.startswith(SumsMessage.MAGIC) for a in answers):
+            if not isinstance(sums, bytes) and all(
+                a.startswith(SumsMessage.MAGIC) for a in answers
+            ):
                 with self._phase("decode"):
                     digests = self._read_answers(coder, shares, answers, sums, found)
         except CorruptMessage as error:
@@ -268,39 +308,64 @@ class Transfer:
         return Transferred(found, digests, near.payload_bytes, scattered=True)
 
     def _sum_parts(self, own: LocalMessage, shares: Sequence[list[Unit]], sites: Sites) -> SiteSums:
-        """Sends this trainer's entries to those who sum them for its site, and sums what it gets."""
+        """Sends this trainer's entries to those who sum them for its site, and sums what it
+        gets."""
         group, rank = self._group, self._group.rank
         everyone, same_site = range(group.size), sites.same_site(rank)
-        units = [[unit for owner in sites.reduces_for(to) for unit in shares[owner]] for to in everyone]
+        units = [
+            [unit for owner in sites.reduces_for(to) for unit in shares[owner]] for to in everyone
+        ]
         with self._phase("gate"):
             parts = [self._message(units[to], own) if to in same_site else b"" for to in everyone]
             digest = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
             self._announce(digest)
-        # Who may send how much to whom follows from the sites: nobody allocates more, whatever a message says.
+        # Who may send how much to whom follows from the sites: nobody allocates more, whatever a
+        # message says.
         most = [self._coder.max_bytes(of) for of in units]
-        limits = [[most[to] if to in sites.same_site(source) else 0 for to in everyone] for source in everyone]
+        limits = [
+            [most[to] if to in sites.same_site(source) else 0 for to in everyone]
+            for source in everyone
+        ]
         payload_bytes = sum(map(len, parts))
-        sums: dict[int, Sums] = dict.fromkeys(sites.reduces_for(rank), b"")  # nothing: what arrived could not be read
+        sums: dict[int, Sums] = dict.fromkeys(
+            sites.reduces_for(rank), b""
+        )  # nothing: what arrived could not be read
         try:
             with self._phase("exchange"):
                 arrived = group.all_to_all(parts, max_bytes=limits)
             bad = _not_finite(arrived)
             if bad is not None:
-                return SiteSums(dict.fromkeys(sums, _NON_FINITE + bad.encode()), digest, payload_bytes, None)
+                return SiteSums(
+                    dict.fromkeys(sums, _NON_FINITE + bad.encode()), digest, payload_bytes, None
+                )
             with self._phase("decode"):
-                # One's own entries are not coded, and stand in the sum where a message of this rank would.
+                # One's own entries are not coded, and stand in the sum where a message of this rank
+                # would.
                 ours = [unit.take(own.entries[unit.block.number]) for unit in units[rank]]
                 others = [arrived[source] for source in same_site if source != rank]
-                found = iter(self._add(self._coder, units[rank], others, ours, same_site.index(rank)))
+                found = iter(
+                    self._add(self._coder, units[rank], others, ours, same_site.index(rank))
+                )
         except CorruptMessage as error:
             return SiteSums(sums, digest, payload_bytes, error)
-        return SiteSums({owner: list(islice(found, len(shares[owner]))) for owner in sums}, digest, payload_bytes, None)
+        return SiteSums(
+            {owner: list(islice(found, len(shares[owner]))) for owner in sums},
+            digest,
+            payload_bytes,
+            None,
+        )
 
     def _sum_sites(
-        self, coder: Coder, shares: Sequence[list[Unit]], sites: Sites, near: dict[int, Sums], gate: ReduceGate | None
+        self,
+        coder: Coder,
+        shares: Sequence[list[Unit]],
+        sites: Sites,
+        near: dict[int, Sums],
+        gate: ReduceGate | None,
     ) -> Sums:
-        """Sends the ``near`` sums of shares of other sites to their owners, those that pass ``gate`` if there is one.
-        Returns the sums of this trainer's share over all sites. Raises CorruptMessage."""
+        """Sends the ``near`` sums of shares of other sites to their owners, those that pass
+        ``gate`` if there is one. Returns the sums of this trainer's share over all sites. Raises
+        CorruptMessage."""
         group, rank = self._group, self._group.rank
         site, everyone = sites.number_of(rank), range(group.size)
         messages = [b""] * group.size
@@ -308,10 +373,15 @@ class Transfer:
             for owner, sums in near.items():
                 if owner != rank:
                     passed = self._filter(gate, shares[owner], sums, len(sites.same_site(rank)))
-                    messages[owner] = passed if isinstance(passed, bytes) else coder.encode(shares[owner], passed)
+                    messages[owner] = (
+                        passed if isinstance(passed, bytes) else coder.encode(shares[owner], passed)
+                    )
         most = [coder.max_bytes(units) for units in shares]
         froms = [sites.site_reducers(owner) for owner in everyone]
-        limits = [[most[owner] if source in froms[owner] else 0 for owner in everyone] for source in everyone]
+        limits = [
+            [most[owner] if source in froms[owner] else 0 for owner in everyone]
+            for source in everyone
+        ]
         with self._phase("exchange"):
             arrived = group.all_to_all(messages, max_bytes=limits)
         ours, others = near[rank], [arrived[source] for source in froms[rank]]
@@ -325,13 +395,20 @@ class Transfer:
     def _message(self, units: Sequence[Unit], own: LocalMessage) -> bytes:
         if own.bad is not None:
             return _NON_FINITE + own.bad.encode()
-        return self._coder.encode(units, [unit.take(own.entries[unit.block.number]) for unit in units])
+        return self._coder.encode(
+            units, [unit.take(own.entries[unit.block.number]) for unit in units]
+        )
 
     def _add(
-        self, coder: Coder, units: Sequence[Unit], messages: Sequence[bytes], own: Sequence[Entries], place: int
+        self,
+        coder: Coder,
+        units: Sequence[Unit],
+        messages: Sequence[bytes],
+        own: Sequence[Entries],
+        place: int,
     ) -> list[Entries]:
-        """By unit, the sums that are not 0 of the entries of ``messages``, in order, with this trainer's ``own`` at
-        their ``place`` among them. Raises CorruptMessage."""
+        """By unit, the sums that are not 0 of the entries of ``messages``, in order, with this
+        trainer's ``own`` at their ``place`` among them. Raises CorruptMessage."""
 
         def add(item: tuple[Unit, list[Entries], Entries]) -> Entries:
             unit, entries, ours = item
@@ -341,8 +418,11 @@ class Transfer:
         decoded = coder.decode(units, messages)
         return list(ordered_map(add, list(zip(units, decoded, own, strict=True)), coder.threads))
 
-    def _filter(self, gate: ReduceGate | None, units: Sequence[Unit], sums: Sums, trainers: int) -> Sums:
-        """What is sent of ``sums`` over so many ``trainers``: those that pass ``gate``, if there is one."""
+    def _filter(
+        self, gate: ReduceGate | None, units: Sequence[Unit], sums: Sums, trainers: int
+    ) -> Sums:
+        """What is sent of ``sums`` over so many ``trainers``: those that pass ``gate``, if there is
+        one."""
         if isinstance(sums, bytes):
             return sums
 
@@ -353,7 +433,11 @@ class Transfer:
         return sent if all(is_finite(values).all() for _, values in sent) else _TOO_LARGE
 
     def _answer(self, coder: Coder, units: Sequence[Unit], sums: Sums, digest: str) -> bytes:
-        return sums if isinstance(sums, bytes) else SumsMessage(digest, coder.encode(units, sums)).to_bytes()
+        return (
+            sums
+            if isinstance(sums, bytes)
+            else SumsMessage(digest, coder.encode(units, sums)).to_bytes()
+        )
 
     def _read_answers(
         self,
@@ -363,7 +447,8 @@ class Transfer:
         own: list[Entries],
         found: list[list[Entries]],
     ) -> list[str]:
-        """Puts all sums into ``found``, by block. Returns the digests that the trainers say they have sent."""
+        """Puts all sums into ``found``, by block. Returns the digests that the trainers say they
+        have sent."""
         digests = []
         for owner, (units, data) in enumerate(zip(shares, answers, strict=True)):
             message = SumsMessage.parse(data)
@@ -375,14 +460,17 @@ class Transfer:
         return digests
 
     def _all_read(self, problem: CorruptMessage | None) -> None:
-        """Raises CorruptMessage or Diverged on all trainers unless every one has read everything."""
+        """Raises CorruptMessage or Diverged on all trainers unless every one has read
+        everything."""
         with self._phase("exchange"):
             failed = self._group.failures(problem)
         if failed:
             # Theta and momentum are part of the code: a trainer that holds others cannot decode it.
             self._require_same()
             cause = problem or "their own errors say why"
-            raise CorruptMessage(f"trainers {failed} could not read a message: {cause}") from problem
+            raise CorruptMessage(
+                f"trainers {failed} could not read a message: {cause}"
+            ) from problem
 
 
 def _is_control(data: bytes) -> bool:
@@ -405,10 +493,11 @@ def _not_finite(messages: Sequence[bytes]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PendingRound:
-    """A round whose messages have all arrived. What is left cannot fail: ``apply`` gives theta, momentum and the model
-    what follows from them, the model's next start by the lookahead that it gets, and returns the number of parameters
-    whose sum is not 0. ``entries`` and ``payload_bytes`` are those of this trainer's own message; ``messages`` the
-    digests of all trainers' messages, by rank."""
+    """A round whose messages have all arrived. What is left cannot fail: ``apply`` gives theta,
+    momentum and the model what follows from them, the model's next start by the lookahead that it
+    gets, and returns the number of parameters whose sum is not 0. ``entries`` and ``payload_bytes``
+    are those of this trainer's own message; ``messages`` the digests of all trainers' messages, by
+    rank."""
 
     entries: int
     payload_bytes: int
@@ -418,7 +507,8 @@ class PendingRound:
 
 
 class Reduction(Protocol):
-    """How pseudo-gradients become one outer step: what a method is, beside the loop that all methods share.
+    """How pseudo-gradients become one outer step: what a method is, beside the loop that all
+    methods share.
 
     ``residual``: what is not sent, if there is error feedback."""
 
@@ -432,21 +522,29 @@ class Reduction(Protocol):
         """Theta, momentum or the trainers have become others since the last round."""
 
     def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
-        """Exchanges the pseudo-gradients of the round after ``number``. Theta, momentum and residual do not change yet.
-        Raises NonFinite, CorruptMessage and Diverged on all trainers alike, and TrainerLost."""
+        """Exchanges the pseudo-gradients of the round after ``number``. Theta, momentum and
+        residual do not change yet. Raises NonFinite, CorruptMessage and Diverged on all trainers
+        alike, and TrainerLost."""
 
 
 class GatedReduction:
-    """PULSELoCo's: entries that pass the gate are sent and summed in rank order, the others stay in the residual."""
+    """PULSELoCo's: entries that pass the gate are sent and summed in rank order, the others stay in
+    the residual."""
 
-    def __init__(self, state: OuterState, residual: Residual, gate: Gate, exchange: Exchange) -> None:
+    def __init__(
+        self, state: OuterState, residual: Residual, gate: Gate, exchange: Exchange
+    ) -> None:
         self.residual: Residual = residual
         self.gate, self.exchange = gate, exchange
         self._state, self.wire = state, Wire(exchange.wire)
         self.classes = Classes(state.parameters.blocks)
 
     def settings(self) -> dict[str, object]:
-        return {**self.gate.settings(), "wire": self.wire.name, "lookahead": float(self.residual.lookahead)}
+        return {
+            **self.gate.settings(),
+            "wire": self.wire.name,
+            "lookahead": float(self.residual.lookahead),
+        }
 
     def forget(self) -> None:
         self.classes.forget()
@@ -455,7 +553,8 @@ class GatedReduction:
         return Sites.of(group.sites)
 
     def gates_sums(self, sites: Sites) -> bool:
-        """Whether the sums that trainers send pass a gate; without a lookahead, which feels what is withheld, none."""
+        """Whether the sums that trainers send pass a gate; without a lookahead, which feels what is
+        withheld, none."""
         trainers = GATE_SWEPT_SUMS_FROM if self.exchange.sweep else GATE_SUMS_FROM
         return bool(self.residual.lookahead) and (sites.several or sites.trainers >= trainers)
 
@@ -471,11 +570,20 @@ class GatedReduction:
     def coder(self, number: int) -> Coder:
         """Codes the messages of the round after ``number``."""
         state, rounding = self._state, self.gate.rounding
-        return Coder(number, state.theta, state.momentum, rounding, self.wire, self.classes, state.threads)
+        return Coder(
+            number, state.theta, state.momentum, rounding, self.wire, self.classes, state.threads
+        )
 
-    def step(self, number: int, entries: Sequence[Sequence[Entries]], trainers: int, lookahead: np.float32) -> int:
-        """The outer step of the round after ``number``, along the sum of ``entries`` / ``trainers``; the residual takes
-        effect, and the model gets the next start, by ``lookahead``. The number of parameters whose sum is not 0."""
+    def step(
+        self,
+        number: int,
+        entries: Sequence[Sequence[Entries]],
+        trainers: int,
+        lookahead: np.float32,
+    ) -> int:
+        """The outer step of the round after ``number``, along the sum of ``entries`` /
+        ``trainers``; the residual takes effect, and the model gets the next start, by
+        ``lookahead``. The number of parameters whose sum is not 0."""
         residual = self.residual
         residual.complete_next()
         swept = partial(self.gate.sweeps, number=number)
@@ -488,17 +596,22 @@ class GatedReduction:
 
     def run(self, group: TrainerGroup, number: int, phase: Phase) -> PendingRound:
         state, residual = self._state, self.residual
-        # 1. The gate: the entries to send; the others, with what rounding loses, fill the next residual.
+        # 1. The gate: the entries to send; the others, with what rounding loses, fill the next
+        # residual.
         residual.forget_message()
         with phase("gate"):
             own = self.message(number)
 
-        def announce(digest: str) -> None:  # before the message is sent: it may count although this trainer fails
+        def announce(
+            digest: str,
+        ) -> None:  # before the message is sent: it may count although this trainer fails
             residual.pending_message = None if own.bad else digest
 
         # 2. To the owners of shares, or to all.
         require_same = partial(group.require_same_tensors, number, state.digests)
-        transfer = Transfer(group, self.coder(number), state.parameters.blocks, phase, require_same, announce)
+        transfer = Transfer(
+            group, self.coder(number), state.parameters.blocks, phase, require_same, announce
+        )
         arrived: Transferred | None = None
         sites, reduce_gate = self.sites(group), None
         try:
@@ -510,9 +623,15 @@ class GatedReduction:
             if arrived is None:  # by the rule, or for a sum that no message takes
                 residual.add_held_back = None
                 arrived = transfer.gather(own)
-        except (NonFinite, CorruptMessage, Diverged):  # on all trainers alike: the message has counted with none
+        except (
+            NonFinite,
+            CorruptMessage,
+            Diverged,
+        ):  # on all trainers alike: the message has counted with none
             residual.forget_message()
             raise
         entries = sum(len(positions) for positions, _ in own.entries)
         apply = partial(self.step, number, arrived.entries, group.size)
-        return PendingRound(entries, arrived.payload_bytes, apply, arrived.messages, arrived.scattered)
+        return PendingRound(
+            entries, arrived.payload_bytes, apply, arrived.messages, arrived.scattered
+        )

@@ -1,5 +1,5 @@
-"""The gate: which entries of a pseudo-gradient, and which sums of them, would change the next forward pass
-(docs/loco.md, sections 1, 2 and 4.4)."""
+"""The gate: which entries of a pseudo-gradient, and which sums of them, would change the next
+forward pass (docs/loco.md, sections 1, 2 and 4.4)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ ROUNDINGS: dict[torch.dtype, Rounding] = {
 
 
 def rounding_of(dtype: torch.dtype) -> Rounding:
-    """How FP32 rounds to a gate dtype. Raises InputError for a dtype that is not a compute dtype."""
+    """How FP32 rounds to a gate dtype. Raises InputError for a dtype that is not a compute
+    dtype."""
     if dtype not in ROUNDINGS:
         known = ", ".join(str(d).removeprefix("torch.") for d in ROUNDINGS)
         raise InputError(f"gate_dtype {dtype} is not supported", hint=f"Use one of: {known}.")
@@ -46,12 +47,12 @@ def open_entries(
     bf16_start: bool = False,
     base: int = 0,
 ) -> Positions | None:
-    """Fills ``s = (start - now) + residual`` and returns the positions where ``cast(theta) != cast(theta - s)``, plus
-    ``base``.
+    """Fills ``s = (start - now) + residual`` and returns the positions where ``cast(theta) !=
+    cast(theta - s)``, plus ``base``.
 
-    ``start`` is ``theta - lookahead * residual``, with ``bf16_start`` as a BF16 model holds it. All arrays are flat
-    FP32 of one length. Compared as bits, so that -0 and 0 differ (PULSE, Algorithm 2, line "M_r"). None if an entry of
-    ``s`` is not finite (`is_finite`).
+    ``start`` is ``theta - lookahead * residual``, with ``bf16_start`` as a BF16 model holds it. All
+    arrays are flat FP32 of one length. Compared as bits, so that -0 and 0 differ (PULSE, Algorithm
+    2, line "M_r"). None if an entry of ``s`` is not finite (`is_finite`).
     """
     return _gate(theta, now, residual, lookahead, bf16_start, s, rounding, base)
 
@@ -60,7 +61,9 @@ def _nonzero(values: Floats) -> Positions:
     return np.flatnonzero(values).astype(np.uint32)
 
 
-def scaled_open_entries(theta: Floats, s: Floats, scale: np.float32, rounding: Rounding) -> Positions:
+def scaled_open_entries(
+    theta: Floats, s: Floats, scale: np.float32, rounding: Rounding
+) -> Positions:
     """The positions where ``cast(theta) != cast(theta - scale * s)``, of finite ``s``."""
     scaled = np.clip(scale * s, -_OPENS, _OPENS)
     positions = open_entries(theta, theta, scaled, np.empty_like(s), rounding)
@@ -71,8 +74,8 @@ def scaled_open_entries(theta: Floats, s: Floats, scale: np.float32, rounding: R
 class Gate:
     """Selects what a trainer sends of ``s``, its local steps and its residual (PULSE, Algorithm 2).
 
-    Open where ``cast(theta) != cast(theta - scale * s)`` in ``dtype``, and with a ``sweep`` for all of a block in one
-    round of so many. An ablation replaces one of the three methods.
+    Open where ``cast(theta) != cast(theta - scale * s)`` in ``dtype``, and with a ``sweep`` for all
+    of a block in one round of so many. An ablation replaces one of the three methods.
     """
 
     def __init__(self, dtype: torch.dtype, scale: float, sweep: int | None = None) -> None:
@@ -81,21 +84,34 @@ class Gate:
 
     def settings(self) -> dict[str, object]:
         """What all trainers must have in common."""
-        gate = {"gate": type(self).__name__, "gate_dtype": str(self.dtype), "gate_scale": float(self.scale)}
+        gate = {
+            "gate": type(self).__name__,
+            "gate_dtype": str(self.dtype),
+            "gate_scale": float(self.scale),
+        }
         return {**gate, "sweep": self.sweep}
 
     def sweeps(self, block: FlatBlock, number: int) -> bool:
-        """Whether all of a block passes in the round after ``number`` (docs/loco.md, section 1.3)."""
+        """Whether all of a block passes in the round after ``number`` (docs/loco.md, section
+        1.3)."""
         return self.sweep is not None and (block.number + number) % self.sweep == 0
 
-    def local_message(self, state: OuterState, residual: Residual, wire: Wire, number: int) -> LocalMessage:
+    def local_message(
+        self, state: OuterState, residual: Residual, wire: Wire, number: int
+    ) -> LocalMessage:
         """What this trainer has to send in the round after ``number``; fills the next residual."""
         try:
-            return LocalMessage(state.each_block(lambda block: self._gate_block(state, residual, wire, number, block)))
+            return LocalMessage(
+                state.each_block(
+                    lambda block: self._gate_block(state, residual, wire, number, block)
+                )
+            )
         except NonFinite as error:
             return LocalMessage([], str(error))
 
-    def _gate_block(self, state: OuterState, residual: Residual, wire: Wire, number: int, block: FlatBlock) -> Entries:
+    def _gate_block(
+        self, state: OuterState, residual: Residual, wire: Wire, number: int, block: FlatBlock
+    ) -> Entries:
         """The block's entries. Raises NonFinite with the parameter's name alone."""
         # 1. s and the open entries, in one pass over memory.
         theta, s = block.of(state.theta), block.of(residual.next)
@@ -109,13 +125,16 @@ class Gate:
         sent = wire.round(self.values(theta[positions], selected))
         finite = is_finite(sent)
         if not finite.all():
-            raise NonFinite(state.parameters.name_at(block.start + int(positions[np.argmin(finite)])))
+            raise NonFinite(
+                state.parameters.name_at(block.start + int(positions[np.argmin(finite)]))
+            )
         # 3. s = sent + residual holds exactly: nothing is lost.
         s[positions] = self.remainder(selected, sent)
         return positions, sent
 
     def entries_of(self, state: OuterState, flat: Floats, wire: Wire, number: int) -> list[Entries]:
-        """What a message for the round after ``number`` has, by block, where ``flat`` is all there was to send."""
+        """What a message for the round after ``number`` has, by block, where ``flat`` is all there
+        was to send."""
 
         def of(block: FlatBlock) -> Entries:
             s = block.of(flat)
@@ -128,9 +147,15 @@ class Gate:
         return state.each_block(of)
 
     def select(
-        self, state: OuterState, block: FlatBlock, residual: Floats, s: Floats, lookahead: np.float32
+        self,
+        state: OuterState,
+        block: FlatBlock,
+        residual: Floats,
+        s: Floats,
+        lookahead: np.float32,
     ) -> Positions | None:
-        """Fills ``s`` and returns the positions of the entries to send; None if an entry of ``s`` is not finite."""
+        """Fills ``s`` and returns the positions of the entries to send; None if an entry of ``s``
+        is not finite."""
         theta, found = block.of(state.theta), list[Positions]()
         for part, segment in parts(block):
             positions = open_entries(
@@ -151,7 +176,8 @@ class Gate:
         return scaled_open_entries(theta, s, self.scale, self.rounding)
 
     def values(self, theta: Floats, s: Floats) -> Floats:
-        """The values to send for the selected entries ``s``, before they are rounded to the wire dtype."""
+        """The values to send for the selected entries ``s``, before they are rounded to the wire
+        dtype."""
         return s
 
     def remainder(self, s: Floats, sent: Floats) -> Floats:
@@ -160,9 +186,9 @@ class Gate:
 
 
 class ReduceGate:
-    """Lets through, of the sums that one trainer makes in the round after ``number``, those whose mean would change the
-    next forward pass, and all of what is swept. The rest is the ``residual``, by unit, which goes into that trainer's
-    own."""
+    """Lets through, of the sums that one trainer makes in the round after ``number``, those whose
+    mean would change the next forward pass, and all of what is swept. The rest is the ``residual``,
+    by unit, which goes into that trainer's own."""
 
     def __init__(self, theta: Floats, gate: Gate, wire: Wire, number: int) -> None:
         self.wire = wire
@@ -170,8 +196,9 @@ class ReduceGate:
         self._theta, self._gate, self._number = theta, gate, number
 
     def filter(self, unit: Unit, sums: Entries, trainers: int) -> Entries:
-        """The unit's entries to send, of sums over so many ``trainers``, rounded to the wire dtype. Sums that are not
-        finite all pass: no message takes them. Units may be filtered in threads, each once."""
+        """The unit's entries to send, of sums over so many ``trainers``, rounded to the wire dtype.
+        Sums that are not finite all pass: no message takes them. Units may be filtered in threads,
+        each once."""
         places, values = sums
         if not len(places) or not is_finite(values).all():
             return sums

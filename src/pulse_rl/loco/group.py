@@ -1,5 +1,5 @@
-"""A group of trainers: its collectives over torch.distributed, what all must agree on, and who is where when one is
-lost (docs/loco.md, sections 4 and 4.2)."""
+"""A group of trainers: its collectives over torch.distributed, what all must agree on, and who is
+where when one is lost (docs/loco.md, sections 4 and 4.2)."""
 
 from __future__ import annotations
 
@@ -28,56 +28,72 @@ _CAUSES = "fewer batches, or steps that a GradScaler skipped"
 
 
 class TrainerGroup:
-    """One trainer's side of a group of trainers; a single trainer if torch.distributed is not initialised.
+    """One trainer's side of a group of trainers; a single trainer if torch.distributed is not
+    initialised.
 
-    No call takes longer than ``timeout_seconds``: a trainer that dies, or stalls for longer, raises TrainerLost on all
-    others. ``sent_bytes`` counts what left this process: gathered messages travel around a ring, each process to the
-    next rank, so each forwards all but one of them, padded. ``between_bytes`` counts those of them that went to a
-    trainer of another one of the ``sites``, names by rank, "" of all trainers until they have met; broadcasts, which
-    are in no round, it does not count. ``progress`` knows what the errors tell of the others.
+    No call takes longer than ``timeout_seconds``: a trainer that dies, or stalls for longer, raises
+    TrainerLost on all others. ``sent_bytes`` counts what left this process: gathered messages
+    travel around a ring, each process to the next rank, so each forwards all but one of them,
+    padded. ``between_bytes`` counts those of them that went to a trainer of another one of the
+    ``sites``, names by rank, "" of all trainers until they have met; broadcasts, which are in no
+    round, it does not count. ``progress`` knows what the errors tell of the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0
+    ) -> None:
         self.sent_bytes = self.between_bytes = 0
         self.progress = TrainerNotes(None, 0, 1)
         self._transport = GlooTransport(
-            group, timeout_seconds, owner="PulseLoCo", lost=lambda error: self.progress.lost(error, timeout_seconds)
+            group,
+            timeout_seconds,
+            owner="PulseLoCo",
+            lost=lambda error: self.progress.lost(error, timeout_seconds),
         )
         self.size, self.rank = self._transport.size, self._transport.rank
         self.sites = [""] * self.size
         self.progress = TrainerNotes(self._transport.store, self.rank, self.size)
 
     def all_gather(self, message: bytes, *, max_bytes: int) -> list[bytes]:
-        """Every trainer's message, in rank order. They may differ in length: headers first, then padded messages.
+        """Every trainer's message, in rank order. They may differ in length: headers first, then
+        padded messages.
 
-        Raises TrainerLost, and CorruptMessage for a message over ``max_bytes`` or other than it was sent.
+        Raises TrainerLost, and CorruptMessage for a message over ``max_bytes`` or other than it was
+        sent.
         """
         if self.size == 1:
             return [message]
-        # 1. Lengths and digests, of one size. Nobody allocates what a header announces before it is bounded.
+        # 1. Lengths and digests, of one size. Nobody allocates what a header announces before it is
+        # bounded.
         header = np.frombuffer(struct.pack("<Q", len(message)) + sha256(message).digest(), np.uint8)
         headers = self._all_gather_array(header)
         lengths = [int.from_bytes(h[:8].tobytes(), "little") for h in headers]
         for rank, length in enumerate(lengths):
             if length > max_bytes:
-                raise CorruptMessage(f"trainer {rank} announces {length} bytes, more than {max_bytes}")
+                raise CorruptMessage(
+                    f"trainer {rank} announces {length} bytes, more than {max_bytes}"
+                )
         if max(lengths) == 0:
             return [b""] * self.size
         # 2. The messages: gloo gathers equal sizes, so all are padded to the longest.
         padded = np.zeros(max(lengths), np.uint8)
         padded[: len(message)] = np.frombuffer(message, np.uint8)
-        messages = [m[:n].tobytes() for m, n in zip(self._all_gather_array(padded), lengths, strict=True)]
+        messages = [
+            m[:n].tobytes() for m, n in zip(self._all_gather_array(padded), lengths, strict=True)
+        ]
         for rank, (m, h) in enumerate(zip(messages, headers, strict=True)):
             if sha256(m).digest() != h[8 : 8 + _DIGEST_BYTES].tobytes():
                 raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
         return messages
 
-    def all_to_all(self, messages: Sequence[bytes], *, max_bytes: Sequence[Sequence[int]]) -> list[bytes]:
+    def all_to_all(
+        self, messages: Sequence[bytes], *, max_bytes: Sequence[Sequence[int]]
+    ) -> list[bytes]:
         """What every trainer has for this one, in rank order.
 
-        ``messages[r]`` goes to trainer r, which takes ``max_bytes[s][r]`` at most from trainer s. Lengths first, to
-        all; then each message behind its SHA-256. Raises as `all_gather`, and for a length over the limit on all
-        trainers alike.
+        ``messages[r]`` goes to trainer r, which takes ``max_bytes[s][r]`` at most from trainer s.
+        Lengths first, to all; then each message behind its SHA-256. Raises as `all_gather`, and for
+        a length over the limit on all trainers alike.
         """
         if self.size == 1:
             return list(messages)
@@ -87,9 +103,13 @@ class TrainerGroup:
         for rank, row in enumerate(lengths):
             for length, most in zip(row, max_bytes[rank], strict=True):
                 if length > most:
-                    raise CorruptMessage(f"trainer {rank} announces {length} bytes, more than {most}")
+                    raise CorruptMessage(
+                        f"trainer {rank} announces {length} bytes, more than {most}"
+                    )
         pieces = [np.frombuffer(sha256(m).digest() + m, np.uint8) for m in messages]
-        arrived = self._all_to_all_arrays(pieces, [_DIGEST_BYTES + row[self.rank] for row in lengths])
+        arrived = self._all_to_all_arrays(
+            pieces, [_DIGEST_BYTES + row[self.rank] for row in lengths]
+        )
         found = [piece[_DIGEST_BYTES:].tobytes() for piece in arrived]
         for rank, (m, piece) in enumerate(zip(found, arrived, strict=True)):
             if sha256(m).digest() != piece[:_DIGEST_BYTES].tobytes():
@@ -97,7 +117,8 @@ class TrainerGroup:
         return found
 
     def all_gather_fixed(self, message: bytes) -> list[bytes]:
-        """As `all_gather`, in one step, for messages of one length that all trainers know. Raises TrainerLost."""
+        """As `all_gather`, in one step, for messages of one length that all trainers know. Raises
+        TrainerLost."""
         if self.size == 1:
             return [message]
         return [m.tobytes() for m in self._all_gather_array(np.frombuffer(message, np.uint8))]
@@ -113,34 +134,43 @@ class TrainerGroup:
             self.sent_bytes += piece.nbytes if self.rank == source else 0
 
     def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
-        """Replaces ``array`` by the sum over all trainers, in place; for the baselines. Raises TrainerLost."""
+        """Replaces ``array`` by the sum over all trainers, in place; for the baselines. Raises
+        TrainerLost."""
         if self.size == 1:
             return
         self._transport.all_reduce(array)
         self._count_ring(2 * (self.size - 1) * array.nbytes // self.size)
 
     def failures(self, problem: Exception | None) -> list[int]:
-        """The trainers that have a ``problem``, in rank order: all call it, so that a round fails on all or on none."""
+        """The trainers that have a ``problem``, in rank order: all call it, so that a round fails
+        on all or on none."""
         reported = self.all_gather_fixed(b"\0" if problem else b"\1")
         return [rank for rank, flag in enumerate(reported) if flag != b"\1"]
 
-    def require_same_root(self, number: int, tree: StateDigest, trees: Callable[[], Mapping[str, StateDigest]]) -> None:
-        """Raises Diverged on all trainers if ``tree`` after round ``number`` has not the same root on all of them,
-        naming the first tensor that differs among ``trees``."""
+    def require_same_root(
+        self, number: int, tree: StateDigest, trees: Callable[[], Mapping[str, StateDigest]]
+    ) -> None:
+        """Raises Diverged on all trainers if ``tree`` after round ``number`` has not the same root
+        on all of them, naming the first tensor that differs among ``trees``."""
         if len(set(self.all_gather_fixed(bytes.fromhex(tree.root)))) > 1:
             self.require_same_tensors(number, trees)
             raise Diverged(f"round {number}: the trainers disagree on a root, but on no tensor")
 
-    def require_same_tensors(self, number: int, trees: Callable[[], Mapping[str, StateDigest]]) -> None:
-        """Raises Diverged on all trainers, naming the first tensor that differs among the ``trees`` of round
-        ``number``."""
+    def require_same_tensors(
+        self, number: int, trees: Callable[[], Mapping[str, StateDigest]]
+    ) -> None:
+        """Raises Diverged on all trainers, naming the first tensor that differs among the ``trees``
+        of round ``number``."""
         for what, tree in trees().items():
             by_rank = self.all_gather_fixed(b"".join(tree.tensor(spec) for spec in tree.specs))
             for i, spec in enumerate(tree.specs):
                 found = [digests[32 * i : 32 * i + 32] for digests in by_rank]
                 diverged = [rank for rank, digest in enumerate(found) if digest != found[0]]
                 if diverged:
-                    raise Diverged(f"round {number}: {what} of {spec.name!r} on trainers {diverged} is not trainer 0's")
+                    raise Diverged(
+                        f"round {number}: {what} of {spec.name!r} on trainers {diverged} is not "
+                        "trainer 0's"
+                    )
 
     def close(self) -> None:
         """Gives the group up. Safe after a failure."""
@@ -176,7 +206,8 @@ class TrainerGroup:
 class TrainerNote:
     """A trainer has taken ``inner_step`` of the ``steps`` inner steps of a round, counted from 1.
 
-    ``left`` is None while it is in the group, "" if it has left it on purpose, otherwise the error that made it leave.
+    ``left`` is None while it is in the group, "" if it has left it on purpose, otherwise the error
+    that made it leave.
     """
 
     round: int
@@ -189,8 +220,8 @@ class TrainerNote:
 
 
 class TrainerNotes:
-    """One trainer's notes and its view of the others', in the group's key-value ``store``. Without one, or where it
-    fails, it knows nothing."""
+    """One trainer's notes and its view of the others', in the group's key-value ``store``. Without
+    one, or where it fails, it knows nothing."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store = store
@@ -199,7 +230,8 @@ class TrainerNotes:
         self._own = TrainerNote(0, 0, 0)
 
     def begin(self, own: TrainerNote) -> None:
-        """The first note in the group. Those of the others may be left over from an earlier group until `met`."""
+        """The first note in the group. Those of the others may be left over from an earlier group
+        until `met`."""
         self._met = False
         self.note(own)
 
@@ -226,17 +258,23 @@ class TrainerNotes:
 
     def lost(self, error: Exception, timeout_seconds: float) -> TrainerLost:
         """What ``error``, a failed collective, is to this trainer."""
-        # The best reason first: who left on purpose, who failed, who is behind; else only that someone is gone.
+        # The best reason first: who left on purpose, who failed, who is behind; else only that
+        # someone is gone.
         others = self._others()
         left = {rank: note for rank, note in others.items() if note.left is not None}
         if on_purpose := {rank: note for rank, note in left.items() if note.left == ""}:
-            where = "; ".join(f"trainer {rank} left after {note}" for rank, note in on_purpose.items())
+            where = "; ".join(
+                f"trainer {rank} left after {note}" for rank, note in on_purpose.items()
+            )
             return TrainerLost(
                 f"{where}; this one has taken {self._own.inner_step} of round {self._own.round}",
-                hint="It had fewer batches, or a GradScaler that skipped steps: even them out, or call rejoin().",
+                hint="It had fewer batches, or a GradScaler that skipped steps: even them out, "
+                "or call rejoin().",
             )
         if left:
-            return TrainerLost("; ".join(f"trainer {rank} left with {note.left}" for rank, note in left.items()))
+            return TrainerLost(
+                "; ".join(f"trainer {rank} left with {note.left}" for rank, note in left.items())
+            )
         at = (self._own.round, self._own.inner_step)
         behind = {rank: note for rank, note in others.items() if (note.round, note.inner_step) < at}
         where = "; ".join(f"trainer {rank} had taken {note}" for rank, note in behind.items())
@@ -252,12 +290,17 @@ class TrainerNotes:
 
         def read(store: Any) -> dict[int, TrainerNote]:
             keys = {rank: _key(rank) for rank in range(self._size) if rank != self._rank}
-            return {rank: TrainerNote(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+            return {
+                rank: TrainerNote(**json.loads(store.get(key)))
+                for rank, key in keys.items()
+                if store.check([key])
+            }
 
         return self._wait_for(read) or {}
 
     def _wait_for(self, work: Callable[[Any], T]) -> T | None:
-        """``work(store)``, or None if it fails or takes too long; then the store is not asked again."""
+        """``work(store)``, or None if it fails or takes too long; then the store is not asked
+        again."""
         store, result = self._store, []
 
         def call() -> None:

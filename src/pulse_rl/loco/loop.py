@@ -1,4 +1,5 @@
-"""The outer loop: local steps, then a round in which all trainers agree on the next theta (docs/loco.md, section 1)."""
+"""The outer loop: local steps, then a round in which all trainers agree on the next theta
+(docs/loco.md, section 1)."""
 
 from __future__ import annotations
 
@@ -24,15 +25,16 @@ from .trainer import Trainer
 
 
 class OuterLoop(NotCopyable):
-    """Hooks the inner optimizers' ``step``; after every ``sync_every`` steps one outer round runs inside that call.
+    """Hooks the inner optimizers' ``step``; after every ``sync_every`` steps one outer round runs
+    inside that call.
 
-    A context manager. Entering it joins the other trainers: before the first round all take rank 0's weights, later
-    the outer state of the latest round. Leaving it removes the hook. Outer state is FP32 in host memory, wherever the
-    model is.
+    A context manager. Entering it joins the other trainers: before the first round all take rank
+    0's weights, later the outer state of the latest round. Leaving it removes the hook. Outer state
+    is FP32 in host memory, wherever the model is.
 
-    A loop is made of an outer ``state``, the ``buffers`` of the model, a ``reduction``, and what the trainers ``meet``
-    in: `PulseLoCo` and `DiLoCo` put them together. ``threads`` (default: all cores) share a round's blocks. Raises
-    InputError for a ``sync_every`` below 1.
+    A loop is made of an outer ``state``, the ``buffers`` of the model, a ``reduction``, and what
+    the trainers ``meet`` in: `PulseLoCo` and `DiLoCo` put them together. ``threads`` (default: all
+    cores) share a round's blocks. Raises InputError for a ``sync_every`` below 1.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class OuterLoop(NotCopyable):
     ) -> None:
         if sync_every < 1:
             raise InputError(
-                f"sync_every is {sync_every}", hint="Give the number of inner steps in a round, 1 or more."
+                f"sync_every is {sync_every}",
+                hint="Give the number of inner steps in a round, 1 or more.",
             )
         self.sync_every, self.on_round = sync_every, on_round
         self.reduction, self.state = reduction, state
@@ -96,14 +99,16 @@ class OuterLoop(NotCopyable):
             if not self.meeting.joined:
                 raise InputError(
                     "a round is due, but the trainers have not met",
-                    hint="Enter it as a context manager; after TrainerLost, call rejoin() or rewind().",
+                    hint="Enter it as a context manager; after TrainerLost, call rejoin() or "
+                    "rewind().",
                 )
             return self._end_round(self.meeting.run)
 
         self._lead_round(run, reads=True)
 
     def _lead_round(self, run: Callable[[], Round | None], *, reads: bool = False) -> None:
-        # Each rank of a sharded trainer calls its own ``on_round``; all agree on what the model holds meanwhile.
+        # Each rank of a sharded trainer calls its own ``on_round``; all agree on what the model
+        # holds meanwhile.
         told = self.on_round is not None
         self._told = self._ranks.any(told) if self._ranks else told
         done = self._lead(run, reads=reads)
@@ -115,7 +120,9 @@ class OuterLoop(NotCopyable):
                 if self.on_round:
                     self.on_round(done)
 
-    def _end_round(self, call: Callable[[Phase, Callable[[], np.float32]], Round | None]) -> Round | None:
+    def _end_round(
+        self, call: Callable[[Phase, Callable[[], np.float32]], Round | None]
+    ) -> Round | None:
         self._seconds = {}
         # Who is told of the round is shown theta.
         done = call(self._phase, lambda: np.float32(0) if self._told else self._lookahead())
@@ -126,8 +133,8 @@ class OuterLoop(NotCopyable):
         return replace(done, seconds=dict(self._seconds))
 
     def _lead(self, work: Callable[[], Round | None], *, reads: bool = False) -> Round | None:
-        """``work``, which may change the model, and with ``reads`` looks at it. Of a sharded trainer one rank does it,
-        and all have what follows."""
+        """``work``, which may change the model, and with ``reads`` looks at it. Of a sharded
+        trainer one rank does it, and all have what follows."""
         ranks, trainer = self._ranks, self.trainer
         if ranks is None:
             return work()
@@ -149,7 +156,8 @@ class OuterLoop(NotCopyable):
         if self._ranks and not self._ranks.leads:
             raise InputError(
                 "the first rank of this trainer has the outer state, and this is another one",
-                hint="On all ranks the model holds theta within global_weights(), and while on_round is called.",
+                hint="On all ranks the model holds theta within global_weights(), and while "
+                "on_round is called.",
             )
 
     # -- joining and leaving
@@ -165,7 +173,10 @@ class OuterLoop(NotCopyable):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             for hook in self._hooks:
@@ -187,16 +198,17 @@ class OuterLoop(NotCopyable):
         return self._end_round(self.meeting.finish) if due else None
 
     def close(self) -> None:
-        """Removes the hooks and leaves the group; the model holds theta, or the local steps of a round under way. The
-        others get TrainerLost in their next round."""
+        """Removes the hooks and leaves the group; the model holds theta, or the local steps of a
+        round under way. The others get TrainerLost in their next round."""
         self.__exit__(None, None, None)
 
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
         """Continues with the trainers of ``group``, after TrainerLost or when trainers come or go.
 
-        If one has died, torch.distributed must be reinitialised. All trainers must call this or enter. A trainer
-        that is behind gets theta and the outer momentum. A round that was due runs at once; local steps that were not
-        sent are not lost. Raises TrainerLost, StateMismatch, InputError, Diverged, NonFinite, CorruptMessage.
+        If one has died, torch.distributed must be reinitialised. All trainers must call this or
+        enter. A trainer that is behind gets theta and the outer momentum. A round that was due runs
+        at once; local steps that were not sent are not lost. Raises TrainerLost, StateMismatch,
+        InputError, Diverged, NonFinite, CorruptMessage.
         """
 
         def move() -> None:
@@ -206,8 +218,9 @@ class OuterLoop(NotCopyable):
         self._join(move)
 
     def rewind(self) -> None:
-        """Gives the model the start of the round and the last common buffers, and discards the local steps since; where
-        these are in a message that all would refuse, also what was held back, which they are part of."""
+        """Gives the model the start of the round and the last common buffers, and discards the
+        local steps since; where these are in a message that all would refuse, also what was held
+        back, which they are part of."""
 
         def rewind() -> None:
             self.buffers.require()
@@ -226,7 +239,8 @@ class OuterLoop(NotCopyable):
             self.meeting.note(self._note())
 
         self._lead(join, reads=True)
-        # A trainer whose round failed has taken all its inner steps: it owes the round before it may take another.
+        # A trainer whose round failed has taken all its inner steps: it owes the round before it
+        # may take another.
         if self.inner_step >= self.sync_every:
             self._run_round()
 
@@ -236,7 +250,8 @@ class OuterLoop(NotCopyable):
     # -- what the model holds between rounds
 
     def _lookahead(self) -> np.float32:
-        """With what the next inner steps start: outside the loop, and where it is asked for, the model holds theta."""
+        """With what the next inner steps start: outside the loop, and where it is asked for, the
+        model holds theta."""
         residual = self.reduction.residual
         if residual is None or not self._hooks or self._in_global_weights:
             return np.float32(0)
@@ -248,18 +263,24 @@ class OuterLoop(NotCopyable):
     def _write_start(self) -> None:
         """Between rounds, gives the model the local start that is due, unless it holds it."""
         residual = self.reduction.residual
-        if residual is not None and self.inner_step == 0 and residual.started_with != self._lookahead():
+        if (
+            residual is not None
+            and self.inner_step == 0
+            and residual.started_with != self._lookahead()
+        ):
             self._serial.run(lambda: self.trainer.write_start(self._lookahead()), whole=True)
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Within, the model holds the global weights, theta, to be evaluated or published; it may hold this trainer's
-        own start of the next inner steps otherwise. Between rounds only: raises InputError after the first inner step
-        of one. An inner step that is taken within starts from theta."""
+        """Within, the model holds the global weights, theta, to be evaluated or published; it may
+        hold this trainer's own start of the next inner steps otherwise. Between rounds only: raises
+        InputError after the first inner step of one. An inner step that is taken within starts from
+        theta."""
         if self.inner_step:
             raise InputError(
                 f"{self.inner_step} inner steps of the round are taken: the model is on its way",
-                hint="global_state() has theta at any time; on_round is called while the model holds it.",
+                hint="global_state() has theta at any time; on_round is called while the model "
+                "holds it.",
             )
         if self._in_global_weights:
             yield
@@ -279,30 +300,35 @@ class OuterLoop(NotCopyable):
             failure = None
 
     def global_state(self) -> dict[str, torch.Tensor]:
-        """Theta by name, FP32 on the host, in this object's memory: copy or cast it, do not write."""
+        """Theta by name, FP32 on the host, in this object's memory: copy or cast it, do not
+        write."""
         self._require_state()
         self._serial.run(lambda: None)  # whatever an interrupt left behind has ended
         return self.parameters.by_name(self.state.theta)
 
     def residual(self) -> dict[str, torch.Tensor]:
-        """What this trainer holds back so far, by name, FP32 on the host, in this object's memory. DiLoCo has none."""
+        """What this trainer holds back so far, by name, FP32 on the host, in this object's memory.
+        DiLoCo has none."""
         self._require_state()
         self._serial.run(lambda: None)
         residual = self.reduction.residual
         return {} if residual is None else self.parameters.by_name(residual.flat)
 
     def averaged_state(self) -> dict[str, torch.Tensor]:
-        """Theta less what all trainers hold back: the mean of what their next inner steps start from, by name, FP32 on
-        the host, the same bits on all trainers (docs/loco.md, 1.2). What to keep at the end of a training, when there
-        is no round left for what is late; it changes nothing here.
+        """Theta less what all trainers hold back: the mean of what their next inner steps start
+        from, by name, FP32 on the host, the same bits on all trainers (docs/loco.md, 1.2). What to
+        keep at the end of a training, when there is no round left for what is late; it changes
+        nothing here.
 
-        All trainers call it, within the ``with``, between rounds (else InputError); a call on some only ends their
-        processes, as any collective does that others do not take part in. It costs a dense all-reduce, or nothing
-        without a lookahead, where it is theta. Raises TrainerLost, CorruptMessage and Diverged as a round does.
+        All trainers call it, within the ``with``, between rounds (else InputError); a call on some
+        only ends their processes, as any collective does that others do not take part in. It costs
+        a dense all-reduce, or nothing without a lookahead, where it is theta. Raises TrainerLost,
+        CorruptMessage and Diverged as a round does.
         """
         if self.inner_step:
             raise InputError(
-                f"{self.inner_step} inner steps of the round are taken: the residual is that of the last one",
+                f"{self.inner_step} inner steps of the round are taken: the residual is that of "
+                "the last one",
                 hint="Call it on all trainers after a round, before the next inner step.",
             )
         return self.parameters.by_name(self.meeting.averaged())
@@ -312,20 +338,22 @@ class OuterLoop(NotCopyable):
     def state_dict(self) -> dict[str, Any]:
         """Theta, outer momentum, residual, counters and the last round's buffers: copies, by name.
 
-        Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three together resume
-        to the same bits. Of a sharded trainer the first rank has all of it, the others only the counters.
+        Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three
+        together resume to the same bits. Of a sharded trainer the first rank has all of it, the
+        others only the counters.
         """
         if self._ranks and not self._ranks.leads:
             return {"round": self.round, "inner_step": self.inner_step}
         return self._serial.run(self.trainer.saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the saved ``state``, before the first round or after it. Raises StateMismatch and NonFinite, with
-        nothing changed.
+        """Restores the saved ``state``, before the first round or after it. Raises StateMismatch
+        and NonFinite, with nothing changed.
 
-        At a round's boundary (``inner_step`` 0) the model gets theta and the buffers; mid-round it is left to its own
-        checkpoint, as frozen parameters always are. A state without buffers leaves the model's. All ranks of a sharded
-        trainer call it; the first one's ``state`` counts.
+        At a round's boundary (``inner_step`` 0) the model gets theta and the buffers; mid-round it
+        is left to its own checkpoint, as frozen parameters always are. A state without buffers
+        leaves the model's. All ranks of a sharded trainer call it; the first one's ``state``
+        counts.
         """
 
         def restore() -> None:

@@ -21,16 +21,18 @@ from .trainer import Trainer
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Round(OneLine):
-    """What the finished round ``number``, counted from 1, of so many ``trainers`` did, as one of them saw it.
+    """What the finished round ``number``, counted from 1, of so many ``trainers`` did, as one of
+    them saw it.
 
-    ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``, those about buffers
-    and frozen parameters included; ``sent_bytes`` left its process in all (headers, padding, and what it passed on or
-    summed for others), and ``between_bytes`` of them went to trainers of another site. ``summed`` parameters have a sum
-    that is not 0, and passed its gate if there is one.
-    ``scattered``: each trainer summed a share of the parameters (docs/loco.md, 4.3); otherwise all got all messages.
-    ``root`` is that of theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
-    "buffers" for buffers and frozen parameters. ``left_out``: over a store, why messages of this trainer were not in
-    this round, or in those that it took up before it; "" where it was not left out.
+    ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``,
+    those about buffers and frozen parameters included; ``sent_bytes`` left its process in all
+    (headers, padding, and what it passed on or summed for others), and ``between_bytes`` of them
+    went to trainers of another site. ``summed`` parameters have a sum that is not 0, and passed its
+    gate if there is one. ``scattered``: each trainer summed a share of the parameters
+    (docs/loco.md, 4.3); otherwise all got all messages. ``root`` is that of theta, FP32.
+    ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and "buffers" for
+    buffers and frozen parameters. ``left_out``: over a store, why messages of this trainer were not
+    in this round, or in those that it took up before it; "" where it was not left out.
     """
 
     number: int
@@ -58,27 +60,34 @@ class Round(OneLine):
 
     @property
     def metadata(self) -> dict[str, int]:
-        """What a publisher may note of the round beside its reward: ``pulse report`` draws reward by bytes from it."""
-        return {"round": self.number, "loco_sent_bytes": self.sent_bytes, "loco_dense_bytes": self.dense_bytes}
+        """What a publisher may note of the round beside its reward: ``pulse report`` draws reward
+        by bytes from it."""
+        return {
+            "round": self.number,
+            "loco_sent_bytes": self.sent_bytes,
+            "loco_dense_bytes": self.dense_bytes,
+        }
 
 
 class Meeting(Protocol):
     """One trainer's side of what the trainers of a run meet in.
 
-    ``joined``: whether the trainer is among them, and may run a round. An error of `run` after which it may not says
-    so here."""
+    ``joined``: whether the trainer is among them, and may run a round. An error of `run` after
+    which it may not says so here."""
 
     @property
     def joined(self) -> bool: ...
 
     def join(self, settings: dict[str, object], lookahead: np.float32, note: TrainerNote) -> None:
-        """Meets the others, who must have the same ``settings``, and takes up the common state, whose next inner steps
-        start with ``lookahead``. After an error this trainer is as it was. Raises InputError, StateMismatch, Diverged,
-        CorruptMessage, NonFinite, TrainerLost and StoreError."""
+        """Meets the others, who must have the same ``settings``, and takes up the common state,
+        whose next inner steps start with ``lookahead``. After an error this trainer is as it was.
+        Raises InputError, StateMismatch, Diverged, CorruptMessage, NonFinite, TrainerLost and
+        StoreError."""
 
     def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
-        """Runs the round that is due; its ``seconds`` are the caller's. With overlap it ends the one before, if there
-        is any, and begins the one that is due. Raises what `PulseLoCo` does."""
+        """Runs the round that is due; its ``seconds`` are the caller's. With overlap it ends the
+        one before, if there is any, and begins the one that is due. Raises what `PulseLoCo`
+        does."""
 
     def finish(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
         """Ends the round that was begun, if there is any. Raises what `run` does."""
@@ -87,7 +96,8 @@ class Meeting(Protocol):
         """Where this trainer is, for the others' errors."""
 
     def averaged(self) -> Floats:
-        """Theta less what all trainers hold back on average. Raises InputError where it cannot be had."""
+        """Theta less what all trainers hold back on average. Raises InputError where it cannot be
+        had."""
 
     def rest(self) -> None:
         """Ends what goes on behind the inner steps, before another state is loaded."""
@@ -103,12 +113,20 @@ class Meeting(Protocol):
 
 
 class GroupRounds:
-    """Rounds in a process group (docs/loco.md, section 4): all of its trainers are in each round."""
+    """Rounds in a process group (docs/loco.md, section 4): all of its trainers are in each
+    round."""
 
-    def __init__(self, exchange: Exchange, reduction: Reduction, trainer: Trainer, serial: SerialThread) -> None:
+    def __init__(
+        self, exchange: Exchange, reduction: Reduction, trainer: Trainer, serial: SerialThread
+    ) -> None:
         self.group: TrainerGroup | None = None
         self._process_group = exchange.group
-        self._exchange, self._reduction, self._trainer, self._serial = exchange, reduction, trainer, serial
+        self._exchange, self._reduction, self._trainer, self._serial = (
+            exchange,
+            reduction,
+            trainer,
+            serial,
+        )
 
     @property
     def joined(self) -> bool:
@@ -118,7 +136,8 @@ class GroupRounds:
         group = TrainerGroup(self._process_group, timeout_seconds=self._exchange.timeout_seconds)
         group.progress.begin(note)
         try:
-            # Agreed with the others first, taken over at once afterwards: a failure leaves this trainer as it was.
+            # Agreed with the others first, taken over at once afterwards: a failure leaves this
+            # trainer as it was.
             take_up = self._trainer.meet(group, settings, self._exchange.site, lookahead)
 
             def begin() -> None:
@@ -139,7 +158,8 @@ class GroupRounds:
             trainer.parameters.require()
             with phase("buffers"):
                 buffers = trainer.buffers.agree(group, trainer.round + 1)
-            # 2. Gate, wire, exchange. A failure up to here leaves theta, momentum and residual as they were.
+            # 2. Gate, wire, exchange. A failure up to here leaves theta, momentum and residual as
+            # they were.
             pending = self._reduction.run(group, trainer.round, phase)
 
             # 3. The outer step. No interrupt comes between its parts.
@@ -151,15 +171,16 @@ class GroupRounds:
                 return summed
 
             summed = self._serial.run(take_effect, whole=True)
-            # 4. All have the same theta. After it has taken effect here: a trainer lost in the comparison leaves the
-            # others in a whole state.
+            # 4. All have the same theta. After it has taken effect here: a trainer lost in the
+            # comparison leaves the others in a whole state.
             with phase("verify"):
                 theta = state.digest(state.theta)
                 group.require_same_root(trainer.round, theta, state.digests)
         except (NonFinite, Diverged, CorruptMessage, StateMismatch):  # on all trainers alike
             raise
         except BaseException as error:
-            # This round's message may count with the others: no second try before the trainers have met again.
+            # This round's message may count with the others: no second try before the trainers have
+            # met again.
             self.leave(error)
             raise
         return Round(
@@ -187,7 +208,11 @@ class GroupRounds:
         group, state, residual = self._met(), self._trainer.state, self._reduction.residual
         try:
             ahead = residual is not None and residual.lookahead
-            found = averaged(group, state, residual) if residual is not None and ahead else state.theta.copy()
+            found = (
+                averaged(group, state, residual)
+                if residual is not None and ahead
+                else state.theta.copy()
+            )
             tree = state.digest(found)
             group.require_same_root(self._trainer.round, tree, lambda: {"the averaged state": tree})
         except (Diverged, CorruptMessage):  # on all trainers alike
@@ -201,7 +226,8 @@ class GroupRounds:
         pass
 
     def forget_steps(self) -> None:
-        pass  # a message that was sent may have counted with the others, who say so when they meet again
+        # a message that was sent may have counted with the others, who say so when they meet again
+        pass
 
     def move(self, group: dist.ProcessGroup | None) -> None:
         self._process_group = group
@@ -216,5 +242,8 @@ class GroupRounds:
 
     def _met(self) -> TrainerGroup:
         if self.group is None:
-            raise InputError("the trainers have not met", hint="Call it on all trainers, within the loop's `with`.")
+            raise InputError(
+                "the trainers have not met",
+                hint="Call it on all trainers, within the loop's `with`.",
+            )
         return self.group

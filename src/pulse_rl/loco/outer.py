@@ -1,5 +1,5 @@
-"""The outer optimizer: theta and its momentum, the residual, and what the next inner steps start from (docs/loco.md,
-sections 1 and 1.2)."""
+"""The outer optimizer: theta and its momentum, the residual, and what the next inner steps start
+from (docs/loco.md, sections 1 and 1.2)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from .wire import Classes, Entries
 
 
 class OuterState:
-    """Theta and the outer momentum, FP32 in host memory, flat in the order of ``parameters``; Nesterov SGD on them.
+    """Theta and the outer momentum, FP32 in host memory, flat in the order of ``parameters``;
+    Nesterov SGD on them.
 
     Raises InputError for an ``lr`` that is not above 0, and a ``momentum`` out of [0, 1)."""
 
@@ -69,12 +70,14 @@ class OuterState:
         classes: Classes,
         swept: Callable[[FlatBlock], bool],
     ) -> int:
-        """One step along the sum of ``entries``, by block and then in the order of the addition, / ``trainers``. In the
-        same pass over memory the model gets ``theta - lookahead * residual.next``, and parameters their ``classes`` of
-        the next round. A block that is ``swept`` first moves by the whole of what its sums move theta by in the end.
-        The number of parameters whose sum is not 0."""
+        """One step along the sum of ``entries``, by block and then in the order of the addition, /
+        ``trainers``. In the same pass over memory the model gets ``theta - lookahead *
+        residual.next``, and parameters their ``classes`` of the next round. A block that is
+        ``swept`` first moves by the whole of what its sums move theta by in the end. The number of
+        parameters whose sum is not 0."""
 
-        # One pass over memory for all that follows from the sums; a pass is what a round costs a large model.
+        # One pass over memory for all that follows from the sums; a pass is what a round costs a
+        # large model.
         def step(block: FlatBlock) -> int:
             summed, found = np.zeros(1, np.int64), entries[block.number]
             if swept(block):
@@ -120,10 +123,11 @@ class Delivery(Enum):
 
 
 class Residual:
-    """What one trainer has not sent: error feedback. ``flat`` is that of the last round; a round fills ``next`` and
-    leaves ``flat`` as it is until it takes effect.
+    """What one trainer has not sent: error feedback. ``flat`` is that of the last round; a round
+    fills ``next`` and leaves ``flat`` as it is until it takes effect.
 
-    ``lookahead``: inner steps start from ``theta - lookahead * flat``; ``started_with`` is that of the steps under way.
+    ``lookahead``: inner steps start from ``theta - lookahead * flat``; ``started_with`` is that of
+    the steps under way.
     """
 
     def __init__(self, state: OuterState, lookahead: float, *, overlap: bool = False) -> None:
@@ -133,10 +137,12 @@ class Residual:
         self.lookahead, self.started_with = np.float32(lookahead), np.float32(0)
         # The digest of the message that was sent in a round that has not taken effect here.
         self.pending_message: str | None = None
-        # Whether ``flat`` is all that has not counted: with the message on its way, and steps that no message had yet.
-        # With ``overlap`` it is, else where this trainer was left out of a round.
+        # Whether ``flat`` is all that has not counted: with the message on its way, and steps that
+        # no message had yet. With ``overlap`` it is, else where this trainer was left out of a
+        # round.
         self.overlap = self.whole = overlap
-        # The entries, by block, of the message on its way, or of one that would be sent now; from theta and ``flat``.
+        # The entries, by block, of the message on its way, or of one that would be sent now; from
+        # theta and ``flat``.
         self.find_due: Callable[[], Sequence[Entries]] = tuple
         self._due: Sequence[Entries] | None = None
         # Adds what a gate of sums held back here in the round under way.
@@ -161,14 +167,16 @@ class Residual:
             self._due = self.find_due()
 
     def _fill_start(self, block: FlatBlock, part: slice, out: Floats) -> None:
-        """Fills ``out`` with what the steps under way start from, with a lookahead. What is due counts once: it is as
-        much as any round's steps, and soon moves theta."""
+        """Fills ``out`` with what the steps under way start from, with a lookahead. What is due
+        counts once: it is as much as any round's steps, and soon moves theta."""
         np.multiply(self.started_with, block.of(self.flat)[part], out=out)
         np.subtract(block.of(self._state.theta)[part], out, out=out)
         if self._due is not None:
             places, values = self._due[block.number]
             of = slice(*np.searchsorted(places, (part.start, part.stop)))
-            out[places[of] - np.uint32(part.start)] += (self.started_with - np.float32(1)) * values[of]
+            out[places[of] - np.uint32(part.start)] += (self.started_with - np.float32(1)) * values[
+                of
+            ]
 
     def complete_next(self) -> None:
         """What was held back of sums is part of what the next steps start from."""
@@ -192,9 +200,9 @@ class Residual:
         self.whole = self.overlap
 
     def settle(self, delivery: Delivery, sent: Sequence[Entries], *, steps: bool) -> None:
-        """The end of a round where ``flat`` is whole. The message that was on its way had the entries ``sent``, by
-        block: what has counted, or may have, leaves ``flat``, and the inner ``steps`` since, if there are any, enter
-        it. Raises NonFinite, with nothing changed."""
+        """The end of a round where ``flat`` is whole. The message that was on its way had the
+        entries ``sent``, by block: what has counted, or may have, leaves ``flat``, and the inner
+        ``steps`` since, if there are any, enter it. Raises NonFinite, with nothing changed."""
         if steps:
             self._require_due()
             self._state.each_block(self._require_finite_steps)
@@ -213,8 +221,9 @@ class Residual:
         self.forget_message()
 
     def catch_up(self, delivery: Delivery) -> None:
-        """After a round whose end this trainer did not see (docs/loco.md, section 5): what it has not sent stays, what
-        counted, or may have counted, does not. Theta is still that of the last round it has seen."""
+        """After a round whose end this trainer did not see (docs/loco.md, section 5): what it has
+        not sent stays, what counted, or may have counted, does not. Theta is still that of the last
+        round it has seen."""
         match delivery:
             case Delivery.COUNTED:
                 self.take_next()
@@ -252,11 +261,14 @@ class Residual:
 
 
 def averaged(group: TrainerGroup, state: OuterState, residual: Residual) -> Floats:
-    """``theta - lookahead * (sum of all residuals in rank order / trainers)``, FP32, each operation rounded. All
-    trainers call it; each sums a part of every block. Raises TrainerLost, and CorruptMessage on all alike."""
+    """``theta - lookahead * (sum of all residuals in rank order / trainers)``, FP32, each operation
+    rounded. All trainers call it; each sums a part of every block. Raises TrainerLost, and
+    CorruptMessage on all alike."""
     mean = np.empty_like(state.theta)
     problem: CorruptMessage | None = None
-    for block in state.parameters.blocks:  # to the last one, whatever arrives: the others go on as well
+    for (
+        block
+    ) in state.parameters.blocks:  # to the last one, whatever arrives: the others go on as well
         try:
             mean[block.start : block.stop] = _mean(group, block.of(residual.flat))
         except CorruptMessage as error:
@@ -265,7 +277,9 @@ def averaged(group: TrainerGroup, state: OuterState, residual: Residual) -> Floa
     if problem is not None:
         raise problem
     if failed:
-        raise CorruptMessage(f"trainer {failed[0]} could not read what it was sent for the averaged state")
+        raise CorruptMessage(
+            f"trainer {failed[0]} could not read what it was sent for the averaged state"
+        )
     np.multiply(residual.lookahead, mean, out=mean)
     return np.subtract(state.theta, mean, out=mean)
 
@@ -288,7 +302,10 @@ def _mean(group: TrainerGroup, residual: Floats) -> Floats:
         raise problem
     for rank, share in enumerate(means):
         if len(share) != lengths[rank]:
-            raise CorruptMessage(f"trainer {rank} could not add its share of the residuals: it sent {len(share)} bytes")
+            raise CorruptMessage(
+                f"trainer {rank} could not add its share of the residuals: it sent {len(share)} "
+                "bytes"
+            )
     return np.frombuffer(b"".join(means), np.float32)
 
 
@@ -296,6 +313,8 @@ def _mean_of(messages: Sequence[bytes], nbytes: int, trainers: int) -> Floats:
     total = np.zeros(nbytes // 4, np.float32)
     for rank, message in enumerate(messages):
         if len(message) != nbytes:
-            raise CorruptMessage(f"trainer {rank} sent {len(message)} bytes of its residual, not {nbytes}")
+            raise CorruptMessage(
+                f"trainer {rank} sent {len(message)} bytes of its residual, not {nbytes}"
+            )
         total += np.frombuffer(message, np.float32)
     return np.divide(total, np.float32(trainers), out=total)

@@ -1,5 +1,5 @@
-"""What the inner optimizers train: who trains what, which call ends an inner step, and the parameters as one flat FP32
-array in blocks."""
+"""What the inner optimizers train: who trains what, which call ends an inner step, and the
+parameters as one flat FP32 array in blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.uint32]
 _NEW = "Create a new PulseLoCo for them, on all trainers."
 _PROBES = 8
-_NOT_IN_THE_MODEL = "If it holds FP32 masters, pass a mapping of names to the masters instead of the model."
+_NOT_IN_THE_MODEL = (
+    "If it holds FP32 masters, pass a mapping of names to the masters instead of the model."
+)
 
 Gradients = list[tuple[torch.Tensor, "weakref.ref[torch.Tensor]", int]]
 """Parameters, their gradients of some moment, and how often those had been written by then."""
@@ -31,8 +33,9 @@ Gradients = list[tuple[torch.Tensor, "weakref.ref[torch.Tensor]", int]]
 class Optimizers:
     """One optimizer or several, in the order in which the training loop steps them.
 
-    An inner step ends with the ``step()`` of the last one. Another one may skip a step there or take more than one.
-    Raises InputError for an empty list, something else than optimizers, and one that is given twice.
+    An inner step ends with the ``step()`` of the last one. Another one may skip a step there or
+    take more than one. Raises InputError for an empty list, something else than optimizers, and one
+    that is given twice.
     """
 
     def __init__(self, given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
@@ -41,7 +44,10 @@ class Optimizers:
             raise InputError("no optimizer is given", hint="Give one, or a list of them.")
         for number, optimizer in enumerate(self._all):
             if not isinstance(optimizer, torch.optim.Optimizer):
-                raise InputError(f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+                raise InputError(
+                    f"optimizer {number} is a {type(optimizer).__name__}, not a "
+                    "torch.optim.Optimizer"
+                )
             if any(optimizer is other for other in self._all[:number]):
                 raise InputError(f"optimizer {number} ({type(optimizer).__name__}) is given twice")
 
@@ -53,28 +59,34 @@ class Optimizers:
     def label(self, number: int) -> str:
         """Words for messages."""
         one = len(self._all) == 1
-        return "the optimizer" if one else f"optimizer {number} ({type(self._all[number]).__name__})"
+        return (
+            "the optimizer" if one else f"optimizer {number} ({type(self._all[number]).__name__})"
+        )
 
     def require(self, named: dict[str, torch.Tensor]) -> None:
-        """Raises InputError unless each tensor that is trained is in ``named`` and belongs to one optimizer."""
+        """Raises InputError unless each tensor that is trained is in ``named`` and belongs to one
+        optimizer."""
         names = {id(p): name for name, p in reversed(named.items())}
         owner: dict[int, int] = {}
         for number, optimizer in enumerate(self._all):
             for place, p in _parameters(optimizer):
                 if id(p) not in names:
                     raise InputError(
-                        f"{self.label(number)} trains tensors that are not parameters of the model: {place}, "
+                        f"{self.label(number)} trains tensors that are not parameters of the "
+                        f"model: {place}, "
                         f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}",
                         hint=_NOT_IN_THE_MODEL,
                     )
                 if owner.setdefault(id(p), number) != number:
                     both = f"{self.label(owner[id(p)])} and by {self.label(number)}"
                     raise InputError(
-                        f"parameter {names[id(p)]!r} is trained by {both}", hint="Give each parameter one optimizer."
+                        f"parameter {names[id(p)]!r} is trained by {both}",
+                        hint="Give each parameter one optimizer.",
                     )
 
     def hook(self, after_step: Callable[[], None]) -> list[Any]:
-        """Has ``after_step`` called at the end of each inner step. Returns handles with ``remove()``."""
+        """Has ``after_step`` called at the end of each inner step. Returns handles with
+        ``remove()``."""
         seen: dict[int, Gradients] = {}
 
         def end(*_: object) -> None:
@@ -84,19 +96,25 @@ class Optimizers:
             after_step()
 
         def watch(number: int) -> Callable[..., None]:
-            def check(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                # A closure makes its gradients in the step itself. The first argument may be the optimizer.
+            def check(
+                _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+            ) -> None:
+                # A closure makes its gradients in the step itself. The first argument may be the
+                # optimizer.
                 closure = kwargs.get("closure") or any(callable(a) for a in args)
                 if not closure and _unchanged(seen.pop(number, [])):
                     raise InputError(
-                        f"{self.label(number)} steps after {self.label(len(self._all) - 1)}, the last one of the list",
-                        hint="List the optimizers in the order of their step() calls: the last one ends an inner step.",
+                        f"{self.label(number)} steps after {self.label(len(self._all) - 1)}, the "
+                        "last one of the list",
+                        hint="List the optimizers in the order of their step() calls: the last "
+                        "one ends an inner step.",
                     )
 
             return check
 
         handles: list[Any] = [
-            optimizer.register_step_pre_hook(watch(number)) for number, optimizer in enumerate(self._all[:-1])
+            optimizer.register_step_pre_hook(watch(number))
+            for number, optimizer in enumerate(self._all[:-1])
         ]
         return [*handles, self._all[-1].register_step_post_hook(end)]
 
@@ -121,14 +139,17 @@ def _gradients(optimizer: torch.optim.Optimizer) -> Gradients:
 
 
 def _unchanged(gradients: Gradients) -> bool:
-    """Whether nothing was computed since: there are gradients, the same ones, and none was written."""
+    """Whether nothing was computed since: there are gradients, the same ones, and none was
+    written."""
     return bool(gradients) and all(
-        p.grad is not None and p.grad is gradient() and p.grad._version == version for p, gradient, version in gradients
+        p.grad is not None and p.grad is gradient() and p.grad._version == version
+        for p, gradient, version in gradients
     )
 
 
 def is_finite(values: Floats) -> npt.NDArray[np.bool_]:
-    """Which values count as finite: not NaN and below 2^64 in magnitude (a few larger ones make theta infinite)."""
+    """Which values count as finite: not NaN and below 2^64 in magnitude (a few larger ones make
+    theta infinite)."""
     return np.abs(values) < 2.0**64
 
 
@@ -156,12 +177,14 @@ def parts(block: FlatBlock) -> Iterator[tuple[slice, Segment]]:
 class Parameters:
     """The parameters that optimizers train, in name order; a tied one once, under its first name.
 
-    ``model`` is a module, or a mapping of names to the tensors that the optimizers hold (FP32 masters of a BF16 model,
-    say). Raises InputError if they train a tensor that the model lacks, none at all, or one of a dtype other than FP32
-    and BF16, and UnsupportedTensor for one without dense memory.
+    ``model`` is a module, or a mapping of names to the tensors that the optimizers hold (FP32
+    masters of a BF16 model, say). Raises InputError if they train a tensor that the model lacks,
+    none at all, or one of a dtype other than FP32 and BF16, and UnsupportedTensor for one without
+    dense memory.
 
-    ``rank_seconds``: where a model is of DTensors, or in DDP, its ranks are one trainer, and wait for each other so
-    long. Then ``tensors`` and the ``model`` are whole where ``ranks.leads``, as when `Ranks.collect` was called.
+    ``rank_seconds``: where a model is of DTensors, or in DDP, its ranks are one trainer, and wait
+    for each other so long. Then ``tensors`` and the ``model`` are whole where ``ranks.leads``, as
+    when `Ranks.collect` was called.
     """
 
     def __init__(
@@ -184,7 +207,9 @@ class Parameters:
         self.model = model
         if ranks and rank_seconds is not None:
             self.ranks = Ranks(ranks, model, self._named, self._trained, rank_seconds)
-            self.model = _WholeModel(model, {name: self.ranks.whole(p) for name, p in self._named.items()})
+            self.model = _WholeModel(
+                model, {name: self.ranks.whole(p) for name, p in self._named.items()}
+            )
         tensors: dict[str, torch.Tensor] = {}
         found: set[int] = set()
         # In the model's order, so that of tied names the first stands for all.
@@ -195,12 +220,16 @@ class Parameters:
                     p = self.ranks.whole(p)
                 elif is_sharded(p):
                     raise UnsupportedTensor(
-                        f"parameter {name!r} is sharded over ranks that would each be a trainer of a process group",
-                        hint="Give over= in place of group=: over a store all ranks of such a model are one trainer.",
+                        f"parameter {name!r} is sharded over ranks that would each be a trainer "
+                        "of a process group",
+                        hint="Give over= in place of group=: over a store all ranks of such a "
+                        "model are one trainer.",
                     )
                 require_dense(p, f"parameter {name!r}")
                 if p.dtype not in (torch.float32, torch.bfloat16):
-                    raise InputError(f"parameter {name!r} is {p.dtype}", hint="Train in FP32 or BF16.")
+                    raise InputError(
+                        f"parameter {name!r} is {p.dtype}", hint="Train in FP32 or BF16."
+                    )
                 tensors[name] = p
         if not any(p.numel() for p in tensors.values()):
             raise InputError("the optimizer trains no parameters")
@@ -209,7 +238,9 @@ class Parameters:
         self.tensors = {spec.name: tensors[spec.name] for spec in self.specs}
         self.count = sum(spec.elements for spec in self.specs)
         starts = np.cumsum([0, *(spec.elements for spec in self.specs)])
-        self._starts = {spec.name: int(start) for spec, start in zip(self.specs, starts, strict=False)}
+        self._starts = {
+            spec.name: int(start) for spec, start in zip(self.specs, starts, strict=False)
+        }
         self.blocks = []
         for number, block in enumerate(cut(self.specs, most=BLOCK_ELEMENTS)):
             first = block.segments[0]
@@ -217,10 +248,13 @@ class Parameters:
             self.blocks.append(FlatBlock(number, start, start + block.elements, block.segments))
 
     def require(self) -> None:
-        """Raises InputError if the optimizers train other tensors, or the model has others, than when this was made."""
+        """Raises InputError if the optimizers train other tensors, or the model has others, than
+        when this was made."""
         now, trained = _named(self._model), self.optimizers.ids
         replaced = sorted(
-            name for name in self._named.keys() | now.keys() if self._named.get(name) is not now.get(name)
+            name
+            for name in self._named.keys() | now.keys()
+            if self._named.get(name) is not now.get(name)
         )
         if replaced:
             raise InputError(f"the model's parameters have changed: {_few(replaced)}", hint=_NEW)
@@ -228,16 +262,29 @@ class Parameters:
             self.optimizers.require(now)
             new = [name for name, p in now.items() if id(p) in trained - self._trained]
             gone = [name for name, p in now.items() if id(p) in self._trained - trained]
-            what = [f"{word} {_few(names)}" for word, names in (("now also", new), ("no longer", gone)) if names]
-            raise InputError(f"the optimizer's parameters have changed: {', '.join(what)}", hint=_NEW)
+            what = [
+                f"{word} {_few(names)}"
+                for word, names in (("now also", new), ("no longer", gone))
+                if names
+            ]
+            raise InputError(
+                f"the optimizer's parameters have changed: {', '.join(what)}", hint=_NEW
+            )
 
     def name_at(self, position: int) -> str:
         """The name of the parameter that a position of the flat array belongs to."""
-        return next(s.name for s in self.specs if self._starts[s.name] <= position < self._starts[s.name] + s.elements)
+        return next(
+            s.name
+            for s in self.specs
+            if self._starts[s.name] <= position < self._starts[s.name] + s.elements
+        )
 
     def first_non_finite(self, flat: Floats) -> str | None:
-        """The name of the first parameter with a value that is not finite (`is_finite`), None without one."""
-        for block in self.blocks:  # a block at a time: temporaries of the whole would cost more than the check
+        """The name of the first parameter with a value that is not finite (`is_finite`), None
+        without one."""
+        for block in (
+            self.blocks
+        ):  # a block at a time: temporaries of the whole would cost more than the check
             finite = is_finite(block.of(flat))
             if not finite.all():
                 return self.name_at(block.start + int(np.argmin(finite)))
@@ -245,7 +292,9 @@ class Parameters:
 
     def views(self, flat: Floats) -> dict[str, Floats]:
         """The flat array as tensors, without copying."""
-        return {s.name: flat[self._starts[s.name] :][: s.elements].reshape(s.shape) for s in self.specs}
+        return {
+            s.name: flat[self._starts[s.name] :][: s.elements].reshape(s.shape) for s in self.specs
+        }
 
     def by_name(self, flat: Floats) -> dict[str, torch.Tensor]:
         """The flat array as torch's tensors, without copying."""
@@ -261,7 +310,8 @@ class Parameters:
 
     @torch.no_grad()
     def read(self) -> Floats:
-        """The present values of all parameters, FP32 in host memory; zeros on a rank that does not lead."""
+        """The present values of all parameters, FP32 in host memory; zeros on a rank that does not
+        lead."""
         if self.ranks and not self.ranks.leads:
             return np.zeros(self.count, np.float32)
         flat = np.empty(self.count, np.float32)
@@ -277,7 +327,8 @@ class Parameters:
 
     @torch.no_grad()
     def now(self, segment: Segment) -> Floats:
-        """The present values of a segment's parameters: the model's own memory where that is FP32 on the host."""
+        """The present values of a segment's parameters: the model's own memory where that is FP32
+        on the host."""
         return self._piece(segment).to("cpu", torch.float32).numpy()
 
     def is_bf16(self, segment: Segment) -> bool:
@@ -285,8 +336,8 @@ class Parameters:
 
     @torch.no_grad()
     def give(self, segment: Segment, fill: Callable[[Floats], object]) -> None:
-        """Gives a segment's parameters the values with which ``fill`` fills the FP32 array that it gets, cast to their
-        dtype."""
+        """Gives a segment's parameters the values with which ``fill`` fills the FP32 array that it
+        gets, cast to their dtype."""
         tensor = self.tensors[segment.spec.name]
         if tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous():
             fill(self._piece(segment).numpy())  # in place: no copy of a large model on the host
@@ -313,7 +364,9 @@ class Parameters:
 
     def as_written(self, block: FlatBlock, values: Floats) -> Floats:
         """What `write` makes of ``values``, those of a block, as FP32."""
-        if all(self.tensors[segment.spec.name].dtype == torch.float32 for segment in block.segments):
+        if all(
+            self.tensors[segment.spec.name].dtype == torch.float32 for segment in block.segments
+        ):
             return values
         start = values.copy()
         for part, segment in parts(block):
@@ -322,21 +375,30 @@ class Parameters:
         return start
 
     def load(self, saved: object, flat: Floats, what: str) -> None:
-        """Fills ``flat`` from tensors by name. Raises StateMismatch, with ``flat`` as it was, and NonFinite."""
+        """Fills ``flat`` from tensors by name. Raises StateMismatch, with ``flat`` as it was, and
+        NonFinite."""
         views = self.views(flat)
-        if not isinstance(saved, Mapping) or not all(isinstance(t, torch.Tensor) for t in saved.values()):
+        if not isinstance(saved, Mapping) or not all(
+            isinstance(t, torch.Tensor) for t in saved.values()
+        ):
             raise StateMismatch(f"the {what} is not a mapping of names to tensors")
         if saved.keys() != views.keys():
             raise StateMismatch(
-                f"the {what} has different parameters from the model: {sorted(saved.keys() ^ views.keys())[:3]}"
+                f"the {what} has different parameters from the model: "
+                f"{sorted(saved.keys() ^ views.keys())[:3]}"
             )
         for name, tensor in saved.items():
             if tuple(tensor.shape) != views[name].shape or tensor.dtype != torch.float32:
-                raise StateMismatch(f"parameter {name!r} of the {what} is {tensor.dtype} {list(tensor.shape)}")
+                raise StateMismatch(
+                    f"parameter {name!r} of the {what} is {tensor.dtype} {list(tensor.shape)}"
+                )
         for name, tensor in saved.items():
             torch.from_numpy(views[name]).copy_(tensor)
         if name := self.first_non_finite(flat):
-            raise NonFinite(f"parameter {name!r} of the {what} is not finite", hint="Restore an earlier checkpoint.")
+            raise NonFinite(
+                f"parameter {name!r} of the {what} is not finite",
+                hint="Restore an earlier checkpoint.",
+            )
 
 
 class _WholeModel(torch.nn.Module):

@@ -26,37 +26,43 @@ from .trainer import MAX_SCALE
 
 
 class PulseLoCo(OuterLoop):
-    """Keeps trainers in sync by sending only what would change the next forward pass (PULSE, Algorithm 2;
-    docs/loco.md).
+    """Keeps trainers in sync by sending only what would change the next forward pass (PULSE,
+    Algorithm 2; docs/loco.md).
 
-    ``model``: a module, or a mapping of names to the FP32 or BF16 tensors that ``inner_optimizer`` trains: one, or a
-    list in the order of their ``step()`` calls, where that of the last one ends an inner step. Parameters that none of
-    them trains must stay equal on all trainers; buffers are averaged after each round (docs/loco.md, 4.1).
+    ``model``: a module, or a mapping of names to the FP32 or BF16 tensors that ``inner_optimizer``
+    trains: one, or a list in the order of their ``step()`` calls, where that of the last one ends
+    an inner step. Parameters that none of them trains must stay equal on all trainers; buffers are
+    averaged after each round (docs/loco.md, 4.1).
 
-    After ``sync_every`` inner steps: ``s = (start - w) + residual``; the entries with
-    ``cast(theta) != cast(theta - gate_scale * s)`` in ``gate_dtype`` are sent and leave the residual; theta takes one
-    Nesterov step (``outer_lr``, ``outer_momentum``) along the mean over all trainers, summed in rank order; the model
-    gets the next start. A ``gate_scale`` of 1 is the paper's, less sends less.
+    After ``sync_every`` inner steps: ``s = (start - w) + residual``; the entries with ``cast(theta)
+    != cast(theta - gate_scale * s)`` in ``gate_dtype`` are sent and leave the residual; theta takes
+    one Nesterov step (``outer_lr``, ``outer_momentum``) along the mean over all trainers, summed in
+    rank order; the model gets the next start. A ``gate_scale`` of 1 is the paper's, less sends
+    less.
 
-    ``lookahead``: the inner steps start from ``theta - lookahead * residual``, so that what was held back is not learnt
-    again in each round. "auto", the default, is ``outer_lr / (1 - outer_momentum)``, what an entry that is sent moves
-    theta by in the end, 1024 at most; 0 is the paper's, and gates no sums (docs/loco.md, 4.4). What trainers share,
-    evaluate and publish is theta, the global weights: the model holds them while ``on_round`` is called, within
+    ``lookahead``: the inner steps start from ``theta - lookahead * residual``, so that what was
+    held back is not learnt again in each round. "auto", the default, is ``outer_lr / (1 -
+    outer_momentum)``, what an entry that is sent moves theta by in the end, 1024 at most; 0 is the
+    paper's, and gates no sums (docs/loco.md, 4.4). What trainers share, evaluate and publish is
+    theta, the global weights: the model holds them while ``on_round`` is called, within
     `global_weights`, and after the loop was left at a round's end; `global_state` has them always.
 
-    ``group``: the trainers, a process group (default: all of torch.distributed; without it, this trainer alone), or an
-    `Exchange` that holds one, with the settings of how messages travel. ``over``: instead of a group, a store or its
-    address in which the trainers meet, or a `StoreExchange` that holds one: who is late in a round is left out of it,
-    and loses nothing; no trainer must reach another. ``overlap``: over a store, 1 exchanges a round behind the inner
-    steps of the next one: it ends with them, or when the loop is left (docs/loco.md, 7.1). Over a store a ``model`` of
-    DTensors (FSDP2), or in DDP, is one trainer: all its ranks make and enter this, and the first one has the outer
-    state (docs/loco.md, 7.4). ``on_round`` gets a `Round` after each round; only then do all trainers hold the model's
-    state, and only then should it be published.
+    ``group``: the trainers, a process group (default: all of torch.distributed; without it, this
+    trainer alone), or an `Exchange` that holds one, with the settings of how messages travel.
+    ``over``: instead of a group, a store or its address in which the trainers meet, or a
+    `StoreExchange` that holds one: who is late in a round is left out of it, and loses nothing; no
+    trainer must reach another. ``overlap``: over a store, 1 exchanges a round behind the inner
+    steps of the next one: it ends with them, or when the loop is left (docs/loco.md, 7.1). Over a
+    store a ``model`` of DTensors (FSDP2), or in DDP, is one trainer: all its ranks make and enter
+    this, and the first one has the outer state (docs/loco.md, 7.4). ``on_round`` gets a `Round`
+    after each round; only then do all trainers hold the model's state, and only then should it be
+    published.
 
-    Memory on the host: 17 bytes per parameter. Raises InputError for settings out of range and for parameters that
-    cannot be trained, and UnsupportedTensor, with the name, for those that cannot be kept equal; from inside ``step()``
-    of the last inner optimizer TrainerLost (see `rejoin`), NonFinite (see `rewind`), Diverged,
-    CorruptMessage, InputError, and RankLost where another rank of this trainer died.
+    Memory on the host: 17 bytes per parameter. Raises InputError for settings out of range and for
+    parameters that cannot be trained, and UnsupportedTensor, with the name, for those that cannot
+    be kept equal; from inside ``step()`` of the last inner optimizer TrainerLost (see `rejoin`),
+    NonFinite (see `rewind`), Diverged, CorruptMessage, InputError, and RankLost where another rank
+    of this trainer died.
     """
 
     def __init__(
@@ -76,7 +82,9 @@ class PulseLoCo(OuterLoop):
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         if group is not None and over is not None:
-            raise InputError("trainers meet in a group or over a store", hint="Give group or over, not both.")
+            raise InputError(
+                "trainers meet in a group or over a store", hint="Give group or over, not both."
+            )
         stored = None if over is None else store_exchange_of(over)
         exchange = travel_of(stored) if stored else exchange_of(group)
         scale = checked_number("gate_scale", gate_scale, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
@@ -85,13 +93,24 @@ class PulseLoCo(OuterLoop):
         if lookahead == "auto":
             lookahead = min(outer_lr / (1 - outer_momentum), MAX_SCALE)
         if overlap not in (0, 1) or (overlap and not stored):
-            raise InputError(f"overlap is {overlap!r}", hint="Use 0, or, where trainers meet over a store, 1.")
+            raise InputError(
+                f"overlap is {overlap!r}", hint="Use 0, or, where trainers meet over a store, 1."
+            )
         if exchange.sweep and not lookahead:
-            raise InputError("a sweep without a lookahead overshoots", hint='Leave lookahead at "auto", or sweep out.')
+            raise InputError(
+                "a sweep without a lookahead overshoots",
+                hint='Leave lookahead at "auto", or sweep out.',
+            )
         ahead = checked_number("lookahead", lookahead, maximum=MAX_SCALE)
         residual = Residual(state, ahead, overlap=bool(overlap))
-        reduction = GatedReduction(state, residual, Gate(gate_dtype, scale, exchange.sweep), exchange)
-        meet = partial(StoreRounds, stored, reduction) if stored else partial(GroupRounds, exchange, reduction)
+        reduction = GatedReduction(
+            state, residual, Gate(gate_dtype, scale, exchange.sweep), exchange
+        )
+        meet = (
+            partial(StoreRounds, stored, reduction)
+            if stored
+            else partial(GroupRounds, exchange, reduction)
+        )
         super().__init__(state, reduction, meet, sync_every=sync_every, on_round=on_round)
         self.reduction: GatedReduction = reduction
         self.lookahead = residual.lookahead
@@ -135,8 +154,9 @@ class DenseReduction:
 class DiLoCo(OuterLoop):
     """Dense FP32 pseudo-gradients, summed by an all-reduce (DiLoCo, arXiv 2311.08105).
 
-    ``model``, ``inner_optimizer``, ``sync_every``, ``outer_lr``, ``outer_momentum`` and ``on_round`` are those of
-    `PulseLoCo`; of an `Exchange` only ``group`` and ``timeout_seconds`` count. The model holds theta between rounds."""
+    ``model``, ``inner_optimizer``, ``sync_every``, ``outer_lr``, ``outer_momentum`` and
+    ``on_round`` are those of `PulseLoCo`; of an `Exchange` only ``group`` and ``timeout_seconds``
+    count. The model holds theta between rounds."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""A trainer of several processes: a model that is sharded over them, by FSDP2 or tensor parallelism, or in DDP
-(docs/loco.md, section 7.4)."""
+"""A trainer of several processes: a model that is sharded over them, by FSDP2 or tensor
+parallelism, or in DDP (docs/loco.md, section 7.4)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ from ..errors import InputError, RankLost, StateMismatch, UnsupportedTensor
 from ..state.tensors import is_sharded
 from .buffers import Model, digest_of, fingerprint
 
-_HINT = "Every rank of a trainer must have its shard of every DTensor: data, tensor and expert parallelism, no stages."
+_HINT = (
+    "Every rank of a trainer must have its shard of every DTensor: data, tensor and expert "
+    "parallelism, no stages."
+)
 
 
 def require_no_flat_parameters(model: object) -> None:
     """Raises UnsupportedTensor for FSDP1, whose parameters are pieces that do not say of what."""
     if _modules(model, "FullyShardedDataParallel"):
         raise UnsupportedTensor(
-            "trainers cannot keep the flat parameters of FSDP1 equal", hint="Shard the model with fully_shard."
+            "trainers cannot keep the flat parameters of FSDP1 equal",
+            hint="Shard the model with fully_shard.",
         )
 
 
 def reshard(model: object) -> None:
-    """Has FSDP2 give up what it has gathered: after a forward pass alone it keeps the weights of the outer module, and
-    would go on with these whatever is written to the shards."""
+    """Has FSDP2 give up what it has gathered: after a forward pass alone it keeps the weights of
+    the outer module, and would go on with these whatever is written to the shards."""
     for module in _modules(model, "FSDPModule"):
         module.reshard()
 
@@ -46,7 +50,8 @@ def _modules(model: object, kind: str) -> list[Any]:
 
 
 def ranks_of(model: object, named: Mapping[str, torch.Tensor]) -> list[int]:
-    """The ranks that train one model together, if its tensors, or DDP, say that there are several."""
+    """The ranks that train one model together, if its tensors, or DDP, say that there are
+    several."""
     sharded = [_ranks_of(tensor) for tensor in named.values() if is_sharded(tensor)]
     if sharded:
         return max(sharded, key=len)
@@ -57,24 +62,31 @@ def ranks_of(model: object, named: Mapping[str, torch.Tensor]) -> list[int]:
 
 
 def without_ddp(model: Model) -> Model:
-    """The module that DDP, compiled or not, has wrapped. Raises InputError where DDP is not the outermost module."""
+    """The module that DDP, compiled or not, has wrapped. Raises InputError where DDP is not the
+    outermost module."""
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
         module: torch.nn.Module = inner.module
         return module
-    if isinstance(inner, torch.nn.Module) and any(isinstance(m, DistributedDataParallel) for m in inner.modules()):
-        raise InputError("DDP has only a part of the model", hint="Wrap all of it: its ranks are one trainer.")
+    if isinstance(inner, torch.nn.Module) and any(
+        isinstance(m, DistributedDataParallel) for m in inner.modules()
+    ):
+        raise InputError(
+            "DDP has only a part of the model", hint="Wrap all of it: its ranks are one trainer."
+        )
     return model
 
 
 class Ranks:
-    """The processes of one trainer. The first one *leads*: it has the outer state, all tensors whole in host memory,
-    and speaks to the other trainers. The others have shards or replicas alone, and wait for what it says.
+    """The processes of one trainer. The first one *leads*: it has the outer state, all tensors
+    whole in host memory, and speaks to the other trainers. The others have shards or replicas
+    alone, and wait for what it says.
 
-    ``members``: their ranks, of `ranks_of`; ``named``: the ``model``'s tensors; of the ``trained`` ones, by id, the
-    leader's values go to all. All ranks make it, and make the same calls in the same order; none waits for another one
-    for longer than ``timeout_seconds``. Raises UnsupportedTensor for DTensors that are not made of plain slices,
-    StateMismatch where another rank has other tensors, and RankLost, also from every call.
+    ``members``: their ranks, of `ranks_of`; ``named``: the ``model``'s tensors; of the ``trained``
+    ones, by id, the leader's values go to all. All ranks make it, and make the same calls in the
+    same order; none waits for another one for longer than ``timeout_seconds``. Raises
+    UnsupportedTensor for DTensors that are not made of plain slices, StateMismatch where another
+    rank has other tensors, and RankLost, also from every call.
     """
 
     def __init__(
@@ -88,27 +100,39 @@ class Ranks:
         self._model = model
         self._sharded = {name: tensor for name, tensor in named.items() if is_sharded(tensor)}
         self._trained = {name: tensor for name, tensor in named.items() if id(tensor) in trained}
-        self._others = {name: t for name, t in named.items() if name not in self._sharded and name not in self._trained}
+        self._others = {
+            name: t
+            for name, t in named.items()
+            if name not in self._sharded and name not in self._trained
+        }
         self._group = RankGroup(GlooTransport(members, timeout_seconds, owner="PulseLoCo"))
-        # Messages of this trainer's ranks, which no interrupt parts: the others would take the next one for this.
+        # Messages of this trainer's ranks, which no interrupt parts: the others would take the next
+        # one for this.
         self._serial = SerialThread("PulseLoCo's ranks")
         # For what is on a device, by the program's own backend; the world's group is there already.
         everyone = members == list(range(dist.get_world_size()))
-        self._devices = None if everyone else dist.new_group(members, use_local_synchronization=True)
+        self._devices = (
+            None if everyone else dist.new_group(members, use_local_synchronization=True)
+        )
         self._leader = members[0]
         self.leads = self._group.rank == 0
         # The system gives memory to what is written: on the other ranks nothing is.
         self._whole = {
-            id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in self._sharded.values()
+            id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            for tensor in self._sharded.values()
         }
         self._parted: RankLost | None = None
         self._require_slices()
-        # A tensor may be on some of the ranks, and again on the others; then it must be the same one.
+        # A tensor may be on some of the ranks, and again on the others; then it must be the same
+        # one.
         apart = {name: t for name, t in self._sharded.items() if _ranks_of(t) != members}
-        self._require_same({**apart, **{name: t for name, t in self._trained.items() if not is_sharded(t)}})
+        self._require_same(
+            {**apart, **{name: t for name, t in self._trained.items() if not is_sharded(t)}}
+        )
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor on the rank that leads: the tensor itself, unless it is sharded."""
+        """What stands for a tensor on the rank that leads: the tensor itself, unless it is
+        sharded."""
         return self._whole.get(id(tensor), tensor)
 
     def any(self, here: bool) -> bool:
@@ -117,8 +141,8 @@ class Ranks:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """The whole tensors become what the ranks have now. Raises StateMismatch where what is neither trained nor
-        sharded is not the same on all of them."""
+        """The whole tensors become what the ranks have now. Raises StateMismatch where what is
+        neither trained nor sharded is not the same on all of them."""
         reshard(self._model)
         self._require_same({**self._others, **self._buffers()})
         with _rank_lost():
@@ -127,9 +151,12 @@ class Ranks:
                 if self.leads:
                     self.whole(tensor).copy_(full)
 
-    def lead(self, work: Callable[[], Any], counters: Callable[[], Any], take: Callable[[Any], None]) -> Any:
-        """What ``work``, which is called on the rank that leads, returns there; it is sent as JSON. All ranks get what
-        it has written, and ``take`` the ``counters`` of that rank. An error is raised on all, after that."""
+    def lead(
+        self, work: Callable[[], Any], counters: Callable[[], Any], take: Callable[[Any], None]
+    ) -> Any:
+        """What ``work``, which is called on the rank that leads, returns there; it is sent as JSON.
+        All ranks get what it has written, and ``take`` the ``counters`` of that rank. An error is
+        raised on all, after that."""
         failure: BaseException | None = None
         message = b""
         if self.leads:
@@ -138,10 +165,14 @@ class Ranks:
                 made = work()
             except BaseException as caught:
                 failure = caught
-            written = [name for name, version in self._versions().items() if before.get(name) != version]
+            written = [
+                name for name, version in self._versions().items() if before.get(name) != version
+            ]
             message = json.dumps([made, written, counters()]).encode()
         try:
-            said, error = self._serial.run(lambda: self._exchange("lead", failure, message), whole=True)
+            said, error = self._serial.run(
+                lambda: self._exchange("lead", failure, message), whole=True
+            )
         finally:
             failure = None  # or its traceback would hold itself
         made, written, found = json.loads(said[0])
@@ -205,7 +236,9 @@ class Ranks:
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         """What changes with each write to a trained tensor or a buffer."""
-        tensors = {name: self.whole(tensor) for name, tensor in self._trained.items()} | self._buffers()
+        tensors = {
+            name: self.whole(tensor) for name, tensor in self._trained.items()
+        } | self._buffers()
         return {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}
 
     @torch.no_grad()
@@ -231,19 +264,28 @@ class Ranks:
                 partial = any(placement.is_partial() for placement in placements)
                 if partial or not _same_bits(_slice(_full(tensor), tensor), _local(tensor)):
                     wrong = wrong or f"{name!r} is placed as {placements}"
-        if wrong := next(filter(None, (said.decode() for said in self._all_say("slices", wrong.encode()))), ""):
+        if wrong := next(
+            filter(None, (said.decode() for said in self._all_say("slices", wrong.encode()))), ""
+        ):
             raise UnsupportedTensor(wrong, hint=_HINT)
 
     @torch.no_grad()
     def _require_same(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises StateMismatch unless these tensors are the same on all ranks."""
-        own = {name: str(fingerprint(_full(t) if is_sharded(t) else t)) for name, t in sorted(tensors.items())}
+        own = {
+            name: str(fingerprint(_full(t) if is_sharded(t) else t))
+            for name, t in sorted(tensors.items())
+        }
         everything = dict.fromkeys(self._sharded, "") | own
         for rank, said in enumerate(self._all_say("same", json.dumps(everything).encode())):
             theirs = json.loads(said)
-            differ = sorted(n for n in everything.keys() | theirs if everything.get(n) != theirs.get(n))
+            differ = sorted(
+                n for n in everything.keys() | theirs if everything.get(n) != theirs.get(n)
+            )
             if differ:
-                raise StateMismatch(f"{differ[0]!r} is another tensor on rank {rank} of this trainer", hint=_HINT)
+                raise StateMismatch(
+                    f"{differ[0]!r} is another tensor on rank {rank} of this trainer", hint=_HINT
+                )
 
 
 @contextmanager
@@ -280,4 +322,6 @@ def _slice(full: torch.Tensor, tensor: Any) -> torch.Tensor:
     """What this rank has of a tensor that is ``full`` where all have it."""
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+    return distribute_tensor(
+        full, tensor.device_mesh, tensor.placements, src_data_rank=None
+    ).to_local()

@@ -1,4 +1,5 @@
-"""The posts of one round over a store, as a trainer writes, reads and judges them (docs/loco.md, 7 and 7.2)."""
+"""The posts of one round over a store, as a trainer writes, reads and judges them (docs/loco.md, 7
+and 7.2)."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ MIN_SHARE = 1 << 20
 
 
 def cut_runs(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
-    """The units of each share where so many trainers meet in a store: runs of as many parameters, in order, a share for
-    each trainer, or fewer that are not too short. So a share is one range of a post, and no more units are cut than
-    there are shares."""
+    """The units of each share where so many trainers meet in a store: runs of as many parameters,
+    in order, a share for each trainer, or fewer that are not too short. So a share is one range of
+    a post, and no more units are cut than there are shares."""
     count = blocks[-1].stop
     shares = max(1, min(trainers, count // MIN_SHARE))
     found: list[list[Unit]] = [[]]
@@ -63,8 +64,8 @@ def cut_runs(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
 class RoundPosts:
     """The posts of the round at ``place``, each read once, whose parts are of the ``shares``.
 
-    What a post or a part holds, or why it cannot count, is the same for all trainers. What raises NotFound, StoreError,
-    or CorruptMessage, for what has arrived damaged, may be good later.
+    What a post or a part holds, or why it cannot count, is the same for all trainers. What raises
+    NotFound, StoreError, or CorruptMessage, for what has arrived damaged, may be good later.
     """
 
     def __init__(
@@ -94,10 +95,15 @@ class RoundPosts:
     # -- this trainer's own
 
     def write(self, entries: Sequence[Entries]) -> tuple[Post, bytes] | str:
-        """The post of these entries, by block, which is its own from now on; or why it would be refused by all."""
-        by_share = [[unit.take(entries[unit.block.number]) for unit in units] for units in self.shares]
+        """The post of these entries, by block, which is its own from now on; or why it would be
+        refused by all."""
+        by_share = [
+            [unit.take(entries[unit.block.number]) for unit in units] for units in self.shares
+        ]
         messages = self.coder.encode_each(self.shares, by_share)
-        parts = Parts.of([Part.of(message, of) for message, of in zip(messages, by_share, strict=True)])
+        parts = Parts.of(
+            [Part.of(message, of) for message, of in zip(messages, by_share, strict=True)]
+        )
         if (reason := self._out_of_bounds(parts)) is not None:
             return reason
         head = write_head(self.place, parts, self._exchange.signer)
@@ -117,13 +123,16 @@ class RoundPosts:
     # -- those of all
 
     def good(self, members: Collection[str], most: int) -> tuple[dict[str, Post], list[Refused]]:
-        """By trainer, the first post that can count, of so many trainers at ``most``, ``members`` first; and what
-        cannot, as far as it was looked at."""
+        """By trainer, the first post that can count, of so many trainers at ``most``, ``members``
+        first; and what cannot, as far as it was looked at."""
         found: dict[str, Post] = {}
         refused: list[Refused] = []
         tried: Counter[str] = Counter()
         posts = list[Post]()
-        for post in sorted(self._store.posts(self.place.round), key=lambda post: (post.trainer not in members, *post)):
+        for post in sorted(
+            self._store.posts(self.place.round),
+            key=lambda post: (post.trainer not in members, *post),
+        ):
             tried[post.trainer] += not self._is_refused(post)
             if tried[post.trainer] <= _MAX_POSTS:
                 posts.append(post)
@@ -140,18 +149,23 @@ class RoundPosts:
         return found, refused
 
     def _is_refused(self, post: Post) -> bool:
-        """Whether it is known by now that a post cannot count: others in the trainer's name must not hide its own."""
+        """Whether it is known by now that a post cannot count: others in the trainer's name must
+        not hide its own."""
         found = self._messages.get(post, self._heads.get(post))
         return isinstance(found, str) or self._damaged[post] >= _TRIES
 
     def _read(self, post: Post) -> PostedMessage | Parts | str:
-        """What must be known of a post before it is named, or why it cannot be; "" where it may be good later. One that
-        arrives damaged is read again, and then passed over."""
+        """What must be known of a post before it is named, or why it cannot be; "" where it may be
+        good later. One that arrives damaged is read again, and then passed over."""
         if self._damaged[post] >= _TRIES:
             return "it is damaged in the store"
         try:
             # Where shares are summed by their owners, these read what only they need.
-            return self.message(post) if self._exchange.accept or len(self.shares) == 1 else self.head(post)
+            return (
+                self.message(post)
+                if self._exchange.accept or len(self.shares) == 1
+                else self.head(post)
+            )
         except NotFound:
             return ""
         except CorruptMessage:
@@ -159,14 +173,21 @@ class RoundPosts:
             return ""
 
     def _why_not(self, post: Post, found: PostedMessage | Parts | str) -> str | None:
-        """Why this trainer does not name a post when it closes the round; "" where it may be good later."""
+        """Why this trainer does not name a post when it closes the round; "" where it may be good
+        later."""
         accept = self._exchange.accept
         if accept is None or not isinstance(found, PostedMessage):
             return found if isinstance(found, str) else None
         if post not in self._accepted:
             self._accepted[post] = accept(found, self.place.round)
         said = self._accepted[post]
-        return None if said is True else f"not accepted: {said}" if isinstance(said, str) else "not accepted"
+        return (
+            None
+            if said is True
+            else f"not accepted: {said}"
+            if isinstance(said, str)
+            else "not accepted"
+        )
 
     def head(self, post: Post) -> Parts | str:
         """The parts of a post."""
@@ -187,7 +208,9 @@ class RoundPosts:
             return message.by_block
         start = head_bytes(len(parts)) + sum(part.nbytes for part in parts[:share])
         try:
-            message_of_share = self._verified(post, start, start + parts[share].nbytes, parts[share].digest)
+            message_of_share = self._verified(
+                post, start, start + parts[share].nbytes, parts[share].digest
+            )
         except CorruptMessage:
             return f"part {share} is damaged in the store"
         return self._decoded(parts, share, message_of_share)
@@ -223,7 +246,8 @@ class RoundPosts:
         return self._store.post(self.place.round, post, start, stop)
 
     def _verified(self, post: Post, start: int, stop: int, digest: bytes) -> bytes:
-        """Some bytes of a post. Raises CorruptMessage where they have not this SHA-256, however often they are read."""
+        """Some bytes of a post. Raises CorruptMessage where they have not this SHA-256, however
+        often they are read."""
         for _ in range(_TRIES):
             data = self._bytes(post, start, stop)
             if sha256(data).digest() == digest:
@@ -249,7 +273,11 @@ class RoundPosts:
         if self._exchange.max_entries is not None:
             # An entry takes at most 10 bytes.
             most -= 10 * max(0, len(self._state.theta) - self._exchange.max_entries)
-        return f"it has {post.nbytes} bytes, more than its entries can need" if post.nbytes > most else None
+        return (
+            f"it has {post.nbytes} bytes, more than its entries can need"
+            if post.nbytes > most
+            else None
+        )
 
     def _out_of_bounds(self, parts: Sequence[Part]) -> str | None:
         for share, (part, of_part) in enumerate(zip(parts, self._most, strict=True)):
@@ -273,7 +301,10 @@ class RoundPosts:
         return entries
 
     def _message_of(self, post: Post, by_share: Sequence[Sequence[Entries]]) -> PostedMessage:
-        entries, parts = by_block(self.shares, by_share, len(self._state.parameters.blocks)), self._heads[post]
+        entries, parts = (
+            by_block(self.shares, by_share, len(self._state.parameters.blocks)),
+            self._heads[post],
+        )
         assert not isinstance(parts, str)
         count = sum(part.entries for part in parts)
         return PostedMessage(post.trainer, post.nbytes, count, norm_of(parts), entries, self._dense)
@@ -285,7 +316,9 @@ class RoundPosts:
         return self._state.parameters.by_name(flat)
 
 
-def by_block(shares: Sequence[Sequence[Unit]], by_share: Sequence[Sequence[Entries]], blocks: int) -> list[Entries]:
+def by_block(
+    shares: Sequence[Sequence[Unit]], by_share: Sequence[Sequence[Entries]], blocks: int
+) -> list[Entries]:
     """The entries of shares, which are runs in order, as those of blocks."""
     found: list[list[Entries]] = [[] for _ in range(blocks)]
     for units, entries in zip(shares, by_share, strict=True):
@@ -295,4 +328,6 @@ def by_block(shares: Sequence[Sequence[Unit]], by_share: Sequence[Sequence[Entri
 
 
 def _joined(entries: Sequence[Entries]) -> Entries:
-    return np.concatenate([places for places, _ in entries]), np.concatenate([values for _, values in entries])
+    return np.concatenate([places for places, _ in entries]), np.concatenate(
+        [values for _, values in entries]
+    )

@@ -22,21 +22,28 @@ from .wire import Entries
 
 
 class RoundSums:
-    """The sums of a round that ``close`` has ended, as the trainer ``name`` makes and reads them. Who owns a share sums
-    its parts of all ``posts``, and withholds what the gate holds back.
+    """The sums of a round that ``close`` has ended, as the trainer ``name`` makes and reads them.
+    Who owns a share sums its parts of all ``posts``, and withholds what the gate holds back.
 
-    ``left_out``: by share, the trainers whose part could not count, and why; what it had is still theirs."""
+    ``left_out``: by share, the trainers whose part could not count, and why; what it had is still
+    theirs."""
 
     def __init__(
-        self, store: RunStore, posts: RoundPosts, close: Close, state: OuterState, reduction: GatedReduction, name: str
+        self,
+        store: RunStore,
+        posts: RoundPosts,
+        close: Close,
+        state: OuterState,
+        reduction: GatedReduction,
+        name: str,
     ) -> None:
         self.close = close
         self.left_out: list[dict[str, str]] = [{} for _ in posts.shares]
         self._store, self._posts, self._state, self._reduction = store, posts, state, reduction
         self._name, self._number = name, posts.place.round
         self._threads = posts.threads
-        # By share: what was read, as entries by unit, one after the other; and, of what this trainer has made, the
-        # message, with a gate that knows what was withheld.
+        # By share: what was read, as entries by unit, one after the other; and, of what this
+        # trainer has made, the message, with a gate that knows what was withheld.
         self._read: dict[int, list[list[Entries]]] = {}
         self._made: dict[int, tuple[bytes, ReduceGate]] = {}
         self._withheld: dict[int, ReduceGate] = {}
@@ -44,7 +51,8 @@ class RoundSums:
         self._one_at_a_time = Lock()
 
     def entries(self) -> list[list[Entries]]:
-        """By block, what theta moves against, in the order of the addition. `gather` has read all."""
+        """By block, what theta moves against, in the order of the addition. `gather` has read
+        all."""
         found: list[list[Entries]] = [[] for _ in self._state.parameters.blocks]
         for share, units in enumerate(self._posts.shares):
             for by_unit in self._read[share]:
@@ -62,14 +70,17 @@ class RoundSums:
         return next((names[trainer] for names in self.left_out if trainer in names), None)
 
     def gather(self, exchange: StoreExchange) -> None:
-        """Makes the sums of this trainer's shares, after ``grace_seconds`` those of owners that are late, and reads
-        all. Raises NotFound where the round is long over, and what was in it is gone; and CorruptMessage where the sums
-        are more than messages within ``max_norm`` add up to."""
+        """Makes the sums of this trainer's shares, after ``grace_seconds`` those of owners that are
+        late, and reads all. Raises NotFound where the round is long over, and what was in it is
+        gone; and CorruptMessage where the sums are more than messages within ``max_norm`` add up
+        to."""
         with self._one_at_a_time:
             self._gather(exchange)
 
     def _gather(self, exchange: StoreExchange) -> None:
-        for post, head in zip(self.close.posts, ordered_map(self._head, self.close.posts, self._threads), strict=True):
+        for post, head in zip(
+            self.close.posts, ordered_map(self._head, self.close.posts, self._threads), strict=True
+        ):
             if isinstance(head, str):
                 raise cannot_count(self.close, post.trainer, head)
         began = time.monotonic()
@@ -79,7 +90,9 @@ class RoundSums:
             shares = range(len(self._posts.shares))
             new = [share for share in shares if share in there and share not in self._read]
             sizes = [(share, there[share]) for share in new]
-            for share, found in zip(new, ordered_map(self._fetched, sizes, self._threads), strict=True):
+            for share, found in zip(
+                new, ordered_map(self._fetched, sizes, self._threads), strict=True
+            ):
                 self._take(share, *found)
             missing = [share for share in shares if share not in self._read]
             if not missing:
@@ -103,7 +116,8 @@ class RoundSums:
                 pause(began, now)
 
     def _head(self, post: Post) -> Parts | str | None:
-        """What is known of a post; None where it was damaged or deleted since the round was closed."""
+        """What is known of a post; None where it was damaged or deleted since the round was
+        closed."""
         try:
             return self._posts.head(post)
         except (CorruptMessage, NotFound):
@@ -112,19 +126,24 @@ class RoundSums:
     def _require_bound(self, max_norm: float | None) -> None:
         if max_norm is None:
             return
-        found = norm(squares_of(by_unit) for share in sorted(self._read) for by_unit in self._read[share])
+        found = norm(
+            squares_of(by_unit) for share in sorted(self._read) for by_unit in self._read[share]
+        )
         # The coarsest wire rounds 3 to 4.
         if found > 4 / 3 * len(self.close.posts) * max_norm:
             raise CorruptMessage(
-                f"the sums of round {self._number + 1} have a norm of {found:g}, more than its messages add up to",
-                hint=f"A member does not keep to the rules: see who made those in loco/sums/{self._number:012d}.",
+                f"the sums of round {self._number + 1} have a norm of {found:g}, more than its "
+                "messages add up to",
+                hint="A member does not keep to the rules: see who made those in "
+                f"loco/sums/{self._number:012d}.",
             )
 
     def _owner(self, share: int) -> str:
         return self.close.posts[(share + self._number) % len(self.close.posts)].trainer
 
     def _distance(self, share: int) -> int:
-        """How many posts after the owner's this trainer's is; of one that is not in the round, as many as there are."""
+        """How many posts after the owner's this trainer's is; of one that is not in the round, as
+        many as there are."""
         trainers = [post.trainer for post in self.close.posts]
         if self._name not in trainers:
             return len(trainers)
@@ -143,11 +162,15 @@ class RoundSums:
         message = b"" if sums is None else self._posts.coder.encode(self._posts.shares[share], sums)
         place = self._posts.place
         self._made[share] = message, gate
-        made = ShareSums(place.run, place.round, share, place.root, self._name, tuple(left_out), message)
+        made = ShareSums(
+            place.run, place.round, share, place.root, self._name, tuple(left_out), message
+        )
         if self._store.put_sums(made):
             self._withheld[share] = gate
 
-    def _parts(self, share: int, without: Collection[str] = ()) -> tuple[list[tuple[str, str]], list[list[Entries]]]:
+    def _parts(
+        self, share: int, without: Collection[str] = ()
+    ) -> tuple[list[tuple[str, str]], list[list[Entries]]]:
         """What the posts have for a share, in order, and whose part could not be read, and why."""
         left_out, good, posts = list[tuple[str, str]](), list[list[Entries]](), list[Post]()
         for post in self.close.posts:
@@ -174,11 +197,16 @@ class RoundSums:
         unread, parts = self._parts(share, left_out)
         if unread:
             who, why = unread[0]
-            raise CorruptMessage(f"a part of {who} that is in the sums of share {share} cannot be read here: {why}")
+            raise CorruptMessage(
+                f"a part of {who} that is in the sums of share {share} cannot be read here: {why}"
+            )
         return parts
 
-    def _gated(self, share: int, parts: list[list[Entries]]) -> tuple[ReduceGate, list[Entries] | None]:
-        """The sums of a share that pass the gate, by unit, None where one is too large for a message; and the gate."""
+    def _gated(
+        self, share: int, parts: list[list[Entries]]
+    ) -> tuple[ReduceGate, list[Entries] | None]:
+        """The sums of a share that pass the gate, by unit, None where one is too large for a
+        message; and the gate."""
         reduction, units = self._reduction, self._posts.shares[share]
         gate = partial(ReduceGate, self._state.theta, reduction.gate, reduction.wire, self._number)
         used, sent = gate(), list[Entries]()
@@ -193,14 +221,17 @@ class RoundSums:
         share, nbytes = size
         coder, units = self._posts.coder, self._posts.shares[share]
         if nbytes > MAX_SUMS_HEAD + coder.max_bytes(units):
-            raise CorruptMessage(f"the sums of share {share} have {nbytes} bytes, more than they can need")
+            raise CorruptMessage(
+                f"the sums of share {share} have {nbytes} bytes, more than they can need"
+            )
         sums = self._store.share_sums(self._posts.place, share, nbytes)
         if not sums.message:
             return sums, []
         return sums, [coder.decode_one(units, sums.message)]
 
     def _take(self, share: int, sums: ShareSums, found: list[list[Entries]]) -> None:
-        """Takes up what was read of a share, and what this trainer has withheld if it has made that."""
+        """Takes up what was read of a share, and what this trainer has withheld if it has made
+        that."""
         left_out = dict(sums.left_out)
         if not sums.message:
             found = self._same_parts(share, left_out)
@@ -209,7 +240,10 @@ class RoundSums:
             if gate is None or message != sums.message:  # an earlier process has made it
                 gate, again = self._gated(share, self._same_parts(share, left_out))
                 if again is None or not _same(again, found[0]):
-                    raise CorruptMessage(f"the sums of share {share} are in this trainer's name, and not what it makes")
+                    raise CorruptMessage(
+                        f"the sums of share {share} are in this trainer's name, and not what it "
+                        "makes"
+                    )
             self._withheld[share] = gate
         self.left_out[share], self._read[share] = left_out, found
 
@@ -217,11 +251,13 @@ class RoundSums:
 def cannot_count(close: Close, trainer: str, why: str) -> CorruptMessage:
     return CorruptMessage(
         f"round {close.round + 1} was closed with a message of {trainer} that cannot count: {why}",
-        hint="Do all trainers have the same trusted_keys? Else who closed it does not keep to the rules.",
+        hint="Do all trainers have the same trusted_keys? Else who closed it does not keep to "
+        "the rules.",
     )
 
 
 def _same(one: list[Entries], other: list[Entries]) -> bool:
     return all(
-        a[0].tobytes() == b[0].tobytes() and a[1].tobytes() == b[1].tobytes() for a, b in zip(one, other, strict=True)
+        a[0].tobytes() == b[0].tobytes() and a[1].tobytes() == b[1].tobytes()
+        for a, b in zip(one, other, strict=True)
     )

@@ -1,5 +1,5 @@
-"""What the trainers of a run have put into its store (docs/loco.md, section 7): its beginning, posts, closes and
-snapshots, read with their digests and signatures."""
+"""What the trainers of a run have put into its store (docs/loco.md, section 7): its beginning,
+posts, closes and snapshots, read with their digests and signatures."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _POLL_SECONDS = (0.05, 5.0)
 
 
 def pause(began: float, now: float) -> None:
-    """Before another look at what was not there ``now``: a tenth of the time since ``began``, as a look costs
-    requests."""
+    """Before another look at what was not there ``now``: a tenth of the time since ``began``, as a
+    look costs requests."""
     hit("round.waits")
     shortest, longest = _POLL_SECONDS
     wake = now + min(max((now - began) / 10, shortest), longest)
@@ -47,20 +47,29 @@ def pause(began: float, now: float) -> None:
 
 
 def pieces_of(snapshot: Any) -> set[str]:
-    """The names of the pieces that a snapshot's ``fields`` tell of, as far as they are of this format."""
+    """The names of the pieces that a snapshot's ``fields`` tell of, as far as they are of this
+    format."""
     try:
-        return {name for what in ("theta", "momentum") for name in snapshot[what]["pieces"] if is_name(name)}
+        return {
+            name
+            for what in ("theta", "momentum")
+            for name in snapshot[what]["pieces"]
+            if is_name(name)
+        }
     except (KeyError, TypeError):
         return set()
 
 
 class RunStore:
-    """One trainer's view of a run in a ``store``; it signs with ``signer`` and believes the ``trusted`` keys, if any.
+    """One trainer's view of a run in a ``store``; it signs with ``signer`` and believes the
+    ``trusted`` keys, if any.
 
-    ``run``: the run's id, "" until it is known. ``sent_bytes``: what this trainer has put so far. Reads raise NotFound,
-    CorruptMessage, Untrusted and StoreError."""
+    ``run``: the run's id, "" until it is known. ``sent_bytes``: what this trainer has put so far.
+    Reads raise NotFound, CorruptMessage, Untrusted and StoreError."""
 
-    def __init__(self, store: Store, state: OuterState, signer: Signer | None, trusted: TrustedKeys | None) -> None:
+    def __init__(
+        self, store: Store, state: OuterState, signer: Signer | None, trusted: TrustedKeys | None
+    ) -> None:
         self.run = ""
         self.sent_bytes = 0
         self._first_pieces: set[str] = set()
@@ -73,7 +82,8 @@ class RunStore:
         return fields
 
     def begin(self, fields: dict[str, Any]) -> None:
-        """Begins a run with these fields, unless another trainer has begun it; ``state`` is its first snapshot."""
+        """Begins a run with these fields, unless another trainer has begun it; ``state`` is its
+        first snapshot."""
         self._create(_RUN, sealed("run", {**fields, "snapshot": self._put_state(0)}, self._signer))
 
     # -- rounds
@@ -136,7 +146,11 @@ class RunStore:
         found = {}
         for info in islice(self._store.list(f"{_SUMS}/{number:012d}"), _MAX_LEFT):
             stem = info.name.rpartition("/")[2]
-            if stem.isascii() and stem.isdecimal() and info.name == self._sums_name(number, int(stem)):
+            if (
+                stem.isascii()
+                and stem.isdecimal()
+                and info.name == self._sums_name(number, int(stem))
+            ):
                 found[int(stem)] = info.nbytes
         return found
 
@@ -155,14 +169,15 @@ class RunStore:
     # -- snapshots
 
     def keep_snapshot(self, number: int) -> None:
-        """Stores theta and momentum after so many rounds: who is new or far behind reads less, and older posts go."""
+        """Stores theta and momentum after so many rounds: who is new or far behind reads less, and
+        older posts go."""
         before, kept = next(self.snapshots(), (0, {}))
         if before >= number:
             return
         fields = {"run": self.run, **self._put_state(number)}
         self._create(f"{_SNAPSHOTS}/{number:012d}.json", sealed("snapshot", fields, self._signer))
-        # Of the rounds up to the snapshot before that one nobody needs a message any more, nor sums. What closed them
-        # stays: a round is never closed a second time.
+        # Of the rounds up to the snapshot before that one nobody needs a message any more, nor
+        # sums. What closed them stays: a round is never closed a second time.
         for folder in (_POSTS, _SUMS):
             for info in islice(self._store.list(folder), _MAX_LEFT):
                 of = info.name.split("/")[2]
@@ -176,13 +191,15 @@ class RunStore:
             self._store.delete(f"{_SNAPSHOTS}/{older:012d}.json")
 
     def snapshots(self, below: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Those that can be read, but for the run's first, by their rounds, the newest first; of fewer rounds than
-        ``below``."""
+        """Those that can be read, but for the run's first, by their rounds, the newest first; of
+        fewer rounds than ``below``."""
         numbers = []
         for info in islice(self._store.list(_SNAPSHOTS), _MAX_LEFT):
             stem = info.name.rpartition("/")[2].removesuffix(".json")
             numbers += [int(stem)] if stem.isdecimal() and len(stem) == 12 else []
-        for number in sorted((n for n in numbers if below is None or n < below), reverse=True)[:_MAX_SNAPSHOTS]:
+        for number in sorted((n for n in numbers if below is None or n < below), reverse=True)[
+            :_MAX_SNAPSHOTS
+        ]:
             try:
                 fields = self._json("snapshot", f"{_SNAPSHOTS}/{number:012d}.json")
             except (CorruptMessage, Untrusted, NotFound):
@@ -190,9 +207,11 @@ class RunStore:
             if (fields.get("run"), fields.get("round")) == (self.run, number):
                 yield number, fields
 
-    def snapshot(self, fields: Any, number: int, *, unless: str = "") -> tuple[str, Floats, Floats] | None:
-        """The root of theta, theta and momentum of the snapshot after ``number`` rounds that ``fields`` tell of; None
-        where the root is ``unless``."""
+    def snapshot(
+        self, fields: Any, number: int, *, unless: str = ""
+    ) -> tuple[str, Floats, Floats] | None:
+        """The root of theta, theta and momentum of the snapshot after ``number`` rounds that
+        ``fields`` tell of; None where the root is ``unless``."""
         try:
             roots = [fields[what]["root"] for what in ("theta", "momentum")]
             pieces = [list(fields[what]["pieces"]) for what in ("theta", "momentum")]

@@ -1,5 +1,6 @@
-"""The objects of a run in a store (docs/loco.md, section 7): posts, sums, and JSON with a seal; signed where members
-have keys, so that who can write to the store, and has none, changes nothing."""
+"""The objects of a run in a store (docs/loco.md, section 7): posts, sums, and JSON with a seal;
+signed where members have keys, so that who can write to the store, and has none, changes
+nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ _REASON = 200
 
 
 class Place(NamedTuple):
-    """Where a post belongs: the ``run``, its ``round``, the ``trainer``, and theta's ``root`` before the round."""
+    """Where a post belongs: the ``run``, its ``round``, the ``trainer``, and theta's ``root``
+    before the round."""
 
     run: str
     round: int
@@ -50,8 +52,8 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a post has for one share: a message of so many ``nbytes`` and ``entries``, the sum of whose ``squares`` is
-    this, and its ``digest``."""
+    """What a post has for one share: a message of so many ``nbytes`` and ``entries``, the sum of
+    whose ``squares`` is this, and its ``digest``."""
 
     nbytes: int
     entries: int
@@ -90,8 +92,8 @@ class Parts(Sequence[Part]):
 
 
 def squares_of(entries: Sequence[Entries]) -> float:
-    """The sum of the squares of all values, the same number on every machine: in FP64, where a square is exact, added
-    up in order."""
+    """The sum of the squares of all values, the same number on every machine: in FP64, where a
+    square is exact, added up in order."""
     total = 0.0
     for _, values in entries:
         if len(values):
@@ -107,7 +109,8 @@ def norm_of(parts: Sequence[Part]) -> float:
 
 
 def norm(squares: Iterable[float]) -> float:
-    """The root of the sum, the same number on every machine and by every Python: `sum` may compensate."""
+    """The root of the sum, the same number on every machine and by every Python: `sum` may
+    compensate."""
     total = 0.0
     for each in squares:
         total += each
@@ -125,9 +128,12 @@ def write_head(place: Place, parts: Sequence[Part], signer: Signer | None) -> by
     return _MAGIC + bytes.fromhex(place.root) + signature + table
 
 
-def read_head(data: bytes, nbytes: int, place: Place, trusted: TrustedKeys | None, shares: int) -> Parts:
-    """The parts of a post of ``nbytes`` that begins with ``data``. Raises CorruptMessage where it belongs elsewhere,
-    and Untrusted unless the trainer, which is named by its key, is one of the ``trusted`` and has signed it."""
+def read_head(
+    data: bytes, nbytes: int, place: Place, trusted: TrustedKeys | None, shares: int
+) -> Parts:
+    """The parts of a post of ``nbytes`` that begins with ``data``. Raises CorruptMessage where it
+    belongs elsewhere, and Untrusted unless the trainer, which is named by its key, is one of the
+    ``trusted`` and has signed it."""
     if len(data) < head_bytes(shares) or data[:_ROOT_AT] != _MAGIC:
         raise CorruptMessage("it is no post")
     if data[_ROOT_AT:_SIGNATURE_AT].hex() != place.root:
@@ -146,7 +152,8 @@ def read_head(data: bytes, nbytes: int, place: Place, trusted: TrustedKeys | Non
 
 
 class Post(NamedTuple):
-    """The message that a trainer has put for a round; ``sha256`` is that of its head, which has those of its parts."""
+    """The message that a trainer has put for a round; ``sha256`` is that of its head, which has
+    those of its parts."""
 
     trainer: str
     sha256: str
@@ -163,8 +170,9 @@ class Refused(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PostedMessage:
-    """What a ``trainer`` has sent for a round, as `StoreExchange.accept` gets it: so many ``nbytes`` with so many
-    ``entries``, whose L2 ``norm`` is this. ``by_block`` are those entries, for `tensors`."""
+    """What a ``trainer`` has sent for a round, as `StoreExchange.accept` gets it: so many
+    ``nbytes`` with so many ``entries``, whose L2 ``norm`` is this. ``by_block`` are those entries,
+    for `tensors`."""
 
     trainer: str
     nbytes: int
@@ -174,14 +182,16 @@ class PostedMessage:
     _dense: Callable[[Sequence[Entries]], dict[str, torch.Tensor]]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The pseudo-gradient by parameter, dense FP32 tensors on the host, 0 where nothing was sent."""
+        """The pseudo-gradient by parameter, dense FP32 tensors on the host, 0 where nothing was
+        sent."""
         return self._dense(self.by_block)
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The end of the round after ``round`` others of a ``run``: whose messages count, in the order in which they are
-    added up, and which were ``refused``. ``theta`` is the root of theta before it."""
+    """The end of the round after ``round`` others of a ``run``: whose messages count, in the order
+    in which they are added up, and which were ``refused``. ``theta`` is the root of theta before
+    it."""
 
     run: str
     round: int
@@ -196,14 +206,23 @@ class Close:
             "theta": self.theta,
             "posts": [list(post) for post in self.posts],
         }
-        refused = [[each.trainer, each.sha256, each.reason[:_REASON]] for each in self.refused[:MAX_REFUSED]]
-        while len(data := sealed("close", {**fields, "refused": refused}, signer)) > MAX_CLOSE_BYTES and refused:
+        refused = [
+            [each.trainer, each.sha256, each.reason[:_REASON]]
+            for each in self.refused[:MAX_REFUSED]
+        ]
+        while (
+            len(data := sealed("close", {**fields, "refused": refused}, signer)) > MAX_CLOSE_BYTES
+            and refused
+        ):
             refused = refused[: len(refused) // 2]  # letters that take six bytes each
         return data
 
     @classmethod
-    def parse(cls, data: bytes, name: str, run: str, number: int, trusted: TrustedKeys | None) -> Self:
-        """Raises CorruptMessage unless ``data`` closes round ``number`` of the run, and Untrusted."""
+    def parse(
+        cls, data: bytes, name: str, run: str, number: int, trusted: TrustedKeys | None
+    ) -> Self:
+        """Raises CorruptMessage unless ``data`` closes round ``number`` of the run, and
+        Untrusted."""
         fields = unsealed(data, "close", name, trusted)
         try:
             posts = tuple(Post(*post) for post in fields["posts"])
@@ -226,16 +245,22 @@ class Close:
         return found
 
     def reason(self, trainer: str, digest: str | None) -> str:
-        """Why the trainer's message with this digest, None where none was put, is not in the round."""
+        """Why the trainer's message with this digest, None where none was put, is not in the
+        round."""
         if digest is None:
             return "it was closed before this trainer had put its message"
         why = next((each.reason for each in self.refused if each[:2] == (trainer, digest)), None)
-        return "this trainer's message came too late" if why is None else f"this trainer's message was refused: {why}"
+        return (
+            "this trainer's message came too late"
+            if why is None
+            else f"this trainer's message was refused: {why}"
+        )
 
 
 class ShareSums(NamedTuple):
-    """The sums of a ``share`` in a round, as its ``trainer`` has made them: a ``message``, or nothing where a sum is
-    more than one takes. ``left_out``: whose part could not be read, and why. ``theta``: its root before the round."""
+    """The sums of a ``share`` in a round, as its ``trainer`` has made them: a ``message``, or
+    nothing where a sum is more than one takes. ``left_out``: whose part could not be read, and why.
+    ``theta``: its root before the round."""
 
     run: str
     round: int
@@ -258,27 +283,34 @@ class ShareSums(NamedTuple):
         return sealed("sums", fields, signer) + b"\n" + self.message
 
     @classmethod
-    def parse(cls, data: bytes, name: str, place: Place, share: int, trusted: TrustedKeys | None) -> Self:
-        """Raises CorruptMessage unless ``data`` has the sums of the share in the round of ``place``, and Untrusted."""
+    def parse(
+        cls, data: bytes, name: str, place: Place, share: int, trusted: TrustedKeys | None
+    ) -> Self:
+        """Raises CorruptMessage unless ``data`` has the sums of the share in the round of
+        ``place``, and Untrusted."""
         end = data.find(b"\n", 0, MAX_SUMS_HEAD)
         head, message = data[: max(end, 0)], data[end + 1 :]
         fields = unsealed(head, "sums", name, trusted, by="trainer")
         try:
             left_out = tuple((str(who), str(reason)) for who, reason in fields["left_out"])
-            found = cls(place.run, place.round, share, place.root, str(fields["trainer"]), left_out, message)
-            good = (fields["run"], fields["round"], fields["share"], fields["theta"]) == found[:4] and fields[
-                "message"
-            ] == sha256(message).hexdigest()
+            found = cls(
+                place.run, place.round, share, place.root, str(fields["trainer"]), left_out, message
+            )
+            good = (fields["run"], fields["round"], fields["share"], fields["theta"]) == found[
+                :4
+            ] and fields["message"] == sha256(message).hexdigest()
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptMessage(f"{name} cannot be read: {error}") from None
         if not good:
-            raise CorruptMessage(f"{name} has not the sums of share {share} in round {place.round} of this run")
+            raise CorruptMessage(
+                f"{name} has not the sums of share {share} in round {place.round} of this run"
+            )
         return found
 
 
 def sealed(kind: str, fields: dict[str, Any], signer: Signer | None) -> bytes:
-    """A JSON object with its format, its kind and the SHA-256 of all of it but that; and a signature, if there is a
-    ``signer``."""
+    """A JSON object with its format, its kind and the SHA-256 of all of it but that; and a
+    signature, if there is a ``signer``."""
     fields = {"format": FORMAT, "kind": kind, **fields}
     seal = _seal(fields)
     signature = signer.signature(_signed(seal)) if signer else None
@@ -289,18 +321,24 @@ def sealed(kind: str, fields: dict[str, Any], signer: Signer | None) -> bytes:
 def unsealed(
     data: bytes, kind: str, name: str, trusted: TrustedKeys | None, *, by: str | None = None
 ) -> dict[str, Any]:
-    """Raises CorruptMessage for what `sealed` has not made, and Untrusted unless one of the keys, if any, signed it:
-    the one that the field ``by`` names, if that is given."""
+    """Raises CorruptMessage for what `sealed` has not made, and Untrusted unless one of the keys,
+    if any, signed it: the one that the field ``by`` names, if that is given."""
     try:
         fields = json.loads(data)
-        seal, key, value = fields.pop("sha256"), fields.pop("key", None), fields.pop("signature", None)
+        seal, key, value = (
+            fields.pop("sha256"),
+            fields.pop("key", None),
+            fields.pop("signature", None),
+        )
         good = seal == _seal(fields) and fields["format"] == FORMAT and fields["kind"] == kind
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
     if not good:
         raise CorruptMessage(f"{name} is damaged, or of another format")
     if trusted:
-        signature = Signature(key, value) if isinstance(key, str) and isinstance(value, str) else None
+        signature = (
+            Signature(key, value) if isinstance(key, str) and isinstance(value, str) else None
+        )
         if by is not None and fields.get(by) != key:
             signature = None
         try:
@@ -308,7 +346,8 @@ def unsealed(
         except Untrusted as error:
             raise Untrusted(
                 str(error),
-                hint=f"Whoever owns the store should delete {name}, and let only members write; then rejoin().",
+                hint=f"Whoever owns the store should delete {name}, and let only members write; "
+                "then rejoin().",
             ) from None
     return dict(fields)
 

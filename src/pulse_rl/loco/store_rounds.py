@@ -1,8 +1,10 @@
-"""Rounds over a store: trainers that share nothing but a folder or a bucket (docs/loco.md, section 7).
+"""Rounds over a store: trainers that share nothing but a folder or a bucket (docs/loco.md, section
+7).
 
-A trainer puts its message of a round, and whoever sees enough of them closes the round by creating one object that
-names who is in. Everybody reads the same messages in the same order, or, among many, the sums that the owners of shares
-make of them, and comes to the same theta. Who is left out keeps what it has learnt in its residual.
+A trainer puts its message of a round, and whoever sees enough of them closes the round by creating
+one object that names who is in. Everybody reads the same messages in the same order, or, among
+many, the sums that the owners of shares make of them, and comes to the same theta. Who is left out
+keeps what it has learnt in its residual.
 """
 
 from __future__ import annotations
@@ -54,10 +56,15 @@ _NOTHING: Entries = (np.empty(0, np.uint32), np.empty(0, np.float32))
 
 
 class StoreRounds:
-    """One trainer's side of the rounds of a run. ``serial`` is the loop's thread: what takes effect does so whole."""
+    """One trainer's side of the rounds of a run. ``serial`` is the loop's thread: what takes effect
+    does so whole."""
 
     def __init__(
-        self, exchange: StoreExchange, reduction: GatedReduction, trainer: Trainer, serial: SerialThread
+        self,
+        exchange: StoreExchange,
+        reduction: GatedReduction,
+        trainer: Trainer,
+        serial: SerialThread,
     ) -> None:
         self.exchange = exchange
         self._trusted = trusted_by(exchange.trusted_keys)
@@ -78,10 +85,11 @@ class StoreRounds:
         # Why this trainer's messages were not in the last rounds.
         self._left_out: deque[str] = deque(maxlen=4)
         self._since_snapshot = self._told_bytes = 0
-        # Whether its last message was made while others had closed a round without it; whether what it has not sent
-        # makes a message that all would refuse.
+        # Whether its last message was made while others had closed a round without it; whether what
+        # it has not sent makes a message that all would refuse.
         self._late = self._refused = False
-        # The post of the round under way, and, with overlap, the thread that exchanges it and its work.
+        # The post of the round under way, and, with overlap, the thread that exchanges it and its
+        # work.
         self._own: tuple[Post, bytes] | None = None
         self._behind = SerialThread("PulseLoCo exchange").post
         self._under_way: Operation[Close] | None = None
@@ -93,7 +101,9 @@ class StoreRounds:
         trainer = self._trainer
         trainer.name = self._given_name or trainer.name
         if not TRAINER.fullmatch(trainer.name):
-            raise StateMismatch(f"the saved state is of a trainer {trainer.name!r}, which is no name")
+            raise StateMismatch(
+                f"the saved state is of a trainer {trainer.name!r}, which is no name"
+            )
         trainer.buffers.require()
         run = {
             "specs": specs_digest(trainer.parameters.specs, trainer.buffers.specs),
@@ -109,20 +119,30 @@ class StoreRounds:
         for key, value in run.items():
             if found.get(key) != value:
                 if key == "settings":
-                    raise InputError(f"the run has the settings {found.get(key)}, this trainer {value}")
-                what = "frozen parameters or buffers" if key == "untrained" else "parameters or buffers"
+                    raise InputError(
+                        f"the run has the settings {found.get(key)}, this trainer {value}"
+                    )
+                what = (
+                    "frozen parameters or buffers"
+                    if key == "untrained"
+                    else "parameters or buffers"
+                )
                 raise StateMismatch(
-                    f"this trainer's {what} are not those of the run", hint="Start from the same model."
+                    f"this trainer's {what} are not those of the run",
+                    hint="Start from the same model.",
                 )
         self._store.run = str(found.get("run"))
         self._root = self._state.digest(self._state.theta).root
         residual = self._reduction.residual
         is_new = not (trainer.round or trainer.inner_step or residual.pending_message)
         if trainer.round == 0 and not (is_new and self._take_up_newest(0, lookahead)):
-            self._load(self._store.snapshot(found.get("snapshot"), 0, unless=self._root), 0, lookahead)
+            self._load(
+                self._store.snapshot(found.get("snapshot"), 0, unless=self._root), 0, lookahead
+            )
         if trainer.round and self._store.closed(trainer.round - 1) is None:
             raise StateMismatch(
-                f"this trainer is after round {trainer.round}, the run in the store has not come so far",
+                f"this trainer is after round {trainer.round}, the run in the store has not come "
+                "so far",
                 hint="Give the store of its run, or a new one without rounds below loco/.",
             )
         self._members = self._store.members_before(trainer.round)
@@ -130,7 +150,8 @@ class StoreRounds:
             self._own = None  # of a state before the one that was loaded
         pending = residual.pending_message if residual.whole and not self._own else None
         if pending is not None:
-            # It was saved with its message on the way. One that never arrived is still in the residual.
+            # It was saved with its message on the way. One that never arrived is still in the
+            # residual.
             arrived = self._store.has_post(trainer.round, trainer.name, pending)
             if not arrived and self._store.closed(trainer.round) is None:
                 residual.forget_message()
@@ -143,7 +164,9 @@ class StoreRounds:
         pass  # others see what is in the store
 
     def averaged(self) -> Floats:
-        raise InputError("over a store there is no averaged state", hint="Keep global_state() instead.")
+        raise InputError(
+            "over a store there is no averaged state", hint="Keep global_state() instead."
+        )
 
     def forget_steps(self) -> None:
         residual = self._reduction.residual
@@ -155,7 +178,10 @@ class StoreRounds:
 
     def move(self, group: dist.ProcessGroup | None) -> None:
         if group is not None:
-            raise InputError("the trainers meet over a store, not in a group", hint="Call rejoin() without a group.")
+            raise InputError(
+                "the trainers meet over a store, not in a group",
+                hint="Call rejoin() without a group.",
+            )
 
     def leave(self, error: BaseException | None = None) -> None:
         self.joined = False
@@ -174,8 +200,8 @@ class StoreRounds:
     # -- a round
 
     def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
-        """Ends the round that is due: this trainer's message is put, and counts in this round or stays to be sent in
-        the next one."""
+        """Ends the round that is due: this trainer's message is put, and counts in this round or
+        stays to be sent in the next one."""
         self._trainer.parameters.require()
         return self._told(partial(self._run, phase, lookahead))
 
@@ -194,7 +220,8 @@ class StoreRounds:
         return self._told(work)
 
     def _told(self, work: Callable[[], Round | None]) -> Round | None:
-        """The round that ``work`` has ended, with what this trainer has sent meanwhile, and why it was left out."""
+        """The round that ``work`` has ended, with what this trainer has sent meanwhile, and why it
+        was left out."""
         try:
             done = work()
         except (NonFinite, InputError, StateMismatch):  # before anything was sent
@@ -219,7 +246,8 @@ class StoreRounds:
             return done  # its steps have counted, in the message of a call that failed, or may have
         late = self._late = delivery is Delivery.NOT_COUNTED
         if delivery is not None and not late and not residual.overlap:
-            # What was late has counted: it is in step with the others again. Its steps are in the residual.
+            # What was late has counted: it is in step with the others again. Its steps are in the
+            # residual.
             self._trainer.inner_step = 0
             return done
         # Who finds that a round was closed without it does not wait for the next one.
@@ -237,7 +265,8 @@ class StoreRounds:
                 if isinstance(written, str):
                     raise InputError(
                         f"this trainer's message would be refused by all: {written}",
-                        hint="rewind() discards its steps, and all it holds back where they are part of that. "
+                        hint="rewind() discards its steps, and all it holds back where they are "
+                        "part of that. "
                         "Bounds are those of a run.",
                     )
                 self._own, self._refused = written, False
@@ -273,7 +302,8 @@ class StoreRounds:
             self._store.put_post(self._trainer.round, *self._own)
 
     def _end_exchange(self, lookahead: np.float32) -> tuple[Round | None, Delivery | None]:
-        """Ends what goes on behind the inner steps, and takes up the rounds that were closed, as `_catch_up`."""
+        """Ends what goes on behind the inner steps, and takes up the rounds that were closed, as
+        `_catch_up`."""
         residual, operation = self._reduction.residual, self._under_way
         if residual.whole and residual.pending_message is not None:
             try:
@@ -299,17 +329,23 @@ class StoreRounds:
         self._trainer.write_start(lookahead)
 
     def _catch_up(self, lookahead: np.float32) -> tuple[Round | None, Delivery | None]:
-        """Takes up the rounds that were closed since this trainer's last one: the last of them, and what became of its
-        message in that. A message that is due stays due, unless it has counted."""
+        """Takes up the rounds that were closed since this trainer's last one: the last of them, and
+        what became of its message in that. A message that is due stays due, unless it has
+        counted."""
         done, delivery = None, None
         while (close := self._store.closed(self._trainer.round)) is not None:
             due, delivery = self._trainer.inner_step, self._delivery(close)
-            whole, restored = self._reduction.residual.whole, self._trainer.restored_in == self._trainer.round
+            whole, restored = (
+                self._reduction.residual.whole,
+                self._trainer.restored_in == self._trainer.round,
+            )
             try:
                 done = self._apply(close, lookahead)
             except NotFound:  # its messages are gone: a later snapshot has what they led to
                 delivery = self._load_newest(lookahead)
-            if delivery == Delivery.NOT_COUNTED or (whole and not (restored and delivery == Delivery.UNKNOWN)):
+            if delivery == Delivery.NOT_COUNTED or (
+                whole and not (restored and delivery == Delivery.UNKNOWN)
+            ):
                 self._trainer.inner_step = due
         return done, delivery
 
@@ -329,12 +365,16 @@ class StoreRounds:
                 quorum_since = now if quorum_since is None else quorum_since
                 if self._members <= good.keys() or now - quorum_since >= exchange.grace_seconds:
                     posts = tuple(good[name] for name in sorted(good))
-                    self._store.close(Close(self._store.run, number, self._root, posts, tuple(refused)))
+                    self._store.close(
+                        Close(self._store.run, number, self._root, posts, tuple(refused))
+                    )
                     continue
             elif now - began >= exchange.deadline_seconds:
                 raise TrainerLost(
-                    f"round {number + 1}: {len(good)} of {exchange.quorum} trainers in {exchange.deadline_seconds:g} s",
-                    hint="Start more trainers, then call rejoin(): nothing that was learnt is lost.",
+                    f"round {number + 1}: {len(good)} of {exchange.quorum} trainers in "
+                    f"{exchange.deadline_seconds:g} s",
+                    hint="Start more trainers, then call rejoin(): nothing that was learnt is "
+                    "lost.",
                 )
             pause(began, now)
 
@@ -347,23 +387,36 @@ class StoreRounds:
             gated = self._reduction.gates_sums(Sites.of([""] * members))
             shares = cut_runs(self._blocks, members if gated else 1)
             self._posts = RoundPosts(
-                self._store, self.exchange, self._reduction, self._state, place, shares, self._trusted, self._own
+                self._store,
+                self.exchange,
+                self._reduction,
+                self._state,
+                place,
+                shares,
+                self._trusted,
+                self._own,
             )
         return self._posts
 
     def _gathered(self, close: Close) -> list[list[Entries]]:
         """What theta moves against in a closed round, by block, in the order of the addition."""
         if close.theta != self._root:
-            raise Diverged(f"round {close.round + 1} was closed by a trainer with another theta than this one")
+            raise Diverged(
+                f"round {close.round + 1} was closed by a trainer with another theta than this one"
+            )
         posts, name = self._round_posts(), self._trainer.name
         if len(posts.shares) > 1:
             if self._sums is None or self._sums.close != close:
-                self._sums = RoundSums(self._store, posts, close, self._state, self._reduction, name)
+                self._sums = RoundSums(
+                    self._store, posts, close, self._state, self._reduction, name
+                )
             self._sums.gather(self.exchange)
             return self._sums.entries()
         self._sums = None
         messages = ordered_map(partial(self._named, close), close.posts, posts.threads)
-        return [list(of_block) for of_block in zip(*(found.by_block for found in messages), strict=True)]
+        return [
+            list(of_block) for of_block in zip(*(found.by_block for found in messages), strict=True)
+        ]
 
     def _named(self, close: Close, post: Post) -> PostedMessage:
         """A message that a close has named."""
@@ -372,9 +425,11 @@ class StoreRounds:
             raise cannot_count(close, post.trainer, found)
         return found
 
-    def _own_entries(self, close: Close, sums: RoundSums | None) -> tuple[list[Entries], list[Entries]]:
-        """Of this trainer's own message, which a close has named: the entries that were taken, by block, and those that
-        no owner of a share could read."""
+    def _own_entries(
+        self, close: Close, sums: RoundSums | None
+    ) -> tuple[list[Entries], list[Entries]]:
+        """Of this trainer's own message, which a close has named: the entries that were taken, by
+        block, and those that no owner of a share could read."""
         posts, name = self._round_posts(), self._trainer.name
         post = next(post for post in close.posts if post.trainer == name)
         taken, left = list[list[Entries]](), list[list[Entries]]()
@@ -387,7 +442,9 @@ class StoreRounds:
                 raise cannot_count(close, name, found)
             taken.append(nothing if is_left else found)
             left.append(found if is_left else nothing)
-        return by_block(posts.shares, taken, len(self._blocks)), by_block(posts.shares, left, len(self._blocks))
+        return by_block(posts.shares, taken, len(self._blocks)), by_block(
+            posts.shares, left, len(self._blocks)
+        )
 
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
@@ -397,13 +454,18 @@ class StoreRounds:
         posts, sums = self._round_posts(), self._sums
         own: list[Entries] = []
         back: list[Entries] = []
-        if delivery == Delivery.COUNTED and (whole or (sums and sums.leaves_out(self._trainer.name))):
+        if delivery == Delivery.COUNTED and (
+            whole or (sums and sums.leaves_out(self._trainer.name))
+        ):
             own, back = self._own_entries(close, sums)
         if delivery == Delivery.COUNTED and sums and (why := sums.leaves_out(self._trainer.name)):
-            self._left_out.append(f"round {close.round + 1}: a part of this trainer's message was refused: {why}")
+            self._left_out.append(
+                f"round {close.round + 1}: a part of this trainer's message was refused: {why}"
+            )
         if delivery == Delivery.NOT_COUNTED and self._trainer.inner_step:
             self._left_out.append(
-                f"round {close.round + 1}: {close.reason(self._trainer.name, residual.pending_message)}"
+                f"round {close.round + 1}: "
+                f"{close.reason(self._trainer.name, residual.pending_message)}"
             )
 
         def take_effect() -> int:
@@ -420,7 +482,9 @@ class StoreRounds:
             residual.add_held_back = sums.add_withheld if sums else None
             summed = self._reduction.step(close.round, entries, len(close.posts), lookahead)
             self._trainer.complete_round([post.sha256 for post in close.posts])
-            residual.whole |= (whole and steps) or (delivery == Delivery.NOT_COUNTED and (whole or steps))
+            residual.whole |= (whole and steps) or (
+                delivery == Delivery.NOT_COUNTED and (whole or steps)
+            )
             if residual.whole:
                 self._trainer.write_start(lookahead)
             return summed
@@ -456,15 +520,21 @@ class StoreRounds:
         if counted is None:
             return Delivery.NOT_COUNTED
         # Else it is a message that this trainer had put before it came back from a checkpoint.
-        return Delivery.COUNTED if counted == self._reduction.residual.pending_message else Delivery.UNKNOWN
+        return (
+            Delivery.COUNTED
+            if counted == self._reduction.residual.pending_message
+            else Delivery.UNKNOWN
+        )
 
     def _has_new_steps(self, delivery: Delivery) -> bool:
-        """Whether there are inner steps, none of which may be part of a message that has this ``delivery``."""
+        """Whether there are inner steps, none of which may be part of a message that has this
+        ``delivery``."""
         may_be = delivery == Delivery.UNKNOWN and self._trainer.restored_in == self._trainer.round
         return bool(self._trainer.inner_step) and not may_be
 
     def _keep_local_steps(self, delivery: Delivery) -> None:
-        """Puts what was learnt since the last round into the residual, all of it or, of what may have counted, none."""
+        """Puts what was learnt since the last round into the residual, all of it or, of what may
+        have counted, none."""
         if self._trainer.inner_step or delivery == Delivery.UNKNOWN:
             self._reduction.residual.catch_up(delivery)
 
@@ -474,7 +544,8 @@ class StoreRounds:
         return {"max_norm": self.exchange.max_norm, "max_entries": self.exchange.max_entries}
 
     def _load_newest(self, lookahead: np.float32) -> Delivery:
-        """Takes up the newest snapshot; what became of this trainer's messages in the rounds up to it."""
+        """Takes up the newest snapshot; what became of this trainer's messages in the rounds up to
+        it."""
         began, delivery = self._trainer.round, Delivery.NOT_COUNTED
 
         def settle() -> None:
@@ -492,13 +563,18 @@ class StoreRounds:
 
         def find_delivery(newest: int) -> None:
             nonlocal delivery
-            closes = ordered_map(self._store.closed, range(began, newest), self._round_posts().threads)
+            closes = ordered_map(
+                self._store.closed, range(began, newest), self._round_posts().threads
+            )
             first, *later = [self._delivery(close) for close in closes if close is not None]
-            delivery = first if all(each == Delivery.NOT_COUNTED for each in later) else Delivery.UNKNOWN
+            delivery = (
+                first if all(each == Delivery.NOT_COUNTED for each in later) else Delivery.UNKNOWN
+            )
 
         if not self._take_up_newest(began, lookahead, find_delivery, settle):
             raise StoreError(
-                f"the messages of round {began + 1} are gone, and there is no later snapshot that can be read",
+                f"the messages of round {began + 1} are gone, and there is no later snapshot "
+                "that can be read",
                 hint="Is the store damaged? Start from another trainer's checkpoint.",
             )
         return delivery
@@ -510,8 +586,8 @@ class StoreRounds:
         found: Callable[[int], None] = lambda number: None,
         settle: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Takes up the newest snapshot of more than ``after`` rounds that can be read, once ``found`` was told of how
-        many it is; False where there is none."""
+        """Takes up the newest snapshot of more than ``after`` rounds that can be read, once
+        ``found`` was told of how many it is; False where there is none."""
         for _ in range(_SNAPSHOT_TRIES):
             newest = None
             for number, fields in self._store.snapshots():
@@ -532,7 +608,9 @@ class StoreRounds:
     def _find_due(self) -> list[Entries]:
         """What the message on its way has, or would have, which is part of the residual."""
         reduction = self._reduction
-        return reduction.gate.entries_of(self._state, reduction.residual.flat, reduction.wire, self._trainer.round)
+        return reduction.gate.entries_of(
+            self._state, reduction.residual.flat, reduction.wire, self._trainer.round
+        )
 
     def _load(
         self,
@@ -541,7 +619,8 @@ class StoreRounds:
         lookahead: np.float32,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes up the theta and momentum of a snapshot after so many rounds, once it has settled the residual."""
+        """Takes up the theta and momentum of a snapshot after so many rounds, once it has settled
+        the residual."""
         if snapshot is None:
             return
         root, theta, momentum = snapshot

@@ -1,5 +1,5 @@
-"""The bytes of a round: messages, a payload for each block or part of one, and the classes of parameters that they are
-coded by (docs/loco.md, section 3)."""
+"""The bytes of a round: messages, a payload for each block or part of one, and the classes of
+parameters that they are coded by (docs/loco.md, section 3)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ WireName = Literal["FP32", "BF16", "int4", "int2"]
 _MANTISSA: dict[WireName, int] = {"FP32": 23, "BF16": 7, "int4": 2, "int2": 0}
 
 KnownClasses = tuple[npt.NDArray[np.uint8], tuple[int, int]]
-"""The classes of some parameters (docs/loco.md, section 3.1), and the octaves D and M that they are for."""
+"""The classes of some parameters (docs/loco.md, section 3.1), and the octaves D and M that they are
+for."""
 
 Entries = tuple[Positions, Floats]
 """Ascending positions in a block and the FP32 values there."""
@@ -36,7 +37,8 @@ Entries = tuple[Positions, Floats]
 
 @dataclass(frozen=True, slots=True)
 class LocalMessage:
-    """What a trainer has to send: its entries by block, or the ``bad`` parameter for which it has none."""
+    """What a trainer has to send: its entries by block, or the ``bad`` parameter for which it has
+    none."""
 
     entries: list[Entries]
     bad: str | None = None
@@ -65,7 +67,8 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How values travel: FP32 exactly, or rounded to fewer bits of mantissa, to nearest, ties to even."""
+    """How values travel: FP32 exactly, or rounded to fewer bits of mantissa, to nearest, ties to
+    even."""
 
     name: WireName = "FP32"
 
@@ -80,7 +83,8 @@ class Wire:
 
     @property
     def few_bits(self) -> bool:
-        """Whether messages are so short that a sweep can be paid for, and that FP32 sums would be most of a round."""
+        """Whether messages are so short that a sweep can be paid for, and that FP32 sums would be
+        most of a round."""
         return self.mantissa <= 2
 
     def round(self, values: Floats) -> Floats:
@@ -88,16 +92,24 @@ class Wire:
         dropped = np.uint32(23 - self.mantissa)
         if not dropped:
             return values
-        # In integers: a carry goes on into the exponent, as it should, and nothing depends on the processor's modes.
+        # In integers: a carry goes on into the exponent, as it should, and nothing depends on the
+        # processor's modes.
         bits, half = values.view(np.uint32), np.uint32(1) << (dropped - np.uint32(1))
-        rounded = (bits + (half - np.uint32(1) + (bits >> dropped & np.uint32(1)))) >> dropped << dropped
+        rounded = (
+            (bits + (half - np.uint32(1) + (bits >> dropped & np.uint32(1)))) >> dropped << dropped
+        )
         return rounded.view(np.float32)
 
     def encode(
-        self, theta: Floats, momentum: Floats, rounding: Rounding, entries: Entries, known: KnownClasses | None = None
+        self,
+        theta: Floats,
+        momentum: Floats,
+        rounding: Rounding,
+        entries: Entries,
+        known: KnownClasses | None = None,
     ) -> bytes:
-        """The payload of one block. ``theta``, ``momentum`` and the ``known`` classes are the block's; values must be
-        ``round``'s results."""
+        """The payload of one block. ``theta``, ``momentum`` and the ``known`` classes are the
+        block's; values must be ``round``'s results."""
         return encode_entries(theta, momentum, rounding, *entries, self.mantissa, known)
 
     def decode(
@@ -118,16 +130,18 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one trainer sends in a round: a payload for each block, in order. ``wire`` is `Wire.mantissa`."""
+    """What one trainer sends in a round: a payload for each block, in order. ``wire`` is
+    `Wire.mantissa`."""
 
     round: int
     wire: int
     payloads: Sequence[bytes | memoryview]
 
     def to_bytes(self) -> bytes:
-        """The message with a random number in it: two trainers may send the same payloads, and their messages must
-        still differ (docs/loco.md, section 5)."""
-        # A trainer that was lost asks by the digest whether its message has counted (`trainer.delivery_of`).
+        """The message with a random number in it: two trainers may send the same payloads, and
+        their messages must still differ (docs/loco.md, section 5)."""
+        # A trainer that was lost asks by the digest whether its message has counted
+        # (`trainer.delivery_of`).
         nonce = int.from_bytes(os.urandom(8), "little")
         header = _HEADER.pack(MAGIC, FORMAT, self.wire, 0, self.round, nonce, len(self.payloads))
         lengths = struct.pack(f"<{len(self.payloads)}I", *map(len, self.payloads))
@@ -135,7 +149,8 @@ class Message:
 
     @classmethod
     def parse(cls, data: bytes, blocks: int) -> Self:
-        """Raises CorruptMessage unless ``data`` is a message of ``blocks`` payloads that tile it."""
+        """Raises CorruptMessage unless ``data`` is a message of ``blocks`` payloads that tile
+        it."""
         if len(data) < _HEADER.size + 4 * blocks:
             raise CorruptMessage(f"a message of {len(data)} bytes is too short for {blocks} blocks")
         magic, format_, wire, reserved, number, _, count = _HEADER.unpack_from(data)
@@ -154,8 +169,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class SumsMessage:
-    """What the owner of a share sends to all: its ``sums``, a `Message` with FP32 values, and the ``digest`` (64
-    hexadecimal digits) of the parts that it has sent itself."""
+    """What the owner of a share sends to all: its ``sums``, a `Message` with FP32 values, and the
+    ``digest`` (64 hexadecimal digits) of the parts that it has sent itself."""
 
     digest: str
     sums: bytes
@@ -180,8 +195,8 @@ def digest_of(message: bytes) -> str:
 
 
 class Classes:
-    """The classes of all parameters of ``blocks`` by their present theta and momentum, as far as they are known: a byte
-    for each. Whoever changes theta or momentum renews or forgets them."""
+    """The classes of all parameters of ``blocks`` by their present theta and momentum, as far as
+    they are known: a byte for each. Whoever changes theta or momentum renews or forgets them."""
 
     def __init__(self, blocks: Sequence[FlatBlock]) -> None:
         self._flat = np.empty(blocks[-1].stop, np.uint8)
@@ -191,15 +206,19 @@ class Classes:
         self._octaves = [None] * len(self._octaves)
 
     def renewed(self, block: FlatBlock, momentum: Floats) -> KnownClasses:
-        """Where the block's new classes go, and for which octaves; ``momentum`` is the block's, and may be the old one,
-        which suggests the octaves."""
+        """Where the block's new classes go, and for which octaves; ``momentum`` is the block's, and
+        may be the old one, which suggests the octaves."""
         octaves = self._octaves[block.number] = shared_octaves(momentum)
         return self._flat[block.start : block.stop], octaves
 
     def of(self, unit: Unit) -> KnownClasses | None:
         octaves = self._octaves[unit.block.number]
         first = unit.block.start
-        return None if octaves is None else (self._flat[first + unit.start : first + unit.stop], octaves)
+        return (
+            None
+            if octaves is None
+            else (self._flat[first + unit.start : first + unit.stop], octaves)
+        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +237,9 @@ class Coder:
         """The message of the ``entries`` of each unit."""
         return self.encode_each([units], [entries])[0]
 
-    def encode_each(self, shares: Sequence[Sequence[Unit]], entries: Sequence[Sequence[Entries]]) -> list[bytes]:
+    def encode_each(
+        self, shares: Sequence[Sequence[Unit]], entries: Sequence[Sequence[Entries]]
+    ) -> list[bytes]:
         """A message for each share, of the ``entries`` of each of its units."""
 
         def encode(item: tuple[Unit, Entries]) -> bytes:
@@ -226,10 +247,13 @@ class Coder:
             theta, momentum = unit.of(self.theta), unit.of(self.momentum)
             return self.wire.encode(theta, momentum, self.rounding, found, self.classes.of(unit))
 
-        items = [each for pair in zip(shares, entries, strict=True) for each in zip(*pair, strict=True)]
+        items = [
+            each for pair in zip(shares, entries, strict=True) for each in zip(*pair, strict=True)
+        ]
         payloads = ordered_map(encode, items, self.threads)
         return [
-            Message(self.round, self.wire.mantissa, list(islice(payloads, len(units)))).to_bytes() for units in shares
+            Message(self.round, self.wire.mantissa, list(islice(payloads, len(units)))).to_bytes()
+            for units in shares
         ]
 
     def decode(self, units: Sequence[Unit], messages: Sequence[bytes]) -> list[list[Entries]]:
@@ -238,7 +262,9 @@ class Coder:
         parsed = [Message.parse(m, len(units)) for m in messages]
         for message in parsed:
             if message.round != self.round or message.wire != self.wire.mantissa:
-                raise CorruptMessage(f"a message of round {message.round}, wire {message.wire} in round {self.round}")
+                raise CorruptMessage(
+                    f"a message of round {message.round}, wire {message.wire} in round {self.round}"
+                )
 
         def decode(number: int) -> list[Entries]:
             unit, payloads = units[number], [message.payloads[number] for message in parsed]

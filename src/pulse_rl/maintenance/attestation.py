@@ -1,5 +1,5 @@
-"""The attestation of a version that is in a store: made now, with a key, or the one that its publisher has stored
-(docs/attestations.md)."""
+"""The attestation of a version that is in a store: made now, with a key, or the one that its
+publisher has stored (docs/attestations.md)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def make_statement(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> dict[str, Any]:
-    """The in-toto statement of ``version`` of the stream ``stream`` (None: the newest), which is fetched and verified.
-    ``sharded`` as for `Subscriber.save`. Raises InputError, Untrusted for a signature that is none, and what
-    `Subscriber.sync` raises."""
+    """The in-toto statement of ``version`` of the stream ``stream`` (None: the newest), which is
+    fetched and verified. ``sharded`` as for `Subscriber.save`. Raises InputError, Untrusted for a
+    signature that is none, and what `Subscriber.sync` raises."""
     with Subscriber(
         store,
         stream=stream,
@@ -42,9 +42,18 @@ def make_statement(
     ) as subscriber:
         subscriber.sync(version)
         key = _signing_key(subscriber.manifest)
-        files = subscriber.files() if any(file.name == INDEX_NAME for file in subscriber.manifest.files) else None
+        files = (
+            subscriber.files()
+            if any(file.name == INDEX_NAME for file in subscriber.manifest.files)
+            else None
+        )
         return statement_of(
-            subscriber.manifest, subscriber.state, subscriber.digest, key=key, files=files, sharded=sharded
+            subscriber.manifest,
+            subscriber.state,
+            subscriber.digest,
+            key=key,
+            files=files,
+            sharded=sharded,
         )
 
 
@@ -56,8 +65,9 @@ def stored_attestation(
     trusted_keys: Collection[str] | None = None,
     stream_id: str | None = None,
 ) -> bytes:
-    """The bundle that the publisher has stored with the anchor of ``version`` (None: the newest). No weights are read.
-    Raises InputError where there is none, EmptyStream, Untrusted, and what reading raises."""
+    """The bundle that the publisher has stored with the anchor of ``version`` (None: the newest).
+    No weights are read. Raises InputError where there is none, EmptyStream, Untrusted, and what
+    reading raises."""
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
     with where.limited():
         manifest = where.require_newest() if version is None else where.manifest(version)
@@ -65,7 +75,8 @@ def stored_attestation(
         if manifest.anchor is None or manifest.anchor.attestation is None:
             raise InputError(
                 f"the publisher of {stream!r} has not attested version {manifest.version}",
-                hint="It does so for anchors only, with its key (`pulse log`). Sign with a key of yours: --key FILE.",
+                hint="It does so for anchors only, with its key (`pulse log`). Sign with a key "
+                "of yours: --key FILE.",
             )
         return where.fetch(manifest.anchor.attestation, FILE)
 

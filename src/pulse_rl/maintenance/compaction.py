@@ -1,4 +1,5 @@
-"""Shorter ways to the newest version of a stream that is there already: folds, and an anchor (docs/protocol.md, 3)."""
+"""Shorter ways to the newest version of a stream that is there already: folds, and an anchor
+(docs/protocol.md, 3)."""
 
 from __future__ import annotations
 
@@ -39,13 +40,15 @@ def fold_stream(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Makes the folds that ``stream`` in ``store`` lacks, on any machine, and yields (base, version) of each.
+    """Makes the folds that ``stream`` in ``store`` lacks, on any machine, and yields (base,
+    version) of each.
 
-    ``folds`` are the spans in versions, ``codec`` encodes their blocks, ``threads`` limits parallelism; ``on_event``
-    gets the events of folding and replay. ``signer`` signs the folds' links: workers with trusted keys use no others;
-    its key and ``trusted_keys`` (Ed25519, 64 hexadecimal digits each) are those whose versions are folded.
-    ``stream_id``: the stream's, where it is known. Versions that cannot be read are passed over. Restores the stream at
-    the base of the first missing fold and replays it. Raises InputError; while it yields EmptyStream, why no
+    ``folds`` are the spans in versions, ``codec`` encodes their blocks, ``threads`` limits
+    parallelism; ``on_event`` gets the events of folding and replay. ``signer`` signs the folds'
+    links: workers with trusted keys use no others; its key and ``trusted_keys`` (Ed25519, 64
+    hexadecimal digits each) are those whose versions are folded. ``stream_id``: the stream's, where
+    it is known. Versions that cannot be read are passed over. Restores the stream at the base of
+    the first missing fold and replays it. Raises InputError; while it yields EmptyStream, why no
     version can be read where none can, and ChainGap if one is unreachable.
     """
     checked_threads(threads)
@@ -66,7 +69,9 @@ def _fold(
         where.adopt(head)
         versions = [version for version in where.versions() if version <= head.version]
     there = set(versions)
-    missing = {(v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there} - listed
+    missing = {
+        (v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there
+    } - listed
     if not missing:
         return
     maker = FoldMaker(
@@ -95,7 +100,12 @@ class _Follower:
         self._at: Baseline | None = None
 
     def advanced(
-        self, link: Link, base_root: str, undo: Mapping[int, Changes], state: State, digest: StateDigest
+        self,
+        link: Link,
+        base_root: str,
+        undo: Mapping[int, Changes],
+        state: State,
+        digest: StateDigest,
     ) -> None:
         """The state has moved along a patch; ``undo`` has the old bits by block."""
         assert link.base is not None
@@ -132,15 +142,17 @@ def anchor_stream(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Published:
-    """Publishes the newest version of ``stream`` in ``store`` once more, as it is, with an anchor, and returns what it
-    cost: newcomers start there, whatever was lost or signed by a key that they do not trust before it.
+    """Publishes the newest version of ``stream`` in ``store`` once more, as it is, with an anchor,
+    and returns what it cost: newcomers start there, whatever was lost or signed by a key that they
+    do not trust before it.
 
-    ``signer`` signs it; then only versions that its key or one of ``trusted_keys`` (Ed25519, 64 hexadecimal digits
-    each) has signed are taken. ``attest`` as for `Publisher`. ``stream_id``: the stream's, where it is known.
-    ``threads``: the maximum number (None: one per core); ``on_event`` gets the events of restoring and publishing. This
-    takes the stream over: a trainer that still publishes to it is refused at its next commit; one that is about to
-    start need not call it, since ``publish(anchor=True)`` does the same. Raises EmptyStream, and what `Subscriber.sync`
-    and `Publisher.publish` raise.
+    ``signer`` signs it; then only versions that its key or one of ``trusted_keys`` (Ed25519, 64
+    hexadecimal digits each) has signed are taken. ``attest`` as for `Publisher`. ``stream_id``: the
+    stream's, where it is known. ``threads``: the maximum number (None: one per core); ``on_event``
+    gets the events of restoring and publishing. This takes the stream over: a trainer that still
+    publishes to it is refused at its next commit; one that is about to start need not call it,
+    since ``publish(anchor=True)`` does the same. Raises EmptyStream, and what `Subscriber.sync` and
+    `Publisher.publish` raise.
     """
     opened = open_store(store)
     keys = keys_of(signer, trusted_keys)
@@ -155,7 +167,12 @@ def anchor_stream(
             on_event=on_event,
         ) as publisher,
         Subscriber(
-            opened, stream=stream, trusted_keys=keys, stream_id=stream_id, threads=threads, on_event=on_event
+            opened,
+            stream=stream,
+            trusted_keys=keys,
+            stream_id=stream_id,
+            threads=threads,
+            on_event=on_event,
         ) as reader,
     ):
         newest = reader.sync()

@@ -1,4 +1,5 @@
-"""A relay: mirrors a stream into another store, for the workers near that one (docs/protocol.md, section 8)."""
+"""A relay: mirrors a stream into another store, for the workers near that one (docs/protocol.md,
+section 8)."""
 
 from __future__ import annotations
 
@@ -43,12 +44,15 @@ from ..sync.polling import LONGEST_POLL, PollTimer
 _TRIES = 2
 _SEARCHED_ANCHORS = 16
 _MAX_GIVEN_UP = 2
-_ANOTHER_TARGET = "Give the relay a target, or a stream's name, to which nobody else writes versions."
+_ANOTHER_TARGET = (
+    "Give the relay a target, or a stream's name, to which nobody else writes versions."
+)
 _CHUNK_BYTES = 8 << 20
 
 
 class _AnchorCopy(NamedTuple):
-    """The anchor of ``manifest``'s version, of whose shards the first ``done`` are in the target."""
+    """The anchor of ``manifest``'s version, of whose shards the first ``done`` are in the
+    target."""
 
     manifest: Manifest
     done: int = 0
@@ -57,17 +61,19 @@ class _AnchorCopy(NamedTuple):
 
 
 class Relay:
-    """Keeps the stream ``stream`` of the store ``source`` in the store ``target``, each payload fetched once.
+    """Keeps the stream ``stream`` of the store ``source`` in the store ``target``, each payload
+    fetched once.
 
-    ``source`` and ``target``: stores, or their addresses (see `open_store`). The target is the relay's: nobody
-    publishes there. ``keep``: the newest versions that the target keeps restorable, as `gc_stream` does (None: all).
-    ``trusted_keys``, ``stream_id`` and ``allow_recreated`` are those of `Subscriber`; where the stream is recreated, a
-    relay that follows restarts empties the target's copy first. ``threads``: the most requests to the source at a time
-    (None: one per core), with up to 8 MiB in memory for each. ``on_event`` gets `Relayed`, `FallbackUsed` and
+    ``source`` and ``target``: stores, or their addresses (see `open_store`). The target is the
+    relay's: nobody publishes there. ``keep``: the newest versions that the target keeps restorable,
+    as `gc_stream` does (None: all). ``trusted_keys``, ``stream_id`` and ``allow_recreated`` are
+    those of `Subscriber`; where the stream is recreated, a relay that follows restarts empties the
+    target's copy first. ``threads``: the most requests to the source at a time (None: one per
+    core), with up to 8 MiB in memory for each. ``on_event`` gets `Relayed`, `FallbackUsed` and
     `CallFailed`. Raises InputError and StoreError.
 
-    It holds nothing that is not in the stores: one that is killed goes on where it was, and one thread uses it at a
-    time.
+    It holds nothing that is not in the stores: one that is killed goes on where it was, and one
+    thread uses it at a time.
     """
 
     def __init__(
@@ -84,7 +90,9 @@ class Relay:
         on_event: Listener | None = None,
     ) -> None:
         if allow_recreated and stream_id is not None:
-            raise InputError("allow_recreated contradicts a fixed stream_id", hint="Give one of the two.")
+            raise InputError(
+                "allow_recreated contradicts a fixed stream_id", hint="Give one of the two."
+            )
         trusted = trusted_by(trusted_keys)
         self._keep = None if keep is None else checked_count("keep", keep)
         self._threads = checked_threads(threads)
@@ -92,11 +100,17 @@ class Relay:
         self._trusted_keys = trusted_keys
         self._allow_recreated = allow_recreated
         self.source = Stream(
-            open_store(source), stream, trusted, stream_id=stream_id, on_refused=weak_callback(self._refused)
+            open_store(source),
+            stream,
+            trusted,
+            stream_id=stream_id,
+            on_refused=weak_callback(self._refused),
         )
         self._target = Stream(open_store(target), stream, trusted, stream_id=stream_id)
         self._have: int | None = None
-        self._knows: bool | None = None  # what the target's readers at that version do, once it was looked up
+        self._knows: bool | None = (
+            None  # what the target's readers at that version do, once it was looked up
+        )
         self._anchor: _AnchorCopy | None = None
         self._searched = False
         self._pause = PollTimer(self.source.store)
@@ -106,7 +120,10 @@ class Relay:
 
     def __repr__(self) -> str:
         held = "nothing yet" if self._have is None else f"version {self._have}"
-        return f"<Relay of {self.source.name!r} from {self.source.store!r} to {self._target.store!r}: {held}>"
+        return (
+            f"<Relay of {self.source.name!r} from {self.source.store!r} to "
+            f"{self._target.store!r}: {held}>"
+        )
 
     @property
     def version(self) -> int | None:
@@ -114,26 +131,34 @@ class Relay:
         return self._have
 
     def sync(self, *, shards: int | None = None) -> Relayed | None:
-        """Copies what is new; None if nothing is. The newest version comes first, by the cheapest path from what the
-        target has; then the newest anchor, shard by shard, between which newer versions still come first. ``shards``:
-        the most of them that one call copies (None: all); later calls go on with the rest.
+        """Copies what is new; None if nothing is. The newest version comes first, by the cheapest
+        path from what the target has; then the newest anchor, shard by shard, between which newer
+        versions still come first. ``shards``: the most of them that one call copies (None: all);
+        later calls go on with the rest.
 
-        A version is shown in the target once all is there that leads to it. Payloads are checked against their SHA-256
-        before they are stored, manifests and folds' links as a subscriber checks them. Raises StreamRecreated,
-        PublisherConflict where somebody publishes to the target, ChainGap where nothing leads to the newest version,
-        and StoreError; a repeated call goes on where this one stopped.
+        A version is shown in the target once all is there that leads to it. Payloads are checked
+        against their SHA-256 before they are stored, manifests and folds' links as a subscriber
+        checks them. Raises StreamRecreated, PublisherConflict where somebody publishes to the
+        target, ChainGap where nothing leads to the newest version, and StoreError; a repeated call
+        goes on where this one stopped.
         """
         if shards is not None:
             checked_count("shards", shards)
-        with failures_to(self._listener, self.source.name, "relay"), self.source.limited(), self._target.limited():
+        with (
+            failures_to(self._listener, self.source.name, "relay"),
+            self.source.limited(),
+            self._target.limited(),
+        ):
             return self._sync(shards)
 
     def wait_for_new(self, poll_seconds: float = 1.0, max_seconds: float = math.inf) -> None:
-        """The pause between two calls of `sync` that found nothing: ``poll_seconds``, a quarter more or less; where the
-        source is an `HttpStore`, until its server has something new, for at most 25 seconds. Ends within
-        ``max_seconds``."""
+        """The pause between two calls of `sync` that found nothing: ``poll_seconds``, a quarter
+        more or less; where the source is an `HttpStore`, until its server has something new, for at
+        most 25 seconds. Ends within ``max_seconds``."""
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
-        self._pause.wait([self.source.last_accepted], poll_seconds, checked_number("max_seconds", max_seconds))
+        self._pause.wait(
+            [self.source.last_accepted], poll_seconds, checked_number("max_seconds", max_seconds)
+        )
 
     def _sync(self, shards: int | None) -> Relayed | None:
         started = time.perf_counter()
@@ -142,8 +167,8 @@ class Relay:
         previous = self._find_held()
         if not self._searched:
             self._anchor, self._searched = self._unfinished_anchor(), True
-        # 2. The newest version, which workers wait for; then the anchor, which only newcomers need. It takes long:
-        # between two shards newer versions come first.
+        # 2. The newest version, which workers wait for; then the anchor, which only newcomers need.
+        # It takes long: between two shards newer versions come first.
         self._copy_newest()
         copied = 0
         while self._anchor is not None and copied != shards:
@@ -202,10 +227,16 @@ class Relay:
             raise found.error
 
     def _reach(self, version: int) -> None:
-        """Copies the cheapest working path of links to ``version``, link by link; avoids one that cannot be used."""
+        """Copies the cheapest working path of links to ``version``, link by link; avoids one that
+        cannot be used."""
         if self._knows is None:
             self._knows = self._have is None or knows_history(self._target, self._have)
-        route, at, knows, anchored = Planner(self.source, version), self._have, self._knows is True, False
+        route, at, knows, anchored = (
+            Planner(self.source, version),
+            self._have,
+            self._knows is True,
+            False,
+        )
         while self._have != version:
             try:
                 path = route.plan(at, knows=knows, tries=False)
@@ -226,7 +257,8 @@ class Relay:
                     route.avoid(planned, link, error)
                     self._tell(link, error)
                     break
-                # On the way from an anchor the version may still be below that of the target: no step back there.
+                # On the way from an anchor the version may still be below that of the target: no
+                # step back there.
                 at, knows = link.version, history_available(link, manifest, before=knows)
                 anchored = anchored or link.base is None
                 self._links.append(link)
@@ -247,22 +279,34 @@ class Relay:
             self._anchor = None  # of an older version
             return
         if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
-            raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
+            raise FormatError(
+                f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}"
+            )
         record = self.source.fold_record(link) if link.is_fold else None
-        # By root, not by number alone: the base in the target must be the one that the patch was made of.
-        if record is None and manifest.patch and manifest.patch.base_root != self._target.manifest(link.base).root:
-            raise DigestMismatch(f"{link} starts from another version {link.base} than the one in the target")
+        # By root, not by number alone: the base in the target must be the one that the patch was
+        # made of.
+        if (
+            record is None
+            and manifest.patch
+            and manifest.patch.base_root != self._target.manifest(link.base).root
+        ):
+            raise DigestMismatch(
+                f"{link} starts from another version {link.base} than the one in the target"
+            )
         new = [payload for payload in link.payloads or () if self._copy_payload(payload, PATCH)]
         if record is not None:
             self._check_fold(link, manifest, new)
             self._target.put_fold_record(link, record)
         self._show(manifest)
         if manifest.anchor and (self._anchor is None or self._anchor.given_up < _MAX_GIVEN_UP):
-            self._anchor = _AnchorCopy(manifest, given_up=self._anchor.given_up + 1 if self._anchor else 0)
+            self._anchor = _AnchorCopy(
+                manifest, given_up=self._anchor.given_up + 1 if self._anchor else 0
+            )
 
     def _check_fold(self, link: Link, manifest: Manifest, new: list[Payload]) -> None:
-        """Raises DigestMismatch, and takes back what is ``new``, unless the fold is one from its base to its version:
-        anybody may have listed it. What was there before, be it damaged, others may name."""
+        """Raises DigestMismatch, and takes back what is ``new``, unless the fold is one from its
+        base to its version: anybody may have listed it. What was there before, be it damaged,
+        others may name."""
         assert link.base is not None
         try:
             base_root = self._target.manifest(link.base).root
@@ -278,12 +322,15 @@ class Relay:
         """Of each payload of a fold, from the target."""
         room = Room()
         for payload in link.payloads or ():
-            read = partial(self._target.store.get, self._target.names.payload(payload.sha256, PATCH))
+            read = partial(
+                self._target.store.get, self._target.names.payload(payload.sha256, PATCH)
+            )
             yield read_header(read, payload.bytes, elements=manifest.elements, room=room)
 
     def _show(self, manifest: Manifest) -> None:
-        """Creates the manifest in the target. What cannot be read or trusted there makes room for it: the target is the
-        relay's. Raises PublisherConflict where another version of the stream stands there."""
+        """Creates the manifest in the target. What cannot be read or trusted there makes room for
+        it: the target is the relay's. Raises PublisherConflict where another version of the stream
+        stands there."""
         copy_digests(self.source, self._target, manifest, leaves=False)
         self._copy_files(manifest)
         hit("relay.before")
@@ -295,20 +342,25 @@ class Relay:
                 if there == manifest:  # a reply was damaged
                     return
                 raise PublisherConflict(
-                    f"the target has another version {there.version} of {there.stream!r}", hint=_ANOTHER_TARGET
+                    f"the target has another version {there.version} of {there.stream!r}",
+                    hint=_ANOTHER_TARGET,
                 )
             self._target.store.delete(self._target.names.version(manifest.version))
-        raise CorruptManifest(f"version {manifest.version} cannot be shown: the target's object is written by others")
+        raise CorruptManifest(
+            f"version {manifest.version} cannot be shown: the target's object is written by others"
+        )
 
     def _require_no_publisher(self) -> None:
         if self._target.claims.after(0, "", ""):
-            raise PublisherConflict(f"somebody publishes {self._target.name!r} to the target", hint=_ANOTHER_TARGET)
+            raise PublisherConflict(
+                f"somebody publishes {self._target.name!r} to the target", hint=_ANOTHER_TARGET
+            )
 
     # -- payloads
 
     def _copy_payload(self, payload: Payload, kind: str) -> bool:
-        """Copies a payload unless it is in the target, whole; returns whether nothing was there of its name. Raises
-        NotFound and DigestMismatch; a damaged reply is asked for once more."""
+        """Copies a payload unless it is in the target, whole; returns whether nothing was there of
+        its name. Raises NotFound and DigestMismatch; a damaged reply is asked for once more."""
         name = self.source.names.payload(payload.sha256, kind)
         if whole := holds_whole(self._target.store, name, payload, self._threads):
             return False
@@ -316,7 +368,9 @@ class Relay:
             try:
                 # The length first: a stranger's object of that name could be of any.
                 if self.source.store.head(name).nbytes != payload.bytes:
-                    raise DigestMismatch(f"{name} does not have the {payload.bytes} bytes that it should have")
+                    raise DigestMismatch(
+                        f"{name} does not have the {payload.bytes} bytes that it should have"
+                    )
                 self._target.put_payload(payload, kind, self._fetched(name, payload))
                 break
             except DigestMismatch:
@@ -325,18 +379,21 @@ class Relay:
         return whole is None
 
     def _fetched(self, name: str, payload: Payload) -> Iterator[bytes]:
-        """The chunks of a payload. Raises DigestMismatch in place of their end, so that no store keeps wrong ones."""
+        """The chunks of a payload. Raises DigestMismatch in place of their end, so that no store
+        keeps wrong ones."""
         running = sha256()
         for chunk in chunks_of(self.source.store, name, payload.bytes, self._threads):
             self._nbytes += len(chunk)
             running.update(chunk)
             yield chunk
         if running.hexdigest() != payload.sha256:
-            raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
+            raise DigestMismatch(
+                f"{name} does not hold the {payload.bytes} bytes that its name promises"
+            )
 
     def _copy_files(self, manifest: Manifest) -> None:
-        """Copies the files of a version that those of the version before are not. One that is lost in the source does
-        not hold the weights up, and is tried again with the next version."""
+        """Copies the files of a version that those of the version before are not. One that is lost
+        in the source does not hold the weights up, and is tried again with the next version."""
         there = set[Payload]()
         for file in manifest.small_files:
             try:
@@ -350,8 +407,8 @@ class Relay:
     # -- anchors, and what they make superfluous
 
     def _copy_shard(self, copy: _AnchorCopy) -> None:
-        """Copies one more shard; with the last one the anchor is listed. An anchor that is damaged in the source is
-        given up: another one comes."""
+        """Copies one more shard; with the last one the anchor is listed. An anchor that is damaged
+        in the source is given up: another one comes."""
         assert copy.manifest.anchor is not None
         link = Link(None, copy.manifest.version, anchor_bytes(copy.manifest))
         try:
@@ -369,11 +426,14 @@ class Relay:
             self._collect()
 
     def _unfinished_anchor(self) -> _AnchorCopy | None:
-        """The newest anchor whose version the target shows, unless it is listed there: what another process left."""
+        """The newest anchor whose version the target shows, unless it is listed there: what another
+        process left."""
         if self._have is None:
             return None
         listed = {link.version for link in self._target.links() if link.base is None}
-        there = sorted({link.version for link in self.source.links() if link.base is None}, reverse=True)
+        there = sorted(
+            {link.version for link in self.source.links() if link.base is None}, reverse=True
+        )
         for version in [v for v in there if v <= self._have][:_SEARCHED_ANCHORS]:
             with suppress(*UNREADABLE):
                 manifest = self._target.manifest(version)
@@ -399,12 +459,16 @@ class Relay:
                 self._listener(CallFailed(self._target.name, "gc", error.kind, str(error)))
 
     def _start_over(self) -> None:
-        """Empties the target's copy, in the order of garbage collection, and forgets whose stream it was."""
+        """Empties the target's copy, in the order of garbage collection, and forgets whose stream
+        it was."""
         self._require_no_publisher()
         names = self._target.names
-        # What refers to something goes first: a reader in between finds the stream shorter, never torn.
+        # What refers to something goes first: a reader in between finds the stream shorter, never
+        # torn.
         for folder in (names.links, names.versions, names.payloads, names.digests):
-            found = [info.name for info in self._target.store.list(folder) if names.parse(info.name)]
+            found = [
+                info.name for info in self._target.store.list(folder) if names.parse(info.name)
+            ]
             for name in reversed(found):
                 self._target.store.delete(name)
         self.source.forget()
@@ -420,15 +484,16 @@ class Relay:
 
 
 def history_available(link: Link, manifest: Manifest, *, before: bool) -> bool:
-    """Whether all that ``manifest`` remembers is known to who came to it along ``link``; ``before``: and knew all at
-    the link's base."""
+    """Whether all that ``manifest`` remembers is known to who came to it along ``link``;
+    ``before``: and knew all at the link's base."""
     if link.base is None or not manifest.remembers:
         return True
     return manifest.remembers == (link.version - link.base,) if link.is_fold else before
 
 
 def knows_history(stream: Stream, version: int) -> bool:
-    """The same of who came to ``version`` by what there is in ``stream``, which has all that leads there."""
+    """The same of who came to ``version`` by what there is in ``stream``, which has all that leads
+    there."""
     links: list[Link] | None = None
     with suppress(*UNREADABLE):
         while (manifest := stream.manifest(version)).remembers:
@@ -444,7 +509,8 @@ def knows_history(stream: Stream, version: int) -> bool:
 
 
 def chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Iterator[bytes]:
-    """The first ``nbytes`` of an object in order, read in several requests at a time, of at most 8 MiB each."""
+    """The first ``nbytes`` of an object in order, read in several requests at a time, of at most 8
+    MiB each."""
     starts = range(0, nbytes, _CHUNK_BYTES)
     with closing(
         ordered_map(lambda at: store.get(name, at, min(at + _CHUNK_BYTES, nbytes)), starts, threads)
@@ -453,8 +519,8 @@ def chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Iter
 
 
 def holds_whole(store: Store, name: str, payload: Payload, threads: int | None) -> bool | None:
-    """Whether the payload is in the store, whole: not so what a killed relay left, or somebody else's junk. None where
-    nothing is."""
+    """Whether the payload is in the store, whole: not so what a killed relay left, or somebody
+    else's junk. None where nothing is."""
     try:
         if store.head(name).nbytes != payload.bytes:
             return False

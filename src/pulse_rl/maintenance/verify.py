@@ -1,5 +1,5 @@
-"""Verifies what is there: a whole stream (restores every version, checks every link, compares every root), and what a
-live model holds (rehashes its tensors and compares them with a version's)."""
+"""Verifies what is there: a whole stream (restores every version, checks every link, compares every
+root), and what a live model holds (rehashes its tensors and compares them with a version's)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from ..sync.host_state import HostState, catch_up, follow_link
 
 @dataclass(frozen=True, slots=True)
 class VersionReport:
-    """The result for ``version``. ``links`` were followed and led to its ``root`` (None if its manifest is unreadable);
-    ``problems`` lists what failed.
+    """The result for ``version``. ``links`` were followed and led to its ``root`` (None if its
+    manifest is unreadable); ``problems`` lists what failed.
     """
 
     version: int
@@ -59,15 +59,17 @@ def verify_stream(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[VersionReport]:
-    """Replays the stream ``stream`` of ``store`` from its first version and yields one report per version.
+    """Replays the stream ``stream`` of ``store`` from its first version and yields one report per
+    version.
 
-    Every patch is applied to its base version, every anchor is restored on its own, and its attestation must be about
-    its files; every file beside the weights is read. So is every fold, which is applied where there is no patch. A
-    version that was begun from one of another stream in ``store`` must have its root. With ``trusted_keys`` (Ed25519
-    public keys, 64 hexadecimal digits each) every manifest must be signed by one of them, and all must be of the stream
-    ``stream_id``, or of the newest one's where that is not given. ``threads``: the maximum number (None: one per core);
-    ``on_event`` gets the events of the replay. Raises InputError; while it yields EmptyStream and StoreUnavailable.
-    Problems with a version are in its report.
+    Every patch is applied to its base version, every anchor is restored on its own, and its
+    attestation must be about its files; every file beside the weights is read. So is every fold,
+    which is applied where there is no patch. A version that was begun from one of another stream in
+    ``store`` must have its root. With ``trusted_keys`` (Ed25519 public keys, 64 hexadecimal digits
+    each) every manifest must be signed by one of them, and all must be of the stream ``stream_id``,
+    or of the newest one's where that is not given. ``threads``: the maximum number (None: one per
+    core); ``on_event`` gets the events of the replay. Raises InputError; while it yields
+    EmptyStream and StoreUnavailable. Problems with a version are in its report.
     """
     checked_threads(threads)
     checked_listener(on_event)
@@ -75,7 +77,9 @@ def verify_stream(
     return _verify(where, threads, on_event)
 
 
-def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> Iterator[VersionReport]:
+def _verify(
+    where: Stream, threads: int | None, on_event: Listener | None
+) -> Iterator[VersionReport]:
     with where.limited():
         if newest := where.newest().manifest:
             where.adopt(newest)
@@ -111,7 +115,8 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
         named = links_of(manifest)
         folded = [link for link in folds if link.version == version]
         if manifest.patch and manifest.patch.base not in listed:
-            # The base was collected as garbage, and the anchor leads here; or a relay took a fold in the patch's place.
+            # The base was collected as garbage, and the anchor leads here; or a relay took a fold
+            # in the patch's place.
             named = [*(link for link in named if link.base is None), *folded] or named
         else:
             problems += _check_folds(where, folded)
@@ -138,8 +143,8 @@ def _verify(where: Stream, threads: int | None, on_event: Listener | None) -> It
 
 
 def _check_folds(where: Stream, folds: list[Link]) -> list[str]:
-    """Which of the folds that nobody needs here have payloads that are damaged: not what their names promise. A link
-    that promises something else may be anybody's."""
+    """Which of the folds that nobody needs here have payloads that are damaged: not what their
+    names promise. A link that promises something else may be anybody's."""
     problems = []
     for link in folds:
         with suppress(*UNREADABLE):
@@ -154,7 +159,8 @@ def _check_folds(where: Stream, folds: list[Link]) -> list[str]:
 
 
 def _check_origin(where: Stream, manifest: Manifest) -> list[str]:
-    """What is wrong with the version from which this one says that it was begun, where the store has its stream."""
+    """What is wrong with the version from which this one says that it was begun, where the store
+    has its stream."""
     if (origin := origin_of(manifest)) is None:
         return []
     stream, version, stream_id = origin
@@ -165,7 +171,8 @@ def _check_origin(where: Stream, manifest: Manifest) -> list[str]:
 
 
 def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> list[str]:
-    """What is wrong with the files of a version; ``checked`` are those of the versions before, by digest."""
+    """What is wrong with the files of a version; ``checked`` are those of the versions before, by
+    digest."""
     for file in manifest.small_files:
         if file.sha256 not in checked:
             try:
@@ -176,18 +183,25 @@ def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> 
                 checked[file.sha256] = str(error)
             else:
                 checked[file.sha256] = ""
-    return [f"{file.name}: {checked[file.sha256]}" for file in manifest.small_files if checked[file.sha256]]
+    return [
+        f"{file.name}: {checked[file.sha256]}"
+        for file in manifest.small_files
+        if checked[file.sha256]
+    ]
 
 
 def _check_attestation(where: Stream, manifest: Manifest, host: HostState) -> list[str]:
-    """What is wrong with the attestation of an anchor, which ``host`` holds: it is about other files. That it is the
-    publisher's is what the manifest says; an object that is lost or damaged is the business of `_check_files`."""
+    """What is wrong with the attestation of an anchor, which ``host`` holds: it is about other
+    files. That it is the publisher's is what the manifest says; an object that is lost or damaged
+    is the business of `_check_files`."""
     said = manifest.anchor.attestation if manifest.anchor else None
     key = manifest.signature.key if manifest.signature else None
     with suppress(NotFound, DigestMismatch):
         if said:
             try:
-                if stated(where.fetch(said, FILE)) != statement_of(manifest, host.state, host.digest, key=key):
+                if stated(where.fetch(said, FILE)) != statement_of(
+                    manifest, host.state, host.digest, key=key
+                ):
                     return ["its attestation is about something else"]
             except FormatError as error:
                 return [str(error)]
@@ -204,9 +218,10 @@ class Module(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """``ok`` if the live tensors, with root ``root``, are those of the version with root ``expected_root``.
-    ``differing`` names tensors with different bits, dtypes or shapes, ``missing`` and ``unexpected`` those that only
-    the version or only the model has; all are empty if only a root was given.
+    """``ok`` if the live tensors, with root ``root``, are those of the version with root
+    ``expected_root``. ``differing`` names tensors with different bits, dtypes or shapes,
+    ``missing`` and ``unexpected`` those that only the version or only the model has; all are empty
+    if only a root was given.
     """
 
     ok: bool
@@ -218,21 +233,26 @@ class AuditReport:
 
 
 def audit(
-    model: Module | Mapping[str, Any] | State, version: StateDigest | Manifest | str, *, threads: int | None = None
+    model: Module | Mapping[str, Any] | State,
+    version: StateDigest | Manifest | str,
+    *,
+    threads: int | None = None,
 ) -> AuditReport:
-    """Rereads all live weights of ``model`` (a module, a mapping of names to tensors, or a `State`) and compares them
-    with a version.
+    """Rereads all live weights of ``model`` (a module, a mapping of names to tensors, or a `State`)
+    and compares them with a version.
 
-    ``threads``: the maximum number (None: one per core). ``version`` is the digest tree of a host state
-    (`Subscriber.digest`), which names the tensors that differ, or a manifest or a root, which only tells whether any
-    differ. Tied tensors are compared once. Raises InputError.
+    ``threads``: the maximum number (None: one per core). ``version`` is the digest tree of a host
+    state (`Subscriber.digest`), which names the tensors that differ, or a manifest or a root, which
+    only tells whether any differ. Tied tensors are compared once. Raises InputError.
     """
     state = as_state(model.state_dict() if hasattr(model, "state_dict") else model)
     live = state_digest(state, threads=threads)
     if isinstance(version, StateDigest):
         return _compare(live, version, state.aliases)
     if not isinstance(version, Manifest | str):
-        raise InputError(f"{type(version).__name__} is not a version", hint="Pass subscriber.digest or a root.")
+        raise InputError(
+            f"{type(version).__name__} is not a version", hint="Pass subscriber.digest or a root."
+        )
     expected = version.root if isinstance(version, Manifest) else version
     if not is_digest(expected):
         raise InputError(f"{expected!r} is not a root", hint="A root has 64 hexadecimal digits.")
@@ -255,4 +275,6 @@ def _compare(live: StateDigest, expected: StateDigest, aliases: dict[str, str]) 
             differing.append(spec.name)
     unexpected = [name for name in specs if name not in met]
     ok = not (differing or missing or unexpected)
-    return AuditReport(ok, live.root, expected.root, tuple(differing), tuple(missing), tuple(unexpected))
+    return AuditReport(
+        ok, live.root, expected.root, tuple(differing), tuple(missing), tuple(unexpected)
+    )

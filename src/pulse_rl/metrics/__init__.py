@@ -7,9 +7,9 @@
         publisher = Publisher(store, stream="policy", on_event=listener)
         ...
 
-``pulse report runs/policy`` shows the events of a folder. An exception from a listener, such as OSError on a full disk,
-reaches the caller of ``publish`` or ``sync``; by then the version is committed, and a repeated ``sync`` returns the
-same update.
+``pulse report runs/policy`` shows the events of a folder. An exception from a listener, such as
+OSError on a full disk, reaches the caller of ``publish`` or ``sync``; by then the version is
+committed, and a repeated ``sync`` returns the same update.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ _log = logging.getLogger("pulse_rl")
 WINDOW = 100
 """Versions over which the running median is taken."""
 QUIET = 50
-"""Versions that are not judged: density peaks at steps 10 to 40, the end of warm-up, at 2 to 3 times what follows."""
+"""Versions that are not judged: density peaks at steps 10 to 40, the end of warm-up, at 2 to 3
+times what follows."""
 FACTOR = 3.0
 """The band: from a third of the median to three times the median."""
 IN_A_ROW = 3
-"""Versions outside the band before it counts; a single step without a reward to learn from is not a drift."""
+"""Versions outside the band before it counts; a single step without a reward to learn from is not a
+drift."""
 _INSTALL = "Install it: pip install 'pulse-rl[metrics]'."
 _LABELS = ("stream", "role")
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -80,9 +82,10 @@ def fan_out(*listeners: Listener) -> Listener:
 class JsonLines(Closing):
     """Appends each event but `Progress` to the file ``path`` as one line, in a single write.
 
-    A line is the event's fields with ``event``, its name in snake case ("published", "synced" …), and ``time``, seconds
-    since 1970 by this machine's clock. Each process needs its own file: ``events-worker-0.jsonl`` in the run's folder
-    appears as the worker "worker-0" in its report. A partial last line left by a killed process is ended first.
+    A line is the event's fields with ``event``, its name in snake case ("published", "synced" …),
+    and ``time``, seconds since 1970 by this machine's clock. Each process needs its own file:
+    ``events-worker-0.jsonl`` in the run's folder appears as the worker "worker-0" in its report. A
+    partial last line left by a killed process is ended first.
 
     A context manager that closes the file. Raises InputError if the file cannot be written.
     """
@@ -97,7 +100,9 @@ class JsonLines(Closing):
                 if self._file.read(1) != b"\n":
                     self._file.write(b"\n")
         except OSError as error:
-            raise InputError(f"cannot write events to {file}: {error}", hint="Check the path.") from None
+            raise InputError(
+                f"cannot write events to {file}: {error}", hint="Check the path."
+            ) from None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -106,7 +111,11 @@ class JsonLines(Closing):
     def __call__(self, event: Event) -> None:
         if isinstance(event, Progress):
             return
-        line = {"event": _snake_case(type(event).__name__), "time": round(time.time(), 6), **asdict(event)}
+        line = {
+            "event": _snake_case(type(event).__name__),
+            "time": round(time.time(), 6),
+            **asdict(event),
+        }
         with self._lock:
             self._file.write(json.dumps(line).encode() + b"\n")
 
@@ -116,7 +125,8 @@ class JsonLines(Closing):
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The events of the file ``path`` in order. Lines that are incomplete, too long or not an event are skipped.
+    """The events of the file ``path`` in order. Lines that are incomplete, too long or not an event
+    are skipped.
 
     Raises InputError if the file cannot be read.
     """
@@ -144,17 +154,21 @@ def _snake_case(name: str) -> str:
 
 
 class Heartbeat:
-    """Tells in ``store`` which version a worker holds, for ``pulse status``: whenever it has synced, as a small object.
+    """Tells in ``store`` which version a worker holds, for ``pulse status``: whenever it has
+    synced, as a small object.
 
-    ``name``: the worker's (default: of the machine and the process). The worker needs the right to write and delete
-    below ``STREAM/workers``; where it cannot, that is logged once, and it goes on. There is one object for each worker,
-    and `gc_stream` deletes those at versions that are gone. Whoever can write to the store can write what is not so.
-    Raises InputError and what `open_store` raises.
+    ``name``: the worker's (default: of the machine and the process). The worker needs the right to
+    write and delete below ``STREAM/workers``; where it cannot, that is logged once, and it goes on.
+    There is one object for each worker, and `gc_stream` deletes those at versions that are gone.
+    Whoever can write to the store can write what is not so. Raises InputError and what `open_store`
+    raises.
     """
 
     def __init__(self, store: Store | str, name: str | None = None) -> None:
         self._store = open_store(store)
-        self._name = name or re.sub(r"[^A-Za-z0-9._-]", "-", f"w-{socket.gethostname()[:100]}-{os.getpid()}")
+        self._name = name or re.sub(
+            r"[^A-Za-z0-9._-]", "-", f"w-{socket.gethostname()[:100]}-{os.getpid()}"
+        )
         check_word(self._name, "a worker")
         self._written: dict[str, list[str]] = {}
         self._failed = False
@@ -167,14 +181,21 @@ class Heartbeat:
             self.beat(event.stream, event.version)
 
     def beat(self, stream: str, version: int) -> None:
-        """Says that the worker holds ``version`` of ``stream``: for an engine, whose own processes sync."""
+        """Says that the worker holds ``version`` of ``stream``: for an engine, whose own processes
+        sync."""
         names = StreamNames(stream)
         try:
             if stream not in self._written:
                 start = f"{names.workers}/{self._name}-"
-                own = takewhile(lambda info: info.name.startswith(start), self._store.list(names.workers, start))
-                found = ((info.name, names.parse(info.name)) for info in islice(own, _MAX_OF_A_WORKER))
-                self._written[stream] = [n for n, of in found if isinstance(of, WorkerName) and of.worker == self._name]
+                own = takewhile(
+                    lambda info: info.name.startswith(start), self._store.list(names.workers, start)
+                )
+                found = (
+                    (info.name, names.parse(info.name)) for info in islice(own, _MAX_OF_A_WORKER)
+                )
+                self._written[stream] = [
+                    n for n, of in found if isinstance(of, WorkerName) and of.worker == self._name
+                ]
             now = names.worker(self._name, version)
             self._store.put(now, b"")
             old, self._written[stream] = self._written[stream], [now]
@@ -184,16 +205,18 @@ class Heartbeat:
         except StoreError as error:
             if not self._failed:
                 self._failed = True
-                _log.warning("stream %s: no heartbeat of %s: %s. %s", stream, self._name, error, error.hint)
+                _log.warning(
+                    "stream %s: no heartbeat of %s: %s. %s", stream, self._name, error, error.hint
+                )
 
 
 class DriftWatch:
     """Passes events on to ``listener``, and adds a `DensityDrift` when density has left its band.
 
-    The rule, per stream: three versions in a row with a density below a third of the running median, or above three
-    times the median. The median is that of the last 100 densities inside the band. The first 50 versions are not
-    judged, and versions without a patch never are. After a drift the watch starts over, so that each drift is reported
-    once.
+    The rule, per stream: three versions in a row with a density below a third of the running
+    median, or above three times the median. The median is that of the last 100 densities inside the
+    band. The first 50 versions are not judged, and versions without a patch never are. After a
+    drift the watch starts over, so that each drift is reported once.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -241,39 +264,41 @@ PUBLISHER, SUBSCRIBER = "publisher", "subscriber"
 
 
 class PrometheusMetrics:
-    """Counts events in ``registry`` (default: the process's own), under names that start with ``prefix``.
+    """Counts events in ``registry`` (default: the process's own), under names that start with
+    ``prefix``.
 
-    Raises InputError without prometheus-client. One object serves all publishers and subscribers of a process. Each
-    metric has the labels ``stream`` and ``role``: "publisher" for writes to the stream, "subscriber" for reads from it
-    (a publisher that restores its own head reads).
+    Raises InputError without prometheus-client. One object serves all publishers and subscribers of
+    a process. Each metric has the labels ``stream`` and ``role``: "publisher" for writes to the
+    stream, "subscriber" for reads from it (a publisher that restores its own head reads).
 
-    ===================================== ========= ==========================================================
-    ``pulse_version``                     gauge     newest version committed, or held
-    ``pulse_density_ratio``               gauge     changed elements / all elements, of the last patch
-    ``pulse_density_drifts_total``        counter   see `DriftWatch`
-    ``pulse_patch_bytes_total``           counter   stored in patches
-    ``pulse_anchor_bytes_total``          counter   stored in anchors
-    ``pulse_fold_bytes_total``            counter   stored in folds
-    ``pulse_full_sync_bytes_total``       counter   what full syncs of the same versions would have stored
-    ``pulse_publish_seconds``             histogram one call of publish
-    ``pulse_publish_phase_seconds``       summary   by ``phase`` of `Published`
+    ===================================== =========
+    ========================================================== ``pulse_version``
+    gauge     newest version committed, or held ``pulse_density_ratio``               gauge
+    changed elements / all elements, of the last patch ``pulse_density_drifts_total``        counter
+    see `DriftWatch` ``pulse_patch_bytes_total``           counter   stored in patches
+    ``pulse_anchor_bytes_total``          counter   stored in anchors ``pulse_fold_bytes_total``
+    counter   stored in folds ``pulse_full_sync_bytes_total``       counter   what full syncs of the
+    same versions would have stored ``pulse_publish_seconds``             histogram one call of
+    publish ``pulse_publish_phase_seconds``       summary   by ``phase`` of `Published`
     ``pulse_fold_failures_total``         counter   folds that could not be made or stored
-    ``pulse_fetched_bytes_total``         counter   payloads downloaded
-    ``pulse_sync_seconds``                histogram one sync that found a new version
-    ``pulse_sync_phase_seconds``          summary   by ``phase`` of `Synced`
-    ``pulse_versions_behind``             gauge     when the last sync looked
-    ``pulse_lag_seconds``                 gauge     from the last commit to its sync (two machines' clocks)
-    ``pulse_call_failures_total``         counter   calls of publish or sync that raised, by the error's ``kind``
-    ``pulse_path_failures_total``         counter   paths that failed, by the error's ``kind``
-    ``pulse_verification_failures_total`` counter   of these, bytes or states that failed a check, by ``kind``
-    ===================================== ========= ==========================================================
+    ``pulse_fetched_bytes_total``         counter   payloads downloaded ``pulse_sync_seconds``
+    histogram one sync that found a new version ``pulse_sync_phase_seconds``          summary   by
+    ``phase`` of `Synced` ``pulse_versions_behind``             gauge     when the last sync looked
+    ``pulse_lag_seconds``                 gauge     from the last commit to its sync (two machines'
+    clocks) ``pulse_call_failures_total``         counter   calls of publish or sync that raised, by
+    the error's ``kind`` ``pulse_path_failures_total``         counter   paths that failed, by the
+    error's ``kind`` ``pulse_verification_failures_total`` counter   of these, bytes or states that
+    failed a check, by ``kind`` ===================================== =========
+    ==========================================================
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, prefix: str = "pulse") -> None:
         try:
             from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Summary
         except ImportError:
-            raise InputError("PrometheusMetrics needs the package prometheus-client", hint=_INSTALL) from None
+            raise InputError(
+                "PrometheusMetrics needs the package prometheus-client", hint=_INSTALL
+            ) from None
         where = REGISTRY if registry is None else registry
 
         def counter(name: str, what: str, *labels: str) -> Counter:
@@ -283,14 +308,20 @@ class PrometheusMetrics:
             return Gauge(f"{prefix}_{name}", what, _LABELS, registry=where)
 
         def seconds(name: str, what: str) -> Histogram:
-            return Histogram(f"{prefix}_{name}_seconds", what, _LABELS, registry=where, buckets=_SECONDS)
+            return Histogram(
+                f"{prefix}_{name}_seconds", what, _LABELS, registry=where, buckets=_SECONDS
+            )
 
         def phases(name: str, what: str) -> Summary:
-            return Summary(f"{prefix}_{name}_phase_seconds", what, (*_LABELS, "phase"), registry=where)
+            return Summary(
+                f"{prefix}_{name}_phase_seconds", what, (*_LABELS, "phase"), registry=where
+            )
 
         try:
             self._version = gauge("version", "Newest version committed or held")
-            self._density = gauge("density_ratio", "Changed elements / all elements of the last patch")
+            self._density = gauge(
+                "density_ratio", "Changed elements / all elements of the last patch"
+            )
             self._drifts = counter("density_drifts", "Times that density left its band")
             self._patch_bytes = counter("patch_bytes", "Bytes stored in patches")
             self._anchor_bytes = counter("anchor_bytes", "Bytes stored in anchors")
@@ -305,10 +336,16 @@ class PrometheusMetrics:
             self._behind = gauge("versions_behind", "Versions behind when the last sync looked")
             self._lag = gauge("lag_seconds", "Age of the version when the last sync ended")
             self._call_failures = counter("call_failures", "Calls that raised an error", "kind")
-            self._path_failures = counter("path_failures", "Ways to a version that did not work", "kind")
-            self._verification_failures = counter("verification_failures", "Failed checks of bytes or states", "kind")
+            self._path_failures = counter(
+                "path_failures", "Ways to a version that did not work", "kind"
+            )
+            self._verification_failures = counter(
+                "verification_failures", "Failed checks of bytes or states", "kind"
+            )
         except ValueError as error:
-            raise InputError(f"cannot register the metrics: {error}", hint="Share one PrometheusMetrics.") from None
+            raise InputError(
+                f"cannot register the metrics: {error}", hint="Share one PrometheusMetrics."
+            ) from None
         self._checks = _kinds(FormatError) | _kinds(IntegrityError)
         self._prefix = prefix
 

@@ -1,4 +1,5 @@
-"""One patch: cut a state into blocks, build, parse, apply, undo (docs/format.md, section 3). Pure functions."""
+"""One patch: cut a state into blocks, build, parse, apply, undo (docs/format.md, section 3). Pure
+functions."""
 
 from __future__ import annotations
 

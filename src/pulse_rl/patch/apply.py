@@ -30,9 +30,9 @@ Journal = Callable[[Block, Changes], None]
 
 @dataclass(frozen=True, slots=True)
 class AppliedPatch:
-    """What `apply_patch` did: the changes per tensor name, the digest tree of the state now, the old bits by index of
-    the patch's block, and what a history is to remember of it: None where that was not asked for, cannot be had, or is
-    too much."""
+    """What `apply_patch` did: the changes per tensor name, the digest tree of the state now, the
+    old bits by index of the patch's block, and what a history is to remember of it: None where that
+    was not asked for, cannot be had, or is too much."""
 
     changes: StateChanges
     digest: StateDigest
@@ -48,11 +48,12 @@ def advance_state(
     journal: Journal | None = None,
     threads: int | None = None,
 ) -> dict[int, Changes]:
-    """Makes the changes of ``blocks`` in a state, in place; returns the old bits by the block's index.
+    """Makes the changes of ``blocks`` in a state, in place; returns the old bits by the block's
+    index.
 
-    Nothing is decoded or hashed: `code_blocks` has proved each block. The memory of the changes may become that of the
-    old bits: they can be taken over once. A state in which this was interrupted must be given up. ``journal`` is told
-    of each block before it is written to.
+    Nothing is decoded or hashed: `code_blocks` has proved each block. The memory of the changes may
+    become that of the old bits: they can be taken over once. A state in which this was interrupted
+    must be given up. ``journal`` is told of each block before it is written to.
     """
     undo: dict[int, Changes] = {}
 
@@ -78,10 +79,13 @@ def advance_state(
 def swap_changes(
     state: State, digest: StateDigest, changes: Mapping[int, Changes], *, threads: int | None = None
 ) -> tuple[dict[int, Changes], StateDigest]:
-    """Writes kept bits, by block of the cut of whole tensors, into a state in host memory with tree ``digest``; returns
-    the bits that they replace, in the same memory, and the new tree. As `advance_state`."""
+    """Writes kept bits, by block of the cut of whole tensors, into a state in host memory with tree
+    ``digest``; returns the bits that they replace, in the same memory, and the new tree. As
+    `advance_state`."""
     blocks = cut_whole(state.specs)
-    swapped = advance_state(state, blocks, [changes.get(index) for index in range(len(blocks))], threads=threads)
+    swapped = advance_state(
+        state, blocks, [changes.get(index) for index in range(len(blocks))], threads=threads
+    )
 
     def leaves(index: int) -> list[bytes] | None:
         return block_leaves([blocks[index]], state)[0] if index in swapped else None
@@ -103,22 +107,30 @@ def apply_patch(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AppliedPatch:
-    """Turns ``state`` (host memory, with tree ``digest``) into the patch's target, or leaves it exactly as it was.
+    """Turns ``state`` (host memory, with tree ``digest``) into the patch's target, or leaves it
+    exactly as it was.
 
-    The state's root must be the patch's base root (WrongBase), so that applying twice is refused rather than harmful.
-    ``history``: what changed up to ``state``; a patch that needs another one is refused (WrongHistory).
-    ``max_records``: the bytes of records of it that may be kept, for a history. ``journal`` is told of each block and
-    its old bits before it is written to.
-    Every block's bytes are checked against the header, every changed leaf is hashed again and the root compared with
-    the target root (DigestMismatch). On any failure, cancellation included, what was written is undone first.
+    The state's root must be the patch's base root (WrongBase), so that applying twice is refused
+    rather than harmful. ``history``: what changed up to ``state``; a patch that needs another one
+    is refused (WrongHistory). ``max_records``: the bytes of records of it that may be kept, for a
+    history. ``journal`` is told of each block and its old bits before it is written to. Every
+    block's bytes are checked against the header, every changed leaf is hashed again and the root
+    compared with the target root (DigestMismatch). On any failure, cancellation included, what was
+    written is undone first.
     """
     # 1. Whether the patch fits, before the first write.
     header = patch.header
     if header.base_root != digest.root:
-        raise WrongBase(f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…")
+        raise WrongBase(
+            f"the patch applies to root {header.base_root[:16]}…, the state has {digest.root[:16]}…"
+        )
     patch.require(state, digest)
     blocks, payloads = header.cuts, patch.payloads
-    needed = header.history if any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads) else None
+    needed = (
+        header.history
+        if any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads)
+        else None
+    )
     known = (history or History()).named(needed, blocks)
     sliced = not header.is_whole  # blocks begin and end within leaves, which are hashed at the end
     recorder = Recorder(max_records) if max_records else None
@@ -126,7 +138,10 @@ def apply_patch(
     if sliced:
         groups = [[index] for index in indices]
     else:
-        groups = [[indices[k] for k in group] for group in hashed_together([blocks[k] for k in indices], threads)]
+        groups = [
+            [indices[k] for k in group]
+            for group in hashed_together([blocks[k] for k in indices], threads)
+        ]
     undo: dict[int, Changes] = {}
 
     def change(index: int) -> Changes:
@@ -135,7 +150,8 @@ def apply_patch(
         changes = decode_block(index, block, entry, payloads[index], before, known.past(index))
         if entry.codec_id == codecs.SAME:
             return changes
-        # The old bits are noted before the first write, so that undo finds them whenever this stops.
+        # The old bits are noted before the first write, so that undo finds them whenever this
+        # stops.
         undo[index] = Changes(changes.positions, changes.replaced(before))
         if journal:
             journal(block, undo[index])
@@ -147,10 +163,13 @@ def apply_patch(
     def run(group: Sequence[int]) -> list[tuple[int, list[tuple[str, Piece]], list[bytes] | None]]:
         made = [(index, _by_tensor(blocks[index], change(index))) for index in group]
         changed = [index for index in group if index in undo and not sliced]
-        leaves = dict(zip(changed, block_leaves([blocks[index] for index in changed], state), strict=True))
+        leaves = dict(
+            zip(changed, block_leaves([blocks[index] for index in changed], state), strict=True)
+        )
         return [(index, changes, leaves.get(index)) for index, changes in made]
 
-    # 2. Blocks in parallel: check, decode, note the old bits, write, and hash again what was written.
+    # 2. Blocks in parallel: check, decode, note the old bits, write, and hash again what was
+    # written.
     tree = TreeUpdate(digest)
     per_tensor: dict[str, list[Piece]] = {}
     try:
@@ -164,7 +183,8 @@ def apply_patch(
                 if progress:
                     progress(blocks[index].nbytes)
         hit("apply.written")
-        # 3. The root covers every bit of the state, those that were there before as well as the new ones.
+        # 3. The root covers every bit of the state, those that were there before as well as the new
+        # ones.
         joined = {name: TensorChanges(pieces) for name, pieces in per_tensor.items()}
         if sliced:
             target = rehashed(digest, state, joined, patch.tensors, threads=threads)
@@ -172,10 +192,12 @@ def apply_patch(
             target = tree.finish(patch.tensors)
         if target.root != header.target_root:
             raise DigestMismatch(
-                f"the patched state has root {target.root[:16]}…, the patch promises {header.target_root[:16]}…"
+                f"the patched state has root {target.root[:16]}…, the patch promises "
+                f"{header.target_root[:16]}…"
             )
     except BaseException:
-        # 4. Undo restores what was noted; what was not written yet is written once more with its own bits.
+        # 4. Undo restores what was noted; what was not written yet is written once more with its
+        # own bits.
         hit("apply.undo")
         for index, old in undo.items():
             scatter(blocks[index], state, old)
@@ -184,22 +206,32 @@ def apply_patch(
 
 
 def decode_block(
-    index: int, block: Block, entry: BlockEntry, payload: memoryview, before: UIntArray, past: codecs.Past = ()
+    index: int,
+    block: Block,
+    entry: BlockEntry,
+    payload: memoryview,
+    before: UIntArray,
+    past: codecs.Past = (),
 ) -> Changes:
-    """The changes of one block with elements ``before`` and this ``past``, checked against its entry; every error names
-    the block and its tensors. Raises CorruptPatch."""
+    """The changes of one block with elements ``before`` and this ``past``, checked against its
+    entry; every error names the block and its tensors. Raises CorruptPatch."""
     where = f"block {index} ({block})"
     if entry.codec_id == codecs.SAME:
         return Changes(np.empty(0, np.uint32), np.empty(0, block.dtype.uint))
-    # Here damage gets the name of its block, and costs no decoding. What proves the state is the root at the end.
+    # Here damage gets the name of its block, and costs no decoding. What proves the state is the
+    # root at the end.
     if check_of(payload) != entry.check:
         raise CorruptPatch(f"{where} does not match its checksum")
     try:
-        changes = codecs.decode_block(entry.codec_id, payload, before, block.layout._replace(past=past))
+        changes = codecs.decode_block(
+            entry.codec_id, payload, before, block.layout._replace(past=past)
+        )
     except PulseError as error:
         raise CorruptPatch(f"{where}: {error}", hint=error.hint) from error
     if len(changes.positions) != entry.changed:
-        raise CorruptPatch(f"{where}: {len(changes.positions)} changes, but the header says {entry.changed}")
+        raise CorruptPatch(
+            f"{where}: {len(changes.positions)} changes, but the header says {entry.changed}"
+        )
     return changes
 
 

@@ -1,4 +1,5 @@
-"""Builds a patch from two states: compare, encode, verify and hash in one pass over the blocks (docs/format.md, 3)."""
+"""Builds a patch from two states: compare, encode, verify and hash in one pass over the blocks
+(docs/format.md, 3)."""
 
 from __future__ import annotations
 
@@ -23,17 +24,23 @@ from .history import Blocks, History, HistoryName, Recorder, Records
 from .tree import TreeUpdate, changed_leaves, hashed_together
 
 H = TypeVar("H")
-_DENSE = 4  # where more than one element in so many changes, what old bits take weighs more than looking them up
-_SMALL = 4096  # bytes: a patch up to that is made without a history, too, which takes some hundred bytes to say
-_STRIDE, _FEW = 16, 4096  # of the trainer's tensors, one change in so many is looked at again, from so many on
+# where more than one element in so many changes, what old bits take weighs more than looking them
+# up
+_DENSE = 4
+# bytes: a patch up to that is made without a history, too, which takes some hundred bytes to say
+_SMALL = 4096
+_STRIDE, _FEW = (
+    16,
+    4096,
+)  # of the trainer's tensors, one change in so many is looked at again, from so many on
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltPatch:
-    """A patch as chunks of bytes in file order (header, then a payload a block), and the digest tree of the state that
-    it produces. ``changes`` holds the decoded blocks, for `advance_state`; None where nothing changed. ``records``:
-    what the codec that needs a history is to remember of it, by index of the block; None for other codecs, and where
-    that is too much."""
+    """A patch as chunks of bytes in file order (header, then a payload a block), and the digest
+    tree of the state that it produces. ``changes`` holds the decoded blocks, for `advance_state`;
+    None where nothing changed. ``records``: what the codec that needs a history is to remember of
+    it, by index of the block; None for other codecs, and where that is too much."""
 
     header: PatchHeader
     chunks: tuple[bytes, ...]
@@ -58,7 +65,8 @@ class CodedBlock(NamedTuple):
 
 
 class ChangedBlock(NamedTuple):
-    """A block in which something changed: its ``elements`` before the ``changes``, or, ``made``, after them."""
+    """A block in which something changed: its ``elements`` before the ``changes``, or, ``made``,
+    after them."""
 
     block: Block
     elements: UIntArray
@@ -84,11 +92,13 @@ def build_patch(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> BuiltPatch:
-    """The patch that turns ``old`` into ``new``, whole states in host memory. ``old_digest`` is the tree of ``old``.
+    """The patch that turns ``old`` into ``new``, whole states in host memory. ``old_digest`` is the
+    tree of ``old``.
 
-    Raises StateMismatch unless both hold the same tensors, and what `code_blocks` raises. ``history``: what changed up
-    to ``old``. ``max_records``: the bytes of the records that are to be kept for the next patch, at most.
-    ``progress`` is called with the bytes of model that were worked through since its last call.
+    Raises StateMismatch unless both hold the same tensors, and what `code_blocks` raises.
+    ``history``: what changed up to ``old``. ``max_records``: the bytes of the records that are to
+    be kept for the next patch, at most. ``progress`` is called with the bytes of model that were
+    worked through since its last call.
     """
     new.require_specs(old.specs, "the base state")
     codecs.check_codec(codec)
@@ -98,7 +108,14 @@ def build_patch(
     coded, kept = [], []
     tasks = ((group, new) for group in hashed_together(blocks, threads))
     groups = code_blocks(
-        blocks, old, tasks, _leaves_by_block, codec=codec, history=history, recorder=recorder, threads=threads
+        blocks,
+        old,
+        tasks,
+        _leaves_by_block,
+        codec=codec,
+        history=history,
+        recorder=recorder,
+        threads=threads,
     )
     for group in groups:
         leaves = iter(group.hashed)
@@ -111,9 +128,13 @@ def build_patch(
     target = tree.finish()
 
     def header(of: Sequence[codecs.Encoded], name: HistoryName | None) -> PatchHeader:
-        return PatchHeader(old_digest.root, target.root, all_of(old.specs), tuple(map(entry_of, of)), name)
+        return PatchHeader(
+            old_digest.root, target.root, all_of(old.specs), tuple(map(entry_of, of)), name
+        )
 
-    chosen, coded = smallest(header, blocks, old, coded, kept, history or History(), codec=codec, threads=threads)
+    chosen, coded = smallest(
+        header, blocks, old, coded, kept, history or History(), codec=codec, threads=threads
+    )
     chunks = (chosen.to_bytes(), *(encoded.payload for encoded in coded))
     return BuiltPatch(chosen, chunks, target, tuple(kept), recorder.records if recorder else None)
 
@@ -137,8 +158,8 @@ def smallest(
     codec: str,
     threads: int | None,
 ) -> tuple[PatchHeader, list[codecs.Encoded]]:
-    """The header of a patch file and its blocks: ``coded`` by the ``history``, or, of a small file, without it, where
-    that takes fewer bytes with all that it takes to name a history."""
+    """The header of a patch file and its blocks: ``coded`` by the ``history``, or, of a small file,
+    without it, where that takes fewer bytes with all that it takes to name a history."""
     if not any(encoded.codec_id == codecs.HISTORY for encoded in coded):
         return header(coded, None), coded
     made = header(coded, history.name)
@@ -176,10 +197,11 @@ def code_blocks(
 ) -> Generator[CodedGroup[H], None, None]:
     """Compares, codes, proves and hashes ``blocks`` of the state ``old``, group by group in order.
 
-    A task is a group of neighbours of one dtype (`hashed_together`) and the state that has their new elements.
-    ``hashed`` makes of a group's changed blocks what the caller needs of their hashes. ``history``: what changed up to
-    ``old``; ``recorder`` gets what is to be remembered. Raises IntegrityError where a block does not decode to the new
-    elements, which means that they changed during the call.
+    A task is a group of neighbours of one dtype (`hashed_together`) and the state that has their
+    new elements. ``hashed`` makes of a group's changed blocks what the caller needs of their
+    hashes. ``history``: what changed up to ``old``; ``recorder`` gets what is to be remembered.
+    Raises IntegrityError where a block does not decode to the new elements, which means that they
+    changed during the call.
     """
     known = (history or History()).of(blocks)
     spare = SpareMemory()
@@ -194,18 +216,24 @@ def code_blocks(
                 block = blocks[index]
                 before, (after, copied) = block.read(old), block.read_into(new, copies)
                 encoded, changes = encode_proved(
-                    block, before, after, known.past(index), codec=codec, stride=1 if copied else _STRIDE
+                    block,
+                    before,
+                    after,
+                    known.past(index),
+                    codec=codec,
+                    stride=1 if copied else _STRIDE,
                 )
                 if changes is None:
                     coded.append(CodedBlock(index, encoded, None))
                     continue
                 if recorder:
                     recorder.add(index, block.dtype, changes, before)
-                # What is hashed is what the patch leads to, not what the tensors hold by now: a trainer may write to
-                # them.
+                # What is hashed is what the patch leads to, not what the tensors hold by now: a
+                # trainer may write to them.
                 changed.append(ChangedBlock(block, after if copied else before, changes, copied))
                 coded.append(CodedBlock(index, encoded, to_keep(changes, block)))
-            # 2. The group's changed leaves are hashed side by side: several chains of SHA-256 keep a core busy.
+            # 2. The group's changed leaves are hashed side by side: several chains of SHA-256 keep
+            # a core busy.
             return CodedGroup(coded, hashed(changed))
 
     with closing(ordered_map(run, tasks, threads)) as groups:
@@ -221,13 +249,15 @@ def encode_proved(
     codec: str = codecs.AUTO,
     stride: int = 1,
 ) -> tuple[codecs.Encoded, Changes | None]:
-    """One block, proved by decoding it, and its changes; None where there are none. Raises IntegrityError.
+    """One block, proved by decoding it, and its changes; None where there are none. Raises
+    IntegrityError.
 
-    What is decoded is compared with what the encoder saw, where it kept that, and with ``after`` as it is by then; of
-    many changes at one in ``stride``, since ``after`` is in no cache any more.
+    What is decoded is compared with what the encoder saw, where it kept that, and with ``after`` as
+    it is by then; of many changes at one in ``stride``, since ``after`` is in no cache any more.
     """
-    # A payload that does not decode would break the stream for every reader from here on. It is found before it is
-    # stored: a defect of a codec, of memory, or a trainer that writes to its tensors during the call.
+    # A payload that does not decode would break the stream for every reader from here on. It is
+    # found before it is stored: a defect of a codec, of memory, or a trainer that writes to its
+    # tensors during the call.
     layout = block.layout._replace(past=past)
     try:
         encoded = codecs.encode_block(before, after, layout, codec=codec, prove=True)
@@ -235,20 +265,28 @@ def encode_proved(
             return encoded, None
         changes = encoded.decoded
         if changes is None:
-            changes = codecs.decode_block(encoded.codec_id, memoryview(encoded.payload), before, layout)
+            changes = codecs.decode_block(
+                encoded.codec_id, memoryview(encoded.payload), before, layout
+            )
         proved = _is_proved(encoded, changes, after, stride)
     except CorruptPatch:
         proved = False
     if not proved:
         raise IntegrityError(
-            f"{block} does not decode to what was encoded", hint="Do not modify tensors during publish()."
+            f"{block} does not decode to what was encoded",
+            hint="Do not modify tensors during publish().",
         )
     return encoded._replace(found=None, decoded=None), changes
 
 
 def to_keep(changes: Changes, block: Block) -> Changes:
-    """A block's changes as they wait for their commit: without the old bits where these are many."""
-    return changes._replace(before=None) if _DENSE * len(changes.positions) > block.elements else changes
+    """A block's changes as they wait for their commit: without the old bits where these are
+    many."""
+    return (
+        changes._replace(before=None)
+        if _DENSE * len(changes.positions) > block.elements
+        else changes
+    )
 
 
 def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, stride: int) -> bool:
@@ -265,4 +303,6 @@ def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, stri
 
 def entry_of(encoded: codecs.Encoded) -> BlockEntry:
     """What a header says of a block."""
-    return BlockEntry(encoded.codec_id, encoded.changed, len(encoded.payload), check_of(encoded.payload))
+    return BlockEntry(
+        encoded.codec_id, encoded.changed, len(encoded.payload), check_of(encoded.payload)
+    )

@@ -1,4 +1,5 @@
-"""Changes of a state: per tensor, the elements and their new bits; and merging several changes into one."""
+"""Changes of a state: per tensor, the elements and their new bits; and merging several changes into
+one."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ class Piece(NamedTuple):
 
 
 class TensorChanges:
-    """Changed elements of one tensor: flat indices, ascending, and the new bits at them. Both are put together from
-    ``pieces``, none empty, when they are asked for: indices take four times the memory of most changes' bits."""
+    """Changed elements of one tensor: flat indices, ascending, and the new bits at them. Both are
+    put together from ``pieces``, none empty, when they are asked for: indices take four times the
+    memory of most changes' bits."""
 
     __slots__ = ("_count", "_pieces")
 
@@ -58,9 +60,16 @@ class TensorChanges:
         """Whether it can be written into a tensor of so many elements of ``width`` bytes."""
         kind = np.dtype(f"u{width}")
         for positions, shift, values in self._pieces:
-            if values.dtype != kind or positions.dtype.kind not in "iu" or values.shape != positions.shape:
+            if (
+                values.dtype != kind
+                or positions.dtype.kind not in "iu"
+                or values.shape != positions.shape
+            ):
                 return False
-            if len(values) and not -shift <= int(positions.min()) <= int(positions.max()) < elements - shift:
+            if (
+                len(values)
+                and not -shift <= int(positions.min()) <= int(positions.max()) < elements - shift
+            ):
                 return False
         return True
 
@@ -72,7 +81,8 @@ class TensorChanges:
                 yield TensorChanges((Piece(positions[part], shift, values[part]),))
 
     def write_into(self, indices: npt.NDArray[Any], values: UIntArray) -> None:
-        """Writes both into arrays of this length; the indices as int32, where that is enough for them, or int64."""
+        """Writes both into arrays of this length; the indices as int32, where that is enough for
+        them, or int64."""
         at = 0
         for positions, shift, new in self._pieces:
             part = slice(at, at + len(new))
@@ -89,7 +99,11 @@ class TensorChanges:
         for positions, shift, values in pieces:
             np.add(positions, shift, out=indices[at : at + len(values)], dtype=np.int64)
             at += len(values)
-        joined = Piece(indices, 0, pieces[0].values if len(pieces) == 1 else np.concatenate([p.values for p in pieces]))
+        joined = Piece(
+            indices,
+            0,
+            pieces[0].values if len(pieces) == 1 else np.concatenate([p.values for p in pieces]),
+        )
         self._pieces = (joined,)
         return joined
 
@@ -99,12 +113,14 @@ StateChanges = dict[str, TensorChanges]
 
 
 def merged(steps: tuple[StateChanges, ...], state: State) -> StateChanges:
-    """One change per element over several steps, with the bits of ``state``, to which the last one led."""
+    """One change per element over several steps, with the bits of ``state``, to which the last one
+    led."""
     if len(steps) == 1:
         return steps[0]
     whole: StateChanges = {}
     for name in sorted({name for step in steps for name in step}):
-        # Places are joined, and values read from the state: the last of several changes is what it holds.
+        # Places are joined, and values read from the state: the last of several changes is what it
+        # holds.
         indices = np.unique(np.concatenate([step[name].indices for step in steps if name in step]))
         whole[name] = TensorChanges.at(indices, state.read(name)[indices])
     return whole
@@ -119,7 +135,9 @@ def difference(old: State, new: State) -> StateChanges:
     """What changed where ``new`` took the place of ``old``, a state of the same tensors."""
     changes = {}
     for spec in new.specs:
-        indices = np.flatnonzero(old.read(spec.name) != new.read(spec.name))  # may exceed 32-bit positions
+        indices = np.flatnonzero(
+            old.read(spec.name) != new.read(spec.name)
+        )  # may exceed 32-bit positions
         if len(indices):
             changes[spec.name] = TensorChanges.at(indices, new.read(spec.name)[indices])
     return changes

@@ -1,9 +1,9 @@
-"""The header of a patch file: its base, its target, what it holds of the state, and its blocks (docs/format.md,
-section 3).
+"""The header of a patch file: its base, its target, what it holds of the state, and its blocks
+(docs/format.md, section 3).
 
-File: a 28-byte prelude, the header (one zstd frame), the blocks' payloads one after another to the end of the file.
-Names, dtypes and shapes are those of the base, whose root proves them: a header repeats none of them, and says by
-ranges of elements what the file holds.
+File: a 28-byte prelude, the header (one zstd frame), the blocks' payloads one after another to the
+end of the file. Names, dtypes and shapes are those of the base, whose root proves them: a header
+repeats none of them, and says by ranges of elements what the file holds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ MAX_BLOCKS = 1 << 20
 MAX_SLICES = 1 << 20
 """Of all files of a patch together, counted by tensor."""
 CHECK_BYTES = 8
-"""Of a SHA-256: they tell damage apart from a file's own bytes. What proves a version is its root."""
-_PRELUDE = struct.Struct("<8sIII8s")  # magic, format, stored bytes, plain bytes, check of the stored header
+"""Of a SHA-256: they tell damage apart from a file's own bytes. What proves a version is its
+root."""
+_PRELUDE = struct.Struct(
+    "<8sIII8s"
+)  # magic, format, stored bytes, plain bytes, check of the stored header
 PRELUDE_BYTES = _PRELUDE.size
 _LEVEL = 9
 _NUMBER_BYTES = 10
@@ -40,11 +43,13 @@ _MAX_BLOCK_BYTES = 1 << 40
 _NO_CHECK = sha256(b"").digest()[:CHECK_BYTES]
 
 Slice = tuple[int, int]
-"""Elements [start, stop) of a state, counted through all its tensors in the order of their names."""
+"""Elements [start, stop) of a state, counted through all its tensors in the order of their
+names."""
 
 
 class BlockEntry(NamedTuple):
-    """One block in the header. Blocks without changes (codec `SAME`) have no bytes and no ``check`` in the file."""
+    """One block in the header. Blocks without changes (codec `SAME`) have no bytes and no ``check``
+    in the file."""
 
     codec_id: int
     changed: int
@@ -59,9 +64,9 @@ def check_of(data: bytes | memoryview) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PatchHeader:
-    """Roots are 64 hexadecimal digits. ``slices`` ascend and do not touch: what the file holds of the state, all of it
-    or a rank's part. ``blocks`` are in the order of `cut`. ``history``: what a reader must know of the versions before
-    to decode them, None if nothing."""
+    """Roots are 64 hexadecimal digits. ``slices`` ascend and do not touch: what the file holds of
+    the state, all of it or a rank's part. ``blocks`` are in the order of `cut`. ``history``: what a
+    reader must know of the versions before to decode them, None if nothing."""
 
     base_root: str
     target_root: str
@@ -85,11 +90,18 @@ class PatchHeader:
     def to_bytes(self) -> bytes:
         """Prelude and header; raises InputError past the caps."""
         if len(self.blocks) > MAX_BLOCKS or len(self.slices) > MAX_SLICES:
-            raise InputError(f"a patch file holds at most {MAX_BLOCKS} blocks and {MAX_SLICES} slices")
+            raise InputError(
+                f"a patch file holds at most {MAX_BLOCKS} blocks and {MAX_SLICES} slices"
+            )
         out = bytearray(bytes.fromhex(self.base_root) + bytes.fromhex(self.target_root))
         spans = self.history.spans if self.history else ()
-        if (self.history and not (0 < len(spans) <= MAX_WINDOWS)) or not all(0 < span <= MAX_SPAN for span in spans):
-            raise InputError(f"a history has 1 to {MAX_WINDOWS} windows of 1 to {MAX_SPAN} versions, not {[*spans]}")
+        if (self.history and not (0 < len(spans) <= MAX_WINDOWS)) or not all(
+            0 < span <= MAX_SPAN for span in spans
+        ):
+            raise InputError(
+                f"a history has 1 to {MAX_WINDOWS} windows of 1 to {MAX_SPAN} versions, not "
+                f"{[*spans]}"
+            )
         put_number(out, len(spans))
         for span in spans:
             put_number(out, span)
@@ -103,8 +115,8 @@ class PatchHeader:
             at = stop
         put_number(out, len(self.blocks))
         out += bytes(entry.codec_id for entry in self.blocks)
-        # Ids above, then lengths, then checks: like stands with like when the header is compressed, and what is random
-        # does not come between.
+        # Ids above, then lengths, then checks: like stands with like when the header is compressed,
+        # and what is random does not come between.
         for entry in self.blocks:
             if entry.codec_id != SAME:
                 put_number(out, entry.changed)
@@ -123,7 +135,13 @@ def all_of(specs: Sequence[TensorSpec]) -> tuple[Slice, ...]:
 
 def slices_of(specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> tuple[Slice, ...]:
     """The slices of a file that holds these ``segments`` of the tensors ``specs``, all in order."""
-    begins = dict(zip((s.name for s in specs), accumulate((s.elements for s in specs), initial=0), strict=False))
+    begins = dict(
+        zip(
+            (s.name for s in specs),
+            accumulate((s.elements for s in specs), initial=0),
+            strict=False,
+        )
+    )
     found: list[Slice] = []
     for segment in segments:
         if segment.elements:
@@ -136,8 +154,8 @@ def slices_of(specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> tuple
 
 
 class Room:
-    """What the headers of all files of a patch may list together: slices, each counted once for every tensor that it
-    has elements of."""
+    """What the headers of all files of a patch may list together: slices, each counted once for
+    every tensor that it has elements of."""
 
     def __init__(self, left: int = MAX_SLICES) -> None:
         self.left = left
@@ -150,8 +168,8 @@ class Room:
 
 
 class Base:
-    """The state that a patch is for: its tensors in the order of their elements, and its root, where that is known
-    ("": any)."""
+    """The state that a patch is for: its tensors in the order of their elements, and its root,
+    where that is known ("": any)."""
 
     def __init__(self, specs: Sequence[TensorSpec], root: str = "") -> None:
         self.specs = tuple(specs)
@@ -169,7 +187,12 @@ class Base:
         slices = min(MAX_SLICES, self.elements // 2 + 1)
         blocks = min(MAX_BLOCKS, self.elements // BLOCK_ELEMENTS + len(self._held) + 2 * slices)
         history = _NUMBER_BYTES * (1 + MAX_WINDOWS) + CHECK_BYTES
-        return 64 + history + _NUMBER_BYTES * (2 + 2 * slices) + blocks * (1 + 2 * _NUMBER_BYTES + CHECK_BYTES)
+        return (
+            64
+            + history
+            + _NUMBER_BYTES * (2 + 2 * slices)
+            + blocks * (1 + 2 * _NUMBER_BYTES + CHECK_BYTES)
+        )
 
     def cut(self, slices: Sequence[Slice], room: Room) -> tuple[Block, ...]:
         """The blocks of a file that holds ``slices``. Raises CorruptPatch."""
@@ -184,13 +207,17 @@ class Base:
             room.take(last - first + 1)
             for k in range(first, last + 1):
                 begin = self._ends[k] - self._held[k].elements
-                segments.append(Segment(self._held[k], max(start, begin) - begin, min(stop, self._ends[k]) - begin))
+                segments.append(
+                    Segment(
+                        self._held[k], max(start, begin) - begin, min(stop, self._ends[k]) - begin
+                    )
+                )
         return cut(self.specs, segments)
 
 
 class ParsedHeader(NamedTuple):
-    """The ``header`` of a file, the blocks that it says the file has (None where the reader does not know the tensors),
-    and the bytes of prelude and header."""
+    """The ``header`` of a file, the blocks that it says the file has (None where the reader does
+    not know the tensors), and the bytes of prelude and header."""
 
     header: PatchHeader
     cuts: tuple[Block, ...] | None
@@ -198,14 +225,18 @@ class ParsedHeader(NamedTuple):
 
 
 def parse_header(
-    data: memoryview, state: Base | None = None, *, elements: int | None = None, room: Room | None = None
+    data: memoryview,
+    state: Base | None = None,
+    *,
+    elements: int | None = None,
+    room: Room | None = None,
 ) -> ParsedHeader:
     """The header at the start of a patch file; raises CorruptPatch, and WrongBase where it is
     for another state.
 
-    A reader that knows the ``state`` that it is for, or how many ``elements`` it has, says so: a header that is longer
-    than any for it, or speaks of more elements, is then refused before it takes memory. ``room``: that of all files
-    of the patch.
+    A reader that knows the ``state`` that it is for, or how many ``elements`` it has, says so: a
+    header that is longer than any for it, or speaks of more elements, is then refused before it
+    takes memory. ``room``: that of all files of the patch.
     """
     plain, end = open_header(data, None if state is None else state.max_header_bytes)
     most = state.elements if state is not None else _MAX_ELEMENTS if elements is None else elements
@@ -213,12 +244,14 @@ def parse_header(
 
 
 def open_header(data: memoryview, most: int | None = None) -> tuple[bytes, int]:
-    """(the plain header, bytes of prelude and header) of a patch file, checked against its checksum. Raises
-    CorruptPatch, also where it claims more than ``most`` bytes."""
+    """(the plain header, bytes of prelude and header) of a patch file, checked against its
+    checksum. Raises CorruptPatch, also where it claims more than ``most`` bytes."""
     end = header_end(data)
     _, _, stored, plain, check = _PRELUDE.unpack_from(data)
     if most is not None and plain > most:
-        raise CorruptPatch(f"the header claims {plain} bytes, more than one for these tensors can have")
+        raise CorruptPatch(
+            f"the header claims {plain} bytes, more than one for these tensors can have"
+        )
     body = data[PRELUDE_BYTES:end]
     if len(body) != stored or check_of(body) != check:
         raise CorruptPatch("the header is truncated or does not match its checksum")
@@ -237,21 +270,29 @@ def closed_header(plain: bytes) -> bytes:
 
 
 def header_end(prelude: bytes | memoryview) -> int:
-    """Bytes of prelude and header of a patch file, of which ``prelude`` are the first; raises CorruptPatch."""
+    """Bytes of prelude and header of a patch file, of which ``prelude`` are the first; raises
+    CorruptPatch."""
     if len(prelude) < PRELUDE_BYTES:
-        raise CorruptPatch(f"a patch has at least {PRELUDE_BYTES} bytes, this one has {len(prelude)}")
+        raise CorruptPatch(
+            f"a patch has at least {PRELUDE_BYTES} bytes, this one has {len(prelude)}"
+        )
     magic, version, stored, plain, _ = _PRELUDE.unpack_from(prelude)
     if magic != MAGIC:
         raise CorruptPatch("not a pulse patch: it does not start with the magic bytes")
     if version != FORMAT:
-        raise CorruptPatch(f"patch format {version} is unknown", hint="Upgrade pulse-rl to read it.")
+        raise CorruptPatch(
+            f"patch format {version} is unknown", hint="Upgrade pulse-rl to read it."
+        )
     if stored > MAX_HEADER_BYTES or plain > MAX_HEADER_BYTES:
-        raise CorruptPatch(f"the header claims {max(stored, plain)} bytes, more than {MAX_HEADER_BYTES}")
+        raise CorruptPatch(
+            f"the header claims {max(stored, plain)} bytes, more than {MAX_HEADER_BYTES}"
+        )
     return PRELUDE_BYTES + int(stored)
 
 
 class _Reader:
-    """Reads a plain header strictly: nothing may be missing, out of its caps, unsorted or left over."""
+    """Reads a plain header strictly: nothing may be missing, out of its caps, unsorted or left
+    over."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -260,13 +301,17 @@ class _Reader:
     def header(self, state: Base | None, elements: int, room: Room, end: int) -> ParsedHeader:
         base, target = self._take(32).hex(), self._take(32).hex()
         if state is not None and state.root and base != state.root:
-            raise WrongBase(f"the patch applies to root {base[:16]}…, the state has {state.root[:16]}…")
+            raise WrongBase(
+                f"the patch applies to root {base[:16]}…, the state has {state.root[:16]}…"
+            )
         history = self._history()
         slices = self._slices(elements, room.left)
         cuts = None if state is None else state.cut(slices, room)
         count = self._number(min(MAX_BLOCKS, len(self._data) - self._at))
         if cuts is not None and count != len(cuts):
-            raise CorruptPatch(f"the header lists {count} blocks, but there are {len(cuts)} in its slices")
+            raise CorruptPatch(
+                f"the header lists {count} blocks, but there are {len(cuts)} in its slices"
+            )
         blocks = self._entries(count, cuts)
         if self._at != len(self._data):
             raise CorruptPatch(f"{len(self._data) - self._at} bytes follow the header's end")
@@ -321,7 +366,9 @@ class _Reader:
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 if value > most or (byte == 0 and shift):
-                    raise CorruptPatch(f"a number in the header is {value}, more than {most} or padded")
+                    raise CorruptPatch(
+                        f"a number in the header is {value}, more than {most} or padded"
+                    )
                 return value
         raise CorruptPatch("a number in the header is too long")
 
@@ -336,8 +383,8 @@ def put_number(out: bytearray, value: int) -> None:
 
 @dataclass(frozen=True)
 class JoinedHeader:
-    """The headers of all ``files`` of a patch for the tensors ``specs``, as one. ``blocks`` has the entries of all
-    files in their order, ``cuts`` their blocks."""
+    """The headers of all ``files`` of a patch for the tensors ``specs``, as one. ``blocks`` has the
+    entries of all files in their order, ``cuts`` their blocks."""
 
     specs: tuple[TensorSpec, ...]
     files: tuple[PatchHeader, ...]
@@ -355,12 +402,16 @@ class JoinedHeader:
         at = 0
         for start, stop in sorted(one for file in files for one in file.slices):
             if start != at:
-                raise CorruptPatch(f"element {min(start, at)} of the state is not in one file of the patch alone")
+                raise CorruptPatch(
+                    f"element {min(start, at)} of the state is not in one file of the patch alone"
+                )
             at = stop
         if at != state.elements:
             raise CorruptPatch(f"element {at} of the state is in no file of the patch")
         cuts = tuple(block for each in parsed for block in each.cuts or ())
-        return cls(state.specs, files, cuts, tuple(entry for file in files for entry in file.blocks))
+        return cls(
+            state.specs, files, cuts, tuple(entry for file in files for entry in file.blocks)
+        )
 
     @property
     def base_root(self) -> str:

@@ -1,7 +1,8 @@
-"""What changed in the last versions: net steps of elements, by which the next ones are coded (docs/format.md, 3.9).
+"""What changed in the last versions: net steps of elements, by which the next ones are coded
+(docs/format.md, 3.9).
 
-A history is a function of the states at the ends of its windows: who came there by single patches, by folds or as the
-publisher has the same one.
+A history is a function of the states at the ends of its windows: who came there by single patches,
+by folds or as the publisher has the same one.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ Blocks = tuple[Block, ...]
 
 
 class HistoryName(NamedTuple):
-    """What a patch says of the history that it needs: the ``spans`` of its windows, oldest first, which end at the
-    patch's base, and the first 8 bytes of the SHA-256 of the roots at which they begin, 32 bytes each."""
+    """What a patch says of the history that it needs: the ``spans`` of its windows, oldest first,
+    which end at the patch's base, and the first 8 bytes of the SHA-256 of the roots at which they
+    begin, 32 bytes each."""
 
     spans: tuple[int, ...]
     check: bytes
 
 
 class Window(NamedTuple):
-    """The net steps of ``span`` versions from the one with root ``base_root``: records (`history_records`) by index of
-    the block of a cut, ``blocks``; what did not change, or is not held, is left out."""
+    """The net steps of ``span`` versions from the one with root ``base_root``: records
+    (`history_records`) by index of the block of a cut, ``blocks``; what did not change, or is not
+    held, is left out."""
 
     span: int
     base_root: str
@@ -59,12 +62,15 @@ class Window(NamedTuple):
             return self
         changes = {index: _decoded(records) for index, records in self.records.items()}
         made = recut(changes, self.blocks, blocks)
-        return self._replace(records={index: _encoded(found) for index, found in made.items()}, blocks=blocks)
+        return self._replace(
+            records={index: _encoded(found) for index, found in made.items()}, blocks=blocks
+        )
 
 
 @dataclass(frozen=True)
 class History:
-    """Windows that follow each other, oldest first. Never changed: replaced with the version at which it ends."""
+    """Windows that follow each other, oldest first. Never changed: replaced with the version at
+    which it ends."""
 
     windows: tuple[Window, ...] = ()
 
@@ -85,15 +91,17 @@ class History:
         return HistoryName(self.spans, sha256(roots).digest()[:8])
 
     def named(self, name: HistoryName | None, blocks: Blocks) -> History:
-        """The part of this history that a patch names, by the patch's blocks; raises WrongHistory where it is not
-        that."""
+        """The part of this history that a patch names, by the patch's blocks; raises WrongHistory
+        where it is not that."""
         if name is None:
             return History()
-        # A patch may need less than is known. Spans alone say little: the roots show that it is the same past.
+        # A patch may need less than is known. Spans alone say little: the roots show that it is the
+        # same past.
         found = History(self.windows[-len(name.spans) :])
         if found.name != name:
             raise WrongHistory(
-                f"the patch needs the changes of the last {sum(name.spans)} versions in spans of {list(name.spans)}, "
+                f"the patch needs the changes of the last {sum(name.spans)} versions in spans of "
+                f"{list(name.spans)}, "
                 f"known are {list(self.spans)}"
             )
         return found.of(blocks)
@@ -101,7 +109,9 @@ class History:
     def of(self, blocks: Blocks) -> History:
         """The same by another cut of the same tensors."""
         one = self.windows[0].blocks if self.windows else blocks
-        if one == blocks and all(window.blocks is one for window in self.windows):  # a cut is compared once
+        if one == blocks and all(
+            window.blocks is one for window in self.windows
+        ):  # a cut is compared once
             return self
         return History(tuple(window.of(blocks) for window in self.windows))
 
@@ -117,11 +127,18 @@ class History:
 
     def last(self, count: int) -> History:
         """The last so many windows."""
-        return History(self.windows[len(self.windows) - count :]) if count < len(self.windows) else self
+        return (
+            History(self.windows[len(self.windows) - count :])
+            if count < len(self.windows)
+            else self
+        )
 
-    def after(self, window: Window | None, spans: Sequence[int], most: int, *, threads: int | None = None) -> History:
-        """What a reader remembers at a version that remembers ``spans``, once it has come there by a ``window`` more:
-        as much of it as can be had, and at most so many bytes. None: what that changed is not known."""
+    def after(
+        self, window: Window | None, spans: Sequence[int], most: int, *, threads: int | None = None
+    ) -> History:
+        """What a reader remembers at a version that remembers ``spans``, once it has come there by
+        a ``window`` more: as much of it as can be had, and at most so many bytes. None: what that
+        changed is not known."""
         if not spans or window is None:
             return History()
         return self.then(window).regrouped(spans, threads=threads).within(most)
@@ -134,8 +151,8 @@ class History:
         return kept
 
     def regrouped(self, spans: Sequence[int], *, threads: int | None = None) -> History:
-        """The same changes in windows of ``spans``, of which several of this history's make one; what is older is
-        forgotten, and all that is older than a span which they do not make."""
+        """The same changes in windows of ``spans``, of which several of this history's make one;
+        what is older is forgotten, and all that is older than a span which they do not make."""
         groups: list[tuple[Window, ...]] = []
         # From the newest back: that is the end which all readers have, however they came here.
         end = len(self.windows)
@@ -151,18 +168,23 @@ class History:
         return History(tuple(_merged(group, threads) for group in groups))
 
 
-def records_of(dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, new: UIntArray) -> Records | None:
-    """What a window of one version remembers of a block of which the elements at ``positions`` went from ``old`` to
-    ``new``; None where that is nothing."""
+def records_of(
+    dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, new: UIntArray
+) -> Records | None:
+    """What a window of one version remembers of a block of which the elements at ``positions`` went
+    from ``old`` to ``new``; None where that is nothing."""
     if dtype.width > 4 or not len(positions):
         return None
-    records = history_records(positions, old.view(np.uint8), new.view(np.uint8), element_kind(dtype))
+    records = history_records(
+        positions, old.view(np.uint8), new.view(np.uint8), element_kind(dtype)
+    )
     return records if len(records) else None
 
 
 class Recorder:
-    """Collects the records of a window by block, of any number of threads, while they take at most ``most`` bytes
-    (None: any number of them); beyond that there are none. ``only``: of these blocks."""
+    """Collects the records of a window by block, of any number of threads, while they take at most
+    ``most`` bytes (None: any number of them); beyond that there are none. ``only``: of these
+    blocks."""
 
     def __init__(self, most: int | None = None, only: Collection[int] | None = None) -> None:
         self.records: dict[int, Records] | None = {}
@@ -201,12 +223,14 @@ def _merged(group: Sequence[Window], threads: int | None) -> Window:
 
     records = zip(indices, ordered_map(run, indices, threads), strict=True)
     span = sum(window.span for window in group)
-    return Window(span, group[0].base_root, {index: found for index, found in records if len(found)}, blocks)
+    return Window(
+        span, group[0].base_root, {index: found for index, found in records if len(found)}, blocks
+    )
 
 
 _LONGEST_GAP = 65535
-"""A record: u16 elements since the one before, the net step, the class. A longer gap is said by records of its own,
-with so many elements and step 0."""
+"""A record: u16 elements since the one before, the net step, the class. A longer gap is said by
+records of its own, with so many elements and step 0."""
 
 
 def _decoded(records: Records) -> Changes:
@@ -222,7 +246,9 @@ def _encoded(changes: Changes) -> Records:
     gaps = np.diff(changes.positions.astype(np.int64), prepend=-1) - 1
     longer, rest = np.divmod(gaps, _LONGEST_GAP)
     records = np.full(len(gaps) + int(longer.sum()), _LONGEST_GAP, "<u4")
-    records[np.arange(len(gaps)) + np.cumsum(longer)] = rest.astype(np.uint32) | changes.values << np.uint32(16)
+    records[np.arange(len(gaps)) + np.cumsum(longer)] = rest.astype(
+        np.uint32
+    ) | changes.values << np.uint32(16)
     return records.view(np.uint8)
 
 

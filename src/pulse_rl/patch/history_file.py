@@ -1,4 +1,5 @@
-"""A history on disk, beside the checkpoint of the state at which it ends (not a format that is exchanged)."""
+"""A history on disk, beside the checkpoint of the state at which it ends (not a format that is
+exchanged)."""
 
 from __future__ import annotations
 
@@ -28,10 +29,13 @@ def beside(checkpoint: Path) -> Path:
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / FILE_NAME
 
 
-def save_history(path: Path, history: History, blocks: tuple[Block, ...], root: str, *, durable: bool = True) -> None:
-    """Writes ``history``, by these ``blocks`` of the state with this ``root`` at which it ends, atomically; removes the
-    file where nothing is remembered. Raises StoreFull and StoreError. Not ``durable``: a new file, for which nobody
-    waits; one that is cut short is not loaded. Raises OSError, then."""
+def save_history(
+    path: Path, history: History, blocks: tuple[Block, ...], root: str, *, durable: bool = True
+) -> None:
+    """Writes ``history``, by these ``blocks`` of the state with this ``root`` at which it ends,
+    atomically; removes the file where nothing is remembered. Raises StoreFull and StoreError. Not
+    ``durable``: a new file, for which nobody waits; one that is cut short is not loaded. Raises
+    OSError, then."""
     if not history.windows:
         try:
             path.unlink(missing_ok=True)
@@ -39,7 +43,11 @@ def save_history(path: Path, history: History, blocks: tuple[Block, ...], root: 
             raise disk_error(error, f"write {path}") from error
         return
     history = history.of(blocks)
-    records = {f"{k}.{index}": found for k, s in enumerate(history.windows) for index, found in s.records.items()}
+    records = {
+        f"{k}.{index}": found
+        for k, s in enumerate(history.windows)
+        for index, found in s.records.items()
+    }
     metadata = {
         "format": _FORMAT,
         "root": root,
@@ -56,8 +64,8 @@ def save_history(path: Path, history: History, blocks: tuple[Block, ...], root: 
 
 
 def load_history(path: Path, blocks: tuple[Block, ...], root: str) -> History | None:
-    """The history by these ``blocks`` that ends at the state with this ``root``; None where the file is another's,
-    damaged or missing."""
+    """The history by these ``blocks`` that ends at the state with this ``root``; None where the
+    file is another's, damaged or missing."""
     try:
         if not path.is_file():
             return None
@@ -71,7 +79,12 @@ def load_history(path: Path, blocks: tuple[Block, ...], root: str) -> History | 
         found: list[dict[int, Records]] = [{} for _ in spans]
         for name, data in records.items():
             window, index = map(int, name.split("."))
-            if window < 0 or not 0 <= index < len(blocks) or data.dtype != np.uint8 or data.size % RECORD_BYTES:
+            if (
+                window < 0
+                or not 0 <= index < len(blocks)
+                or data.dtype != np.uint8
+                or data.size % RECORD_BYTES
+            ):
                 return None
             found[window][index] = data.reshape(-1)
     except (PulseError, OSError, ValueError, KeyError, IndexError, RecursionError):

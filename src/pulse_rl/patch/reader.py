@@ -1,5 +1,5 @@
-"""The files of a patch as a reader gets them: all of their bytes, or the ranges that some tensors need (docs/format.md,
-sections 3 and 7)."""
+"""The files of a patch as a reader gets them: all of their bytes, or the ranges that some tensors
+need (docs/format.md, sections 3 and 7)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from ..errors import CorruptPatch, StateMismatch
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, TensorSpec
 from .blocks import cut
-from .header import Base, JoinedHeader, ParsedHeader, PatchHeader, Room, check_of, header_end, parse_header
+from .header import (
+    Base,
+    JoinedHeader,
+    ParsedHeader,
+    PatchHeader,
+    Room,
+    check_of,
+    header_end,
+    parse_header,
+)
 
 _FIRST_READ = 1 << 12
 _MIN_READ = 1 << 9
@@ -25,9 +34,9 @@ _FILES_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The whole ``header`` of a patch and the bytes of its blocks by index, of all or of those that a receiver needs,
-    not yet decoded. Who holds a part of the state has the digests of all ``tensors`` of the target, 32 bytes each;
-    others compute them. ``nbytes`` were read."""
+    """The whole ``header`` of a patch and the bytes of its blocks by index, of all or of those that
+    a receiver needs, not yet decoded. Who holds a part of the state has the digests of all
+    ``tensors`` of the target, 32 bytes each; others compute them. ``nbytes`` were read."""
 
     header: JoinedHeader
     payloads: Mapping[int, memoryview]
@@ -35,21 +44,27 @@ class Patch:
     nbytes: int = 0
 
     def require(self, state: State, digest: StateDigest) -> None:
-        """Raises StateMismatch unless the patch is for the tensors of ``state``, or of those of which it is a part and
-        has all blocks of that part."""
+        """Raises StateMismatch unless the patch is for the tensors of ``state``, or of those of
+        which it is a part and has all blocks of that part."""
         if not isinstance(digest, PartDigest):
             state.require_specs(self.header.specs, "the patch")
             return
-        covered = {segment.spec for index in self.payloads for segment in self.header.cuts[index].segments}
-        if digest.whole != self.header.specs or covered != {spec for spec in state.specs if spec.elements}:
-            raise StateMismatch("the patch is for other tensors, or cut in another way, than the part that is held")
+        covered = {
+            segment.spec for index in self.payloads for segment in self.header.cuts[index].segments
+        }
+        if digest.whole != self.header.specs or covered != {
+            spec for spec in state.specs if spec.elements
+        }:
+            raise StateMismatch(
+                "the patch is for other tensors, or cut in another way, than the part that is held"
+            )
 
 
 def parse_patch(files: Sequence[bytes | memoryview], base: StateDigest) -> Patch:
     """The patch that these ``files`` are together, for the state with the tree ``base``.
 
-    Raises WrongBase where it is for another state, and CorruptPatch: magic, checksum, caps and tiling are checked here,
-    the blocks' own bytes when they are decoded.
+    Raises WrongBase where it is for another state, and CorruptPatch: magic, checksum, caps and
+    tiling are checked here, the blocks' own bytes when they are decoded.
     """
     state, room = Base(base.specs, base.root), Room()
     parsed: list[ParsedHeader] = []
@@ -59,11 +74,14 @@ def parse_patch(files: Sequence[bytes | memoryview], base: StateDigest) -> Patch
         parsed.append(found := parse_header(view, state, room=room))
         _require_bytes(found, len(view))
         payloads += [view[start:end] for start, end in pairwise(_places(found))]
-    return Patch(JoinedHeader.of(parsed, state), dict(enumerate(payloads)), nbytes=sum(map(len, files)))
+    return Patch(
+        JoinedHeader.of(parsed, state), dict(enumerate(payloads)), nbytes=sum(map(len, files))
+    )
 
 
 def widened(specs: tuple[TensorSpec, ...], names: Collection[str]) -> tuple[TensorSpec, ...]:
-    """The tensors ``names``, and the small ones that share a block with one of them: a block is decoded as a whole."""
+    """The tensors ``names``, and the small ones that share a block with one of them: a block is
+    decoded as a whole."""
     held = set(names)
     for block in cut(specs):
         together = {segment.spec.name for segment in block.segments}
@@ -73,11 +91,14 @@ def widened(specs: tuple[TensorSpec, ...], names: Collection[str]) -> tuple[Tens
 
 
 class PatchFiles:
-    """A patch for a state of ``specs``, of which the headers are read at once and blocks when they are asked for.
-    ``files`` are its files, one for each part, as their readers and lengths; ``nbytes`` counts what was read.
-    Raises CorruptPatch, and StateMismatch where it is for another state."""
+    """A patch for a state of ``specs``, of which the headers are read at once and blocks when they
+    are asked for. ``files`` are its files, one for each part, as their readers and lengths;
+    ``nbytes`` counts what was read. Raises CorruptPatch, and StateMismatch where it is for another
+    state."""
 
-    def __init__(self, files: Sequence[tuple[RangeReader, int]], specs: tuple[TensorSpec, ...]) -> None:
+    def __init__(
+        self, files: Sequence[tuple[RangeReader, int]], specs: tuple[TensorSpec, ...]
+    ) -> None:
         base, room = Base(specs), Room()
         heads = ordered_map(lambda file: _read_head(*file), files, _FILES_AT_ONCE)
         parsed = [parse_header(memoryview(head), base, room=room) for head in heads]
@@ -89,14 +110,21 @@ class PatchFiles:
         self.header = JoinedHeader.of(parsed, base)
 
     def payloads(self, chosen: Sequence[int]) -> dict[int, memoryview]:
-        """The bytes of the ``chosen`` blocks by index, in ascending order; empty where nothing changed. What is damaged
-        is asked for once more. Raises CorruptPatch."""
+        """The bytes of the ``chosen`` blocks by index, in ascending order; empty where nothing
+        changed. What is damaged is asked for once more. Raises CorruptPatch."""
         found: dict[int, memoryview] = {}
         tasks = []
         before = 0
         for read, parsed in self._files:
             blocks = len(parsed.header.blocks)
-            tasks.append((before, read, parsed, [k - before for k in chosen if before <= k < before + blocks]))
+            tasks.append(
+                (
+                    before,
+                    read,
+                    parsed,
+                    [k - before for k in chosen if before <= k < before + blocks],
+                )
+            )
             before += blocks
         results = ordered_map(lambda task: _read_blocks(*task[1:]), tasks, _FILES_AT_ONCE)
         for (first, *_), (held, nbytes) in zip(tasks, results, strict=True):
@@ -106,7 +134,8 @@ class PatchFiles:
 
 
 def read_header(read: RangeReader, nbytes: int, *, elements: int, room: Room) -> PatchHeader:
-    """The header of a patch file of ``nbytes`` for a state of so many elements. Raises CorruptPatch."""
+    """The header of a patch file of ``nbytes`` for a state of so many elements. Raises
+    CorruptPatch."""
     return parse_header(memoryview(_read_head(read, nbytes)), elements=elements, room=room).header
 
 
@@ -137,7 +166,9 @@ def _places(parsed: ParsedHeader) -> list[int]:
     return list(accumulate((entry.length for entry in parsed.header.blocks), initial=parsed.end))
 
 
-def _read_blocks(read: RangeReader, parsed: ParsedHeader, chosen: Sequence[int]) -> tuple[dict[int, memoryview], int]:
+def _read_blocks(
+    read: RangeReader, parsed: ParsedHeader, chosen: Sequence[int]
+) -> tuple[dict[int, memoryview], int]:
     """The bytes of the ``chosen`` blocks of a file, and the number of bytes read for them."""
     blocks, places = parsed.header.blocks, _places(parsed)
     found = {k: memoryview(b"") for k in chosen}
@@ -157,5 +188,7 @@ def _read_blocks(read: RangeReader, parsed: ParsedHeader, chosen: Sequence[int])
                 break
             if not again:
                 assert parsed.cuts is not None
-                raise CorruptPatch(f"block {bad[0]} ({parsed.cuts[bad[0]]}) does not match its checksum")
+                raise CorruptPatch(
+                    f"block {bad[0]} ({parsed.cuts[bad[0]]}) does not match its checksum"
+                )
     return found, total

@@ -1,4 +1,5 @@
-"""The SHA-256 tree of a state that a patch leads to: new leaves where a block changed, the old state's elsewhere."""
+"""The SHA-256 tree of a state that a patch leads to: new leaves where a block changed, the old
+state's elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import numpy as np
 from .._util.threads import checked_threads, default_threads, ordered_map
 from ..codec import Changes
 from ..state import bits
-from ..state.digest import LEAF_BYTES, Changed, PartDigest, StateDigest, changed_leaves_of, leaves_of
+from ..state.digest import (
+    LEAF_BYTES,
+    Changed,
+    PartDigest,
+    StateDigest,
+    changed_leaves_of,
+    leaves_of,
+)
 from ..state.tensors import Segment, State, TensorSpec, UIntArray
 from .blocks import Block
 from .changes import StateChanges, TensorChanges
@@ -21,13 +29,19 @@ _ROUNDS = 4  # of so many leaves for each thread, at least
 
 
 def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]:
-    """Which of the blocks one thread hashes at once: neighbours of one dtype, until their leaves fill the lanes of a
-    processor, where that leaves enough work for all threads. Raises InputError."""
+    """Which of the blocks one thread hashes at once: neighbours of one dtype, until their leaves
+    fill the lanes of a processor, where that leaves enough work for all threads. Raises
+    InputError."""
     checked_threads(threads)
     leaves = [
-        sum(-(-(s.stop - s.start) * s.spec.dtype.width // LEAF_BYTES) for s in block.segments) for block in blocks
+        sum(-(-(s.stop - s.start) * s.spec.dtype.width // LEAF_BYTES) for s in block.segments)
+        for block in blocks
     ]
-    lanes = _SIDE_BY_SIDE if sum(leaves) >= _SIDE_BY_SIDE * _ROUNDS * (threads or default_threads()) else 1
+    lanes = (
+        _SIDE_BY_SIDE
+        if sum(leaves) >= _SIDE_BY_SIDE * _ROUNDS * (threads or default_threads())
+        else 1
+    )
     groups, start, found = [], 0, 0
     for index, block in enumerate(blocks):
         if found >= lanes or block.dtype != blocks[start].dtype:
@@ -46,17 +60,20 @@ def block_leaves(blocks: Sequence[Block], state: State) -> list[list[bytes]]:
 def changed_leaves(
     blocks: Sequence[Block], elements: Sequence[UIntArray], changes: Sequence[Changes | None]
 ) -> list[list[bytes]]:
-    """Leaf digests per segment of each of the blocks, of one dtype, that have these ``elements``, once their
-    ``changes`` are made to them; None: as they are."""
+    """Leaf digests per segment of each of the blocks, of one dtype, that have these ``elements``,
+    once their ``changes`` are made to them; None: as they are."""
     pieces = []
     for block, before, made in zip(blocks, elements, changes, strict=True):
         positions, values = made[:2] if made is not None else (_NOWHERE, before[:0])
-        # A block's changes, cut where one tensor ends and the next begins: leaves never reach over that.
+        # A block's changes, cut where one tensor ends and the next begins: leaves never reach over
+        # that.
         ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
         for (start, end), (first, last) in zip(
             pairwise([0, *ends]), pairwise([0, *bits.below(positions, ends)]), strict=True
         ):
-            pieces.append(Changed(before[start:end], positions[first:last], start, values[first:last]))
+            pieces.append(
+                Changed(before[start:end], positions[first:last], start, values[first:last])
+            )
     return _by_block(blocks, changed_leaves_of(pieces)) if pieces else []
 
 
@@ -66,7 +83,8 @@ def _by_block(blocks: Sequence[Block], leaves: list[bytes]) -> list[list[bytes]]
 
 
 class TreeUpdate:
-    """The tree of a new state, block by block in order; blocks without changes keep the old state's leaves."""
+    """The tree of a new state, block by block in order; blocks without changes keep the old state's
+    leaves."""
 
     def __init__(self, old: StateDigest) -> None:
         self._old = old
@@ -77,7 +95,8 @@ class TreeUpdate:
             if leaves is not None:
                 piece = leaves[k]
             else:
-                # Segments begin where leaves do, and end there or with their tensor: 32 bytes a leaf, also a short one.
+                # Segments begin where leaves do, and end there or with their tensor: 32 bytes a
+                # leaf, also a short one.
                 per_leaf = LEAF_BYTES // segment.spec.dtype.width
                 old = self._old.leaves[segment.spec.name]
                 piece = old[segment.start // per_leaf * 32 : -(-segment.stop // per_leaf) * 32]
@@ -86,15 +105,22 @@ class TreeUpdate:
     def finish(self, tensors: bytes = b"") -> StateDigest:
         """The new tree; of a state that is held in part with the new digests of all ``tensors``."""
         return _tree(
-            self._old, {spec.name: b"".join(self._pieces.get(spec.name, ())) for spec in self._old.specs}, tensors
+            self._old,
+            {spec.name: b"".join(self._pieces.get(spec.name, ())) for spec in self._old.specs},
+            tensors,
         )
 
 
 def rehashed(
-    old: StateDigest, state: State, changes: StateChanges, tensors: bytes = b"", *, threads: int | None = None
+    old: StateDigest,
+    state: State,
+    changes: StateChanges,
+    tensors: bytes = b"",
+    *,
+    threads: int | None = None,
 ) -> StateDigest:
-    """The tree of ``state`` once ``changes`` were made to the one with the tree ``old``: the leaves in which something
-    changed are hashed again. ``tensors``: see `TreeUpdate.finish`."""
+    """The tree of ``state`` once ``changes`` were made to the one with the tree ``old``: the leaves
+    in which something changed are hashed again. ``tensors``: see `TreeUpdate.finish`."""
     leaves = {name: bytearray(digests) for name, digests in old.leaves.items()}
     tasks = [task for name, changed in changes.items() for task in _runs(state.spec(name), changed)]
 
@@ -111,12 +137,15 @@ def _runs(spec: TensorSpec, changes: TensorChanges) -> Iterator[Segment]:
     """The changed leaves of a tensor, those side by side as one segment of at most 16."""
     per_leaf = LEAF_BYTES // spec.dtype.width
     changed = np.unique(changes.indices // per_leaf)
-    # Where a row of neighbours begins. Neighbours are hashed in one call, which fills the lanes of a processor.
+    # Where a row of neighbours begins. Neighbours are hashed in one call, which fills the lanes of
+    # a processor.
     starts = np.flatnonzero(np.diff(changed, prepend=-2) != 1)
     for first, end in pairwise([*starts.tolist(), len(changed)]):
         for at in range(first, end, _SIDE_BY_SIDE):
             last = int(changed[min(at + _SIDE_BY_SIDE, end) - 1])
-            yield Segment(spec, int(changed[at]) * per_leaf, min((last + 1) * per_leaf, spec.elements))
+            yield Segment(
+                spec, int(changed[at]) * per_leaf, min((last + 1) * per_leaf, spec.elements)
+            )
 
 
 def _tree(old: StateDigest, leaves: dict[str, bytes], tensors: bytes) -> StateDigest:

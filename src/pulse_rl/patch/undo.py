@@ -1,7 +1,8 @@
 """Back to an earlier version: the old bits of every element that changed since, block by block.
 
-A fold needs its base state only to encode against it, and who looks at neighbouring versions comes back to them.
-Keeping what changed costs some bytes per change; a second state would cost all of its bytes.
+A fold needs its base state only to encode against it, and who looks at neighbouring versions comes
+back to them. Keeping what changed costs some bytes per change; a second state would cost all of its
+bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ P = TypeVar("P")
 
 
 def by_whole_blocks(header: JoinedHeader, undo: Mapping[int, Changes]) -> Mapping[int, Changes]:
-    """The old bits by block of the cut of whole tensors, from those by block of a patch with this ``header``."""
+    """The old bits by block of the cut of whole tensors, from those by block of a patch with this
+    ``header``."""
     if header.is_whole:
         return undo
     return recut(undo, header.cuts, cut(header.specs))
 
 
 class UndoLog:
-    """Leads back to version ``base`` with root ``base_root``. Its blocks are whole tensors' or a rank's."""
+    """Leads back to version ``base`` with root ``base_root``. Its blocks are whole tensors' or a
+    rank's."""
 
     def __init__(self, base: int, base_root: str) -> None:
         self.base = base
@@ -47,7 +50,8 @@ class UndoLog:
                 self._pieces[index] = [_oldest(pieces)]
 
     def rewind(self, index: int, now: UIntArray) -> UIntArray:
-        """The block's elements at the base, from the current ones; ``now`` itself if nothing changed."""
+        """The block's elements at the base, from the current ones; ``now`` itself if nothing
+        changed."""
         pieces = self._pieces.get(index)
         if not pieces:
             return now
@@ -67,8 +71,8 @@ def _oldest(pieces: list[Changes]) -> Changes:
 
 
 class Step(NamedTuple, Generic[P]):
-    """Two neighbouring places of a trail, of versions ``low`` and ``high``. ``changes`` are the bits of the one at
-    which the state is not, by block; ``nbytes`` is what all of this takes."""
+    """Two neighbouring places of a trail, of versions ``low`` and ``high``. ``changes`` are the
+    bits of the one at which the state is not, by block; ``nbytes`` is what all of this takes."""
 
     low: int
     below: P
@@ -79,8 +83,9 @@ class Step(NamedTuple, Generic[P]):
 
 
 class Trail(Generic[P]):
-    """The places at which a state has been, one after another, with the bits in which neighbours differ: it goes back
-    and forth between them. Of the steps the newest stay that take at most so many bytes."""
+    """The places at which a state has been, one after another, with the bits in which neighbours
+    differ: it goes back and forth between them. Of the steps the newest stay that take at most so
+    many bytes."""
 
     def __init__(self) -> None:
         self._steps: list[Step[P]] = []
@@ -94,11 +99,15 @@ class Trail(Generic[P]):
         self._at = len(self._steps)
 
     def toward(self, version: int, target: int) -> Step[P] | None:
-        """The next step from ``version`` to the highest place that is not above version ``target``; None at the end,
-        and where all places are above it."""
+        """The next step from ``version`` to the highest place that is not above version ``target``;
+        None at the end, and where all places are above it."""
         if version > target and self._at and self._steps[0].low <= target:
             return self._steps[self._at - 1]
-        if version < target and self._at < len(self._steps) and self._steps[self._at].high <= target:
+        if (
+            version < target
+            and self._at < len(self._steps)
+            and self._steps[self._at].high <= target
+        ):
             return self._steps[self._at]
         return None
 

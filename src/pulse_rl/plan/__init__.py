@@ -1,4 +1,5 @@
-"""Predicts what a sync costs: bytes, seconds by phase, utilisation, the bandwidth needed, and when a full sync wins.
+"""Predicts what a sync costs: bytes, seconds by phase, utilisation, the bandwidth needed, and when
+a full sync wins.
 
 ``model`` holds the arithmetic of one sync and its formulas, ``fleet`` that of many workers.
 """

@@ -1,76 +1,82 @@
 """The cost of one sync as arithmetic on a `Scenario`. Symbols and units:
 
-==========  =======================================================================================================
-N           parameters; ``b`` bytes each (BF16: 2)
-d           density, changed / all elements; ``C = d N`` changes
-T           seconds that a step computes
-B, B_up     bit/s of a worker's link to the store, and of the trainer's
-k           workers that load over one link; 1: each has its own, and they load side by side
-c           cores, as many at the publisher as at a worker
-R, R_up     seconds of a round trip to the store, from a worker and from the trainer
-p           share of the packets that a link loses
-==========  =======================================================================================================
+==========
+=======================================================================================================
+N           parameters; ``b`` bytes each (BF16: 2) d           density, changed / all elements; ``C
+= d N`` changes T           seconds that a step computes B, B_up     bit/s of a worker's link to the
+store, and of the trainer's k           workers that load over one link; 1: each has its own, and
+they load side by side c           cores, as many at the publisher as at a worker R, R_up
+seconds of a round trip to the store, from a worker and from the trainer p           share of the
+packets that a link loses ==========
+=======================================================================================================
 
-**Bytes.** ``h(d) = -log2 d - (1/d - 1) log2(1 - d)`` bits say where one change is if all elements are alike::
+**Bytes.** ``h(d) = -log2 d - (1/d - 1) log2(1 - d)`` bits say where one change is if all elements
+are alike::
 
-    full      S = b N
-    zstd      S = min(b N, C (1.25 + 0.17 h) + H)                    the paper's codec
-    auto      S = min(b N, C (2.4 + 0.52 h + 5 d^2) / 8 + H)         ours, without history
-    history   S = min(b N, 0.95 C (2.4 + 0.52 h + 5 d^2) / 8 + H)    ours, by what changed in the last versions
-    H         = 1000 + 50 blocks,  blocks = ceil(N / 2^22)
+    full      S = b N zstd      S = min(b N, C (1.25 + 0.17 h) + H)                    the paper's
+    codec auto      S = min(b N, C (2.4 + 0.52 h + 5 d^2) / 8 + H)         ours, without history
+    history   S = min(b N, 0.95 C (2.4 + 0.52 h + 5 d^2) / 8 + H)    ours, by what changed in the
+    last versions H         = 1000 + 50 blocks,  blocks = ceil(N / 2^22)
 
 S is `sync_bytes`.
 
-Our codec knows the old exponent, so a place costs about half of ``h``; 2.4 bits are sign and size of a change,
-and where most weights change the changes are large. Fitted to FP32-master runs between 0.1% and 80% density: within 5%
-on recorded reinforcement learning, within 10% on synthetic states. Pure BF16 weights need up to 1.7 times less.
+Our codec knows the old exponent, so a place costs about half of ``h``; 2.4 bits are sign and size
+of a change, and where most weights change the changes are large. Fitted to FP32-master runs between
+0.1% and 80% density: within 5% on recorded reinforcement learning, within 10% on synthetic states.
+Pure BF16 weights need up to 1.7 times less.
 
-History is assumed to run behind FP32 masters as well, where it saves 5% of that and takes a tenth more time
-to publish and to sync, at 0.3% and 0.7% density. With pure BF16 weights it saves 42 to 45% for less time: measure
-that (`pulse study`), and its bytes replace the formula. Folds need no history and cost what they do without it.
+History is assumed to run behind FP32 masters as well, where it saves 5% of that and takes a tenth
+more time to publish and to sync, at 0.3% and 0.7% density. With pure BF16 weights it saves 42 to
+45% for less time: measure that (`pulse study`), and its bytes replace the formula. Folds need no
+history and cost what they do without it.
 
-**Seconds**, one after another; ``p = min(c, blocks)`` cores can share a patch, ``q = min(c, shards)`` an anchor, whose
-shards are of 2^27 bytes. Costs are in nanoseconds of one core (`Costs`; SHA-256 takes ``s = 0.5`` a byte)::
+**Seconds**, one after another; ``p = min(c, blocks)`` cores can share a patch, ``q = min(c,
+shards)`` an anchor, whose shards are of 2^27 bytes. Costs are in nanoseconds of one core (`Costs`;
+SHA-256 takes ``s = 0.5`` a byte)::
 
     encode    (e0 N + e1 C) / p        diff, code, and decode again to prove it; nothing for full
-    hash      s b N / p                full: b N (s / c + 1.85 / q), an anchor is hashed as a file, too
-    upload    transfer(S, B_up, R_up) + 5 R_up
-    download  transfer(k S, B, R) + 3 R
-    verify    s b N / p                full: b N (s / c + 0.75 / q)
-    apply     (a0 N + a1 C) / p        decode and scatter; nothing for full
+    hash      s b N / p                full: b N (s / c + 1.85 / q), an anchor is hashed as a file,
+    too upload    transfer(S, B_up, R_up) + 5 R_up download  transfer(k S, B, R) + 3 R verify    s b
+    N / p                full: b N (s / c + 0.75 / q) apply     (a0 N + a1 C) / p        decode and
+    scatter; nothing for full
 
     sync_seconds = the sum
 
-**A transfer** of S bytes takes n connections, one for each 4 MiB and at most 8, as object stores are read, of ``m = S /
-(1460 n)`` segments each. Of these ``f = (1 - (1 - p)^m) / p`` are expected before one is lost; all, where p is 0. They
-come by slow start, ten in the first round trip and twice as many in each of the next ones, in windows up to the
-connection's share of the link, ``W = B R / (8 1460 n)`` segments::
+**A transfer** of S bytes takes n connections, one for each 4 MiB and at most 8, as object stores
+are read, of ``m = S / (1460 n)`` segments each. Of these ``f = (1 - (1 - p)^m) / p`` are expected
+before one is lost; all, where p is 0. They come by slow start, ten in the first round trip and
+twice as many in each of the next ones, in windows up to the connection's share of the link, ``W = B
+R / (8 1460 n)`` segments::
 
     transfer(S, B, R) = R log2(1 + min(f, W) / 10) + 8 (1460 n f) / B + what comes after a loss
 
-After each loss a window is 0.7 of what it was and grows by 0.53 a round trip, up to W, as those of CUBIC where it is
-as fair as Reno; ``1 / p`` segments later the next one is lost. The last of several connections takes a tenth longer
-than the mean. BBR minds losses less. Measured on a way of 80 ms: docs/evidence.md.
+After each loss a window is 0.7 of what it was and grows by 0.53 a round trip, up to W, as those of
+CUBIC where it is as fair as Reno; ``1 / p`` segments later the next one is lost. The last of
+several connections takes a tenth longer than the mean. BBR minds losses less. Measured on a way of
+80 ms: docs/evidence.md.
 
 **Utilisation**, the share of a step in which the GPU computes::
 
-    utilisation        = T / (T + 8 S k / B)                         the paper's: only the transfer blocks
-    worker_utilisation = T / (T + download + verify + apply)         a worker that syncs before each of its steps
+    utilisation        = T / (T + 8 S k / B)                         the paper's: only the transfer
+    blocks worker_utilisation = T / (T + download + verify + apply)         a worker that syncs
+    before each of its steps
 
-The second is what such a worker measures while the trainer publishes beside it. Where nothing overlaps, because the
-trainer waits for the workers as well, it is ``T / (T + sync_seconds)``. A worker that fetches while it generates is
-above all of these, at the price of older weights. The paper's Figure 1 (PULSE, arXiv 2602.03839) follows from the
-first with T of about 50 s. Solved for B, it gives ``bandwidth_for_target``::
+The second is what such a worker measures while the trainer publishes beside it. Where nothing
+overlaps, because the trainer waits for the workers as well, it is ``T / (T + sync_seconds)``. A
+worker that fetches while it generates is above all of these, at the price of older weights. The
+paper's Figure 1 (PULSE, arXiv 2602.03839) follows from the first with T of about 50 s. Solved for
+B, it gives ``bandwidth_for_target``::
 
     B = 8 S k u / ((1 - u) T)
 
-**Where a full sync wins**: its `sync_seconds` are less than those of a patch without history. The density above which
-they are is found by bisection; the bandwidth above which they are, B_up growing with B, is where the bytes saved take
-as long as the coding::
+**Where a full sync wins**: its `sync_seconds` are less than those of a patch without history. The
+density above which they are is found by bisection; the bandwidth above which they are, B_up growing
+with B, is where the bytes saved take as long as the coding::
 
     B_full = B 8 (S_full - S_auto) (1 / B_up + k / B) / (coding_auto - coding_full)
 
-with coding = encode + hash + verify + apply; it does not exist while a patch costs less coding than an anchor.
+with coding = encode + hash + verify + apply; it does not exist while a patch costs less coding than
+an anchor.
 """
 
 from __future__ import annotations
@@ -119,24 +125,26 @@ COSTS = {
     "auto": Costs(0.8, 98, 0.4, 64),
     "history": Costs(1.0, 110, 0.54, 70),
 }
-"""On an idle core of an AMD EPYC (Zen 5); "history" behind FP32 masters, where most is remembered: what
-docs/benchmarks.md measures beside what "auto" takes without it, on top of that."""
+"""On an idle core of an AMD EPYC (Zen 5); "history" behind FP32 masters, where most is remembered:
+what docs/benchmarks.md measures beside what "auto" takes without it, on top of that."""
 
 HASH_BYTE = 0.5
 ANCHOR_HASH_BYTE, ANCHOR_VERIFY_BYTE = 1.85, 0.75
-"""Nanoseconds a byte of one core: SHA-256, and what an anchor takes on top of it, one core a shard."""
+"""Nanoseconds a byte of one core: SHA-256, and what an anchor takes on top of it, one core a
+shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """The inputs of a plan; see the module for symbols. Bandwidths are in bit/s, times in seconds.
 
-    The model has ``params`` parameters of ``param_bytes`` bytes each, of which the fraction ``density`` changes in a
-    step of ``step_seconds``. Each worker has a link of ``bandwidth``, or ``sharers`` of them share one; there are
-    ``cores`` cores at either end, and a request takes ``round_trip_seconds``. ``upload_bandwidth`` and
-    ``upload_round_trip_seconds`` None: the trainer's link is as a worker's. Each link loses the share ``loss`` of its
-    packets. ``bytes_per_changed``, measured by method at this density, replaces the formula where
-    given. Raises InputError for impossible values.
+    The model has ``params`` parameters of ``param_bytes`` bytes each, of which the fraction
+    ``density`` changes in a step of ``step_seconds``. Each worker has a link of ``bandwidth``, or
+    ``sharers`` of them share one; there are ``cores`` cores at either end, and a request takes
+    ``round_trip_seconds``. ``upload_bandwidth`` and ``upload_round_trip_seconds`` None: the
+    trainer's link is as a worker's. Each link loses the share ``loss`` of its packets.
+    ``bytes_per_changed``, measured by method at this density, replaces the formula where given.
+    Raises InputError for impossible values.
     """
 
     params: int
@@ -153,12 +161,22 @@ class Scenario:
     bytes_per_changed: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("params", "sharers", "cores", "step_seconds", "bandwidth", "upload_bandwidth", "param_bytes"):
+        for name in (
+            "params",
+            "sharers",
+            "cores",
+            "step_seconds",
+            "bandwidth",
+            "upload_bandwidth",
+            "param_bytes",
+        ):
             value = getattr(self, name)
             if value is not None or name != "upload_bandwidth":
                 checked_number(name, value, minimum=_MIN, maximum=_MAX)
         checked_number("round_trip_seconds", self.round_trip_seconds, maximum=_MAX)
-        checked_number("upload_round_trip_seconds", self.upload_round_trip_seconds or 0, maximum=_MAX)
+        checked_number(
+            "upload_round_trip_seconds", self.upload_round_trip_seconds or 0, maximum=_MAX
+        )
         checked_number("loss", self.loss, maximum=0.5)
         checked_number("density", self.density, maximum=1)
         for name, value in self.bytes_per_changed.items():
@@ -167,8 +185,9 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class MethodPlan:
-    """One method's prediction. ``sync_bytes`` travel in a sync; ``phases`` maps each of ``PHASES`` to seconds;
-    ``utilisation`` and ``worker_utilisation`` are shares of a step; ``bandwidth_for_target`` is in bit/s."""
+    """One method's prediction. ``sync_bytes`` travel in a sync; ``phases`` maps each of ``PHASES``
+    to seconds; ``utilisation`` and ``worker_utilisation`` are shares of a step;
+    ``bandwidth_for_target`` is in bit/s."""
 
     sync_bytes: int
     phases: dict[str, float]
@@ -189,8 +208,8 @@ class MethodPlan:
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Above this ``density``, or above this ``bandwidth`` in bit/s (all else equal), a full sync takes less time than a
-    patch.
+    """Above this ``density``, or above this ``bandwidth`` in bit/s (all else equal), a full sync
+    takes less time than a patch.
 
     None: it never does.
     """
@@ -201,8 +220,8 @@ class Crossover:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `make_plan` predicts for ``scenario``: ``methods`` has one entry for each of full, zstd, auto and history,
-    ``full_wins`` says when a full sync takes less time than a patch.
+    """What `make_plan` predicts for ``scenario``: ``methods`` has one entry for each of full, zstd,
+    auto and history, ``full_wins`` says when a full sync takes less time than a patch.
     """
 
     scenario: Scenario
@@ -211,39 +230,46 @@ class Plan:
 
 
 def make_plan(scenario: Scenario, *, target: float = 0.9) -> Plan:
-    """Predicts one sync of ``scenario`` by each method, and when a full sync wins. ``target`` is the utilisation that
-    `MethodPlan.bandwidth_for_target` aims at. Raises InputError unless it is above 0 and below 1."""
+    """Predicts one sync of ``scenario`` by each method, and when a full sync wins. ``target`` is
+    the utilisation that `MethodPlan.bandwidth_for_target` aims at. Raises InputError unless it is
+    above 0 and below 1."""
     if not 0 < checked_number("target", target) < 1:
         raise InputError(f"target must be above 0 and below 1, not {target}")
-    return Plan(scenario, {name: _predict(scenario, name, target) for name in METHODS}, _crossover(scenario))
+    return Plan(
+        scenario, {name: _predict(scenario, name, target) for name in METHODS}, _crossover(scenario)
+    )
 
 
 def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.0) -> float:
-    """Bytes of one sync by ``method``, S: ``params`` parameters of ``param_bytes`` bytes, of which the fraction
-    ``density`` changed. A patch is never larger than a full sync.
+    """Bytes of one sync by ``method``, S: ``params`` parameters of ``param_bytes`` bytes, of which
+    the fraction ``density`` changed. A patch is never larger than a full sync.
     """
     full = params * param_bytes
     if method == "full":
         return full
     where = _position_bits(density)
     ours = (2.4 + 0.52 * where + 5 * density**2) / 8
-    per_change = {"zstd": 1.25 + 0.17 * where, "auto": ours, "history": _WITH_HISTORY * ours}[method]
+    per_change = {"zstd": 1.25 + 0.17 * where, "auto": ours, "history": _WITH_HISTORY * ours}[
+        method
+    ]
     return min(full, params * density * per_change + _FILE_BYTES + _BYTES_A_BLOCK * _blocks(params))
 
 
 def utilisation(nbytes: float, step_seconds: float, bandwidth: float) -> float:
-    """The paper's ``T / (T + 8 S / B)``: ``nbytes`` over ``bandwidth`` bit/s after each ``step_seconds`` of work."""
+    """The paper's ``T / (T + 8 S / B)``: ``nbytes`` over ``bandwidth`` bit/s after each
+    ``step_seconds`` of work."""
     return step_seconds / (step_seconds + 8 * nbytes / bandwidth)
 
 
 def bandwidth_for(nbytes: float, step_seconds: float, target: float) -> float:
-    """The bandwidth in bit/s at which `utilisation` is ``target``, for ``nbytes`` and ``step_seconds``."""
+    """The bandwidth in bit/s at which `utilisation` is ``target``, for ``nbytes`` and
+    ``step_seconds``."""
     return 8 * nbytes * target / ((1 - target) * step_seconds)
 
 
 def transfer_seconds(nbytes: float, bandwidth: float, trip: float, loss: float) -> float:
-    """Seconds of so many bytes over a link of ``bandwidth`` bit/s with round trips of ``trip`` seconds, which loses the
-    share ``loss`` of its packets."""
+    """Seconds of so many bytes over a link of ``bandwidth`` bit/s with round trips of ``trip``
+    seconds, which loses the share ``loss`` of its packets."""
     connections = min(max(nbytes // PIECE_BYTES, 1), CONNECTIONS)
     left = nbytes / connections / _SEGMENT_BYTES
     share = bandwidth / connections / 8 / _SEGMENT_BYTES  # segments a second of each connection
@@ -287,13 +313,18 @@ def _phases(scenario: Scenario, method: str, nbytes: float) -> dict[str, float]:
         hashed = verified = tree / at_once
     costs = COSTS[method]
     trip, loss = scenario.round_trip_seconds, scenario.loss
-    upload_trip = trip if scenario.upload_round_trip_seconds is None else scenario.upload_round_trip_seconds
+    upload_trip = (
+        trip if scenario.upload_round_trip_seconds is None else scenario.upload_round_trip_seconds
+    )
     return {
         "encode": _NANO * (costs.encode * n + costs.encode_change * changes) / at_once,
         "hash": _NANO * hashed,
-        "upload": transfer_seconds(nbytes, scenario.upload_bandwidth or scenario.bandwidth, upload_trip, loss)
+        "upload": transfer_seconds(
+            nbytes, scenario.upload_bandwidth or scenario.bandwidth, upload_trip, loss
+        )
         + _PUBLISH_REQUESTS * upload_trip,
-        "download": transfer_seconds(nbytes * scenario.sharers, scenario.bandwidth, trip, loss) + SYNC_REQUESTS * trip,
+        "download": transfer_seconds(nbytes * scenario.sharers, scenario.bandwidth, trip, loss)
+        + SYNC_REQUESTS * trip,
         "verify": _NANO * verified,
         "apply": _NANO * (costs.apply * n + costs.apply_change * changes) / at_once,
     }
@@ -323,7 +354,8 @@ def _crossover(scenario: Scenario) -> Crossover:
 
     def full_wins(density: float) -> bool:
         return (
-            _predict(replace(scenario, density=density, bytes_per_changed={}), "auto").sync_seconds > full.sync_seconds
+            _predict(replace(scenario, density=density, bytes_per_changed={}), "auto").sync_seconds
+            > full.sync_seconds
         )
 
     if not full_wins(1.0):
@@ -337,7 +369,10 @@ def _crossover(scenario: Scenario) -> Crossover:
 
 def _seconds_a_bit(scenario: Scenario) -> float:
     """From the trainer through the store to the worker that has it last."""
-    return 1 / (scenario.upload_bandwidth or scenario.bandwidth) + scenario.sharers / scenario.bandwidth
+    return (
+        1 / (scenario.upload_bandwidth or scenario.bandwidth)
+        + scenario.sharers / scenario.bandwidth
+    )
 
 
 _KEYS = {"auto": "bytes_per_changed", "zstd": "bytes_per_changed_zstd"}
@@ -356,8 +391,8 @@ class MeasuredInputs:
 
 
 def from_study(study: Any) -> MeasuredInputs:
-    """The inputs from a study (the JSON object of ``pulse study``): those of its row with the smallest k, and, if that
-    is 1, what its patches with history take.
+    """The inputs from a study (the JSON object of ``pulse study``): those of its row with the
+    smallest k, and, if that is 1, what its patches with history take.
 
     Raises InputError if ``study`` is not a study.
     """
@@ -371,15 +406,19 @@ def from_study(study: Any) -> MeasuredInputs:
             params=params,
             density=1 - float(row["sparsity"]),
             param_bytes=float(study["dense_bytes"]) / params,
-            bytes_per_changed={name: float(value) for name, value in found.items() if value is not None},
+            bytes_per_changed={
+                name: float(value) for name, value in found.items() if value is not None
+            },
         )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise InputError(f"not a study: {error!r}", hint="Give the output of `pulse study --json`.") from None
+        raise InputError(
+            f"not a study: {error!r}", hint="Give the output of `pulse study --json`."
+        ) from None
 
 
 class _Quantised(NamedTuple):
-    """A format beside BF16: bytes a weight, codes that change for each BF16 weight that does, and bytes a weight that a
-    step's scales take."""
+    """A format beside BF16: bytes a weight, codes that change for each BF16 weight that does, and
+    bytes a weight that a step's scales take."""
 
     param_bytes: float
     codes: float
@@ -396,8 +435,8 @@ QUANTISED = {
 
 
 def quantised_inputs(params: int, density: float, name: str) -> MeasuredInputs:
-    """What ``params`` weights take in the format ``name`` where a step changes ``density`` of them in BF16. History
-    saves nothing. Raises InputError."""
+    """What ``params`` weights take in the format ``name`` where a step changes ``density`` of them
+    in BF16. History saves nothing. Raises InputError."""
     if name not in QUANTISED:
         raise InputError(f"unknown format {name!r}", hint=f"Choose one of: {', '.join(QUANTISED)}.")
     of = QUANTISED[name]

@@ -1,5 +1,6 @@
-"""The page's data: for a run, from the events that its processes wrote with `pulse_rl.metrics.JsonLines`; for a study,
-the parts of the JSON of ``pulse study`` that it needs, checked and shortened.
+"""The page's data: for a run, from the events that its processes wrote with
+`pulse_rl.metrics.JsonLines`; for a study, the parts of the JSON of ``pulse study`` that it needs,
+checked and shortened.
 
 Long series are downsampled to what a chart some hundred pixels wide can show, keeping extremes.
 """
@@ -33,7 +34,14 @@ _MAX_DIMENSIONS = 8
 _MAX_AGES = 16
 _MAX_KINDS = 8
 _ROW = ("k", "pairs", "sparsity", "sparsity_min", "sparsity_max")
-_ROW_OPTIONAL = ("untouched", "bytes", "bytes_per_changed", "bytes_per_changed_zstd", "entropy_bound", "times_bound")
+_ROW_OPTIONAL = (
+    "untouched",
+    "bytes",
+    "bytes_per_changed",
+    "bytes_per_changed_zstd",
+    "entropy_bound",
+    "times_bound",
+)
 _HISTORY_OPTIONAL = (
     "not_yet",
     "within_8",
@@ -42,7 +50,13 @@ _HISTORY_OPTIONAL = (
     "bytes_per_changed_auto",
     "bytes_per_changed_history",
 )
-_SUMMARY_OPTIONAL = ("bytes_per_sync", "bandwidth_for_target", "bandwidth_full", "target", "step_seconds")
+_SUMMARY_OPTIONAL = (
+    "bytes_per_sync",
+    "bandwidth_for_target",
+    "bandwidth_full",
+    "target",
+    "step_seconds",
+)
 _MAX_WORKERS = 64
 _MAX_FAILURES = 50
 _MAX_METRICS = 12
@@ -54,8 +68,8 @@ _TARGET = 0.9
 def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> dict[str, Any]:
     """The points whose y is known, as lists ``xs`` and ``ys``.
 
-    Of a long series they are runs of points, each with its first x, the mean of its ys, and with ``lows`` and ``highs``
-    for its extremes.
+    Of a long series they are runs of points, each with its first x, the mean of its ys, and with
+    ``lows`` and ``highs`` for its extremes.
     """
     points = [(float(x), float(y)) for x, y in zip(xs, ys, strict=True) if y is not None]
     if len(points) <= 2 * BUCKETS:
@@ -86,9 +100,11 @@ def running_mean(ys: Sequence[float | None], window: int) -> list[float | None]:
 
 
 def busy(spans: Sequence[tuple[float, float]], until: float) -> list[list[float]]:
-    """When something was done in ``spans`` of (start, seconds): rows of start, seconds, and the share of it.
+    """When something was done in ``spans`` of (start, seconds): rows of start, seconds, and the
+    share of it.
 
-    Few spans are given as they are, of many the share in equal parts of the time from 0 to ``until``.
+    Few spans are given as they are, of many the share in equal parts of the time from 0 to
+    ``until``.
     """
     if len(spans) <= BUCKETS:
         return [[start, seconds, 1.0] for start, seconds in spans]
@@ -100,7 +116,11 @@ def busy(spans: Sequence[tuple[float, float]], until: float) -> list[list[float]
         for part in range(first, last + 1):
             overlap = min(start + seconds, (part + 1) * width) - max(start, part * width)
             filled[part] += max(0.0, overlap)
-    return [[part * width, width, min(1.0, filled[part] / width)] for part in range(BUCKETS) if filled[part]]
+    return [
+        [part * width, width, min(1.0, filled[part] / width)]
+        for part in range(BUCKETS)
+        if filled[part]
+    ]
 
 
 EventRecord = dict[str, Any]
@@ -108,8 +128,8 @@ EventRecord = dict[str, Any]
 
 
 def read_run(path: str | os.PathLike[str], *, stream: str | None = None) -> dict[str, Any]:
-    """The page's data for the run at ``path``: a folder with ``events*.jsonl`` files, one per process, or one such
-    file.
+    """The page's data for the run at ``path``: a folder with ``events*.jsonl`` files, one per
+    process, or one such file.
 
     ``stream`` selects one of several. Raises InputError if there is nothing to show.
     """
@@ -117,17 +137,30 @@ def read_run(path: str | os.PathLike[str], *, stream: str | None = None) -> dict
     files = sorted(root.glob("events*.jsonl")) if root.is_dir() else [root]
     by_process: dict[str, list[EventRecord]] = defaultdict(list)
     for file in files:
-        by_process[file.stem.removeprefix("events-")] += (e for e in map(_reduced, read_events(file)) if e)
+        by_process[file.stem.removeprefix("events-")] += (
+            e for e in map(_reduced, read_events(file)) if e
+        )
     streams = sorted({e["stream"] for events in by_process.values() for e in events})
     if not streams:
-        hint = "Pass on_event=pulse_rl.metrics.JsonLines('RUN/events-NAME.jsonl') to the publisher and the subscribers."
+        hint = (
+            "Pass on_event=pulse_rl.metrics.JsonLines('RUN/events-NAME.jsonl') to the "
+            "publisher and the subscribers."
+        )
         raise InputError(f"{root} has no events of a publisher or subscriber", hint=hint)
     if stream is None and len(streams) > 1:
-        raise InputError(f"{root} has events of the streams {', '.join(streams)}", hint="Choose one with --stream.")
+        raise InputError(
+            f"{root} has events of the streams {', '.join(streams)}",
+            hint="Choose one with --stream.",
+        )
     if stream is not None and stream not in streams:
-        raise InputError(f"{root} has no events of the stream {stream!r}", hint=f"It has {', '.join(streams)}.")
+        raise InputError(
+            f"{root} has no events of the stream {stream!r}", hint=f"It has {', '.join(streams)}."
+        )
     chosen = stream or streams[0]
-    return _run({name: [e for e in events if e["stream"] == chosen] for name, events in by_process.items()}, chosen)
+    return _run(
+        {name: [e for e in events if e["stream"] == chosen] for name, events in by_process.items()},
+        chosen,
+    )
 
 
 PHASES = ("resume", "build", "upload", "commit", "plan", "fetch", "apply", "restore")
@@ -171,20 +204,31 @@ def _reduced(event: EventRecord) -> EventRecord | None:
     if kind == "evaluated":
         said = event.get("metrics")
         metrics = said.items() if isinstance(said, dict) and event.get("status") == 0 else ()
-        kept["metrics"] = {str(name)[:_MAX_TEXT]: value for name, value in metrics if _is_number(value)}
+        kept["metrics"] = {
+            str(name)[:_MAX_TEXT]: value for name, value in metrics if _is_number(value)
+        }
     if kind == "fallback_used":
         kept |= {name: str(event.get(name))[:_MAX_TEXT] for name in _TEXTS}
     return kept
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
+    )
 
 
 def _run(by_process: dict[str, list[EventRecord]], stream: str) -> dict[str, Any]:
     # Evaluations may be made days later: they are no part of the run's time.
-    evaluated = [event for events in by_process.values() for event in events if event["event"] == "evaluated"]
-    everything = [(name, e) for name, events in by_process.items() for e in events if e["event"] != "evaluated"]
+    evaluated = [
+        event for events in by_process.values() for event in events if event["event"] == "evaluated"
+    ]
+    everything = [
+        (name, e)
+        for name, events in by_process.items()
+        for e in events
+        if e["event"] != "evaluated"
+    ]
     start = min((event["time"] - event.get("seconds", 0.0) for _, event in everything), default=0.0)
     published = _by_version(event for _, event in everything if event["event"] == "published")
     commits = {v: e["time"] for v, e in published.items()}
@@ -192,8 +236,12 @@ def _run(by_process: dict[str, list[EventRecord]], stream: str) -> dict[str, Any
         if event["event"] == "synced":
             commits.setdefault(event["version"], event["time"] - event["lag_seconds"])
     end = max((event["time"] for _, event in everything), default=0.0)
-    names = [name for name, events in by_process.items() if any(e["event"] == "synced" for e in events)]
-    workers = [_worker(name, by_process[name], commits, start, end) for name in names[:_MAX_WORKERS]]
+    names = [
+        name for name, events in by_process.items() if any(e["event"] == "synced" for e in events)
+    ]
+    workers = [
+        _worker(name, by_process[name], commits, start, end) for name in names[:_MAX_WORKERS]
+    ]
     return {
         "stream": stream,
         "seconds": end - start,
@@ -227,15 +275,22 @@ def _series(published: list[EventRecord]) -> dict[str, Any]:
         "reward": thinned(versions, rewards),
         "mean_reward": thinned(versions, running_mean(rewards, max(1, len(rewards) // 15))),
         "density": thinned(versions, [e["density"] for e in published]),
-        "patch_bytes": thinned(versions, [None if e["density"] is None else e["patch_bytes"] for e in published]),
+        "patch_bytes": thinned(
+            versions, [None if e["density"] is None else e["patch_bytes"] for e in published]
+        ),
         "full_bytes": thinned(versions, [e["dense_bytes"] for e in published]),
     }
 
 
 def _evaluations(evaluated: list[EventRecord]) -> dict[str, Any]:
     """By the name of a metric: its values by version, the last one of each."""
-    names = list(dict.fromkeys(name for event in evaluated for name in event["metrics"]))[:_MAX_METRICS]
-    found = {name: _by_version(event for event in evaluated if name in event["metrics"]) for name in names}
+    names = list(dict.fromkeys(name for event in evaluated for name in event["metrics"]))[
+        :_MAX_METRICS
+    ]
+    found = {
+        name: _by_version(event for event in evaluated if name in event["metrics"])
+        for name in names
+    }
     return {
         name: thinned(list(events), [event["metrics"][name] for event in events.values()])
         for name, events in found.items()
@@ -243,8 +298,9 @@ def _evaluations(evaluated: list[EventRecord]) -> dict[str, Any]:
 
 
 def _by_bytes(published: list[EventRecord]) -> dict[str, Any] | None:
-    """The running mean of the reward by the bytes that have left a trainer until then, as counted and as an all-reduce
-    of the same rounds would have; None unless the versions tell it of two rounds and more, of each one."""
+    """The running mean of the reward by the bytes that have left a trainer until then, as counted
+    and as an all-reduce of the same rounds would have; None unless the versions tell it of two
+    rounds and more, of each one."""
     rounds = [e for e in published if None not in (e[name] for name in _FACTS)]
     numbers = [e["round"] for e in rounds]
     if len(rounds) < 2 or numbers != list(range(int(numbers[0]), int(numbers[0]) + len(rounds))):
@@ -253,7 +309,11 @@ def _by_bytes(published: list[EventRecord]) -> dict[str, Any] | None:
     sent, dense = (list(accumulate(e[name] for e in rounds)) for name in _FACTS[2:])
     if not sent[-1] > 0:
         return None
-    return {"sent": thinned(sent, rewards), "dense": thinned(dense, rewards), "totals": [sent[-1], dense[-1]]}
+    return {
+        "sent": thinned(sent, rewards),
+        "dense": thinned(dense, rewards),
+        "totals": [sent[-1], dense[-1]],
+    }
 
 
 def _mean_phases(events: Sequence[EventRecord]) -> dict[str, float]:
@@ -277,7 +337,9 @@ def _worker(
         "name": name,
         "syncs": len(syncs),
         "behind": thinned([t - start for t in times], behind),
-        "busy": busy([(e["time"] - e["seconds"] - start, e["seconds"]) for e in syncs], end - start),
+        "busy": busy(
+            [(e["time"] - e["seconds"] - start, e["seconds"]) for e in syncs], end - start
+        ),
         "lag_seconds": median(e["lag_seconds"] for e in syncs),
         "worst_behind": max(behind),
         "sync_seconds": median(e["seconds"] for e in syncs),
@@ -287,10 +349,11 @@ def _worker(
 
 
 def _behind(syncs: list[EventRecord], commits: dict[int, float]) -> tuple[list[float], list[float]]:
-    """How many versions the worker was behind the newest committed one, after each commit and each sync.
+    """How many versions the worker was behind the newest committed one, after each commit and each
+    sync.
 
-    It counts from its first sync on. Clocks of two machines may differ, so a version counts as committed at the latest
-    when a worker has it.
+    It counts from its first sync on. Clocks of two machines may differ, so a version counts as
+    committed at the latest when a worker has it.
     """
     moments = [(time, 0, version) for version, time in commits.items()]
     moments += [(e["time"], 1, e["version"]) for e in syncs]
@@ -308,7 +371,10 @@ def _behind(syncs: list[EventRecord], commits: dict[int, float]) -> tuple[list[f
 
 def _failures(everything: list[tuple[str, EventRecord]]) -> dict[str, Any]:
     failed = [(name, event) for name, event in everything if event["event"] == "fallback_used"]
-    shown = [{"process": name} | {text: event[text] for text in _TEXTS} for name, event in failed[-_MAX_FAILURES:]]
+    shown = [
+        {"process": name} | {text: event[text] for text in _TEXTS}
+        for name, event in failed[-_MAX_FAILURES:]
+    ]
     return {"count": len(failed), "newest": shown}
 
 
@@ -343,7 +409,9 @@ def study_data(study: Any) -> dict[str, Any]:
             raise ValueError(f"its format is {study['format']!r}, not {FORMAT!r}")
         return _data(study)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise InputError(f"not a study: {error!r}", hint="Give the output of `pulse study --json`.") from None
+        raise InputError(
+            f"not a study: {error!r}", hint="Give the output of `pulse study --json`."
+        ) from None
 
 
 def _data(study: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,7 +420,9 @@ def _data(study: Mapping[str, Any]) -> dict[str, Any]:
     k = rows[0]["k"]
     layers = sorted(study["layers"], key=lambda layer: -_number(layer, "changed"))
     named = list(dict.fromkeys(str(layer["layer"]) for layer in layers))[:_MAX_LAYERS]
-    tensors = sorted((t for t in study["tensors"] if t["k"] == k), key=lambda t: _number(t, "sparsity"))
+    tensors = sorted(
+        (t for t in study["tensors"] if t["k"] == k), key=lambda t: _number(t, "sparsity")
+    )
     pairs = [pair for pair in study["pairs"] if pair["k"] == k]
     gradients = study["gradients"]
     summary = _picked(study["summary"], ("sparsity",), _SUMMARY_OPTIONAL) | {
@@ -380,10 +450,16 @@ def _data(study: Mapping[str, Any]) -> dict[str, Any]:
             }
             for tensor in tensors[:_MAX_TENSORS]
         ],
-        "over_time": thinned([int(p["new"]) for p in pairs], [1 - _number(p, "sparsity") for p in pairs]),
+        "over_time": thinned(
+            [int(p["new"]) for p in pairs], [1 - _number(p, "sparsity") for p in pairs]
+        ),
         "gradients": thinned(list(range(len(gradients))), [_finite(g) for g in gradients]),
         "exponents": [
-            _picked(e, ("exponent", "elements", "density"), ("threshold", "predicted_lr", "predicted_10lr"))
+            _picked(
+                e,
+                ("exponent", "elements", "density"),
+                ("threshold", "predicted_lr", "predicted_10lr"),
+            )
             for e in study["exponents"][:_MAX_EXPONENTS]
         ],
         "history": _history(study.get("history")),
@@ -412,12 +488,18 @@ def _quantised(given: Mapping[str, Any]) -> dict[str, Any]:
     kinds = given["kinds"][: _MAX_ROWS * _MAX_KINDS]
     return {
         "rows": [_picked(row, ("k",), ("bytes",)) for row in given["rows"][:_MAX_ROWS]],
-        "kinds": [{"kind": str(each["kind"]), **_picked(each, ("k", "sparsity"), ())} for each in kinds],
+        "kinds": [
+            {"kind": str(each["kind"]), **_picked(each, ("k", "sparsity"), ())} for each in kinds
+        ],
     }
 
 
-def _picked(given: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...]) -> dict[str, float | None]:
-    return {name: _number(given, name) for name in required} | {name: _optional(given, name) for name in optional}
+def _picked(
+    given: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...]
+) -> dict[str, float | None]:
+    return {name: _number(given, name) for name in required} | {
+        name: _optional(given, name) for name in optional
+    }
 
 
 def _number(given: Mapping[str, Any], name: str) -> float:

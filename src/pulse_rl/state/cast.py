@@ -1,8 +1,9 @@
-"""The compute dtypes, and states as the forward pass sees them: bits after the cast, rounded to nearest, ties to even.
+"""The compute dtypes, and states as the forward pass sees them: bits after the cast, rounded to
+nearest, ties to even.
 
-A compute dtype is what a forward pass multiplies in. It is called as safetensors calls it, in any letter case. The
-casts are those of ``torch.Tensor.to``, bit for bit but for NaN payloads. FP8 is cast without a scale; with the scales
-of a checkpoint it is made by `quantise`.
+A compute dtype is what a forward pass multiplies in. It is called as safetensors calls it, in any
+letter case. The casts are those of ``torch.Tensor.to``, bit for bit but for NaN payloads. FP8 is
+cast without a scale; with the scales of a checkpoint it is made by `quantise`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _CHUNK = 1 << 16  # elements whose temporaries stay in the cache
 class Rounding(NamedTuple):
     """How FP32 rounds to a narrower float, as the native kernels take it.
 
-    ``mantissa``: explicit mantissa bits. ``least``: FP32 exponent field of the smallest normal number. ``most``: FP32
-    bits of the largest finite number. ``beyond``: FP32 bits of what a larger one becomes: infinity, or ``most``.
+    ``mantissa``: explicit mantissa bits. ``least``: FP32 exponent field of the smallest normal
+    number. ``most``: FP32 bits of the largest finite number. ``beyond``: FP32 bits of what a larger
+    one becomes: infinity, or ``most``.
     """
 
     mantissa: int
@@ -44,7 +46,8 @@ ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
         "F8_E5M2": Rounding(2, 113, 0x47600000, 0x7F800000),
     }
 )
-"""The compute dtypes by their safetensors names. E4M3 has no infinity and saturates at 448, as engines do."""
+"""The compute dtypes by their safetensors names. E4M3 has no infinity and saturates at 448, as
+engines do."""
 
 _NAN = {"BF16": 0x7FC0, "F16": 0x7E00, "F8_E4M3": 0x7F, "F8_E5M2": 0x7F}
 
@@ -52,18 +55,23 @@ COMPUTE_DTYPES: Mapping[str, DType] = MappingProxyType({name: DTYPES[name] for n
 
 
 def compute_dtype_named(name: str) -> DType:
-    """The compute dtype of a safetensors name in any letter case ("BF16", "f8_e4m3"). Raises InputError."""
+    """The compute dtype of a safetensors name in any letter case ("BF16", "f8_e4m3"). Raises
+    InputError."""
     found = COMPUTE_DTYPES.get(name.upper()) if isinstance(name, str) else None
     if found is None:
-        raise InputError(f"unknown compute dtype {name!r}", hint=f"Choose one of: {', '.join(COMPUTE_DTYPES)}.")
+        raise InputError(
+            f"unknown compute dtype {name!r}", hint=f"Choose one of: {', '.join(COMPUTE_DTYPES)}."
+        )
     return found
 
 
 def round_bits(bits: npt.NDArray[np.uint32], dtype: DType) -> UIntArray:
-    """FP32 numbers [n], given by their bits, as the bits of a compute dtype [n]: uint16, or uint8 of FP8.
+    """FP32 numbers [n], given by their bits, as the bits of a compute dtype [n]: uint16, or uint8
+    of FP8.
 
-    What exceeds the range becomes Inf (E4M3: the largest number). NaN stays NaN with its sign; those of BF16 and F16
-    keep the top bits of their payload and are quiet, those of FP8 are 0x7F. Releases the GIL.
+    What exceeds the range becomes Inf (E4M3: the largest number). NaN stays NaN with its sign;
+    those of BF16 and F16 keep the top bits of their payload and are quiet, those of FP8 are 0x7F.
+    Releases the GIL.
     """
     result = np.empty(bits.size, dtype.uint)
     round_values(bits, ROUNDINGS[dtype.name], _NAN[dtype.name], dtype.width, result.view(np.uint8))
@@ -73,7 +81,8 @@ def round_bits(bits: npt.NDArray[np.uint32], dtype: DType) -> UIntArray:
 def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """FP32 ``values`` to BF16 bits of the same shape, rounding to nearest, ties to even.
 
-    Overflow becomes Inf. NaN stays NaN: the top bits of its payload are kept and the quiet bit is set.
+    Overflow becomes Inf. NaN stays NaN: the top bits of its payload are kept and the quiet bit is
+    set.
     """
     array = np.asarray(values, np.float32)
     flat = np.require(array.reshape(-1), requirements=["C", "A"])
@@ -91,7 +100,8 @@ def is_wide(dtype: DType) -> bool:
 
 
 def compute_dtype(spec: TensorSpec, dtype: DType) -> DType:
-    """What becomes of a tensor: floats wider than ``dtype`` are cast to it; all else stays as it is."""
+    """What becomes of a tensor: floats wider than ``dtype`` are cast to it; all else stays as it
+    is."""
     return dtype if spec.dtype.name in _FLOATS and spec.dtype.width > dtype.width else spec.dtype
 
 
@@ -109,20 +119,25 @@ class CastTensor:
     dtype: DType
 
     def read(self, start: int, stop: int) -> UIntArray:
-        return cast(self.state.read(self.name, start, stop), self.state.spec(self.name).dtype, self.dtype)
+        return cast(
+            self.state.read(self.name, start, stop), self.state.spec(self.name).dtype, self.dtype
+        )
 
 
 class CastState(State):
-    """``state`` cast to the compute dtype ``dtype``, computed on each read, so it needs no memory of its own. Tied
-    tensors stay tied."""
+    """``state`` cast to the compute dtype ``dtype``, computed on each read, so it needs no memory
+    of its own. Tied tensors stay tied."""
 
     def __init__(self, state: State, dtype: DType) -> None:
         specs = cast_specs(state.specs, dtype)
-        super().__init__(specs, {s.name: CastTensor(state, s.name, s.dtype) for s in specs}, state.aliases)
+        super().__init__(
+            specs, {s.name: CastTensor(state, s.name, s.dtype) for s in specs}, state.aliases
+        )
 
 
 def cast(bits: UIntArray, source: DType, target: DType) -> UIntArray:
-    """Flat bits of ``source`` as those of ``target``; the same array where both are one. Raises UnsupportedTensor."""
+    """Flat bits of ``source`` as those of ``target``; the same array where both are one. Raises
+    UnsupportedTensor."""
     if source == target:
         return bits
     if source.name not in _FLOATS or target not in COMPUTE_DTYPES.values():

@@ -1,7 +1,9 @@
-"""Checkpoints on disk: safetensors files, single or sharded with an index as Hugging Face writes them; and the names of
-tensors as they have them, without the parts that a module's wrapper adds (DDP, FSDP, torch.compile).
+"""Checkpoints on disk: safetensors files, single or sharded with an index as Hugging Face writes
+them; and the names of tensors as they have them, without the parts that a module's wrapper adds
+(DDP, FSDP, torch.compile).
 
-The format's header is checked strictly: it must fit the file, and the tensors must tile the data without gaps.
+The format's header is checked strictly: it must fit the file, and the tensors must tile the data
+without gaps.
 """
 
 from __future__ import annotations
@@ -28,20 +30,22 @@ FILE_NAME = "model.safetensors"
 ADAPTER_NAME = "adapter_model.safetensors"
 """A PEFT adapter's weights, beside its ``adapter_config.json``."""
 PRIVATE, CURRENT = ".pulse", "current"
-"""In a folder that pulse writes: what holds its versions, and the link to the one that is shown (see `folder`)."""
+"""In a folder that pulse writes: what holds its versions, and the link to the one that is shown
+(see `folder`)."""
 _SAFE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _COPY_BYTES = 64 << 20
 _READ_HINT = "Check the path and its permissions."
 
 StateSource = State | Mapping[str, Any] | str | os.PathLike[str]
-"""What is accepted as a state: a `State`, a mapping of names to tensors, or the path of a checkpoint."""
+"""What is accepted as a state: a `State`, a mapping of names to tensors, or the path of a
+checkpoint."""
 _ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _AROUND_ALL = "module"  # DistributedDataParallel's; inside a model it is a name like any other
 
 
 def as_state(source: StateSource) -> State:
-    """The state of ``source``; a checkpoint is mapped, not read. Raises InputError, UnsupportedTensor and
-    CorruptCheckpoint."""
+    """The state of ``source``; a checkpoint is mapped, not read. Raises InputError,
+    UnsupportedTensor and CorruptCheckpoint."""
     if isinstance(source, State):
         return source
     if isinstance(source, Mapping):
@@ -55,8 +59,8 @@ def as_state(source: StateSource) -> State:
 
 
 def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
-    """(state mapped read-only from disk, metadata) of a checkpoint folder or a .safetensors file. What an index says of
-    all shards counts more than what they say."""
+    """(state mapped read-only from disk, metadata) of a checkpoint folder or a .safetensors file.
+    What an index says of all shards counts more than what they say."""
     data: dict[str, UIntArray] = {}
     specs: list[TensorSpec] = []
     metadata: dict[str, str] = {}
@@ -69,13 +73,15 @@ def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
             specs.append(spec)
     metadata.update(of_all)
     for name in sorted(listed - data.keys()):
-        raise CorruptCheckpoint(f"the index of {path} lists tensor {name!r}, which its files do not hold")
+        raise CorruptCheckpoint(
+            f"the index of {path} lists tensor {name!r}, which its files do not hold"
+        )
     return State(tuple(specs), data), metadata
 
 
 def current_version(folder: Path) -> Path:
-    """The folder of the version that ``folder`` shows, which stays as it is while another one takes its place;
-    ``folder`` itself where pulse did not write it."""
+    """The folder of the version that ``folder`` shows, which stays as it is while another one takes
+    its place; ``folder`` itself where pulse did not write it."""
     shown = f"{PRIVATE}/{CURRENT}/"
     for name in (FILE_NAME, INDEX_NAME, ADAPTER_NAME):
         with suppress(OSError, ValueError):
@@ -84,23 +90,32 @@ def current_version(folder: Path) -> Path:
     return folder
 
 
-def save(path: str | os.PathLike[str], state: State, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes one safetensors file atomically: aside, fsync, rename. Aliases are not written, as Hugging Face does it.
+def save(
+    path: str | os.PathLike[str], state: State, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes one safetensors file atomically: aside, fsync, rename. Aliases are not written, as
+    Hugging Face does it.
 
-    ``metadata`` are strings. Raises InputError, and StoreFull when the disk is full; an existing file is then
-    untouched.
+    ``metadata`` are strings. Raises InputError, and StoreFull when the disk is full; an existing
+    file is then untouched.
     """
     if not isinstance(state, State):
-        raise InputError(f"{type(state).__name__} is not a State", hint="Make one with State.of(tensors).")
+        raise InputError(
+            f"{type(state).__name__} is not a State", hint="Make one with State.of(tensors)."
+        )
     write_atomically(checked_path(path), serialize(state, state.specs, metadata))
 
 
 def header_bytes(specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length prefix and header of a safetensors file that holds ``specs`` in this order; padded to 8 bytes. Raises
-    InputError for metadata that safetensors cannot hold."""
+    """Length prefix and header of a safetensors file that holds ``specs`` in this order; padded to
+    8 bytes. Raises InputError for metadata that safetensors cannot hold."""
     facts = metadata or {}
-    if not isinstance(facts, Mapping) or not all(isinstance(text, str) for item in facts.items() for text in item):
-        raise InputError("the metadata of a checkpoint must map strings to strings, as safetensors has it")
+    if not isinstance(facts, Mapping) or not all(
+        isinstance(text, str) for item in facts.items() for text in item
+    ):
+        raise InputError(
+            "the metadata of a checkpoint must map strings to strings, as safetensors has it"
+        )
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for spec in specs:
@@ -116,7 +131,8 @@ def header_bytes(specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | No
 
 
 def in_file_order(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Wider types first: each tensor then starts at a multiple of its width, so that a mapped file can be viewed."""
+    """Wider types first: each tensor then starts at a multiple of its width, so that a mapped file
+    can be viewed."""
     return tuple(sorted(specs, key=lambda s: -s.dtype.width))
 
 
@@ -135,13 +151,16 @@ def serialize(
 def parse_header(
     prefix: bytes | memoryview, file_bytes: int
 ) -> tuple[list[tuple[TensorSpec, int]], dict[str, str], int]:
-    """([(spec, offset in the data)], metadata, start of the data) from the first bytes of a safetensors file.
+    """([(spec, offset in the data)], metadata, start of the data) from the first bytes of a
+    safetensors file.
 
     ``prefix`` must hold the whole header, see `header_length`. Raises CorruptCheckpoint.
     """
     length = header_length(prefix, file_bytes)
     try:
-        header = json.loads(bytes(prefix[8 : 8 + length]).decode(), object_pairs_hook=_no_duplicates)
+        header = json.loads(
+            bytes(prefix[8 : 8 + length]).decode(), object_pairs_hook=_no_duplicates
+        )
     except (ValueError, RecursionError) as error:  # of a number with thousands of digits, too
         raise CorruptCheckpoint(f"the safetensors header is not JSON: {error}") from None
     if not isinstance(header, dict):
@@ -149,27 +168,37 @@ def parse_header(
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptCheckpoint("the safetensors metadata is not a map of strings")
-    placed = sorted((_entry(name, entry) for name, entry in header.items()), key=lambda p: (p[1], p[0].nbytes))
+    placed = sorted(
+        (_entry(name, entry) for name, entry in header.items()), key=lambda p: (p[1], p[0].nbytes)
+    )
     at = 0
     for spec, offset in placed:
         if offset != at:
-            raise CorruptCheckpoint(f"tensor {spec.name!r} starts at byte {offset} of the data, not at {at}")
+            raise CorruptCheckpoint(
+                f"tensor {spec.name!r} starts at byte {offset} of the data, not at {at}"
+            )
         at += spec.nbytes
     if 8 + length + at != file_bytes:
-        raise CorruptCheckpoint(f"the file has {file_bytes} bytes, its header implies {8 + length + at}")
+        raise CorruptCheckpoint(
+            f"the file has {file_bytes} bytes, its header implies {8 + length + at}"
+        )
     return placed, metadata, 8 + length
 
 
 def header_length(prefix: bytes | memoryview, file_bytes: int) -> int:
-    """Bytes of JSON behind the 8-byte length prefix; raises CorruptCheckpoint past the file's end or the cap."""
+    """Bytes of JSON behind the 8-byte length prefix; raises CorruptCheckpoint past the file's end
+    or the cap."""
     length = int.from_bytes(prefix[:8], "little")
     if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
-        raise CorruptCheckpoint(f"the safetensors header claims {length} bytes in a file of {file_bytes}")
+        raise CorruptCheckpoint(
+            f"the safetensors header claims {length} bytes in a file of {file_bytes}"
+        )
     return length
 
 
 def _files(path: Path) -> tuple[list[Path], set[str], dict[str, str]]:
-    """(the checkpoint's files; the names that its index lists, and what it says of all, if it has one)."""
+    """(the checkpoint's files; the names that its index lists, and what it says of all, if it has
+    one)."""
     path = current_version(path)
     try:
         if path.is_file():
@@ -183,7 +212,8 @@ def _files(path: Path) -> tuple[list[Path], set[str], dict[str, str]]:
         raise InputError(f"cannot read {str(path)[:200]!r}: {error}", hint=_READ_HINT) from None
     if not files:
         raise InputError(
-            f"no checkpoint at {path}", hint=f"Give a .safetensors file, or a folder with {FILE_NAME} or {INDEX_NAME}."
+            f"no checkpoint at {path}",
+            hint=f"Give a .safetensors file, or a folder with {FILE_NAME} or {INDEX_NAME}.",
         )
     return files, set(), {}
 
@@ -209,7 +239,9 @@ def _map_file(file: Path, metadata: dict[str, str]) -> Iterator[tuple[TensorSpec
     try:
         with open_regular(file) as handle:
             size = os.fstat(handle.fileno()).st_size
-            view = memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+            view = memoryview(
+                mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            )
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}", hint=_READ_HINT) from None
     try:
@@ -226,7 +258,9 @@ def _map_file(file: Path, metadata: dict[str, str]) -> Iterator[tuple[TensorSpec
 def _entry(name: str, entry: Any) -> tuple[TensorSpec, int]:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in [*shape, start, stop]):
+        if not isinstance(shape, list) or not all(
+            type(n) is int and n >= 0 for n in [*shape, start, stop]
+        ):
             raise ValueError("negative or non-integer number")
     except (TypeError, KeyError, ValueError) as error:
         raise CorruptCheckpoint(f"the entry of tensor {name!r} is malformed: {error}") from None
@@ -240,7 +274,9 @@ def _entry(name: str, entry: Any) -> tuple[TensorSpec, int]:
     except InputError as error:
         raise CorruptCheckpoint(str(error)) from None
     if stop - start != spec.nbytes:
-        raise CorruptCheckpoint(f"tensor {name!r} needs {spec.nbytes} bytes, its offsets hold {stop - start}")
+        raise CorruptCheckpoint(
+            f"tensor {name!r} needs {spec.nbytes} bytes, its offsets hold {stop - start}"
+        )
     return spec, start
 
 
@@ -254,10 +290,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def unwrapped(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """``tensors``, such as a ``state_dict``, under the names of the model without its wrappers.
 
-    Removed are ``_orig_mod`` (torch.compile), ``_fsdp_wrapped_module`` and ``_checkpoint_wrapped_module`` wherever they
-    are in a name, and ``module`` (DistributedDataParallel) in front of all names. The tensors are the same objects, in
-    the same order; names without such parts stay. A trainer passes the result to `Publisher.publish`, a worker to
-    `pulse_rl.integrations.torch.apply_`. Raises InputError where two names become one.
+    Removed are ``_orig_mod`` (torch.compile), ``_fsdp_wrapped_module`` and
+    ``_checkpoint_wrapped_module`` wherever they are in a name, and ``module``
+    (DistributedDataParallel) in front of all names. The tensors are the same objects, in the same
+    order; names without such parts stay. A trainer passes the result to `Publisher.publish`, a
+    worker to `pulse_rl.integrations.torch.apply_`. Raises InputError where two names become one.
     """
     if not isinstance(tensors, Mapping):
         raise InputError(
@@ -271,7 +308,8 @@ def unwrapped(tensors: Mapping[str, Any]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if names[name] in result:
             raise InputError(
-                f"two tensors would be called {names[name]!r} without the wrappers' parts of their names",
+                f"two tensors would be called {names[name]!r} without the wrappers' parts of "
+                "their names",
                 hint="Keep these names, or rename the tensors yourself.",
             )
         result[names[name]] = tensor
@@ -284,9 +322,14 @@ def is_wrapped(names: Iterable[str]) -> bool:
 
 
 def fused_experts(specs: Iterable[TensorSpec]) -> list[str]:
-    """The names that look as if transformers had fused the experts of a layer: one tensor of three dimensions among
-    ``experts``, in place of a module for each. Some models' checkpoints have such tensors."""
-    return [spec.name for spec in specs if len(spec.shape) == 3 and spec.name.split(".")[-2:-1] == ["experts"]]
+    """The names that look as if transformers had fused the experts of a layer: one tensor of three
+    dimensions among ``experts``, in place of a module for each. Some models' checkpoints have such
+    tensors."""
+    return [
+        spec.name
+        for spec in specs
+        if len(spec.shape) == 3 and spec.name.split(".")[-2:-1] == ["experts"]
+    ]
 
 
 def _plain_names(names: Iterable[str]) -> dict[str, str]:

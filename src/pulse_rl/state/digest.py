@@ -1,7 +1,9 @@
-"""The SHA-256 tree: leaves of 1 MiB, a digest per tensor, one root per state (docs/format.md, section 2).
+"""The SHA-256 tree: leaves of 1 MiB, a digest per tensor, one root per state (docs/format.md,
+section 2).
 
 ``leaf = SHA-256(bytes)``, ``tensor = SHA-256("pulse.tensor.1\\0", name, dtype, shape, leaves)``,
-``root = SHA-256("pulse.state.1\\0", tensor digests in name order)``. Name, dtype and shape are part of the root.
+``root = SHA-256("pulse.state.1\\0", tensor digests in name order)``. Name, dtype and shape are part
+of the root.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ LEAF_BYTES = 1 << 20
 _TENSOR_TAG = b"pulse.tensor.1\0"
 _STATE_TAG = b"pulse.state.1\0"
 
-# Leaves are hashed side by side, at most 16. Small tensors share a task: a thread switch costs more than their hashes.
+# Leaves are hashed side by side, at most 16. Small tensors share a task: a thread switch costs more
+# than their hashes.
 _TASK_BYTES = 16 * LEAF_BYTES
 
 
 @dataclass(frozen=True, repr=False)
 class StateDigest:
-    """The SHA-256 tree of a state with ``specs``. ``leaves[name]`` holds a tensor's 32-byte leaf digests, in order; the
-    dictionary must not change."""
+    """The SHA-256 tree of a state with ``specs``. ``leaves[name]`` holds a tensor's 32-byte leaf
+    digests, in order; the dictionary must not change."""
 
     specs: tuple[TensorSpec, ...]
     leaves: dict[str, bytes]
@@ -57,26 +60,33 @@ class StateDigest:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PartDigest(StateDigest):
-    """The tree of a state of which only ``specs`` are held, with their ``leaves``. ``whole`` are the specs of all its
-    tensors in the order of the names, ``tensors`` their 32-byte digests, one after another."""
+    """The tree of a state of which only ``specs`` are held, with their ``leaves``. ``whole`` are
+    the specs of all its tensors in the order of the names, ``tensors`` their 32-byte digests, one
+    after another."""
 
     whole: tuple[TensorSpec, ...]
     tensors: bytes
 
     @property
     def root(self) -> str:
-        """The root of the whole state as 64 hexadecimal digits, of what is held and the digests of the rest."""
+        """The root of the whole state as 64 hexadecimal digits, of what is held and the digests of
+        the rest."""
         own = {spec.name: self.tensor(spec) for spec in self.specs}
-        digests = (own.get(s.name) or self.tensors[32 * k : 32 * k + 32] for k, s in enumerate(self.whole))
+        digests = (
+            own.get(s.name) or self.tensors[32 * k : 32 * k + 32] for k, s in enumerate(self.whole)
+        )
         return root_of(b"".join(digests))
 
     def of(self, specs: tuple[TensorSpec, ...]) -> PartDigest:
         """The same tree, with the leaves of ``specs`` only."""
-        return PartDigest(specs, {spec.name: self.leaves[spec.name] for spec in specs}, self.whole, self.tensors)
+        return PartDigest(
+            specs, {spec.name: self.leaves[spec.name] for spec in specs}, self.whole, self.tensors
+        )
 
 
 class Changed(NamedTuple):
-    """A flat array, and new bits ``values`` at ``positions - base``, which ascend, of elements of it."""
+    """A flat array, and new bits ``values`` at ``positions - base``, which ascend, of elements of
+    it."""
 
     elements: UIntArray
     positions: npt.NDArray[np.uint32]
@@ -85,7 +95,8 @@ class Changed(NamedTuple):
 
 
 def leaf_digests(bits: UIntArray) -> bytes:
-    """The leaf digests of a flat array, 32 bytes each, one after another; empty for an empty array."""
+    """The leaf digests of a flat array, 32 bytes each, one after another; empty for an empty
+    array."""
     return sha256_leaves([bits.view(np.uint8)], LEAF_BYTES)
 
 
@@ -95,10 +106,13 @@ def leaves_of(arrays: Sequence[UIntArray]) -> list[bytes]:
 
 
 def changed_leaves_of(changed: Sequence[Changed]) -> list[bytes]:
-    """The leaf digests that arrays of one dtype would have once changed. Writes nothing. Raises IndexError."""
+    """The leaf digests that arrays of one dtype would have once changed. Writes nothing. Raises
+    IndexError."""
     if not any(len(change.values) for change in changed):
         return leaves_of([change.elements for change in changed])
-    raw = [(c.elements.view(np.uint8), c.positions, c.base, c.values.view(np.uint8)) for c in changed]
+    raw = [
+        (c.elements.view(np.uint8), c.positions, c.base, c.values.view(np.uint8)) for c in changed
+    ]
     digests = sha256_changed_leaves(raw, LEAF_BYTES, changed[0].elements.dtype.itemsize)
     return _split(digests, [change.elements for change in changed])
 
@@ -118,7 +132,8 @@ def tensor_digest(spec: TensorSpec, leaves: bytes) -> bytes:
 
 
 def root_of(tensor_digests: bytes) -> str:
-    """The root (64 hexadecimal digits) over tensors' 32-byte digests, in the order of the sorted names."""
+    """The root (64 hexadecimal digits) over tensors' 32-byte digests, in the order of the sorted
+    names."""
     return sha256(_STATE_TAG + tensor_digests).hexdigest()
 
 
@@ -129,10 +144,11 @@ def state_digest(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> StateDigest:
-    """Hashes a whole state in threads. ``progress`` is called with the number of bytes done since the last call.
+    """Hashes a whole state in threads. ``progress`` is called with the number of bytes done since
+    the last call.
 
-    With a ``source`` of the same tensors, ``state`` is filled from it on the way, each piece hashed while it is in the
-    cache: the digest is that of the copy, whatever becomes of the source.
+    With a ``source`` of the same tensors, ``state`` is filled from it on the way, each piece hashed
+    while it is in the cache: the digest is that of the copy, whatever becomes of the source.
     """
     tasks: list[list[tuple[str, int, int]]] = []
     room = 0

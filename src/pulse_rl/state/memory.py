@@ -1,4 +1,5 @@
-"""Memory of many arrays: in the host, page-locked, and of devices, seen through torch, which is never imported here."""
+"""Memory of many arrays: in the host, page-locked, and of devices, seen through torch, which is
+never imported here."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def pageable(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class SpareMemory:
-    """Memory that is needed for a while, and then by somebody else: of new memory each page costs a fault. Threads may
-    share it; it ends with this."""
+    """Memory that is needed for a while, and then by somebody else: of new memory each page costs a
+    fault. Threads may share it; it ends with this."""
 
     def __init__(self) -> None:
         self._free: list[npt.NDArray[np.uint8]] = []
@@ -58,20 +59,24 @@ class SpareMemory:
 
 
 def contiguous(sizes: Sequence[int], allocate: Allocate = pageable) -> list[npt.NDArray[np.uint8]]:
-    """Arrays of so many bytes, uninitialised, each at a cache line of one allocation, which ``allocate`` makes.
+    """Arrays of so many bytes, uninitialised, each at a cache line of one allocation, which
+    ``allocate`` makes.
 
-    The system gives large pages to large allocations (numpy asks for them): tensors of a megabyte each would cost a
-    page fault for every 4 KiB. The memory is freed with the last of the arrays.
+    The system gives large pages to large allocations (numpy asks for them): tensors of a megabyte
+    each would cost a page fault for every 4 KiB. The memory is freed with the last of the arrays.
     """
     places = list(accumulate((size + -size % LINE for size in sizes), initial=0))
     memory = allocate(places[-1] + LINE)
     memory = memory[-memory.ctypes.data % LINE :]
-    return [memory[start : start + size] for (start, _), size in zip(pairwise(places), sizes, strict=True)]
+    return [
+        memory[start : start + size]
+        for (start, _), size in zip(pairwise(places), sizes, strict=True)
+    ]
 
 
 def joined(arrays: Sequence[npt.NDArray[T]]) -> npt.NDArray[T] | None:
-    """A view of flat ``arrays`` that lie one behind another in one allocation of `contiguous`; None if they do not.
-    It is writable if all of them are."""
+    """A view of flat ``arrays`` that lie one behind another in one allocation of `contiguous`; None
+    if they do not. It is writable if all of them are."""
     memory = arrays[0].base
     if not isinstance(memory, np.ndarray) or memory.dtype != np.uint8 or memory.ndim != 1:
         return None
@@ -89,8 +94,8 @@ def joined(arrays: Sequence[npt.NDArray[T]]) -> npt.NDArray[T] | None:
 class DeviceTensor:
     """A torch tensor that is not in host memory; slices of it are copied on demand.
 
-    ``flat``: torch.uint8 [elements * width] on its device. ``width``: bytes of an element. ``own``: whether it is a
-    copy that nobody else writes into.
+    ``flat``: torch.uint8 [elements * width] on its device. ``width``: bytes of an element. ``own``:
+    whether it is a copy that nobody else writes into.
     """
 
     flat: Any
@@ -104,30 +109,38 @@ class DeviceTensor:
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Elements [``start``, ``stop``) in new host memory, unsigned, once they are there."""
-        host: npt.NDArray[np.uint8] = self.flat[start * self.width : stop * self.width].cpu().numpy()
+        host: npt.NDArray[np.uint8] = (
+            self.flat[start * self.width : stop * self.width].cpu().numpy()
+        )
         return host.view(np.dtype(f"<u{self.width}"))
 
     def ints(self, start: int, stop: int) -> Any:
-        """A view of elements [``start``, ``stop``) on the device, in torch's integer type of their width."""
+        """A view of elements [``start``, ``stop``) on the device, in torch's integer type of their
+        width."""
         torch: Any = sys.modules["torch"]
-        return self.flat[start * self.width : stop * self.width].view(getattr(torch, _INTS[self.width]))
+        return self.flat[start * self.width : stop * self.width].view(
+            getattr(torch, _INTS[self.width])
+        )
 
 
 class DeviceCopies:
     """Copies of CUDA tensors into host memory that are under way on streams of their own.
 
-    A copy begins after all work that the caller's current stream has been given; what that stream is given later, such
-    as an optimizer's update in place, waits on the device for the copy's end, or, of a copy that is ``staged``, for the
-    end of one within the device. The host waits in `wait` alone. Both ends of a copy are kept in memory until then.
+    A copy begins after all work that the caller's current stream has been given; what that stream
+    is given later, such as an optimizer's update in place, waits on the device for the copy's end,
+    or, of a copy that is ``staged``, for the end of one within the device. The host waits in `wait`
+    alone. Both ends of a copy are kept in memory until then.
     """
 
     def __init__(self) -> None:
         self._under_way: list[tuple[Any, Any]] = []
 
-    def start(self, tensors: Iterable[tuple[DeviceTensor, npt.NDArray[Any]]], *, staged: bool = False) -> None:
-        """Enqueues the copy of each CUDA tensor into the array [elements] beside it, behind those that are under way.
-        Returns before they are made if the arrays are page-locked (`pinned`), else after. ``staged``: by way of a copy
-        on the device, where there is memory for it."""
+    def start(
+        self, tensors: Iterable[tuple[DeviceTensor, npt.NDArray[Any]]], *, staged: bool = False
+    ) -> None:
+        """Enqueues the copy of each CUDA tensor into the array [elements] beside it, behind those
+        that are under way. Returns before they are made if the arrays are page-locked (`pinned`),
+        else after. ``staged``: by way of a copy on the device, where there is memory for it."""
         torch: Any = sys.modules["torch"]
         devices: dict[Any, list[tuple[Any, Any]]] = {}
         for tensor, array in tensors:
@@ -157,13 +170,15 @@ class DeviceCopies:
         self._under_way = []
 
     def __del__(self) -> None:
-        # Whoever lost interest, by an interrupt or a cancelled submission: the device still writes into the memory.
+        # Whoever lost interest, by an interrupt or a cancelled submission: the device still writes
+        # into the memory.
         with suppress(Exception):
             self.wait()
 
 
 def recorded(tensors: Iterable[DeviceTensor]) -> list[Any]:
-    """Events: `synchronize` returns when the devices of ``tensors`` have done what their current streams were given."""
+    """Events: `synchronize` returns when the devices of ``tensors`` have done what their current
+    streams were given."""
     events = []
     for device in {tensor.flat.device for tensor in tensors}:
         torch: Any = sys.modules["torch"]
@@ -173,11 +188,14 @@ def recorded(tensors: Iterable[DeviceTensor]) -> list[Any]:
 
 
 def copied_on_device(tensors: Sequence[tuple[Any, Any]]) -> list[Any] | None:
-    """Copies [bytes] of torch tensors on their device, each cast to the dtype beside it, made by its current stream;
-    None where they do not fit."""
+    """Copies [bytes] of torch tensors on their device, each cast to the dtype beside it, made by
+    its current stream; None where they do not fit."""
     torch: Any = sys.modules["torch"]
     try:
-        copies = [source.new_empty(source.numel() * dtype.itemsize, dtype=torch.uint8) for source, dtype in tensors]
+        copies = [
+            source.new_empty(source.numel() * dtype.itemsize, dtype=torch.uint8)
+            for source, dtype in tensors
+        ]
     except torch.cuda.OutOfMemoryError:
         return None
     for copy, (source, dtype) in zip(copies, tensors, strict=True):
@@ -186,10 +204,11 @@ def copied_on_device(tensors: Sequence[tuple[Any, Any]]) -> list[Any] | None:
 
 
 def pinned(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-    """Arrays of so many bytes, uninitialised, page-locked by torch, so that a device copies into them while the host
-    goes on; ordinary memory where none can be locked.
+    """Arrays of so many bytes, uninitialised, page-locked by torch, so that a device copies into
+    them while the host goes on; ordinary memory where none can be locked.
 
-    torch rounds each allocation up to a power of two: arrays share pieces of 1 GiB, only larger ones have their own.
+    torch rounds each allocation up to a power of two: arrays share pieces of 1 GiB, only larger
+    ones have their own.
     """
     arrays: list[npt.NDArray[np.uint8]] = []
     group: list[int] = []
@@ -208,7 +227,9 @@ def page_locked(nbytes: int) -> npt.NDArray[np.uint8]:
     """One array as those of `pinned`."""
     torch: Any = sys.modules["torch"]
     try:
-        locked: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+        locked: npt.NDArray[np.uint8] = torch.empty(
+            nbytes, dtype=torch.uint8, device="cpu", pin_memory=True
+        ).numpy()
     except RuntimeError:  # no device, or the system's limit of locked memory
         return np.empty(nbytes, np.uint8)
     return locked

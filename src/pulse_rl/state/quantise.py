@@ -1,7 +1,9 @@
-"""Quantised states: codes and scales of a state's weights, under the names that checkpoints of each format have.
+"""Quantised states: codes and scales of a state's weights, under the names that checkpoints of each
+format have.
 
-Computed on each read, as `cast` does it, in FP32 and with the rounding of the libraries that define the formats
-(docs/quantised.md has the rules): nothing is held but the scales of blocks, and one number a tensor.
+Computed on each read, as `cast` does it, in FP32 and with the rounding of the libraries that define
+the formats (docs/quantised.md has the rules): nothing is held but the scales of blocks, and one
+number a tensor.
 """
 
 from __future__ import annotations
@@ -31,20 +33,27 @@ from .quantise_formats import (
 from .tensors import DTYPES, DType, State, TensorSpec, UIntArray, stored_tensor
 
 Quantise = str | Mapping[str, Any] | Callable[[str, Any], Mapping[str, Any] | None]
-"""What `Publisher.publish` takes: a format of `FORMATS`, a checkpoint's ``quantization_config``, or a function."""
+"""What `Publisher.publish` takes: a format of `FORMATS`, a checkpoint's ``quantization_config``, or
+a function."""
 
 KEPT_KEYS = ("modules_to_not_convert", "ignore", "exclude_modules")
 """Under which a ``quantization_config`` has the modules that are left out."""
 _MODELOPT = {"NVFP4": "input_scale", "W4A16_NVFP4": ""}
-_COMPRESSED = {"mxfp8-quantized": "mxfp8", "mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
-# What no format quantises unless a configuration says otherwise: what is no linear layer, and the routers of experts.
+_COMPRESSED = {
+    "mxfp8-quantized": "mxfp8",
+    "mxfp4-pack-quantized": "mxfp4",
+    "nvfp4-pack-quantized": "nvfp4",
+}
+# What no format quantises unless a configuration says otherwise: what is no linear layer, and the
+# routers of experts.
 _KEPT = ("*lm_head", "*embed*", "*.wte", "*.wpe", "*norm*", "*router*", "*.gate")
 
 
 class QuantisedState(State):
-    """``state`` as a checkpoint of a quantised model, computed on each read. What is not quantised stays as it is, or
-    is cast to ``dtype`` where it is a wider float. Tied tensors stay tied. ``made``: by each weight's name, what it
-    becomes; ``kept``: the modules with a weight that is not quantised. Raises InputError and UnsupportedTensor."""
+    """``state`` as a checkpoint of a quantised model, computed on each read. What is not quantised
+    stays as it is, or is cast to ``dtype`` where it is a wider float. Tied tensors stay tied.
+    ``made``: by each weight's name, what it becomes; ``kept``: the modules with a weight that is
+    not quantised. Raises InputError and UnsupportedTensor."""
 
     def __init__(self, state: State, quantise: Quantise, dtype: DType | None = None) -> None:
         wanted = _chosen(quantise)
@@ -61,7 +70,9 @@ class QuantisedState(State):
                 stays = dtype is None or spec.name.endswith("_scale")
                 target = spec.dtype if stays or dtype is None else compute_dtype(spec, dtype)
                 as_it_is = (
-                    stored_tensor(state, spec.name) if target == spec.dtype else CastTensor(state, spec.name, target)
+                    stored_tensor(state, spec.name)
+                    if target == spec.dtype
+                    else CastTensor(state, spec.name, target)
                 )
                 made = [Made(spec.name, target.name, spec.shape, as_it_is)]
             self.made[spec.name] = made
@@ -77,19 +88,25 @@ class QuantisedState(State):
         }
         super().__init__(tuple(specs), data, aliases)
         whole = {name for name, made in self.made.items() if [each.name for each in made] == [name]}
-        self.kept = kept + [alias.removesuffix(".weight") for alias, name in state.aliases.items() if name in whole]
+        self.kept = kept + [
+            alias.removesuffix(".weight") for alias, name in state.aliases.items() if name in whole
+        ]
 
 
 def check_quantise(quantise: Any) -> None:
     """Raises InputError for what is no `Quantise`, and for what cannot be made."""
     if not (callable(quantise) or isinstance(quantise, str | Mapping)):
-        raise InputError(f"quantise must be a format's name, a quantization_config or a function, not {quantise!r}")
+        raise InputError(
+            "quantise must be a format's name, a quantization_config or a function, not "
+            f"{quantise!r}"
+        )
     _chosen(quantise)
 
 
 def config_of(quantise: Quantise, kept: Collection[str]) -> dict[str, Any] | None:
-    """What the config.json of a quantised model says under ``quantization_config``, as the libraries that define the
-    formats write it; None of what a function makes. ``kept`` are the modules that are left out."""
+    """What the config.json of a quantised model says under ``quantization_config``, as the
+    libraries that define the formats write it; None of what a function makes. ``kept`` are the
+    modules that are left out."""
     if callable(quantise):
         return None
     if not isinstance(quantise, str):
@@ -126,10 +143,16 @@ def _chosen(quantise: Quantise) -> Callable[[Source], list[Made] | None]:
     """What a weight becomes, None for those that stay as they are. Raises InputError."""
     if callable(quantise):
         return lambda source: _by_function(quantise, source)
-    make, inputs, kept = (FORMATS.get(quantise), "", _KEPT) if isinstance(quantise, str) else _configured(quantise)
+    make, inputs, kept = (
+        (FORMATS.get(quantise), "", _KEPT) if isinstance(quantise, str) else _configured(quantise)
+    )
     if make is None:
-        raise InputError(f"unknown format {quantise!r}", hint=f"Choose one of: {', '.join(FORMATS)}.")
-    patterns = [re.compile(p.removeprefix("re:") if p.startswith("re:") else translate(p)) for p in kept]
+        raise InputError(
+            f"unknown format {quantise!r}", hint=f"Choose one of: {', '.join(FORMATS)}."
+        )
+    patterns = [
+        re.compile(p.removeprefix("re:") if p.startswith("re:") else translate(p)) for p in kept
+    ]
 
     def choose(source: Source) -> list[Made] | None:
         spec, module = source.spec, source.spec.name.removesuffix(".weight")
@@ -142,8 +165,10 @@ def _chosen(quantise: Quantise) -> Callable[[Source], list[Made] | None]:
             return None
         if inputs and f"{module}.{inputs}" not in source.state.names:
             raise InputError(
-                f"the quantization_config has the inputs of {module!r} quantised, and the state no {inputs!r} of it",
-                hint="Such scales are calibrated: publish those of the checkpoint that is served with the weights.",
+                f"the quantization_config has the inputs of {module!r} quantised, and the state "
+                f"no {inputs!r} of it",
+                hint="Such scales are calibrated: publish those of the checkpoint that is served "
+                "with the weights.",
             )
         return make(source)
 
@@ -151,13 +176,17 @@ def _chosen(quantise: Quantise) -> Callable[[Source], list[Made] | None]:
 
 
 def _configured(config: Mapping[str, Any]) -> tuple[Format, str, Collection[str]]:
-    """The format that a ``quantization_config`` names, what it calls the scale of a module's inputs, and patterns of
-    what it leaves out. Raises InputError."""
+    """The format that a ``quantization_config`` names, what it calls the scale of a module's
+    inputs, and patterns of what it leaves out. Raises InputError."""
     method = config.get("quant_method")
     kept = next((config[key] for key in KEPT_KEYS if config.get(key)), ())
     # As transformers reads it: a module's whole name, or the start or the end of one.
     parts = [*_KEPT, *(pattern for name in kept for pattern in (name, f"{name}.*", f"*.{name}"))]
-    if method == "fp8" and config.get("weight_block_size") == [TILE, TILE] and not config.get("scale_fmt"):
+    if (
+        method == "fp8"
+        and config.get("weight_block_size") == [TILE, TILE]
+        and not config.get("scale_fmt")
+    ):
         return FORMATS["fp8_block"], "", parts
     if method == "mxfp4":
         return gpt_oss_mxfp4, "", parts
@@ -165,17 +194,27 @@ def _configured(config: Mapping[str, Any]) -> tuple[Format, str, Collection[str]
         return modelopt_nvfp4(), _MODELOPT[config["quant_algo"]], parts
     if method == "compressed-tensors" and config.get("format") in _COMPRESSED:
         groups = (config.get("config_groups") or {}).values()
-        scaled = any((group.get("input_activations") or {}).get("dynamic") == "local" for group in groups)
-        return FORMATS[_COMPRESSED[config["format"]]], "input_global_scale" if scaled else "", [*kept, *_KEPT]
+        scaled = any(
+            (group.get("input_activations") or {}).get("dynamic") == "local" for group in groups
+        )
+        return (
+            FORMATS[_COMPRESSED[config["format"]]],
+            "input_global_scale" if scaled else "",
+            [*kept, *_KEPT],
+        )
     raise InputError(
-        f"a quantization_config of {method!r} ({config.get('format') or config.get('quant_algo') or 'no format'}) is "
+        f"a quantization_config of {method!r} "
+        f"({config.get('format') or config.get('quant_algo') or 'no format'}) is "
         "none that can be made here",
-        hint="fp8 with weight_block_size [128, 128], modelopt with NVFP4, mxfp4, and compressed-tensors with "
+        hint="fp8 with weight_block_size [128, 128], modelopt with NVFP4, mxfp4, and "
+        "compressed-tensors with "
         f"{', '.join(_COMPRESSED)}; or give a function.",
     )
 
 
-def _by_function(function: Callable[[str, Any], Mapping[str, Any] | None], source: Source) -> list[Made] | None:
+def _by_function(
+    function: Callable[[str, Any], Mapping[str, Any] | None], source: Source
+) -> list[Made] | None:
     """What a function makes of a tensor, given as the numpy array of its numbers (FP32 of BF16)."""
     spec = source.spec
     if not is_float(spec.dtype):
@@ -186,7 +225,12 @@ def _by_function(function: Callable[[str, Any], Mapping[str, Any] | None], sourc
     again = _Again(function, source, made.specs)
     return [
         # What is small beside the weight is kept; the rest is made again when it is read.
-        Made(s.name, s.dtype.name, s.shape, made.read(s.name) if 16 * s.nbytes <= spec.nbytes else _Part(again, s.name))
+        Made(
+            s.name,
+            s.dtype.name,
+            s.shape,
+            made.read(s.name) if 16 * s.nbytes <= spec.nbytes else _Part(again, s.name),
+        )
         for s in made.specs
     ]
 
@@ -200,7 +244,8 @@ def _call(function: Callable[[str, Any], Mapping[str, Any] | None], source: Sour
 
 @dataclass(slots=True)
 class _Again:
-    """Calls a function again for what it has made, and keeps the last of that while it is read piece by piece."""
+    """Calls a function again for what it has made, and keeps the last of that while it is read
+    piece by piece."""
 
     function: Callable[[str, Any], Mapping[str, Any] | None]
     source: Source
@@ -214,8 +259,12 @@ class _Again:
             if self.made is None:
                 self.made = _call(self.function, self.source)
                 if self.made is None or self.made.specs != self.specs:
-                    raise UnsupportedTensor(f"tensor {self.source.spec.name!r} was quantised to other tensors before")
-                self.left = sum(s.elements for s in self.specs if 16 * s.nbytes > self.source.spec.nbytes)
+                    raise UnsupportedTensor(
+                        f"tensor {self.source.spec.name!r} was quantised to other tensors before"
+                    )
+                self.left = sum(
+                    s.elements for s in self.specs if 16 * s.nbytes > self.source.spec.nbytes
+                )
             found = self.made.read(name, start, stop).copy()
             self.left -= stop - start
             if self.left <= 0:

@@ -1,4 +1,5 @@
-"""The formats of quantised weights: codes and scales of one weight, under the names that checkpoints of it have."""
+"""The formats of quantised weights: codes and scales of one weight, under the names that
+checkpoints of it have."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Source(NamedTuple):
 
 @dataclass(slots=True)
 class Part:
-    """Elements of a weight: what ``read`` returns, or, where they are on a device that can quantise, ``there``."""
+    """Elements of a weight: what ``read`` returns, or, where they are on a device that can
+    quantise, ``there``."""
 
     read: Callable[[], UIntArray]
     there: Any = None
@@ -84,7 +86,9 @@ class Part:
     def maxima(self, blocks: tuple[int, int, int]) -> Floats:
         return self._made(quantise_device.block_maxima, block_maxima, blocks)
 
-    def to_e4m3(self, start: int, blocks: tuple[int, int, int], scales: Floats, out: UIntArray) -> None:
+    def to_e4m3(
+        self, start: int, blocks: tuple[int, int, int], scales: Floats, out: UIntArray
+    ) -> None:
         self._made(quantise_device.to_e4m3, to_e4m3, start, blocks, scales, out)
 
     def to_e2m1(self, blocks: tuple[int, int, int], scales: Floats, out: UIntArray) -> None:
@@ -113,8 +117,8 @@ class _Tiles:
         self._elsewhere: dict[int, UIntArray] = {}
 
     def of(self, first: int, last: int) -> Floats:
-        """The scales of the bands [``first``, ``last``), counted through all matrices. Two threads may compute the same
-        ones."""
+        """The scales of the bands [``first``, ``last``), counted through all matrices. Two threads
+        may compute the same ones."""
         for band in range(first, last):
             if not self._known[band]:
                 most = self._maxima(band)
@@ -125,8 +129,13 @@ class _Tiles:
         return self.scales[first:last]
 
     def maxima(self, blocks: npt.NDArray[np.int64]) -> UIntArray:
-        bands = {band: self._maxima(band) for band in {int(block) // self.across for block in blocks}}
-        found = np.array([bands[block // self.across][block % self.across] for block in blocks.tolist()], np.float32)
+        bands = {
+            band: self._maxima(band) for band in {int(block) // self.across for block in blocks}
+        }
+        found = np.array(
+            [bands[block // self.across][block % self.across] for block in blocks.tolist()],
+            np.float32,
+        )
         return found.view(np.uint32)
 
     def agree(self, blocks: npt.NDArray[np.int64], maxima: UIntArray) -> None:
@@ -147,7 +156,9 @@ class _TileScales:
 
     def read(self, start: int, stop: int) -> UIntArray:
         first, last = start // self.tiles.across, -(-stop // self.tiles.across)
-        scales = self.tiles.of(first, last).reshape(-1)[start - first * self.tiles.across :][: stop - start]
+        scales = self.tiles.of(first, last).reshape(-1)[start - first * self.tiles.across :][
+            : stop - start
+        ]
         return scales.copy().view(np.uint32)
 
 
@@ -185,8 +196,8 @@ class _Group(Protocol):
 
 
 class PowersOfTwo:
-    """The scales of MX formats: E8M0, of the maximum rounded to a power of two (1.75 and more upwards), over the power
-    of two in the largest code."""
+    """The scales of MX formats: E8M0, of the maximum rounded to a power of two (1.75 and more
+    upwards), over the power of two in the largest code."""
 
     size = 32
 
@@ -213,12 +224,15 @@ class _PowersOfTwoAbove(PowersOfTwo):
     def stored(self, most: Floats) -> npt.NDArray[np.uint8]:
         with np.errstate(invalid="ignore"):  # of a signalling NaN
             bits = (most / _E2M1_MOST).view(np.uint32)
-        stored: npt.NDArray[np.uint8] = np.minimum((bits + 0x7FFFFF) >> 23, _MX_NAN).astype(np.uint8)
+        stored: npt.NDArray[np.uint8] = np.minimum((bits + 0x7FFFFF) >> 23, _MX_NAN).astype(
+            np.uint8
+        )
         return stored
 
 
 class OfTensor:
-    """NVFP4: E4M3 scales, times what brings the largest one to 448 of all tensors that share it: the ``sources``."""
+    """NVFP4: E4M3 scales, times what brings the largest one to 448 of all tensors that share it:
+    the ``sources``."""
 
     size = 16
 
@@ -287,7 +301,8 @@ class _ModelOpt(OfTensor):
 
 @dataclass(slots=True)
 class _GroupScales:
-    """The scales of groups. What was ``made`` for codes, by the first group, waits until it is read."""
+    """The scales of groups. What was ``made`` for codes, by the first group, waits until it is
+    read."""
 
     source: Source
     group: _Group
@@ -332,7 +347,8 @@ class _GroupCodes:
 
 @dataclass(frozen=True, slots=True)
 class _ColumnGroups:
-    """Codes of four bits, or scales, of groups along the columns of each matrix. A row of what is made is a column."""
+    """Codes of four bits, or scales, of groups along the columns of each matrix. A row of what is
+    made is a column."""
 
     source: Source
     group: _Group
@@ -372,8 +388,8 @@ class _WholeScale:
 
 
 class Shared(Protocol):
-    """The scales of weights of which several ranks have a part each, and those may have parts of a block. ``name``:
-    the same on all ranks."""
+    """The scales of weights of which several ranks have a part each, and those may have parts of a
+    block. ``name``: the same on all ranks."""
 
     name: str
 
@@ -381,13 +397,14 @@ class Shared(Protocol):
         """The largest magnitudes in these blocks, as bits."""
 
     def agree(self, blocks: npt.NDArray[np.int64], maxima: UIntArray) -> None:
-        """Takes the maxima that another rank has found of blocks. To be called before anything is read."""
+        """Takes the maxima that another rank has found of blocks. To be called before anything is
+        read."""
 
 
 class Made(NamedTuple):
-    """What becomes of a weight: under its ``name``, a tensor of ``dtype`` and ``shape``. One element of it is of
-    ``per`` (rows, columns) of the weight; (0, 0): of its matrices, which are transposed; None: of all. ``shared``:
-    who knows its scales."""
+    """What becomes of a weight: under its ``name``, a tensor of ``dtype`` and ``shape``. One
+    element of it is of ``per`` (rows, columns) of the weight; (0, 0): of its matrices, which are
+    transposed; None: of all. ``shared``: who knows its scales."""
 
     name: str
     dtype: str
@@ -416,14 +433,21 @@ def _grouped(source: Source, group: _Group, name: str, *, packed: bool, scales: 
         Made(name, "U8", (*leading, columns // 2), codes, (1, 2))
         if packed
         else Made(name, "F8_E4M3", source.spec.shape, codes),
-        Made(f"{source.spec.name}_scale", scales, (*leading, columns // group.size), of_scales, (1, group.size)),
+        Made(
+            f"{source.spec.name}_scale",
+            scales,
+            (*leading, columns // group.size),
+            of_scales,
+            (1, group.size),
+        ),
     ]
 
 
 def _require_filled(what: str, elements: int, source: Source, group: _Group) -> None:
     if elements % group.size:
         raise InputError(
-            f"tensor {source.spec.name!r} has {what} of {elements} elements, which groups of {group.size} do not fill",
+            f"tensor {source.spec.name!r} has {what} of {elements} elements, which groups of "
+            f"{group.size} do not fill",
             hint="Name its module among those that are not quantised.",
         )
 
@@ -444,7 +468,8 @@ def _nvfp4(source: Source) -> list[Made]:
 
 
 def modelopt_nvfp4() -> Format:
-    """NVFP4 as ModelOpt writes it, where layers that engines fuse share their scales, for the weights of one state."""
+    """NVFP4 as ModelOpt writes it, where layers that engines fuse share their scales, for the
+    weights of one state."""
     groups: dict[str, _ModelOpt] = {}
 
     def make(source: Source) -> list[Made]:
@@ -452,7 +477,8 @@ def modelopt_nvfp4() -> Format:
         if len(source.spec.shape) != 2:
             raise InputError(
                 f"ModelOpt's NVFP4 has no layout for experts that are fused, as in {name!r}",
-                hint="Of a model of transformers publish checkpoint_weights(model), which has them one by one.",
+                hint="Of a model of transformers publish checkpoint_weights(model), which has "
+                "them one by one.",
             )
         fused = _FUSED.sub("", name)
         group = groups.setdefault(fused, _ModelOpt(fused))
@@ -464,7 +490,8 @@ def modelopt_nvfp4() -> Format:
 
 
 def gpt_oss_mxfp4(source: Source) -> list[Made] | None:
-    """MXFP4 as GPT-OSS has it: of experts that are fused into one tensor, along the inputs, which are its rows."""
+    """MXFP4 as GPT-OSS has it: of experts that are fused into one tensor, along the inputs, which
+    are its rows."""
     if len(source.spec.shape) != 3:
         return None
     name, (experts, rows, columns) = source.spec.name, source.spec.shape
@@ -472,7 +499,13 @@ def gpt_oss_mxfp4(source: Source) -> list[Made] | None:
     _require_filled("columns", rows, source, group)
     shape = (experts, columns, rows // group.size)
     return [
-        Made(f"{name}_blocks", "U8", (*shape, group.size // 2), _ColumnGroups(source, group, codes=True), (0, 0)),
+        Made(
+            f"{name}_blocks",
+            "U8",
+            (*shape, group.size // 2),
+            _ColumnGroups(source, group, codes=True),
+            (0, 0),
+        ),
         Made(f"{name}_scales", "U8", shape, _ColumnGroups(source, group, codes=False), (0, 0)),
     ]
 
@@ -486,13 +519,22 @@ FORMATS: dict[str, Format] = {
     "nvfp4": _nvfp4,
 }
 """The formats that `Publisher.publish` knows by name."""
-_FUSED = re.compile(r"([qkv]|gate|up|q_a)_proj(?=\.weight$)|kv_a_proj_with_mqa(?=\.weight$)|w[13](?=\.weight$)")
+_FUSED = re.compile(
+    r"([qkv]|gate|up|q_a)_proj(?=\.weight$)|kv_a_proj_with_mqa(?=\.weight$)|w[13](?=\.weight$)"
+)
 """What layers are called that have the same input, in the name of their weight."""
 
 
 def _e4m3_codes(wanted: Floats) -> npt.NDArray[np.uint8]:
     codes = np.empty(len(wanted), np.uint8)
-    to_e4m3(wanted.view(np.uint8), 4, 0, (max(len(wanted), 1), 1, 1 << 40), np.ones(1, np.float32), codes)
+    to_e4m3(
+        wanted.view(np.uint8),
+        4,
+        0,
+        (max(len(wanted), 1), 1, 1 << 40),
+        np.ones(1, np.float32),
+        codes,
+    )
     return codes
 
 

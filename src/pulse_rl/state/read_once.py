@@ -1,4 +1,5 @@
-"""One state for several readers who go through it side by side: what is not in host memory is copied there once."""
+"""One state for several readers who go through it side by side: what is not in host memory is
+copied there once."""
 
 from __future__ import annotations
 
@@ -16,25 +17,33 @@ _EACH = 32 << 20  # bytes: a thread works on a block, and on what lies between t
 
 
 class ReadOnce:
-    """``state`` for so many ``readers``, each in threads of its own. A tensor that is on a device, or is made when it
-    is read, is copied to the host whole, when one of them first asks for it, and is held until all have read it to its
-    end, or longer: in twice the bytes of the largest such tensor, and 32 MiB for each thread.
+    """``state`` for so many ``readers``, each in threads of its own. A tensor that is on a device,
+    or is made when it is read, is copied to the host whole, when one of them first asks for it, and
+    is held until all have read it to its end, or longer: in twice the bytes of the largest such
+    tensor, and 32 MiB for each thread.
 
-    Readers take tensors in about the order of their names. Where there is no room, the one that is ahead waits for the
-    others, until they `leave`, or for a minute: then nobody waits any more. What is no longer held is copied again.
-    Before `begin` they look at tensors in any order, and nobody waits.
+    Readers take tensors in about the order of their names. Where there is no room, the one that is
+    ahead waits for the others, until they `leave`, or for a minute: then nobody waits any more.
+    What is no longer held is copied again. Before `begin` they look at tensors in any order, and
+    nobody waits.
     """
 
     def __init__(self, state: State, readers: int, threads: int | None = None) -> None:
         self._state = state
-        made = [spec for spec in state.specs if not isinstance(stored_tensor(state, spec.name), np.ndarray)]
+        made = [
+            spec
+            for spec in state.specs
+            if not isinstance(stored_tensor(state, spec.name), np.ndarray)
+        ]
         self._order = {spec.name: k for k, spec in enumerate(made)}
         largest = max((spec.nbytes for spec in made), default=0)
         self._most = 2 * largest + readers * (threads or default_threads()) * _EACH
         self._held: dict[str, UIntArray] = {}  # what was read last comes last
         self._coming: set[str] = set()
         self._bytes = 0
-        self._at = dict.fromkeys(range(readers), -1)  # how far each has come, of those that have not left
+        self._at = dict.fromkeys(
+            range(readers), -1
+        )  # how far each has come, of those that have not left
         self._ended: list[set[str]] = [set() for _ in range(readers)]
         self._together = False
         self._change = Condition()
@@ -76,8 +85,8 @@ class ReadOnce:
         return held[start:stop]
 
     def _awaited(self, reader: int, name: str, nbytes: int) -> UIntArray | None:
-        """What is held of a tensor, at the latest when another thread has copied it; None once it is to be copied here,
-        and there is room."""
+        """What is held of a tensor, at the latest when another thread has copied it; None once it
+        is to be copied here, and there is room."""
         limit = time.monotonic() + _PATIENCE_SECONDS
         while True:
             if (held := self._held.pop(name, None)) is not None:
@@ -94,7 +103,9 @@ class ReadOnce:
         for old in list(self._held):
             if self._bytes + nbytes <= self._most:
                 break
-            if not self._together or all(old in self._ended[k] and self._order[old] < at for k, at in self._at.items()):
+            if not self._together or all(
+                old in self._ended[k] and self._order[old] < at for k, at in self._at.items()
+            ):
                 self._bytes -= self._held.pop(old).nbytes
         # Who is behind all others waits for nobody, or all would wait.
         ahead = any(at < self._order[name] for other, at in self._at.items() if other != reader)

@@ -1,7 +1,8 @@
 """Names, dtypes, shapes, and the bits of tensors as flat little-endian unsigned integers.
 
-Everything above this module sees a tensor as `TensorSpec` plus a flat unsigned array: comparisons are made on bits, so
-that NaN payloads, -0.0 and Inf survive and every dtype works alike. torch is never imported here.
+Everything above this module sees a tensor as `TensorSpec` plus a flat unsigned array: comparisons
+are made on bits, so that NaN payloads, -0.0 and Inf survive and every dtype works alike. torch is
+never imported here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ UIntArray = npt.NDArray[Any]
 """A flat numpy array of uint8, uint16, uint32 or uint64."""
 
 if sys.byteorder != "little":  # pragma: no cover
-    raise ImportError("pulse_rl needs a little-endian machine: roots and patches are defined on little-endian bytes")
+    raise ImportError(
+        "pulse_rl needs a little-endian machine: roots and patches are defined on little-endian "
+        "bytes"
+    )
 
 MAX_NAME_BYTES = 1024
 MAX_DIMS = 16
@@ -36,8 +40,8 @@ _UINT: dict[int, np.dtype[Any]] = {w: np.dtype(f"<u{w}") for w in (1, 2, 4, 8)}
 class DType:
     """An element type with its safetensors ``name``; an element has ``width`` bytes.
 
-    ``exponent`` is (lowest bit, number of bits) of the exponent field, None if the dtype has none. ``id`` is the byte
-    that identifies the dtype in a patch header and never changes.
+    ``exponent`` is (lowest bit, number of bits) of the exponent field, None if the dtype has none.
+    ``id`` is the byte that identifies the dtype in a patch header and never changes.
     """
 
     id: int
@@ -103,7 +107,9 @@ _FROM_NAME = {
 def dtype_of(name: str) -> DType:
     """The `DType` that safetensors calls ``name``; raises UnsupportedTensor."""
     if not isinstance(name, str) or name not in DTYPES:
-        raise UnsupportedTensor(f"dtype {name!r} is not supported", hint=f"Supported: {', '.join(DTYPES)}.")
+        raise UnsupportedTensor(
+            f"dtype {name!r} is not supported", hint=f"Supported: {', '.join(DTYPES)}."
+        )
     return DTYPES[name]
 
 
@@ -123,7 +129,8 @@ def check_tensor_name(name: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without its values: its ``name``, ``dtype`` and ``shape``. Raises InputError past the caps."""
+    """A tensor without its values: its ``name``, ``dtype`` and ``shape``. Raises InputError past
+    the caps."""
 
     name: str
     dtype: DType
@@ -132,10 +139,17 @@ class TensorSpec:
     def __post_init__(self) -> None:
         check_tensor_name(self.name)
         if not isinstance(self.shape, tuple) or any(type(d) is not int for d in self.shape):
-            raise InputError(f"tensor {self.name!r} has the shape {self.shape!r}, not a tuple of whole numbers")
+            raise InputError(
+                f"tensor {self.name!r} has the shape {self.shape!r}, not a tuple of whole numbers"
+            )
         if len(self.shape) > MAX_DIMS:
-            raise InputError(f"tensor {self.name!r} has {len(self.shape)} dimensions, more than {MAX_DIMS}")
-        if any(not 0 <= d <= MAX_TENSOR_ELEMENTS for d in self.shape) or self.elements > MAX_TENSOR_ELEMENTS:
+            raise InputError(
+                f"tensor {self.name!r} has {len(self.shape)} dimensions, more than {MAX_DIMS}"
+            )
+        if (
+            any(not 0 <= d <= MAX_TENSOR_ELEMENTS for d in self.shape)
+            or self.elements > MAX_TENSOR_ELEMENTS
+        ):
             raise InputError(f"tensor {self.name!r} has an impossible shape {self.shape}")
 
     @property
@@ -153,8 +167,8 @@ class TensorSpec:
 class Bits:
     """A tensor given as bits, for dtypes that numpy lacks: ``Bits(uint16_array, "BF16")``.
 
-    ``array`` has an unsigned dtype of the element's width; its shape is the tensor's. ``dtype`` is the dtype's
-    safetensors name.
+    ``array`` has an unsigned dtype of the element's width; its shape is the tensor's. ``dtype`` is
+    the dtype's safetensors name.
     """
 
     array: UIntArray
@@ -174,9 +188,10 @@ class Readable(Protocol):
 class State:
     """The full named set of tensors of one version, as bits.
 
-    ``specs`` is sorted by the UTF-8 bytes of the names. ``aliases`` maps the other names of tied tensors to the name
-    under which the tensor is stored; aliases are not part of ``specs``. Host tensors are views of the source, not
-    copies. Created by `of` and `empty`; ``data`` maps each name to its flat elements.
+    ``specs`` is sorted by the UTF-8 bytes of the names. ``aliases`` maps the other names of tied
+    tensors to the name under which the tensor is stored; aliases are not part of ``specs``. Host
+    tensors are views of the source, not copies. Created by `of` and `empty`; ``data`` maps each
+    name to its flat elements.
     """
 
     def __init__(
@@ -195,20 +210,26 @@ class State:
         for alias, name in self.aliases.items():
             check_tensor_name(alias)
             if name not in self._spec or alias in self._spec:
-                raise InputError(f"alias {alias!r} of {name!r} does not fit the tensors of the state")
+                raise InputError(
+                    f"alias {alias!r} of {name!r} does not fit the tensors of the state"
+                )
 
     def __repr__(self) -> str:
         dtypes = ", ".join(sorted({spec.dtype.name for spec in self.specs}))
-        return f"<State of {len(self.specs)} tensors, {self.elements} elements of {dtypes or 'no dtype'}>"
+        return (
+            f"<State of {len(self.specs)} tensors, {self.elements} elements of "
+            f"{dtypes or 'no dtype'}>"
+        )
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> Self:
-        """The state of ``tensors``, a mapping of names to torch tensors, numpy arrays or `Bits`. Host tensors are not
-        copied, except strided ones and those at addresses that are not a multiple of their element's width.
+        """The state of ``tensors``, a mapping of names to torch tensors, numpy arrays or `Bits`.
+        Host tensors are not copied, except strided ones and those at addresses that are not a
+        multiple of their element's width.
 
-        Names that share storage, shape and dtype are tied: the first in the mapping's order stores the tensor and the
-        others become aliases (Hugging Face checkpoints keep the first one as well). Raises UnsupportedTensor and
-        InputError.
+        Names that share storage, shape and dtype are tied: the first in the mapping's order stores
+        the tensor and the others become aliases (Hugging Face checkpoints keep the first one as
+        well). Raises UnsupportedTensor and InputError.
         """
         if not isinstance(tensors, Mapping):
             raise InputError(f"a {type(tensors).__name__} is not a mapping of names to tensors")
@@ -216,8 +237,9 @@ class State:
         data: dict[str, UIntArray | Readable] = {}
         aliases: dict[str, str] = {}
         seen: dict[object, str] = {}
-        # All values stay referenced until the end: a mapping may make them on the fly, and the memory of one that was
-        # freed could come back as the next one's, which would then look tied to it.
+        # All values stay referenced until the end: a mapping may make them on the fly, and the
+        # memory of one that was freed could come back as the next one's, which would then look tied
+        # to it.
         held = []
         for name, value in tensors.items():
             held.append(value)
@@ -234,10 +256,15 @@ class State:
     @classmethod
     def empty(cls, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> Self:
         """A state of ``specs`` and ``aliases`` in new memory with uninitialised values."""
-        # Small tensors of one dtype share a block, whatever lies between them: so that it can be read as it is.
+        # Small tensors of one dtype share a block, whatever lies between them: so that it can be
+        # read as it is.
         placed = sorted(specs, key=lambda s: (s.dtype.id, s.name.encode()))
         memory = contiguous([s.nbytes for s in placed])
-        return cls(specs, {s.name: m.view(s.dtype.uint) for s, m in zip(placed, memory, strict=True)}, aliases)
+        return cls(
+            specs,
+            {s.name: m.view(s.dtype.uint) for s, m in zip(placed, memory, strict=True)},
+            aliases,
+        )
 
     @property
     def elements(self) -> int:
@@ -268,8 +295,8 @@ class State:
         return self._spec[self.aliases.get(name, name)]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
-        """Elements [``start``, ``stop``) of the tensor ``name``, flattened, as unsigned integers: a view of host
-        memory, a copy of device memory. Without ``stop``, to the end. Raises KeyError.
+        """Elements [``start``, ``stop``) of the tensor ``name``, flattened, as unsigned integers: a
+        view of host memory, a copy of device memory. Without ``stop``, to the end. Raises KeyError.
         """
         name = self.aliases.get(name, name)
         stop = self._spec[name].elements if stop is None else stop
@@ -293,7 +320,8 @@ class State:
         return State(self.specs, self._data, aliases)
 
     def stored_as(self, names: Collection[str]) -> State:
-        """The same memory; each tied tensor of which exactly one name is in ``names`` is stored under that name."""
+        """The same memory; each tied tensor of which exactly one name is in ``names`` is stored
+        under that name."""
         tied: dict[str, list[str]] = {}
         for alias, name in self.aliases.items():
             tied.setdefault(name, [name]).append(alias)
@@ -318,8 +346,8 @@ class State:
         return State(self.specs, views, self.aliases)
 
     def require_specs(self, specs: tuple[TensorSpec, ...], what: str) -> None:
-        """Raises StateMismatch, naming the first difference, unless this state has exactly ``specs``. ``what`` names
-        their owner in the message.
+        """Raises StateMismatch, naming the first difference, unless this state has exactly
+        ``specs``. ``what`` names their owner in the message.
         """
         if self.specs == specs:
             return
@@ -347,7 +375,8 @@ def stored_tensor(state: State, name: str) -> UIntArray | Readable:
 
 
 def is_view(state: State, name: str) -> bool:
-    """Whether `State.read` of this tensor is sure to be a view of host memory, which costs nothing."""
+    """Whether `State.read` of this tensor is sure to be a view of host memory, which costs
+    nothing."""
     return state._is_view(name)
 
 
@@ -356,14 +385,18 @@ def views_of(state: State) -> dict[int, tuple[object, UIntArray | None]]:
     return state._views
 
 
-def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | DeviceTensor, object]:
+def _ingest(
+    name: str, value: Any
+) -> tuple[DType, tuple[int, ...], UIntArray | DeviceTensor, object]:
     """(dtype, shape, flat data, storage identity or None) of one tensor-like value."""
     if type(value).__module__.partition(".")[0] == "torch" or hasattr(value, "untyped_storage"):
         return _ingest_torch(name, value)
     if isinstance(value, Bits):
         dtype, array = dtype_of(value.dtype), np.asarray(value.array)
         if array.dtype.kind != "u" or array.dtype.itemsize != dtype.width:
-            raise UnsupportedTensor(f"tensor {name!r}: {dtype.name} bits need uint{8 * dtype.width}, got {array.dtype}")
+            raise UnsupportedTensor(
+                f"tensor {name!r}: {dtype.name} bits need uint{8 * dtype.width}, got {array.dtype}"
+            )
     elif isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         dtype = dtype_named(name, array.dtype.name)
@@ -379,26 +412,45 @@ def _ingest(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | 
     return dtype, array.shape, _aligned(little.reshape(-1).view(dtype.uint)), storage
 
 
-def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntArray | DeviceTensor, object]:
+def _ingest_torch(
+    name: str, value: Any
+) -> tuple[DType, tuple[int, ...], UIntArray | DeviceTensor, object]:
     torch: Any = sys.modules["torch"]
     if not isinstance(value, torch.Tensor) or hasattr(value, "full_tensor"):
-        raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__}, not a plain torch.Tensor")
+        raise UnsupportedTensor(
+            f"tensor {name!r} is a {type(value).__name__}, not a plain torch.Tensor"
+        )
     if torch.nn.parameter.is_lazy(value):
         raise UnsupportedTensor(
-            f"tensor {name!r} is not initialised", hint="Run a forward pass first: it gives a lazy module its sizes."
+            f"tensor {name!r} is not initialised",
+            hint="Run a forward pass first: it gives a lazy module its sizes.",
         )
     if value.layout != torch.strided or value.is_meta or value.is_quantized:
-        raise UnsupportedTensor(f"tensor {name!r} has no plain storage (layout {value.layout}, device {value.device})")
+        raise UnsupportedTensor(
+            f"tensor {name!r} has no plain storage (layout {value.layout}, device {value.device})"
+        )
     dtype = dtype_named(name, str(value.dtype).removeprefix("torch."))
     try:
         bits_of = (value.is_conj(), value.is_neg())
-        storage = (str(value.device), value.data_ptr(), value.stride(), bits_of) if value.numel() else None
+        storage = (
+            (str(value.device), value.data_ptr(), value.stride(), bits_of)
+            if value.numel()
+            else None
+        )
         if value.device.type in ("cpu", "cuda") and value.untyped_storage().nbytes() < _end(value):
             raise UnsupportedTensor(f"tensor {name!r} has been freed: its memory is not there")
-        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        flat = (
+            value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        )
         host = flat.numpy() if flat.device.type == "cpu" else None
-    except (RuntimeError, NotImplementedError, TypeError) as error:  # fake, nested, wrapped, and what is yet to come
-        raise UnsupportedTensor(f"tensor {name!r} is a {type(value).__name__} without plain storage: {error}") from None
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+    ) as error:  # fake, nested, wrapped, and what is yet to come
+        raise UnsupportedTensor(
+            f"tensor {name!r} is a {type(value).__name__} without plain storage: {error}"
+        ) from None
     shape = tuple(value.shape)
     if host is None:
         return dtype, shape, DeviceTensor(flat, dtype.width), storage
@@ -406,7 +458,8 @@ def _ingest_torch(name: str, value: Any) -> tuple[DType, tuple[int, ...], UIntAr
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a DTensor. Its module takes half a second to import, and is there where one is."""
+    """Whether it is a DTensor. Its module takes half a second to import, and is there where one
+    is."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -418,12 +471,14 @@ def _end(tensor: Any) -> int:
 
 
 def _aligned(flat: UIntArray) -> UIntArray:
-    """The array, or a copy of one whose elements lie apart, or at no multiple of their width: no kernel reads these."""
+    """The array, or a copy of one whose elements lie apart, or at no multiple of their width: no
+    kernel reads these."""
     return np.require(flat, requirements=["C", "A"])
 
 
 def dtype_named(name: str, library_name: str) -> DType:
-    """The dtype of the tensor ``name``, which numpy, ml_dtypes, JAX or torch call so. Raises UnsupportedTensor."""
+    """The dtype of the tensor ``name``, which numpy, ml_dtypes, JAX or torch call so. Raises
+    UnsupportedTensor."""
     if library_name not in _FROM_NAME:
         raise UnsupportedTensor(f"tensor {name!r} has dtype {library_name}, which is not supported")
     return DTYPES[_FROM_NAME[library_name]]
@@ -461,10 +516,11 @@ def flat_specs(segments: Sequence[Segment]) -> tuple[TensorSpec, ...]:
 
 
 class SlicedState(State):
-    """One segment of each of some tensors. ``specs`` are those of the whole tensors; `read` takes places in these, and
-    raises IndexError outside of the segment.
+    """One segment of each of some tensors. ``specs`` are those of the whole tensors; `read` takes
+    places in these, and raises IndexError outside of the segment.
 
-    ``source`` holds the segments' elements under the tensors' names; where it lacks one, nothing of it can be read.
+    ``source`` holds the segments' elements under the tensors' names; where it lacks one, nothing of
+    it can be read.
     """
 
     def __init__(self, segments: Sequence[Segment], source: State) -> None:
@@ -475,7 +531,8 @@ class SlicedState(State):
 
     @classmethod
     def allocate(cls, segments: Sequence[Segment], empty: Empty = State.empty) -> SlicedState:
-        """Segments in new host memory, or in that which ``empty`` makes, with uninitialised values."""
+        """Segments in new host memory, or in that which ``empty`` makes, with uninitialised
+        values."""
         return cls(segments, empty(flat_specs(segments), None))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:

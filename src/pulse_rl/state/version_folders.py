@@ -1,12 +1,14 @@
-"""A folder for each version, as trainers write and engines read them: ``broadcasts/step_12/``, with a marker.
+"""A folder for each version, as trainers write and engines read them: ``broadcasts/step_12/``, with
+a marker.
 
 ::
 
     FOLDER/step_12/STABLE, config.json, model.safetensors …     plain files
     FOLDER/.pulse/000000000003-5f3a0c11/                        what is being written, or removed
 
-A version's folder is written beside the others, its marker last, and takes its name by one rename: a reader finds it
-whole or not at all, and so does a process that was killed. It is removed by a rename first, too.
+A version's folder is written beside the others, its marker last, and takes its name by one rename:
+a reader finds it whole or not at all, and so does a process that was killed. It is removed by a
+rename first, too.
 """
 
 from __future__ import annotations
@@ -30,15 +32,16 @@ LAYOUTS = {
     "areal": "weight_update_v{}",
     "hf": "checkpoint-{}",
 }
-"""How frameworks name the folder of a version, and the file whose presence says that it is complete."""
+"""How frameworks name the folder of a version, and the file whose presence says that it is
+complete."""
 _PLAIN = "[A-Za-z0-9._-]*"
 _PATTERN = re.compile(rf"({_PLAIN})\{{(?::0?([1-9]))?\}}({_PLAIN})(?:/([A-Za-z0-9]{_PLAIN}))?")
 _VERSION = "pulse.version"
 
 
 class Layout(NamedTuple):
-    """The names of versions' folders: ``before``, a number of at least ``digits`` digits, ``after``; and of the
-    ``marker`` in each, "" for none."""
+    """The names of versions' folders: ``before``, a number of at least ``digits`` digits,
+    ``after``; and of the ``marker`` in each, "" for none."""
 
     before: str
     digits: int
@@ -47,11 +50,13 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """The layout of a framework's name, or of a pattern such as ``step_{}/STABLE`` or ``weight_v{:06}``."""
+        """The layout of a framework's name, or of a pattern such as ``step_{}/STABLE`` or
+        ``weight_v{:06}``."""
         match = _PATTERN.fullmatch(LAYOUTS.get(text, text))
         if match is None or not (match[1] + match[3]).strip(".") or match[1].startswith("."):
             raise InputError(
-                f"{text!r} is no layout", hint=f"Give {', '.join(LAYOUTS)}, or a pattern such as step_{{}}/STABLE."
+                f"{text!r} is no layout",
+                hint=f"Give {', '.join(LAYOUTS)}, or a pattern such as step_{{}}/STABLE.",
             )
         return cls(match[1], int(match[2] or 1), match[3], match[4] or "")
 
@@ -69,7 +74,8 @@ class Layout(NamedTuple):
 
 
 def _version_in(folder: Path) -> int | None:
-    """The version that pulse wrote into ``folder``; None where the checkpoint there is another's, or damaged."""
+    """The version that pulse wrote into ``folder``; None where the checkpoint there is another's,
+    or damaged."""
     try:
         text = load(folder)[1].get(_VERSION, "")
     except (PulseError, OSError):
@@ -87,12 +93,12 @@ def add_version(
     keep: int | None = None,
     force: bool = False,
 ) -> Path:
-    """The folder, in ``folder``, of ``version`` under its ``number``, with what ``write`` puts into the empty folder
-    that it is given. Of the folders that pulse wrote the newest ``keep`` stay. One process does so at a time; others
-    wait.
+    """The folder, in ``folder``, of ``version`` under its ``number``, with what ``write`` puts into
+    the empty folder that it is given. Of the folders that pulse wrote the newest ``keep`` stay. One
+    process does so at a time; others wait.
 
-    Raises InputError where something else has the name, unless ``force``; what ``write`` raises; StoreFull and
-    StoreError. Nothing is in the place of the name then but what was there before.
+    Raises InputError where something else has the name, unless ``force``; what ``write`` raises;
+    StoreFull and StoreError. Nothing is in the place of the name then but what was there before.
     """
     private, target = folder / PRIVATE, folder / layout.name(number)
     try:

@@ -1,7 +1,8 @@
 """Stores hold streams: six calls on named immutable objects, behind one address.
 
-To add a backend: write a class that implements `base.Store` and passes `pulse_rl.testing.StoreConformance`
-(tests/store/test_conformance.py), and add its scheme to `open_store`.
+To add a backend: write a class that implements `base.Store` and passes
+`pulse_rl.testing.StoreConformance` (tests/store/test_conformance.py), and add its scheme to
+`open_store`.
 """
 
 from __future__ import annotations
@@ -37,27 +38,36 @@ _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
 def open_stores(given: Store | str | Sequence[Store | str]) -> list[Store]:
-    """The stores that a reader is given: one, or several in order of preference. Raises as `open_store`."""
+    """The stores that a reader is given: one, or several in order of preference. Raises as
+    `open_store`."""
     addresses: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
     if not addresses:
-        raise InputError("no store was given", hint="Give a store, or several in order of preference.")
+        raise InputError(
+            "no store was given", hint="Give a store, or several in order of preference."
+        )
     return [open_store(each) for each in addresses]
 
 
 def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store:
-    """The store at ``address``: a folder's path, ``file:///folder``, ``memory://`` (new and empty each time),
-    ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``, or, for readers, ``http://host:port``
-    or ``https://…`` with those of `HttpStore`; ``hf://buckets/namespace/bucket/prefix``, which is S3, or, for readers,
+    """The store at ``address``: a folder's path, ``file:///folder``, ``memory://`` (new and empty
+    each time), ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``, or, for
+    readers, ``http://host:port`` or ``https://…`` with those of `HttpStore`;
+    ``hf://buckets/namespace/bucket/prefix``, which is S3, or, for readers,
     ``hf://namespace/repository/prefix``, of the Hugging Face Hub. A store is returned unchanged.
 
     Raises InputError for any other address and StoreError when the store cannot be opened.
     """
     if isinstance(address, Store):
         return address
-    if not isinstance(address, str | os.PathLike) or not isinstance(text := os.fspath(address), str):
+    if not isinstance(address, str | os.PathLike) or not isinstance(
+        text := os.fspath(address), str
+    ):
         raise InputError(f"{type(address).__name__} is not a store address")
     if not text or "\0" in text or _ONE_SLASH.match(text):
-        raise InputError(f"{_shown(text)!r} is not a store address", hint="Write a path, or scheme://bucket/prefix.")
+        raise InputError(
+            f"{_shown(text)!r} is not a store address",
+            hint="Write a path, or scheme://bucket/prefix.",
+        )
     if "://" not in text:
         return LocalStore(Path(text).expanduser().absolute())
     try:
@@ -66,14 +76,20 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
         raise InputError(f"{_shown(text)} is not a valid address: {error}") from None
     if url.scheme == "file":
         if url.netloc not in ("", "localhost") or not url.path:
-            raise InputError(f"{_shown(text)} names a host", hint="Write three slashes: file:///absolute/path.")
+            raise InputError(
+                f"{_shown(text)} names a host", hint="Write three slashes: file:///absolute/path."
+            )
         return LocalStore(Path(unquote(url.path)))
     if url.scheme == "memory":
         return MemoryStore()
     if url.scheme in _OBJECT_SCHEMES:
         return ObjectStore(text, **options)
     if url.scheme == "hf":
-        return ObjectStore(bucket_address(text), **options) if url.netloc == "buckets" else HubStore(text, **options)
+        return (
+            ObjectStore(bucket_address(text), **options)
+            if url.netloc == "buckets"
+            else HubStore(text, **options)
+        )
     if url.scheme in ("http", "https"):
         return HttpStore(text, **options)
     raise InputError(

@@ -1,7 +1,7 @@
 """The store: six calls on named immutable objects, all that the library needs of a backend.
 
-Required of a backend (docs/protocol.md, section 2): `put_new` is atomic, `put` shows an object whole or not at all, and
-`get`, `head` and `list` see every object whose writing call has returned.
+Required of a backend (docs/protocol.md, section 2): `put_new` is atomic, `put` shows an object
+whole or not at all, and `get`, `head` and `list` see every object whose writing call has returned.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ MAX_LISTED = 1_000_000
 
 
 PIECE_BYTES, CONNECTIONS = 4 << 20, 8
-"""A long range of an object is read in pieces of at least so many bytes, over so many connections at most: over a long
-way one connection is slow, and an object store gives each a rate of its own."""
+"""A long range of an object is read in pieces of at least so many bytes, over so many connections
+at most: over a long way one connection is slow, and an object store gives each a rate of its
+own."""
 
 
 class ObjectInfo(NamedTuple):
-    """An object's ``name``, its length ``nbytes`` in bytes, and its time of writing ``modified``, in Unix seconds by
-    the store's clock."""
+    """An object's ``name``, its length ``nbytes`` in bytes, and its time of writing ``modified``,
+    in Unix seconds by the store's clock."""
 
     name: str
     nbytes: int
@@ -37,23 +38,27 @@ class ObjectInfo(NamedTuple):
 
 @runtime_checkable
 class Store(Protocol):
-    """Object names are relative paths of letters, digits, '.', '_' and '-'; others raise InputError.
+    """Object names are relative paths of letters, digits, '.', '_' and '-'; others raise
+    InputError.
 
-    Every call may raise StoreError, or StoreUnavailable, after which it is unknown whether a write took effect.
+    Every call may raise StoreError, or StoreUnavailable, after which it is unknown whether a write
+    took effect.
     """
 
     def put(self, name: str, data: Data) -> None:
-        """Stores ``data`` as the object ``name``, replacing any object of that name. Raises StoreFull."""
+        """Stores ``data`` as the object ``name``, replacing any object of that name. Raises
+        StoreFull."""
         ...
 
     def put_new(self, name: str, data: bytes) -> None:
-        """Stores ``data`` unless an object ``name`` exists, atomically among all clients. Raises AlreadyExists, also
-        when an earlier attempt of the same call succeeded but its reply was lost."""
+        """Stores ``data`` unless an object ``name`` exists, atomically among all clients. Raises
+        AlreadyExists, also when an earlier attempt of the same call succeeded but its reply was
+        lost."""
         ...
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [``start``, ``stop``) of the object ``name``, to its end without ``stop``. Raises NotFound, and
-        StoreError for a range outside the object.
+        """Bytes [``start``, ``stop``) of the object ``name``, to its end without ``stop``. Raises
+        NotFound, and StoreError for a range outside the object.
         """
         ...
 
@@ -62,7 +67,8 @@ class Store(Protocol):
         ...
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        """The objects under ``folder`` ("": all) in name order, from the first name greater than ``start_after``."""
+        """The objects under ``folder`` ("": all) in name order, from the first name greater than
+        ``start_after``."""
         ...
 
     def delete(self, name: str) -> None:
@@ -85,7 +91,9 @@ class ReadOnly:
         self._refuse(name)
 
     def _refuse(self, name: str) -> NoReturn:
-        raise StoreError(f"{check_name(name)} cannot be written: {self!r} is for readers", hint=self.writers_hint)
+        raise StoreError(
+            f"{check_name(name)} cannot be written: {self!r} is for readers", hint=self.writers_hint
+        )
 
 
 def is_name(name: str) -> bool:
@@ -105,7 +113,8 @@ def check_folder(name: str) -> str:
 
 
 def check_range(name: str, nbytes: int, start: int, stop: int | None) -> tuple[int, int]:
-    """The range with its end filled in; raises StoreError unless it lies inside an object of ``nbytes``."""
+    """The range with its end filled in; raises StoreError unless it lies inside an object of
+    ``nbytes``."""
     stop = nbytes if stop is None else stop
     if not 0 <= start <= stop <= nbytes:
         raise StoreError(f"bytes {start} to {stop} are outside {name}, which has {nbytes}")
@@ -117,10 +126,11 @@ def joined(data: Data) -> bytes:
 
 
 def create_or_confirm(store: Store, name: str, data: bytes) -> bool:
-    """Creates the object ``name`` in ``store``; True if it now holds ``data``, False if it holds another client's
-    bytes.
+    """Creates the object ``name`` in ``store``; True if it now holds ``data``, False if it holds
+    another client's bytes.
 
-    A client that retries after a lost reply finds its own object, so "already exists" is resolved by reading it back.
+    A client that retries after a lost reply finds its own object, so "already exists" is resolved
+    by reading it back.
     """
     try:
         store.put_new(name, data)
@@ -135,8 +145,8 @@ def holds(store: Store, name: str, data: bytes) -> bool:
 
 
 def whole(store: Store, name: str, nbytes: int) -> bytes:
-    """The object ``name``, which was said to have ``nbytes``: no more is read. Raises NotFound, and FormatError where
-    it is shorter."""
+    """The object ``name``, which was said to have ``nbytes``: no more is read. Raises NotFound, and
+    FormatError where it is shorter."""
     try:
         return store.get(name, 0, nbytes)
     except (NotFound, StoreUnavailable):

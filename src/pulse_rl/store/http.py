@@ -1,7 +1,8 @@
-"""The read half of a store, from an HTTP server such as `pulse serve` (docs/protocol.md, section 11).
+"""The read half of a store, from an HTTP server such as `pulse serve` (docs/protocol.md, section
+11).
 
-The server is not trusted to be right, to be brief or to be quick: lengths are compared, what is read is bounded by what
-was asked for, and every request has a deadline.
+The server is not trusted to be right, to be brief or to be quick: lengths are compared, what is
+read is bounded by what was asked for, and every request has a deadline.
 """
 
 from __future__ import annotations
@@ -55,20 +56,23 @@ class _Transient(Exception):
 
 
 class HttpStore(ReadOnly):
-    """A `Store` for readers, behind the server at ``url``: ``http://host:port/prefix`` or ``https://…``, without
-    credentials. Writing calls raise StoreError.
+    """A `Store` for readers, behind the server at ``url``: ``http://host:port/prefix`` or
+    ``https://…``, without credentials. Writing calls raise StoreError.
 
-    ``timeout_seconds`` bounds each request: to its first byte, and then at 16 KiB/s; ten times as long, a whole
-    listing. A request that fails in a way that may pass is repeated up to three times, ever later, while no more than
-    ``timeout_seconds`` have gone by. Redirects are refused, proxies not asked. `get` without ``stop`` reads up to 256
-    MiB, and else raises StoreError. Raises InputError. May be used from several threads, which share up to eight idle
-    connections, kept for 30 s.
+    ``timeout_seconds`` bounds each request: to its first byte, and then at 16 KiB/s; ten times as
+    long, a whole listing. A request that fails in a way that may pass is repeated up to three
+    times, ever later, while no more than ``timeout_seconds`` have gone by. Redirects are refused,
+    proxies not asked. `get` without ``stop`` reads up to 256 MiB, and else raises StoreError.
+    Raises InputError. May be used from several threads, which share up to eight idle connections,
+    kept for 30 s.
     """
 
     writers_hint = "Give readers this address, and writers the store behind it."
 
     def __init__(self, url: str, *, timeout_seconds: float = 30.0) -> None:
-        self._timeout = checked_number("timeout_seconds", timeout_seconds, minimum=1e-3, maximum=1e6)
+        self._timeout = checked_number(
+            "timeout_seconds", timeout_seconds, minimum=1e-3, maximum=1e6
+        )
         self._connect, self._path = _parsed(url)
         self._url = url.rstrip("/")
         self._idle: list[_Connection] = []
@@ -90,7 +94,9 @@ class HttpStore(ReadOnly):
         start, stop = check_range(name, self.head(name).nbytes, start, stop)
         data = b"" if start == stop else self._range(path, start, stop)
         if data is None:
-            raise StoreError(f"{self._url} does not send bytes {start} to {stop} of {name}", hint=_NO_SUCH_SERVER)
+            raise StoreError(
+                f"{self._url} does not send bytes {start} to {stop} of {name}", hint=_NO_SUCH_SERVER
+            )
         return data
 
     def head(self, name: str) -> ObjectInfo:
@@ -99,7 +105,9 @@ class HttpStore(ReadOnly):
             try:
                 modified = parsedate_to_datetime(answer.getheader("Last-Modified", "")).timestamp()
             except (ValueError, TypeError, OverflowError):
-                raise StoreError(f"{self._url} does not say when {name} was written", hint=_NO_SUCH_SERVER) from None
+                raise StoreError(
+                    f"{self._url} does not say when {name} was written", hint=_NO_SUCH_SERVER
+                ) from None
             return ObjectInfo(name, nbytes, modified)
 
         return self._ask("HEAD", check_name(name), read)
@@ -108,16 +116,24 @@ class HttpStore(ReadOnly):
         prefix = check_folder(folder) and f"{folder}/"
         if start_after is not None and start_after > prefix and not start_after.startswith(prefix):
             return
-        last = start_after.removeprefix(prefix) if start_after is not None and start_after > prefix else ""
+        last = (
+            start_after.removeprefix(prefix)
+            if start_after is not None and start_after > prefix
+            else ""
+        )
         count, given_up = 0, time.monotonic() + _LISTING_TIMEOUTS * self._timeout
         while count < MAX_LISTED:
-            if time.monotonic() > given_up:  # of pages that come one after the other, each within its time
+            if (
+                time.monotonic() > given_up
+            ):  # of pages that come one after the other, each within its time
                 raise StoreUnavailable(f"{self._url} takes too long to list {folder}")
             page = self._lines("GET", f"{prefix}?after={quote(last, safe='/')}")
             for line in page:
                 info = _listed(prefix, line)
                 if info is None or info.name <= f"{prefix}{last}":
-                    raise StoreError(f"{self._url}: {line[:80]!r} has no place in the list of {folder}")
+                    raise StoreError(
+                        f"{self._url}: {line[:80]!r} has no place in the list of {folder}"
+                    )
                 last = info.name.removeprefix(prefix)
                 yield info
             if len(page) < PAGE:
@@ -126,12 +142,14 @@ class HttpStore(ReadOnly):
         raise StoreError(f"{self._url} lists more than {MAX_LISTED} objects in {folder}")
 
     def wait_for_new(self, after: Collection[str], seconds: float) -> set[str]:
-        """Of the folders of the objects ``after``, those that have an object with a greater name: as soon as one has,
-        or after at most ``seconds``, none. One request, which the server answers late, for at most 4096 folders. Raises
-        StoreError."""
+        """Of the folders of the objects ``after``, those that have an object with a greater name:
+        as soon as one has, or after at most ``seconds``, none. One request, which the server
+        answers late, for at most 4096 folders. Raises StoreError."""
         seconds = min(max(seconds, 0.0), MAX_WAIT_SECONDS)
         folders = {check_name(name).rpartition("/")[0] for name in after}
-        found = self._lines("POST", f"?wait={seconds:.3f}", body="\n".join(after).encode(), more_seconds=seconds)
+        found = self._lines(
+            "POST", f"?wait={seconds:.3f}", body="\n".join(after).encode(), more_seconds=seconds
+        )
         if not folders.issuperset(found):
             raise StoreError(f"{self._url} tells of folders that it was not asked for")
         return set(found)
@@ -158,7 +176,9 @@ class HttpStore(ReadOnly):
         """The lines that the server answers with. Raises StoreError for what is no text, not whole
         lines, or too long."""
         what = f"the answer to {path}"
-        data = self._ask(method, path, lambda answer: self._body(answer, what, _PAGE_BYTES), **request)
+        data = self._ask(
+            method, path, lambda answer: self._body(answer, what, _PAGE_BYTES), **request
+        )
         try:
             *lines, rest = data.decode("ascii").split("\n")
         except ValueError:
@@ -174,13 +194,17 @@ class HttpStore(ReadOnly):
             or answer.chunked
             or answer.getheader("Content-Encoding", "identity") != "identity"
         ):
-            raise StoreError(f"{self._url} does not say how many bytes {name} has", hint=_NO_SUCH_SERVER)
+            raise StoreError(
+                f"{self._url} does not say how many bytes {name} has", hint=_NO_SUCH_SERVER
+            )
         return int(length)
 
     def _body(self, answer: HTTPResponse, name: str, most: int, least: int = 0) -> bytes:
         nbytes = self._length(answer, name)
         if not least <= nbytes <= most:
-            raise StoreError(f"{self._url} sends {nbytes} bytes for {name}, where {least} to {most} are right")
+            raise StoreError(
+                f"{self._url} sends {nbytes} bytes for {name}, where {least} to {most} are right"
+            )
         data = answer.read(nbytes)
         if len(data) < nbytes:
             raise _Transient(f"the connection broke after {len(data)} of {nbytes} bytes")
@@ -198,13 +222,16 @@ class HttpStore(ReadOnly):
         body: bytes | None = None,
         more_seconds: float = 0.0,
     ) -> T:
-        """What ``read`` makes of the answer. Raises NotFound, StoreError, and StoreUnavailable after some tries."""
+        """What ``read`` makes of the answer. Raises NotFound, StoreError, and StoreUnavailable
+        after some tries."""
         given_up = time.monotonic() + self._timeout
         pause = _FIRST_PAUSE
         for again in reversed(range(_TRIES)):
             checkpoint()
             try:
-                return self._try(method, path, read, headers or {}, body, self._timeout + more_seconds)
+                return self._try(
+                    method, path, read, headers or {}, body, self._timeout + more_seconds
+                )
             except (OSError, HTTPException, _Transient) as error:
                 wait = pause * random.uniform(0.5, 1)
                 if not again or time.monotonic() + wait > given_up:
@@ -238,13 +265,17 @@ class HttpStore(ReadOnly):
                 else:
                     connection.close()
 
-    def _judged(self, answer: HTTPResponse, path: str, read: Callable[[HTTPResponse], T], *, ranged: bool) -> T:
+    def _judged(
+        self, answer: HTTPResponse, path: str, read: Callable[[HTTPResponse], T], *, ranged: bool
+    ) -> T:
         """What ``read`` makes of it. Raises the error that the status stands for."""
         status, where = answer.status, f"{self._url}: {path}"
         if status in (408, 429) or status >= 500:
             raise _Transient(f"the server answers with status {status}")
         if 300 <= status < 400:
-            raise StoreError(f"{where}: the server redirects", hint="Give the address that it redirects to.")
+            raise StoreError(
+                f"{where}: the server redirects", hint="Give the address that it redirects to."
+            )
         if status in (401, 403):
             raise StoreError(f"{where}: access denied, status {status}")
         if status not in (200, 404) and not (ranged and status in (206, 416)):
@@ -291,7 +322,9 @@ class _Connection:
         """Whether the server has answered on it before."""
         return self._answered
 
-    def ask(self, method: str, path: str, headers: dict[str, str], body: bytes | None, seconds: float) -> HTTPResponse:
+    def ask(
+        self, method: str, path: str, headers: dict[str, str], body: bytes | None, seconds: float
+    ) -> HTTPResponse:
         if self._socket is None:
             self._connection.connect()
             self._socket = _DeadlineSocket(self._connection.sock)
@@ -318,7 +351,9 @@ def _parsed(url: str) -> tuple[Callable[[float], HTTPConnection], str]:
     if not isinstance(url, str):
         raise InputError(f"{type(url).__name__} is not the address of a store", hint=hint)
     if "@" in url:  # before anything else: what is printed must not hold a password
-        raise InputError("an http store has no credentials", hint=f"Leave them out; write %40 in a path. {hint}")
+        raise InputError(
+            "an http store has no credentials", hint=f"Leave them out; write %40 in a path. {hint}"
+        )
     if not _URL.fullmatch(url):
         raise InputError(f"{url!r} is not the address of a store", hint=hint)
     try:
@@ -340,8 +375,8 @@ def _listed(prefix: str, line: str) -> ObjectInfo | None:
 
 
 class _DeadlineSocket:
-    """What `http.client`, which has a timeout for each packet only, needs of ``sock``, with a deadline that `begin`
-    sets. Raises TimeoutError past it."""
+    """What `http.client`, which has a timeout for each packet only, needs of ``sock``, with a
+    deadline that `begin` sets. Raises TimeoutError past it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -350,8 +385,8 @@ class _DeadlineSocket:
         self._expected = 0
 
     def begin(self, seconds: float, min_rate: int) -> None:
-        """The next exchange ends within ``seconds``, and a second more for each ``min_rate`` bytes received of what
-        `expect` announces."""
+        """The next exchange ends within ``seconds``, and a second more for each ``min_rate`` bytes
+        received of what `expect` announces."""
         self._deadline = time.monotonic() + seconds
         self._rate = min_rate
         self._expected = 0

@@ -1,5 +1,6 @@
-"""Stores of this machine: a folder (or a network file system that has atomic rename and hard links), and the memory of
-one process, for tests and for trainers and workers that run as threads."""
+"""Stores of this machine: a folder (or a network file system that has atomic rename and hard
+links), and the memory of one process, for tests and for trainers and workers that run as
+threads."""
 
 from __future__ import annotations
 
@@ -26,11 +27,14 @@ _UNFINISHED = re.compile(r"\.[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.[a-z0-9_]{8}")
 _ABANDONED_SECONDS = 24 * 3600
 _SETTLED_NS = 2_000_000_000
 
-_LARGE = 4 << 20  # from here on numpy asks the system for large pages, which makes new memory cheaper
+_LARGE = (
+    4 << 20
+)  # from here on numpy asks the system for large pages, which makes new memory cheaper
 
 
 class _Folder(NamedTuple):
-    """What a folder held when it was read at ``read_ns``; ``key`` tells whether it has changed since."""
+    """What a folder held when it was read at ``read_ns``; ``key`` tells whether it has changed
+    since."""
 
     key: tuple[int, int]
     read_ns: int
@@ -39,9 +43,10 @@ class _Folder(NamedTuple):
 
 
 class LocalStore:
-    """A `Store` in a folder. Objects are files under ``root``, which the first write creates. Unfinished ones are kept
-    in a hidden folder beside them, are never listed, and are removed by a writer a day later. Reading writes nothing.
-    Writing needs Linux or macOS and a file system with hard links; elsewhere it raises StoreError.
+    """A `Store` in a folder. Objects are files under ``root``, which the first write creates.
+    Unfinished ones are kept in a hidden folder beside them, are never listed, and are removed by a
+    writer a day later. Reading writes nothing. Writing needs Linux or macOS and a file system with
+    hard links; elsewhere it raises StoreError.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -117,14 +122,18 @@ class LocalStore:
         return self.root / check_name(name)
 
     def _names_below(self, folder: str, start_after: str | None) -> Iterator[str]:
-        """The names of a folder and its folders that are greater than ``start_after``, in order. A folder is read when
-        its turn comes."""
+        """The names of a folder and its folders that are greater than ``start_after``, in order. A
+        folder is read when its turn comes."""
         found = self._folder(folder)
         if found is None:
             return
         names = found.names[bisect_right(found.names, start_after) if start_after else 0 :]
         folders = [f"{inner}/" for inner in found.folders]
-        folders = [f for f in folders if start_after is None or f > start_after or start_after.startswith(f)]
+        folders = [
+            f
+            for f in folders
+            if start_after is None or f > start_after or start_after.startswith(f)
+        ]
         for name in sorted([*names, *folders]) if folders else names:
             if name.endswith("/"):
                 yield from self._names_below(name[:-1], start_after)
@@ -132,8 +141,9 @@ class LocalStore:
                 yield name
 
     def _folder(self, folder: str) -> _Folder | None:
-        """A folder's content, read again only where it has changed since: a poll must not cost more the more versions
-        there are. A folder that changed just before it was read may have changed once more with the same time."""
+        """A folder's content, read again only where it has changed since: a poll must not cost more
+        the more versions there are. A folder that changed just before it was read may have changed
+        once more with the same time."""
         path = self.root / folder
         try:
             info = path.stat()
@@ -146,7 +156,9 @@ class LocalStore:
                         name = f"{folder}/{entry.name}" if folder else entry.name
                         if not is_name(name):  # .DS_Store, .nfs…
                             continue
-                        (kept.folders if entry.is_dir(follow_symlinks=False) else kept.names).append(name)
+                        (
+                            kept.folders if entry.is_dir(follow_symlinks=False) else kept.names
+                        ).append(name)
                 kept.names.sort()
                 if kept.read_ns - info.st_mtime_ns > _SETTLED_NS:
                     self._folders[folder] = kept
@@ -162,10 +174,13 @@ class LocalStore:
         if stat.S_ISDIR(found.st_mode):
             raise NotFound(f"{name} is not in the store {self.root}")
         if not stat.S_ISREG(found.st_mode):
-            raise StoreError(f"{name} in the store {self.root} is not a regular file", hint="Remove it.")
+            raise StoreError(
+                f"{name} in the store {self.root} is not a regular file", hint="Remove it."
+            )
 
     def _require_no_link(self, name: str) -> None:
-        """Raises StoreError where a folder on the way is a link: what is behind it may be somebody else's."""
+        """Raises StoreError where a folder on the way is a link: what is behind it may be somebody
+        else's."""
         for folder in Path(check_name(name)).parents[:-1]:
             if (self.root / folder).is_symlink():
                 raise StoreError(
@@ -174,18 +189,26 @@ class LocalStore:
                 )
 
     def _sweep(self) -> None:
-        """Removes what writers left unfinished a day ago, once. Nothing but own files, and never through a link."""
+        """Removes what writers left unfinished a day ago, once. Nothing but own files, and never
+        through a link."""
         if self._swept:
             return
         self._swept = True
         if self._aside.is_symlink():
-            raise StoreError(f"{self._aside} is a link", hint="Remove it: unfinished files must stay in the store.")
+            raise StoreError(
+                f"{self._aside} is a link",
+                hint="Remove it: unfinished files must stay in the store.",
+            )
         with suppress(OSError), os.scandir(self._aside) as entries:
             for entry in entries:
                 with suppress(OSError):  # another process sweeps, or finishes it, at the same time
                     info = entry.stat(follow_symlinks=False)
                     abandoned = time.time() - info.st_mtime > _ABANDONED_SECONDS
-                    if abandoned and stat.S_ISREG(info.st_mode) and _UNFINISHED.fullmatch(entry.name):
+                    if (
+                        abandoned
+                        and stat.S_ISREG(info.st_mode)
+                        and _UNFINISHED.fullmatch(entry.name)
+                    ):
                         os.unlink(entry.path)
 
 

@@ -1,5 +1,5 @@
-"""Object stores (S3 and compatible, Google Cloud Storage, Azure) through obstore, and what is wrong with their set-up
-(docs/stores.md)."""
+"""Object stores (S3 and compatible, Google Cloud Storage, Azure) through obstore, and what is wrong
+with their set-up (docs/stores.md)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ from .base import CONNECTIONS, PIECE_BYTES, Data, ObjectInfo, check_folder, chec
 
 _PAGE = 1000
 _SECRET = re.compile("key|secret|token|password|sas", re.IGNORECASE)
-_FIRST_LIMITS: dict[str, Any] = {"retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=4)}}
-"""Until a store has answered once it is more likely to be misconfigured than busy. Later, obstore's own: minutes."""
+_FIRST_LIMITS: dict[str, Any] = {
+    "retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=4)}
+}
+"""Until a store has answered once it is more likely to be misconfigured than busy. Later, obstore's
+own: minutes."""
 _FIRST_SECONDS = {"connect_timeout": "3s", "timeout": "8s"}
 
 
 def _begun(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
-    """All of the chunks, where together they are small: an upload in parts takes two requests more than one at once."""
+    """All of the chunks, where together they are small: an upload in parts takes two requests more
+    than one at once."""
     begin, made = bytearray(), _made_aside(chunks)
     for chunk in made:
         begin += chunk
@@ -41,8 +45,8 @@ def _begun(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
 
 
 def _made_aside(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """The chunks, each made in a thread of its own: a relay reads them from an object store, and obstore panics where
-    it is asked to read within a write."""
+    """The chunks, each made in a thread of its own: a relay reads them from an object store, and
+    obstore panics where it is asked to read within a write."""
     made = iter(chunks)
     while True:
         call = Call(partial(next, made, None))
@@ -60,10 +64,11 @@ def _made_aside(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes]:
 class ObjectStore:
     """A `Store` in an object store, ``url``: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``.
 
-    Settings are obstore's ``options`` (``endpoint``, ``region``, ``account_name`` …), or stand in the address, but for
-    secrets: ``s3://bucket/run?endpoint=http://minio:9000&region=us-east-1``. For S3 there is ``profile``, too. What is
-    not given comes from the environment and, for S3, from the files of the AWS command line (docs/stores.md). An
-    endpoint with ``http://`` is used as it is. Raises InputError and StoreError.
+    Settings are obstore's ``options`` (``endpoint``, ``region``, ``account_name`` …), or stand in
+    the address, but for secrets: ``s3://bucket/run?endpoint=http://minio:9000&region=us-east-1``.
+    For S3 there is ``profile``, too. What is not given comes from the environment and, for S3, from
+    the files of the AWS command line (docs/stores.md). An endpoint with ``http://`` is used as it
+    is. Raises InputError and StoreError.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -73,7 +78,9 @@ class ObjectStore:
         self._scheme, self._bucket = urlsplit(place).scheme, urlsplit(place).netloc
         if self._scheme in ("s3", "s3a"):
             options = _with_profile(options)
-        self._endpoint = next((str(options[k]) for k in ("endpoint", "endpoint_url") if options.get(k)), None)
+        self._endpoint = next(
+            (str(options[k]) for k in ("endpoint", "endpoint_url") if options.get(k)), None
+        )
         if self._endpoint is None and self._scheme in ("s3", "s3a"):
             self._endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
         if (self._endpoint or "").startswith("http://"):
@@ -92,7 +99,9 @@ class ObjectStore:
 
     def put(self, name: str, data: Data) -> None:
         with self._translated("put", name):
-            obstore.put(self._store, check_name(name), data if isinstance(data, bytes) else _begun(data))
+            obstore.put(
+                self._store, check_name(name), data if isinstance(data, bytes) else _begun(data)
+            )
 
     def put_new(self, name: str, data: bytes) -> None:
         with self._translated("put", name):
@@ -120,7 +129,9 @@ class ObjectStore:
             return bytes(obstore.get_range(self._store, name, start=start, end=stop))
         cuts = [start + (stop - start) * k // count for k in range(count + 1)]
         found = ordered_map(
-            lambda cut: obstore.get_range(self._store, name, start=cut[0], end=cut[1]), pairwise(cuts), count
+            lambda cut: obstore.get_range(self._store, name, start=cut[0], end=cut[1]),
+            pairwise(cuts),
+            count,
         )
         return b"".join(found)
 
@@ -131,11 +142,14 @@ class ObjectStore:
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         with self._translated("list", folder):
-            pages = obstore.list(self._store, check_folder(folder) or None, offset=start_after, chunk_size=_PAGE)
+            pages = obstore.list(
+                self._store, check_folder(folder) or None, offset=start_after, chunk_size=_PAGE
+            )
             previous = ""
             for page in pages:
                 for meta in page:
-                    # Most backends list in order; one that does not would break resuming at start_after, so say it.
+                    # Most backends list in order; one that does not would break resuming at
+                    # start_after, so say it.
                     if meta["path"] <= previous:
                         raise StoreError(f"{self._address} does not list objects in name order")
                     previous = meta["path"]
@@ -161,7 +175,14 @@ class ObjectStore:
         self._store = self._lasting
 
     def _failure(self, call: str, name: str) -> _Failure:
-        return _Failure(self._address, self._scheme, self._bucket, self._endpoint or "the default endpoint", call, name)
+        return _Failure(
+            self._address,
+            self._scheme,
+            self._bucket,
+            self._endpoint or "the default endpoint",
+            call,
+            name,
+        )
 
 
 def _parsed(url: str) -> tuple[str, dict[str, str]]:
@@ -179,31 +200,47 @@ def _parsed(url: str) -> tuple[str, dict[str, str]]:
 
 # -- the files of the AWS command line
 
-_NEEDS_HELP = ("sso_session", "sso_start_url", "role_arn", "credential_process", "web_identity_token_file")
+_NEEDS_HELP = (
+    "sso_session",
+    "sso_start_url",
+    "role_arn",
+    "credential_process",
+    "web_identity_token_file",
+)
 _EXPORT = 'eval "$(aws configure export-credentials --profile {} --format env)"'
 
 
 def _with_profile(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the keys, region and endpoint of an AWS profile, of which obstore knows nothing. Keys that are
-    given, or in the environment where no profile is named here, count first. Raises StoreError."""
+    """The options with the keys, region and endpoint of an AWS profile, of which obstore knows
+    nothing. Keys that are given, or in the environment where no profile is named here, count first.
+    Raises StoreError."""
     options = dict(options)
     named: str | None = options.pop("profile", None)
-    own = any(key in options for key in ("access_key_id", "aws_access_key_id", "credential_provider", "skip_signature"))
+    own = any(
+        key in options
+        for key in ("access_key_id", "aws_access_key_id", "credential_provider", "skip_signature")
+    )
     if own or (named is None and "AWS_ACCESS_KEY_ID" in os.environ):
         return options
-    name = named or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+    name = (
+        named or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+    )
     files = {
         "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
         "AWS_CONFIG_FILE": "~/.aws/config",
     }
-    paths = [Path(os.environ.get(variable, usual)).expanduser() for variable, usual in files.items()]
+    paths = [
+        Path(os.environ.get(variable, usual)).expanduser() for variable, usual in files.items()
+    ]
     credentials, config = map(_sections, paths)
     profile = {**config.get(f"profile {name}", config.get(name, {})), **credentials.get(name, {})}
     if not profile and (named or name != "default"):
         there = sorted({*credentials, *(section.removeprefix("profile ") for section in config)})
         raise StoreError(
             f"there is no AWS profile {name!r} in {paths[0]} or {paths[1]}",
-            hint=f"There are: {', '.join(there)}." if there else "Run `aws configure`, or set AWS_ACCESS_KEY_ID.",
+            hint=f"There are: {', '.join(there)}."
+            if there
+            else "Run `aws configure`, or set AWS_ACCESS_KEY_ID.",
         )
     if "aws_access_key_id" in profile:
         options["access_key_id"] = profile["aws_access_key_id"]
@@ -214,7 +251,11 @@ def _with_profile(options: dict[str, Any]) -> dict[str, Any]:
         options["credential_provider"] = _from_boto3(name)
     if "region" in profile and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys():
         options.setdefault("region", profile["region"])
-    if "endpoint_url" in profile and "AWS_ENDPOINT_URL" not in os.environ and "endpoint" not in options:
+    if (
+        "endpoint_url" in profile
+        and "AWS_ENDPOINT_URL" not in os.environ
+        and "endpoint" not in options
+    ):
         options["endpoint"] = profile["endpoint_url"]
     return options
 
@@ -224,7 +265,9 @@ def _sections(file: Path) -> Mapping[str, Mapping[str, str]]:
     try:
         parser.read(file, encoding="utf-8")
     except (configparser.Error, OSError, UnicodeDecodeError) as error:
-        raise StoreError(f"cannot read {file}: {' '.join(str(error).split())}", hint="Mend the file.") from None
+        raise StoreError(
+            f"cannot read {file}: {' '.join(str(error).split())}", hint="Mend the file."
+        ) from None
     return {name: dict(section) for name, section in parser.items()}
 
 
@@ -264,25 +307,38 @@ class _Failure(NamedTuple):
 
 _KINDS = {"gs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 _SOUGHT = {
-    "s3": "in the arguments, AWS_ACCESS_KEY_ID, a profile of ~/.aws, a web identity, or the role of this container or "
+    "s3": "in the arguments, AWS_ACCESS_KEY_ID, a profile of ~/.aws, a web identity, or the role "
+    "of this container or "
     "machine",
-    "gcs": "in the arguments, GOOGLE_APPLICATION_CREDENTIALS, the log-in of gcloud, or the account of this machine",
-    "azure": "in the arguments, AZURE_STORAGE_ACCOUNT_KEY, AZURE_CLIENT_ID, or the identity of this machine",
+    "gcs": "in the arguments, GOOGLE_APPLICATION_CREDENTIALS, the log-in of gcloud, or the "
+    "account of this machine",
+    "azure": "in the arguments, AZURE_STORAGE_ACCOUNT_KEY, AZURE_CLIENT_ID, or the identity of "
+    "this machine",
 }
 _GIVE = {
-    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; skip_signature=true reads public buckets.",
-    "gcs": "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run `gcloud auth application-default login`.",
-    "azure": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_CLIENT_ID and its secret.",
+    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; skip_signature=true "
+    "reads public buckets.",
+    "gcs": "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run `gcloud auth "
+    "application-default login`.",
+    "azure": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_CLIENT_ID "
+    "and its secret.",
 }
 _RIGHTS = {
-    "s3": {"put": "s3:PutObject", "get": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"},
+    "s3": {
+        "put": "s3:PutObject",
+        "get": "s3:GetObject",
+        "list": "s3:ListBucket",
+        "delete": "s3:DeleteObject",
+    },
     "gcs": {
         "put": "storage.objects.create and storage.objects.delete",
         "get": "storage.objects.get",
         "list": "storage.objects.list",
         "delete": "storage.objects.delete",
     },
-    "azure": dict.fromkeys(("put", "get", "list", "delete"), "the role Storage Blob Data Contributor"),
+    "azure": dict.fromkeys(
+        ("put", "get", "list", "delete"), "the role Storage Blob Data Contributor"
+    ),
 }
 _REASONS: tuple[tuple[str, str, str], ...] = (
     # A pattern in obstore's message, what it means, and what to do. The first that is found counts.
@@ -296,18 +352,35 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "no credentials were found {sought}",
         "{give}",
     ),
-    ("Account must be specified", "no storage account was given", "Add ?account_name=ACCOUNT to the address."),
-    ("InvalidAccessKeyId", "the access key is not one that {endpoint} knows", "Check the key and the endpoint."),
-    ("SignatureDoesNotMatch", "the secret key is not that of the access key", "Check AWS_SECRET_ACCESS_KEY."),
+    (
+        "Account must be specified",
+        "no storage account was given",
+        "Add ?account_name=ACCOUNT to the address.",
+    ),
+    (
+        "InvalidAccessKeyId",
+        "the access key is not one that {endpoint} knows",
+        "Check the key and the endpoint.",
+    ),
+    (
+        "SignatureDoesNotMatch",
+        "the secret key is not that of the access key",
+        "Check AWS_SECRET_ACCESS_KEY.",
+    ),
     (
         "ExpiredToken|TokenRefreshRequired",
         "the credentials have expired",
         "Renew them, as by `aws sso login`.",
     ),
     ("InvalidToken|AuthenticationFailed", "the credentials are not valid", "{give}"),
-    ("RequestTimeTooSkewed", "this machine's clock is wrong", "Set the clock: requests are signed with the time."),
     (
-        "incorrectly configured region|AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint",
+        "RequestTimeTooSkewed",
+        "this machine's clock is wrong",
+        "Set the clock: requests are signed with the time.",
+    ),
+    (
+        "incorrectly configured "
+        "region|AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint",
         "the bucket is in another region",
         "Add ?region=REGION to the address, or set AWS_REGION.",
     ),
@@ -326,9 +399,14 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "the address or the arguments have a setting that there is not: {first}",
         "Write it like s3://bucket/run?endpoint=http://minio:9000&region=us-east-1.",
     ),
-    ("Unable to recognise URL|Unrecognised", "this is not the address of a bucket", "Write scheme://BUCKET/PREFIX."),
     (
-        "ETag Header missing|Got invalid|Error deserializing|405 Method Not Allowed|MethodNotAllowed",
+        "Unable to recognise URL|Unrecognised",
+        "this is not the address of a bucket",
+        "Write scheme://BUCKET/PREFIX.",
+    ),
+    (
+        "ETag Header missing|Got invalid|Error deserializing|405 Method Not "
+        "Allowed|MethodNotAllowed",
         "what answers at {endpoint} is no such object store: {first}",
         "Check the endpoint's host and port; a web console often has another port.",
     ),
@@ -345,7 +423,8 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         "invalid peer certificate|UnknownIssuer",
         "the certificate of {endpoint} is not trusted here",
-        'Install its authority on this machine; for a try, give client_options={{"allow_invalid_certificates": True}}.',
+        "Install its authority on this machine; for a try, give "
+        'client_options={{"allow_invalid_certificates": True}}.',
     ),
 )
 _AWAY = (
@@ -390,7 +469,11 @@ def _explained(error: BaseException, failure: _Failure) -> PulseError:
     for pattern, what, hint in _AWAY:
         if re.search(pattern, text):
             return StoreUnavailable(f"{where}: {what.format(**words)}", hint=hint.format(**words))
-    return StoreUnavailable(f"{where}: {first}") if failure.call != "open" else StoreError(f"{where}: {first}")
+    return (
+        StoreUnavailable(f"{where}: {first}")
+        if failure.call != "open"
+        else StoreError(f"{where}: {first}")
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -38,7 +38,15 @@ _SILENT_SECONDS = 30.0
 _LOG_SECONDS = 1.0
 _ALL_INTERFACES = "Give an address of this machine; 0.0.0.0 stands for all of them."
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_HIDDEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.ENAMETOOLONG)
+_HIDDEN = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.EMLINK,
+    errno.EISDIR,
+    errno.ENXIO,
+    errno.ENAMETOOLONG,
+)
 _LOOK_SECONDS = 0.1  # at folders that a request waits for
 _SETTLED_SECONDS = 2.1
 _THREADS = 4
@@ -47,15 +55,17 @@ T = TypeVar("T")
 
 
 class FolderServer(Closing):
-    """Serves the objects below ``folder`` to whoever reaches ``bind`` at ``port`` (0: a free one), read-only, on a
-    thread of its own, until `close`. A context manager.
+    """Serves the objects below ``folder`` to whoever reaches ``bind`` at ``port`` (0: a free one),
+    read-only, on a thread of its own, until `close`. A context manager.
 
-    ``bind`` is an address of this machine; the default admits this machine only. Links below the folder are not
-    followed. Raises InputError where the extra ``serve`` is missing, the folder is none, ``bind`` is empty, or the
-    port cannot be had.
+    ``bind`` is an address of this machine; the default admits this machine only. Links below the
+    folder are not followed. Raises InputError where the extra ``serve`` is missing, the folder is
+    none, ``bind`` is empty, or the port cannot be had.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, bind: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, bind: str = "127.0.0.1", port: int = 0
+    ) -> None:
         try:
             import aiohttp.web  # noqa: F401
         except ImportError:
@@ -64,7 +74,9 @@ class FolderServer(Closing):
             raise InputError("an empty address to serve at", hint=_ALL_INTERFACES)
         root = checked_path(folder).absolute()
         if not root.is_dir():
-            raise InputError(f"there is no folder {root}", hint="Check the path, or create the folder first.")
+            raise InputError(
+                f"there is no folder {root}", hint="Check the path, or create the folder first."
+            )
         self._handlers = _Handlers(root)
         self._bind, self._port = bind, port
         self._loop = asyncio.new_event_loop()
@@ -74,7 +86,9 @@ class FolderServer(Closing):
         self._thread = threading.Thread(target=self._run, name="pulse-serve", daemon=True)
         self._thread.start()
         if not self._started.wait(_START_SECONDS) or self._error is not None:
-            raise InputError(f"cannot serve at {bind}, port {port}: {self._error}", hint="Choose another port.")
+            raise InputError(
+                f"cannot serve at {bind}, port {port}: {self._error}", hint="Choose another port."
+            )
 
     @property
     def url(self) -> str:
@@ -111,7 +125,9 @@ class FolderServer(Closing):
         app.on_response_prepare.append(_uncached)
         log = logging.getLogger(__name__)
         log.addFilter(_short)
-        self._loop.set_exception_handler(lambda _, context: log.error(context["message"]))  # such as a failed accept
+        self._loop.set_exception_handler(
+            lambda _, context: log.error(context["message"])
+        )  # such as a failed accept
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -126,7 +142,10 @@ class FolderServer(Closing):
         server = None
         try:
             server = await self._loop.create_server(
-                lambda: _Connection(inner(), self._handlers.silent), self._bind, self._port, reuse_address=True
+                lambda: _Connection(inner(), self._handlers.silent),
+                self._bind,
+                self._port,
+                reuse_address=True,
             )
             self._port = server.sockets[0].getsockname()[1]
             self._started.set()
@@ -139,7 +158,8 @@ class FolderServer(Closing):
 
 
 class _Short(logging.Filter):
-    """Lets a line through each second, without tracebacks: what strangers send must not fill a disk."""
+    """Lets a line through each second, without tracebacks: what strangers send must not fill a
+    disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,8 +178,9 @@ _short = _Short()
 
 
 class _Connection(asyncio.Protocol):
-    """A connection, which ``handler`` serves. It ends where no request has come for half a minute: aiohttp minds
-    connections between two requests only. The handler of a request takes it out of the ``silent`` ones."""
+    """A connection, which ``handler`` serves. It ends where no request has come for half a minute:
+    aiohttp minds connections between two requests only. The handler of a request takes it out of
+    the ``silent`` ones."""
 
     def __init__(self, handler: Any, silent: dict[object, asyncio.TimerHandle]) -> None:
         self._silent = silent
@@ -169,7 +190,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._silent[transport] = asyncio.get_running_loop().call_later(_SILENT_SECONDS, transport.abort)
+        self._silent[transport] = asyncio.get_running_loop().call_later(
+            _SILENT_SECONDS, transport.abort
+        )
         self._handler.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -228,14 +251,18 @@ class _Handlers:
         body = await request.read()
         count = body.count(b"\n") + 1
         if count > MAX_WAITED:
-            raise web.HTTPRequestEntityTooLarge(MAX_WAITED, count, text=f"{count} names, at most {MAX_WAITED}")
+            raise web.HTTPRequestEntityTooLarge(
+                MAX_WAITED, count, text=f"{count} names, at most {MAX_WAITED}"
+            )
         try:
             lines = body.decode("ascii").split("\n")
         except ValueError:
             raise web.HTTPBadRequest from None
         base = request.path.removeprefix("/")
         asked = [base + name for name in lines]
-        if not seconds >= 0 or not all(_is_path(name) and "/" in name.removeprefix(base) for name in asked):
+        if not seconds >= 0 or not all(
+            _is_path(name) and "/" in name.removeprefix(base) for name in asked
+        ):
             raise web.HTTPBadRequest
         after = dict(name.rsplit("/", 1) for name in asked)
 
@@ -243,22 +270,42 @@ class _Handlers:
             return request.transport is None or request.transport.is_closing()
 
         def news(folders: set[str]) -> list[str]:
-            return [folder for folder in sorted(folders) if not gone() and self._list(folder, after[folder], 1)]
+            return [
+                folder
+                for folder in sorted(folders)
+                if not gone() and self._list(folder, after[folder], 1)
+            ]
 
-        found = await _answered(self.watch.wait(set(after), news, min(seconds, MAX_WAIT_SECONDS), gone))
-        return web.Response(text="".join(f"{folder.removeprefix(base)}\n" for folder in found), charset="ascii")
+        found = await _answered(
+            self.watch.wait(set(after), news, min(seconds, MAX_WAIT_SECONDS), gone)
+        )
+        return web.Response(
+            text="".join(f"{folder.removeprefix(base)}\n" for folder in found), charset="ascii"
+        )
 
     def _list(self, folder: str, after: str, most: int = PAGE) -> str:
-        """Lines of the objects of a folder behind a name, at most a page. Names are relative to the folder."""
+        """Lines of the objects of a folder behind a name, at most a page. Names are relative to the
+        folder."""
         lines: list[str] = []
-        with _opened_folder(self._root, folder) if not folder or _is_path(folder) else nullcontext() as handle:
+        with (
+            _opened_folder(self._root, folder)
+            if not folder or _is_path(folder)
+            else nullcontext() as handle
+        ):
             if handle is None:
                 return ""
             with closing(_names_in(handle, folder, "", after)) as names:
                 for name in names:
                     inner, _, last = name.rpartition("/")
-                    with _opened_below(handle, inner) as above, suppress(FileNotFoundError):  # deleted meanwhile
-                        info = None if above is None else os.stat(last, dir_fd=above, follow_symlinks=False)
+                    with (
+                        _opened_below(handle, inner) as above,
+                        suppress(FileNotFoundError),
+                    ):  # deleted meanwhile
+                        info = (
+                            None
+                            if above is None
+                            else os.stat(last, dir_fd=above, follow_symlinks=False)
+                        )
                         if info is not None and stat.S_ISREG(info.st_mode):
                             lines.append(f"{info.st_size} {max(int(info.st_mtime), 0)} {name}\n")
                     if len(lines) == most:
@@ -272,7 +319,8 @@ async def _uncached(_: web.Request, response: web.StreamResponse) -> None:
 
 
 async def _answered(work: Awaitable[T]) -> T:
-    """What ``work`` returns; the status of what the disk says otherwise: it is not known whether there is an object."""
+    """What ``work`` returns; the status of what the disk says otherwise: it is not known whether
+    there is an object."""
     from aiohttp import web
 
     try:
@@ -296,7 +344,9 @@ async def _send(request: web.Request, handle: int) -> web.StreamResponse:
     }
     start, stop, status = 0, info.st_size, 200
     if "Range" in request.headers:
-        outside = web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{info.st_size}"})
+        outside = web.HTTPRequestRangeNotSatisfiable(
+            headers={"Content-Range": f"bytes */{info.st_size}"}
+        )
         try:
             asked = request.http_range
         except ValueError:
@@ -306,7 +356,9 @@ async def _send(request: web.Request, handle: int) -> web.StreamResponse:
             raise outside
         status = 206
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{info.st_size}"
-    response = web.StreamResponse(status=status, headers={**headers, "Content-Length": str(stop - start)})
+    response = web.StreamResponse(
+        status=status, headers={**headers, "Content-Length": str(stop - start)}
+    )
     await response.prepare(request)
     while start < stop and request.method != "HEAD":
         chunk = await asyncio.to_thread(os.pread, handle, min(_CHUNK_BYTES, stop - start), start)
@@ -324,7 +376,8 @@ def _is_path(name: str) -> bool:
 
 
 def _open(root: Path, name: str) -> int | None:
-    """A file below ``root``, open; None where there is none that may be shown. No link is followed below ``root``."""
+    """A file below ``root``, open; None where there is none that may be shown. No link is followed
+    below ``root``."""
     folder, _, last = name.rpartition("/")
     if not _is_path(name):
         return None
@@ -332,7 +385,9 @@ def _open(root: Path, name: str) -> int | None:
         if above is None:
             return None
         try:
-            handle = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above)
+            handle = os.open(
+                last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above
+            )
         except OSError as error:
             _require_hidden(error)
             return None
@@ -344,8 +399,8 @@ def _open(root: Path, name: str) -> int | None:
 
 @contextmanager
 def _opened_folder(root: Path, folder: str) -> Iterator[int | None]:
-    """A folder below ``root``, open; None where there is none that may be shown. Raises OSError where the root cannot
-    be opened: that it is gone says nothing about its objects."""
+    """A folder below ``root``, open; None where there is none that may be shown. Raises OSError
+    where the root cannot be opened: that it is gone says nothing about its objects."""
     handle = os.open(root, _FOLDER)
     try:
         with _opened_below(handle, folder) as inner:
@@ -356,7 +411,8 @@ def _opened_folder(root: Path, folder: str) -> Iterator[int | None]:
 
 @contextmanager
 def _opened_below(folder: int, path: str) -> Iterator[int | None]:
-    """The folder at ``path`` below an open one, without following a link; None where none may be shown."""
+    """The folder at ``path`` below an open one, without following a link; None where none may be
+    shown."""
     handle = os.dup(folder)
     try:
         try:
@@ -374,9 +430,9 @@ def _opened_below(folder: int, path: str) -> Iterator[int | None]:
 
 
 def _names_in(handle: int, folder: str, prefix: str, after: str) -> Generator[str, None, None]:
-    """What is listed in an open folder, and in those below, of the names behind ``after``, in order: relative to where
-    ``prefix`` begins, in ``folder``. A folder is read when its turn comes. Nothing is looked up by its path, which may
-    lead somewhere else by now."""
+    """What is listed in an open folder, and in those below, of the names behind ``after``, in
+    order: relative to where ``prefix`` begins, in ``folder``. A folder is read when its turn comes.
+    Nothing is looked up by its path, which may lead somewhere else by now."""
     found: list[str] = []
     with os.scandir(handle) as entries:
         for entry in entries:
@@ -417,11 +473,12 @@ class _Waiter:
 
 
 class Watch:
-    """Looks at the folders below ``root`` that somebody waits for, ten times a second, and at none otherwise.
+    """Looks at the folders below ``root`` that somebody waits for, ten times a second, and at none
+    otherwise.
 
-    A folder is told changed by its time, and once more two seconds after a change: what came within the resolution of a
-    file system's clock did not show. Used from one event loop, with threads of its own: whoever else uses the loop's
-    threads does not queue behind lists.
+    A folder is told changed by its time, and once more two seconds after a change: what came within
+    the resolution of a file system's clock did not show. Used from one event loop, with threads of
+    its own: whoever else uses the loop's threads does not queue behind lists.
     """
 
     def __init__(self, root: Path) -> None:
@@ -433,10 +490,15 @@ class Watch:
         self._threads = ThreadPoolExecutor(_THREADS, "pulse-wait")
 
     async def wait(
-        self, folders: set[str], news: Callable[[set[str]], list[str]], seconds: float, gone: Callable[[], bool]
+        self,
+        folders: set[str],
+        news: Callable[[set[str]], list[str]],
+        seconds: float,
+        gone: Callable[[], bool],
     ) -> list[str]:
-        """What ``news`` finds in the ``folders`` that change, as soon as it finds anything; nothing after so many
-        ``seconds``, or once whoever waits is ``gone``. ``news`` is called in a thread."""
+        """What ``news`` finds in the ``folders`` that change, as soon as it finds anything; nothing
+        after so many ``seconds``, or once whoever waits is ``gone``. ``news`` is called in a
+        thread."""
         loop = asyncio.get_running_loop()
         waiter = _Waiter(folders, gone)
         self._waiters.add(waiter)
@@ -477,14 +539,20 @@ class Watch:
                 folders = {folder for waiter in self._waiters for folder in waiter.folders}
                 keys = await loop.run_in_executor(self._threads, self._keys_of, folders)
                 now = time.monotonic()
-                changed = {f for f in folders if keys[f] != self._keys.get(f, ()) or now >= self._again.get(f, now + 1)}
+                changed = {
+                    f
+                    for f in folders
+                    if keys[f] != self._keys.get(f, ()) or now >= self._again.get(f, now + 1)
+                }
                 for folder in changed:
                     if keys[folder] == self._keys.get(folder, ()):
                         del self._again[folder]
                     else:
                         self._again[folder] = now + _SETTLED_SECONDS
                 self._keys = keys
-                self._again = {folder: at for folder, at in self._again.items() if folder in folders}
+                self._again = {
+                    folder: at for folder, at in self._again.items() if folder in folders
+                }
                 for waiter in self._waiters:
                     waiter.wake(changed)
                 await asyncio.sleep(_LOOK_SECONDS)

@@ -1,5 +1,6 @@
-"""Stores that read another one: with a cache folder, so that a restart does not download everything again; at a bounded
-rate; within the bounds of docs/protocol.md, section 2. And which of them can be waited for."""
+"""Stores that read another one: with a cache folder, so that a restart does not download everything
+again; at a bounded rate; within the bounds of docs/protocol.md, section 2. And which of them can be
+waited for."""
 
 from __future__ import annotations
 
@@ -59,12 +60,14 @@ class Wrapper:
 
 
 class CachedStore(Wrapper):
-    """``store`` with a cache of the objects that are named by their content, up to ``max_bytes``, in the folder
-    ``pulse-cache`` below ``folder``. The least recently used are evicted first; nothing else in there is touched.
+    """``store`` with a cache of the objects that are named by their content, up to ``max_bytes``,
+    in the folder ``pulse-cache`` below ``folder``. The least recently used are evicted first;
+    nothing else in there is touched.
 
-    ``digest_of`` gives the SHA-256 that an object's name promises (64 hexadecimal digits), None for other objects,
-    which are not cached. An object is kept once somebody who knows its length has said so (`expect`). A cached copy is
-    hashed on first use, and fetched again if damaged. Where the folder cannot be used, nothing is kept.
+    ``digest_of`` gives the SHA-256 that an object's name promises (64 hexadecimal digits), None for
+    other objects, which are not cached. An object is kept once somebody who knows its length has
+    said so (`expect`). A cached copy is hashed on first use, and fetched again if damaged. Where
+    the folder cannot be used, nothing is kept.
     """
 
     def __init__(
@@ -82,8 +85,8 @@ class CachedStore(Wrapper):
         self._expected: dict[str, int] = {}
 
     def expect(self, name: str, nbytes: int) -> None:
-        """The object ``name`` has ``nbytes`` by the word of whoever is trusted, which the store's is not: no more is
-        read for the cache."""
+        """The object ``name`` has ``nbytes`` by the word of whoever is trusted, which the store's
+        is not: no more is read for the cache."""
         self._expected[name] = nbytes
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -124,10 +127,14 @@ class CachedStore(Wrapper):
         return True
 
     def _keep(self, name: str, digest: str) -> bool:
-        """Fetches an object of which the length is known into the cache. False where it is not what its name says, or
-        cannot be kept. Raises what the store raises."""
+        """Fetches an object of which the length is known into the cache. False where it is not what
+        its name says, or cannot be kept. Raises what the store raises."""
         nbytes = self._expected.pop(name, None)
-        if nbytes is None or nbytes > self._max_bytes or self._is_behind_link(self._kept.root / name):
+        if (
+            nbytes is None
+            or nbytes > self._max_bytes
+            or self._is_behind_link(self._kept.root / name)
+        ):
             return False
         running = sha256()
         failed: StoreError | None = None
@@ -157,11 +164,13 @@ class CachedStore(Wrapper):
         return True
 
     def _is_behind_link(self, path: Path) -> bool:
-        """Whether a file, or a folder on the way to it, is a link, so that what is there may be somebody else's, or
-        cannot be looked at."""
+        """Whether a file, or a folder on the way to it, is a link, so that what is there may be
+        somebody else's, or cannot be looked at."""
         below = len(self._kept.root.parts) - 1
         try:
-            return any(each.is_symlink() for each in [path, *path.parents[: len(path.parts) - below - 1]])
+            return any(
+                each.is_symlink() for each in [path, *path.parents[: len(path.parts) - below - 1]]
+            )
         except OSError:  # a name that is too long, say
             return True
 
@@ -199,8 +208,8 @@ def expect(store: Store, name: str, nbytes: int) -> None:
 
 
 class Pace:
-    """``bytes_per_second``, averaged over a second or the longest chunk that is read at once: ``chunk`` bytes, 64 KiB,
-    or what one second admits where that is more."""
+    """``bytes_per_second``, averaged over a second or the longest chunk that is read at once:
+    ``chunk`` bytes, 64 KiB, or what one second admits where that is more."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self.chunk = max(_MIN_CHUNK, int(bytes_per_second))
@@ -217,8 +226,8 @@ class Pace:
 
 
 class PacedStore(Wrapper):
-    """``store``, from which `get` reads no faster than ``pace``, which may be that of several stores together. Ranges
-    of more than a chunk are read in chunks."""
+    """``store``, from which `get` reads no faster than ``pace``, which may be that of several
+    stores together. Ranges of more than a chunk are read in chunks."""
 
     def __init__(self, store: Store, pace: Pace) -> None:
         super().__init__(store)
@@ -232,7 +241,9 @@ class PacedStore(Wrapper):
             data = self.store.get(name, start, stop)
             self._pace.reserve(len(data) - expected)
             return data
-        return b"".join(self.get(name, at, min(at + chunk, stop)) for at in range(start, stop, chunk))
+        return b"".join(
+            self.get(name, at, min(at + chunk, stop)) for at in range(start, stop, chunk)
+        )
 
 
 def _await(begin: float) -> None:
@@ -242,10 +253,10 @@ def _await(begin: float) -> None:
 
 
 class BoundedStore(Wrapper):
-    """``store``, of which nothing is taken for granted but what it should be trusted with. A listing has at most 10^6
-    objects, in order and where they belong; a length is one. Within `limited`, reading calls may be late for a while:
-    a second for each call and each 16 KiB is its due, what takes longer is lateness. A listing is one call, however
-    many pages it has."""
+    """``store``, of which nothing is taken for granted but what it should be trusted with. A
+    listing has at most 10^6 objects, in order and where they belong; a length is one. Within
+    `limited`, reading calls may be late for a while: a second for each call and each 16 KiB is its
+    due, what takes longer is lateness. A listing is one call, however many pages it has."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
@@ -254,7 +265,8 @@ class BoundedStore(Wrapper):
 
     @contextmanager
     def limited(self, seconds: float = DEFAULT_LATE_SECONDS) -> Iterator[None]:
-        """Within it, reading calls raise StoreUnavailable once they were late by so many ``seconds`` in all."""
+        """Within it, reading calls raise StoreUnavailable once they were late by so many
+        ``seconds`` in all."""
         before, self._left = self._left, seconds
         try:
             yield
@@ -281,9 +293,13 @@ class BoundedStore(Wrapper):
                 return
             count += 1
             if count > MAX_LISTED:
-                raise StoreError(f"the store lists more than {MAX_LISTED} objects in {folder}", hint=_CHECK)
+                raise StoreError(
+                    f"the store lists more than {MAX_LISTED} objects in {folder}", hint=_CHECK
+                )
             if info.name <= last or not info.name.startswith(f"{folder}/" if folder else ""):
-                raise StoreError(f"{info.name[:80]!r} has no place in the store's list of {folder}", hint=_CHECK)
+                raise StoreError(
+                    f"{info.name[:80]!r} has no place in the store's list of {folder}", hint=_CHECK
+                )
             last = info.name
             if len(last) <= MAX_NAME:
                 yield _checked(last, info)
@@ -302,7 +318,9 @@ class BoundedStore(Wrapper):
                 return
             self._left -= seconds
             if raises and self._left < 0:
-                raise StoreUnavailable(f"{name}: the store answers too slowly", hint="The next call tries it again.")
+                raise StoreUnavailable(
+                    f"{name}: the store answers too slowly", hint="The next call tries it again."
+                )
 
 
 def _checked(name: str, info: ObjectInfo) -> ObjectInfo:
@@ -323,8 +341,8 @@ class Notifier(Protocol):
     """A store that tells of new objects (`HttpStore`)."""
 
     def wait_for_new(self, after: Collection[str], seconds: float) -> set[str]:
-        """Of the folders of the objects ``after``, those that have an object with a greater name: as soon as one has,
-        or after at most ``seconds``, none. Raises StoreError."""
+        """Of the folders of the objects ``after``, those that have an object with a greater name:
+        as soon as one has, or after at most ``seconds``, none. Raises StoreError."""
 
 
 def notifier_of(store: Store) -> Notifier | None:

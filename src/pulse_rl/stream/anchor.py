@@ -1,7 +1,8 @@
-"""Anchors: a full state as safetensors shards, written and read as streams (docs/format.md, section 4).
+"""Anchors: a full state as safetensors shards, written and read as streams (docs/format.md, section
+4).
 
-A publisher of one process writes every tensor whole in one shard, so that any engine loads a shard as an ordinary
-safetensors file; ranks write slices.
+A publisher of one process writes every tensor whole in one shard, so that any engine loads a shard
+as an ordinary safetensors file; ranks write slices.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from ..state.tensors import Empty, Segment, State, TensorSpec, UIntArray
 from .manifest import Payload
 
 DEFAULT_SHARD_BYTES = 1 << 27
-"""A shard is named by its SHA-256, which is one chain of steps: several small shards are hashed side by side."""
+"""A shard is named by its SHA-256, which is one chain of steps: several small shards are hashed
+side by side."""
 SLICES_KEY = "pulse.slices"
-"""Of the safetensors metadata that says of which tensors the file holds slices, and where they begin."""
+"""Of the safetensors metadata that says of which tensors the file holds slices, and where they
+begin."""
 _FIRST_READ = 1 << 16
 _FIRST_READ_OF_A_PART = 1 << 12
 _NAMED_SHARDS = 16
 _LARGE_HEADER = 1 << 17
-"""Junk that is JSON takes 28 times its bytes as Python objects, in each thread. A larger header is parsed only in a
-shard whose SHA-256 is right."""
+"""Junk that is JSON takes 28 times its bytes as Python objects, in each thread. A larger header is
+parsed only in a shard whose SHA-256 is right."""
 
 
 def restore(
@@ -48,14 +51,19 @@ def restore(
 ) -> tuple[State, StateDigest, int]:
     """The state of an anchor and its tree, verified by its ``root``, and the bytes that were read.
 
-    ``elements`` and ``dense_bytes`` are what the manifest promises; memory is only allocated for that much, by
-    ``empty``. The root proves names, dtypes, shapes and bits (DigestMismatch), so that the shards' own digests need not
-    be computed. ``there``: the tree with this root; leaves that the memory has already are not read. Raises
-    CorruptCheckpoint.
+    ``elements`` and ``dense_bytes`` are what the manifest promises; memory is only allocated for
+    that much, by ``empty``. The root proves names, dtypes, shapes and bits (DigestMismatch), so
+    that the shards' own digests need not be computed. ``there``: the tree with this root; leaves
+    that the memory has already are not read. Raises CorruptCheckpoint.
     """
     files = AnchorFiles(shards, threads=threads)
-    if (sum(s.elements for s in files.specs), sum(s.nbytes for s in files.specs)) != (elements, dense_bytes):
-        raise CorruptCheckpoint(f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors")
+    if (sum(s.elements for s in files.specs), sum(s.nbytes for s in files.specs)) != (
+        elements,
+        dense_bytes,
+    ):
+        raise CorruptCheckpoint(
+            f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors"
+        )
     state = empty(files.specs, None)
     found: dict[str, bytes] = {}
     wanted = [Segment(spec, 0, spec.elements) for spec in state.specs]
@@ -79,27 +87,36 @@ def restore_part(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> State:
-    """The tensors ``held`` of an anchor, of which nothing else is read but the shards' headers. ``tree`` is the whole
-    state's, proved by its root; their leaves are compared with it (DigestMismatch). Raises CorruptCheckpoint."""
+    """The tensors ``held`` of an anchor, of which nothing else is read but the shards' headers.
+    ``tree`` is the whole state's, proved by its root; their leaves are compared with it
+    (DigestMismatch). Raises CorruptCheckpoint."""
     files = AnchorFiles(shards, _FIRST_READ_OF_A_PART, threads=threads)
     if files.specs != tree.specs:
-        raise CorruptCheckpoint("the anchor's shards do not hold the tensors of the version's digest tree")
+        raise CorruptCheckpoint(
+            "the anchor's shards do not hold the tensors of the version's digest tree"
+        )
     state = State.empty(held)
-    for name, found in files.hashed(state, [Segment(spec, 0, spec.elements) for spec in held], progress).items():
+    for name, found in files.hashed(
+        state, [Segment(spec, 0, spec.elements) for spec in held], progress
+    ).items():
         if found != tree.leaves[name]:
-            raise DigestMismatch(f"tensor {name!r} of the anchor in {files.holding(name)} is not the version's")
+            raise DigestMismatch(
+                f"tensor {name!r} of the anchor in {files.holding(name)} is not the version's"
+            )
     return state
 
 
 class ShardHeader(NamedTuple):
-    """``segments`` in the order in which their bytes tile the shard behind the header, whose own bytes are ``data``."""
+    """``segments`` in the order in which their bytes tile the shard behind the header, whose own
+    bytes are ``data``."""
 
     segments: list[Segment]
     data: UIntArray
 
 
 class _Piece(NamedTuple):
-    """Elements within a leaf, ``segment``, which are bytes [``start``, ``stop``) of the shard with this number."""
+    """Elements within a leaf, ``segment``, which are bytes [``start``, ``stop``) of the shard with
+    this number."""
 
     shard: int
     start: int
@@ -108,8 +125,9 @@ class _Piece(NamedTuple):
 
 
 class AnchorFiles:
-    """The shards of an anchor, of which the headers are read at once and elements when they are asked for. ``specs``
-    are the tensors of the state, in the order of their names. Raises CorruptCheckpoint and StoreError."""
+    """The shards of an anchor, of which the headers are read at once and elements when they are
+    asked for. ``specs`` are the tensors of the state, in the order of their names. Raises
+    CorruptCheckpoint and StoreError."""
 
     def __init__(
         self,
@@ -120,7 +138,9 @@ class AnchorFiles:
     ) -> None:
         self._shards = shards
         self._threads = threads
-        self._headers = list(ordered_map(lambda shard: _read_shard_header(shard, first_read), shards, threads))
+        self._headers = list(
+            ordered_map(lambda shard: _read_shard_header(shard, first_read), shards, threads)
+        )
         try:
             self.specs = _whole_tensors(self._headers)
         except CorruptCheckpoint as error:  # one of the shards is not what it should be
@@ -141,9 +161,10 @@ class AnchorFiles:
         done: Callable[[list[Segment]], None] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Puts the elements ``wanted`` into their places in ``state``. ``done`` is told, in any thread, of pieces that
-        are there and lie within leaves, in whole leaves where the shards have these. One request reads many tensors:
-        one for each would cost more time than its bytes on most networks."""
+        """Puts the elements ``wanted`` into their places in ``state``. ``done`` is told, in any
+        thread, of pieces that are there and lie within leaves, in whole leaves where the shards
+        have these. One request reads many tensors: one for each would cost more time than its bytes
+        on most networks."""
         pieces = sorted(piece for segment in wanted for piece in self._pieces(segment))
         requests = [
             [pieces[first + number] for number in run]
@@ -176,9 +197,12 @@ class AnchorFiles:
         progress: Callable[[int], None] | None = None,
         there: Mapping[str, bytes] | None = None,
     ) -> dict[str, bytes]:
-        """Reads the elements ``wanted``, whole leaves, of a state of whole tensors; its leaves by name, hashed while
-        others are on their way. ``there``: those that it has, of which some are wanted."""
-        cut_up = {s.spec.name for header in self._headers for s in header.segments if not s.is_whole}
+        """Reads the elements ``wanted``, whole leaves, of a state of whole tensors; its leaves by
+        name, hashed while others are on their way. ``there``: those that it has, of which some are
+        wanted."""
+        cut_up = {
+            s.spec.name for header in self._headers for s in header.segments if not s.is_whole
+        }
         found: dict[str, list[bytes]] = {}
         for spec in state.specs:
             if spec.name not in cut_up:
@@ -187,7 +211,9 @@ class AnchorFiles:
 
         def leaves(pieces: list[Segment]) -> None:
             whole = [piece for piece in pieces if piece.spec.name in found]
-            for (spec, start, _), leaf in zip(whole, leaves_of([state.read(*p.place) for p in whole]), strict=True):
+            for (spec, start, _), leaf in zip(
+                whole, leaves_of([state.read(*p.place) for p in whole]), strict=True
+            ):
                 found[spec.name][start * spec.dtype.width // LEAF_BYTES] = leaf
 
         self.read(state, wanted, leaves, progress)
@@ -199,15 +225,23 @@ class AnchorFiles:
 
     def holding(self, name: str) -> str:
         """The shards that have elements of a tensor, in words."""
-        return ", ".join(_named(self._shards[place.shard][0]) for place in self._places[name][:_NAMED_SHARDS])
+        return ", ".join(
+            _named(self._shards[place.shard][0]) for place in self._places[name][:_NAMED_SHARDS]
+        )
 
     def mismatch(self, state: State) -> DigestMismatch:
-        """The error that names the damaged shard, of a state that has another root than its manifest says."""
+        """The error that names the damaged shard, of a state that has another root than its
+        manifest says."""
         for (payload, _), header in zip(self._shards, self._headers, strict=True):
-            read = [header.data, *(state.read(*segment.place).view(np.uint8) for segment in header.segments)]
+            read = [
+                header.data,
+                *(state.read(*segment.place).view(np.uint8) for segment in header.segments),
+            ]
             if sha256_messages([read]).hex() != payload.sha256:
                 return DigestMismatch(f"{_named(payload)} does not match its SHA-256")
-        return DigestMismatch("the anchor's root is not its manifest's, though its shards are those that it names")
+        return DigestMismatch(
+            "the anchor's root is not its manifest's, though its shards are those that it names"
+        )
 
     def _pieces(self, wanted: Segment) -> Iterator[_Piece]:
         spec, width = wanted.spec, wanted.spec.dtype.width
@@ -217,7 +251,9 @@ class AnchorFiles:
             while start < last:
                 stop = min(last, (start // leaf + 1) * leaf)
                 begin = at + (start - held.start) * width
-                yield _Piece(shard, begin, begin + (stop - start) * width, Segment(spec, start, stop))
+                yield _Piece(
+                    shard, begin, begin + (stop - start) * width, Segment(spec, start, stop)
+                )
                 start = stop
 
 
@@ -233,7 +269,11 @@ def _by_shard(pieces: Sequence[_Piece]) -> Iterator[tuple[int, int]]:
 def _unlike(leaves: Mapping[str, bytes], tree: StateDigest) -> Iterator[Segment]:
     """What the leaves are not those of the ``tree`` of."""
     for spec in tree.specs:
-        step, mine, right = LEAF_BYTES // spec.dtype.width, leaves[spec.name], tree.leaves[spec.name]
+        step, mine, right = (
+            LEAF_BYTES // spec.dtype.width,
+            leaves[spec.name],
+            tree.leaves[spec.name],
+        )
         for at in range(0, len(right), 32):
             if mine[at : at + 32] != right[at : at + 32]:
                 start = at // 32 * step
@@ -245,8 +285,8 @@ def _named(payload: Payload) -> str:
 
 
 def _whole_tensors(headers: list[ShardHeader]) -> tuple[TensorSpec, ...]:
-    """The tensors of the state, in the order of their names. Raises CorruptCheckpoint unless each element of each is in
-    one shard."""
+    """The tensors of the state, in the order of their names. Raises CorruptCheckpoint unless each
+    element of each is in one shard."""
     found: dict[str, list[Segment]] = {}
     for header in headers:
         for segment in header.segments:
@@ -263,7 +303,9 @@ def _whole_tensors(headers: list[ShardHeader]) -> tuple[TensorSpec, ...]:
             ends = segment.stop
         if ends != segments[0].spec.elements:
             raise CorruptCheckpoint(f"the anchor's shards lack element {ends} of tensor {name!r}")
-    return tuple(sorted((segments[0].spec for segments in found.values()), key=lambda s: s.name.encode()))
+    return tuple(
+        sorted((segments[0].spec for segments in found.values()), key=lambda s: s.name.encode())
+    )
 
 
 def _read_shard_header(shard: tuple[Payload, RangeReader], first_read: int) -> ShardHeader:
@@ -278,7 +320,9 @@ def _read_shard_header(shard: tuple[Payload, RangeReader], first_read: int) -> S
 
     try:
         head = read_head(read, payload.bytes, first_read, end_of)
-        if 8 + header_length(head, payload.bytes) > len(head):  # without its last spaces it would still make sense
+        if 8 + header_length(head, payload.bytes) > len(
+            head
+        ):  # without its last spaces it would still make sense
             raise CorruptCheckpoint("its header ends too early")
         placed, metadata, start = parse_header(head, payload.bytes)
         segments = _segments_of([spec for spec, _ in placed], metadata)
@@ -304,8 +348,8 @@ def in_file_order(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def sliced_header(segments: Sequence[Segment]) -> bytes:
-    """Length prefix and header of the safetensors file that holds ``segments`` in this order, one of a tensor at
-    most."""
+    """Length prefix and header of the safetensors file that holds ``segments`` in this order, one
+    of a tensor at most."""
     entries, slices = [], {}
     for segment in segments:
         spec = segment.spec
@@ -318,16 +362,20 @@ def sliced_header(segments: Sequence[Segment]) -> bytes:
 
 
 def _segments_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> list[Segment]:
-    """What the entries ``specs`` of a file with this ``metadata`` are in their whole tensors. Raises
-    CorruptCheckpoint."""
+    """What the entries ``specs`` of a file with this ``metadata`` are in their whole tensors.
+    Raises CorruptCheckpoint."""
     slices = _parsed_slices(metadata[SLICES_KEY]) if SLICES_KEY in metadata else {}
     segments = []
     for spec in specs:
         segments.append(
-            _segment(spec, slices.pop(spec.name)) if spec.name in slices else Segment(spec, 0, spec.elements)
+            _segment(spec, slices.pop(spec.name))
+            if spec.name in slices
+            else Segment(spec, 0, spec.elements)
         )
     for name in slices:
-        raise CorruptCheckpoint(f"{SLICES_KEY} speaks of tensor {name[:100]!r}, which the file does not hold")
+        raise CorruptCheckpoint(
+            f"{SLICES_KEY} speaks of tensor {name[:100]!r}, which the file does not hold"
+        )
     return segments
 
 
@@ -348,7 +396,11 @@ def _segment(entry: TensorSpec, said: Any) -> Segment:
             raise ValueError("another type, or an unknown key")
         spec = TensorSpec(entry.name, entry.dtype, tuple(shape))
     except (TypeError, KeyError, ValueError, InputError) as error:
-        raise CorruptCheckpoint(f"the slice of tensor {entry.name!r} is malformed: {error}") from None
+        raise CorruptCheckpoint(
+            f"the slice of tensor {entry.name!r} is malformed: {error}"
+        ) from None
     if len(entry.shape) != 1 or not 0 <= start < start + entry.elements <= spec.elements:
-        raise CorruptCheckpoint(f"the slice of tensor {entry.name!r} is empty or does not lie in the tensor")
+        raise CorruptCheckpoint(
+            f"the slice of tensor {entry.name!r} is empty or does not lie in the tensor"
+        )
     return Segment(spec, start, start + entry.elements)

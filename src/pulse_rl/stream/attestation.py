@@ -1,8 +1,8 @@
-"""A version as an in-toto statement in a DSSE envelope, which the OpenSSF's ``model_signing verify key`` reads
-(docs/attestations.md).
+"""A version as an in-toto statement in a DSSE envelope, which the OpenSSF's ``model_signing verify
+key`` reads (docs/attestations.md).
 
-The statement is about files, as an auditor has them: those that `Subscriber.save` writes, to the byte. The weights are
-hashed as they would be written, and nothing is.
+The statement is about files, as an auditor has them: those that `Subscriber.save` writes, to the
+byte. The weights are hashed as they would be written, and nothing is.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ _PAYLOAD = "application/vnd.in-toto+json"
 SIGNATURE = "pulse.sig"
 """The attestation in a checkout's folder."""
 _NOT_SIGNED = (PRIVATE, "pulse.history", SIGNATURE)
-"""In a folder that pulse writes: the files of its versions, which it shows by links, what is remembered of versions
-before this one, and the attestation itself."""
+"""In a folder that pulse writes: the files of its versions, which it shows by links, what is
+remembered of versions before this one, and the attestation itself."""
 _KEY_FILE_BYTES = 1 << 16
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
-_HINT = "Make one: pulse keygen FILE, or openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out FILE"
+_HINT = (
+    "Make one: pulse keygen FILE, or openssl genpkey -algorithm EC -pkeyopt "
+    "ec_paramgen_curve:P-256 -out FILE"
+)
 _LABEL = b"pulse.attestation.1"
 _DERIVED_BYTES = 48
 """16 more than the order has, so that no number is likelier than another (FIPS 186-5, A.2.1)."""
@@ -45,14 +48,16 @@ _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
 
 class AttestationKey:
-    """The elliptic curve key that signs statements: the verifiers of ``model_signing`` take no Ed25519 keys, which
-    streams are signed with. Raises InputError."""
+    """The elliptic curve key that signs statements: the verifiers of ``model_signing`` take no
+    Ed25519 keys, which streams are signed with. Raises InputError."""
 
     def __init__(self, key: EllipticCurvePrivateKey) -> None:
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        digest = {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}[key.curve.key_size]
+        digest = {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}[
+            key.curve.key_size
+        ]
         public = key.public_key().public_bytes(
             serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         )
@@ -65,19 +70,22 @@ class AttestationKey:
         """The key of P-256 that is derived from a stream's (docs/format.md, section 5.1)."""
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        number = int.from_bytes(derived(signer, _LABEL, _DERIVED_BYTES), "big") % (_P256_ORDER - 1) + 1
+        number = (
+            int.from_bytes(derived(signer, _LABEL, _DERIVED_BYTES), "big") % (_P256_ORDER - 1) + 1
+        )
         return cls(ec.derive_private_key(number, ec.SECP256R1()))
 
     @classmethod
     def load(cls, path: str | Path) -> AttestationKey:
-        """From a file ``path``: a stream's key, as `Signer.save` writes it, or a key of P-256, P-384 or P-521 in PEM
-        without a password."""
+        """From a file ``path``: a stream's key, as `Signer.save` writes it, or a key of P-256,
+        P-384 or P-521 in PEM without a password."""
         try:
             from cryptography.hazmat.primitives import serialization
             from cryptography.hazmat.primitives.asymmetric import ec
         except ImportError as error:
             raise InputError(
-                "attestations need the package cryptography", hint="Install it: pip install 'pulse-rl[sign]'."
+                "attestations need the package cryptography",
+                hint="Install it: pip install 'pulse-rl[sign]'.",
             ) from error
         try:
             with open_regular(Path(path)) as file:
@@ -97,7 +105,9 @@ class AttestationKey:
     def bundle(self, statement: dict[str, Any]) -> dict[str, Any]:
         """``statement`` as a Sigstore bundle: its DSSE envelope, and which key has signed."""
         payload = json.dumps(statement, separators=(",", ":"), ensure_ascii=False).encode()
-        signed = b" ".join([b"DSSEv1", b"%d" % len(_PAYLOAD), _PAYLOAD.encode(), b"%d" % len(payload), payload])
+        signed = b" ".join(
+            [b"DSSEv1", b"%d" % len(_PAYLOAD), _PAYLOAD.encode(), b"%d" % len(payload), payload]
+        )
         return {
             "mediaType": BUNDLE,
             "verificationMaterial": {
@@ -108,7 +118,10 @@ class AttestationKey:
                 "payload": base64.b64encode(payload).decode(),
                 "payloadType": _PAYLOAD,
                 "signatures": [
-                    {"sig": base64.b64encode(self._key.sign(signed, self._algorithm)).decode(), "keyid": ""}
+                    {
+                        "sig": base64.b64encode(self._key.sign(signed, self._algorithm)).decode(),
+                        "keyid": "",
+                    }
                 ],
             },
         }
@@ -117,7 +130,9 @@ class AttestationKey:
 def stated(bundle: bytes) -> Any:
     """The statement in a bundle, whoever has signed it. Raises FormatError."""
     try:
-        return json.loads(base64.b64decode(json.loads(bundle)["dsseEnvelope"]["payload"], validate=True))
+        return json.loads(
+            base64.b64decode(json.loads(bundle)["dsseEnvelope"]["payload"], validate=True)
+        )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"the attestation is not a bundle with a statement: {error}") from None
 
@@ -131,16 +146,18 @@ def statement_of(
     files: Mapping[str, bytes] | None = None,
     sharded: bool = False,
 ) -> dict[str, Any]:
-    """The in-toto statement of the version of ``manifest``, of which ``state`` and its ``digest`` are at hand: the
-    digests of the files that a checkout of it has, and what the stream says of it. ``key``: the public key that signs
-    the manifest. The ``files`` beside the weights are wanted where the checkout is ``sharded``: of their index."""
+    """The in-toto statement of the version of ``manifest``, of which ``state`` and its ``digest``
+    are at hand: the digests of the files that a checkout of it has, and what the stream says of it.
+    ``key``: the public key that signs the manifest. The ``files`` beside the weights are wanted
+    where the checkout is ``sharded``: of their index."""
     known = {file.name: file.sha256 for file in manifest.files}
     metadata = metadata_of(manifest.version, manifest.root)
     beside = dict.fromkeys(known, b"") if files is None else files
     written = checkpoint_files(state, digest, beside, metadata, sharded=sharded)
     known.pop(INDEX_NAME, None)  # a checkout has an index of its own
     digests = {name: known.get(name) or _digest(chunks) for name, chunks, _ in written}
-    # In the order of the paths' parts: the verifier sorts so, and hashes in the order that it finds here.
+    # In the order of the paths' parts: the verifier sorts so, and hashes in the order that it finds
+    # here.
     names = sorted(digests, key=lambda name: name.split("/"))
     return {
         "_type": _STATEMENT,
@@ -148,7 +165,9 @@ def statement_of(
             {
                 "name": f"{manifest.stream}-{manifest.version}",
                 "digest": {
-                    "sha256": sha256(b"".join(bytes.fromhex(digests[name]) for name in names)).hexdigest(),
+                    "sha256": sha256(
+                        b"".join(bytes.fromhex(digests[name]) for name in names)
+                    ).hexdigest(),
                     "pulseRoot": manifest.root,
                 },
             }
@@ -161,7 +180,9 @@ def statement_of(
                 "allow_symlinks": False,
                 "ignore_paths": list(_NOT_SIGNED),
             },
-            "resources": [{"name": name, "algorithm": "sha256", "digest": digests[name]} for name in names],
+            "resources": [
+                {"name": name, "algorithm": "sha256", "digest": digests[name]} for name in names
+            ],
             "pulse": _facts(manifest, key),
         },
     }

@@ -1,4 +1,5 @@
-"""Digests of each version in the store, for subscribers that hold some tensors only (docs/format.md, section 7).
+"""Digests of each version in the store, for subscribers that hold some tensors only
+(docs/format.md, section 7).
 
 The objects are named by the root that they prove, so that nothing has to vouch for them.
 """
@@ -42,18 +43,21 @@ def put_digests(stream: Stream, tree: StateDigest, *, leaves: bool) -> None:
 
 
 def read_digests(stream: Stream, root: str, count: int) -> bytes:
-    """The digests of the ``count`` tensors of the state with this root. Raises NotFound and DigestMismatch."""
+    """The digests of the ``count`` tensors of the state with this root. Raises NotFound and
+    DigestMismatch."""
     name = stream.names.digests_of(root, TENSORS)
     for _ in range(_TRIES):
         data = _at_most(stream.store, name, 32 * count)
         if root_of(data) == root:
             return data
-    raise DigestMismatch(f"{name} does not hold the digests of {count} tensors with the root in its name")
+    raise DigestMismatch(
+        f"{name} does not hold the digests of {count} tensors with the root in its name"
+    )
 
 
 def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
-    """The whole digest tree of a version, proved by its root, and its length in bytes. Raises NotFound,
-    CorruptCheckpoint and DigestMismatch."""
+    """The whole digest tree of a version, proved by its root, and its length in bytes. Raises
+    NotFound, CorruptCheckpoint and DigestMismatch."""
     name = stream.names.digests_of(manifest.root, LEAVES)
     # How many tensors there are is proved by the root before anything as long as the tree is read.
     count = _count(stream, manifest.root)
@@ -67,10 +71,16 @@ def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
             data = _at_most(stream.store, name, nbytes)
             header_end = 8 + int.from_bytes(data[:8], "little")
             if header_end > 8 + header_most:
-                raise CorruptCheckpoint(f"{name} has a header that is longer than any of {count} tensors")
+                raise CorruptCheckpoint(
+                    f"{name} has a header that is longer than any of {count} tensors"
+                )
             # Each value of the JSON becomes an object of some hundred bytes.
-            if sum(data.count(mark, 8, header_end) for mark in (b",", b"[", b"{")) > _ENTRY_VALUES * (count + 1):
-                raise CorruptCheckpoint(f"{name} has a header with more values than that of any {count} tensors")
+            if sum(
+                data.count(mark, 8, header_end) for mark in (b",", b"[", b"{")
+            ) > _ENTRY_VALUES * (count + 1):
+                raise CorruptCheckpoint(
+                    f"{name} has a header with more values than that of any {count} tensors"
+                )
             return _parsed(data, manifest, name), nbytes
         except (CorruptCheckpoint, DigestMismatch):
             if not again:
@@ -79,17 +89,20 @@ def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
 
 
 def _count(stream: Stream, root: str) -> int:
-    """The number of tensors of the state with this root, which proves it. Raises NotFound and DigestMismatch."""
+    """The number of tensors of the state with this root, which proves it. Raises NotFound and
+    DigestMismatch."""
     count = _length(stream.store, stream.names.digests_of(root, TENSORS)) // 32
     if count > MAX_TENSORS:
-        raise DigestMismatch(f"{stream.names.digests_of(root, TENSORS)} lists more than {MAX_TENSORS} tensors")
+        raise DigestMismatch(
+            f"{stream.names.digests_of(root, TENSORS)} lists more than {MAX_TENSORS} tensors"
+        )
     return len(read_digests(stream, root, count)) // 32
 
 
 def copy_digests(source: Stream, target: Stream, manifest: Manifest, *, leaves: bool) -> None:
-    """Stores in ``target`` what ``source`` has of a version's digests, if it is right; nothing depends on it but
-    subscribers that select. Raises StoreError, but not NotFound; StoreUnavailable where they are damaged on their way,
-    in another manner each time."""
+    """Stores in ``target`` what ``source`` has of a version's digests, if it is right; nothing
+    depends on it but subscribers that select. Raises StoreError, but not NotFound; StoreUnavailable
+    where they are damaged on their way, in another manner each time."""
     name = source.names.digests_of(manifest.root, TENSORS)
     names = [name, source.names.digests_of(manifest.root, LEAVES)] if leaves else [name]
 
@@ -105,14 +118,16 @@ def copy_digests(source: Stream, target: Stream, manifest: Manifest, *, leaves: 
         try:
             copy()
         except (FormatError, IntegrityError):
-            # No later look comes back to them: what is only damaged on its way must not be left out.
+            # No later look comes back to them: what is only damaged on its way must not be left
+            # out.
             for each in names:
                 _require_same_twice(source.store, each)
             copy()
 
 
 def _require_same_twice(store: Store, name: str) -> None:
-    """Raises StoreUnavailable where an object does not arrive alike twice; and NotFound, DigestMismatch."""
+    """Raises StoreUnavailable where an object does not arrive alike twice; and NotFound,
+    DigestMismatch."""
     nbytes = min(_length(store, name), _MOST_COMPARED)
     if _at_most(store, name, nbytes) != _at_most(store, name, nbytes):
         raise StoreUnavailable(

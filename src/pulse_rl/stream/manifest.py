@@ -1,8 +1,10 @@
-"""The manifest: the small object whose creation commits a version (docs/format.md, section 5), and the links that it
-names: an anchor reaches its version from nothing, a patch from the version before, a fold from an earlier one.
+"""The manifest: the small object whose creation commits a version (docs/format.md, section 5), and
+the links that it names: an anchor reaches its version from nothing, a patch from the version
+before, a fold from an earlier one.
 
-Canonical JSON: keys in the order of the structs below, no white space, UTF-8. The same manifest has the same bytes, so
-that a lost reply to its creation can be resolved by reading it back. This is the only module that imports msgspec.
+Canonical JSON: keys in the order of the structs below, no white space, UTF-8. The same manifest has
+the same bytes, so that a lost reply to its creation can be resolved by reading it back. This is the
+only module that imports msgspec.
 """
 
 from __future__ import annotations
@@ -36,17 +38,18 @@ _ORIGIN = re.compile(r"([^@ ]+)@([0-9]{1,12}) ([0-9a-f]{32})")
 BEGUN_FROM = "begun_from"
 """The key of the metadata that says from which version a stream was begun."""
 
-# Above the length of a stream that is kept in order, so that looking for a way around a gap reads each manifest once.
+# Above the length of a stream that is kept in order, so that looking for a way around a gap reads
+# each manifest once.
 _MOST = 1 << 14
 _MAX_BYTES = 32 << 20
 Key = tuple[int | None, int, str]
-"""What tells two links apart: base, version, and the digest of a fold's list, or of the first payload ("" while it is
-not known)."""
+"""What tells two links apart: base, version, and the digest of a fold's list, or of the first
+payload ("" while it is not known)."""
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A stored object: the ``sha256`` of its bytes (64 hexadecimal digits), which is also its name, and its length in
-    ``bytes``."""
+    """A stored object: the ``sha256`` of its bytes (64 hexadecimal digits), which is also its name,
+    and its length in ``bytes``."""
 
     sha256: str
     bytes: int
@@ -66,8 +69,8 @@ class FileRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A patch from version ``base``, whose root is ``base_root``, with ``changed`` elements. ``parts`` lists its files,
-    one for each trainer rank that has written some."""
+    """A patch from version ``base``, whose root is ``base_root``, with ``changed`` elements.
+    ``parts`` lists its files, one for each trainer rank that has written some."""
 
     base: int
     base_root: str
@@ -76,16 +79,17 @@ class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnchorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The full state as safetensors files, its ``shards``; each element is in exactly one of them. ``attestation``: the
-    statement about the version's files, in a signed envelope, if there is one."""
+    """The full state as safetensors files, its ``shards``; each element is in exactly one of them.
+    ``attestation``: the statement about the version's files, in a signed envelope, if there is
+    one."""
 
     shards: tuple[Payload, ...]
     attestation: Payload | None = None
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ed25519 over the manifest's bytes with ``signature`` null: the public ``key`` (32 bytes) and the signature's
-    ``value`` (64 bytes), in hexadecimal digits."""
+    """Ed25519 over the manifest's bytes with ``signature`` null: the public ``key`` (32 bytes) and
+    the signature's ``value`` (64 bytes), in hexadecimal digits."""
 
     key: str
     value: str
@@ -94,15 +98,16 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.1".
 
-    ``stream_id`` is the stream's: 32 random hexadecimal digits, chosen at its birth, which tell it from every other
-    stream of this name. ``remembers`` are the changes of the versions before it by which patches from it may be coded,
-    or the last of them: windows of so many versions, oldest first. ``root`` is the root of the state, which
-    has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps the other names of tied tensors to the stored
-    ones; ``metadata`` is the publisher's own data, and ``files`` are those beside the weights, such
-    as a config and a tokenizer. ``epoch`` is the publisher's claim to the stream, ``publisher`` a
-    random identifier of the process that wrote the manifest: two publishers never write equal manifests. ``digest`` is
-    the SHA-256 of the bytes with an empty digest and no ``signature``. ``created`` is in Unix seconds and informational
-    only. At least one of ``patch`` and ``anchor`` is present.
+    ``stream_id`` is the stream's: 32 random hexadecimal digits, chosen at its birth, which tell it
+    from every other stream of this name. ``remembers`` are the changes of the versions before it by
+    which patches from it may be coded, or the last of them: windows of so many versions, oldest
+    first. ``root`` is the root of the state, which has ``elements`` elements in ``dense_bytes``
+    bytes; ``aliases`` maps the other names of tied tensors to the stored ones; ``metadata`` is the
+    publisher's own data, and ``files`` are those beside the weights, such as a config and a
+    tokenizer. ``epoch`` is the publisher's claim to the stream, ``publisher`` a random identifier
+    of the process that wrote the manifest: two publishers never write equal manifests. ``digest``
+    is the SHA-256 of the bytes with an empty digest and no ``signature``. ``created`` is in Unix
+    seconds and informational only. At least one of ``patch`` and ``anchor`` is present.
     """
 
     format: str
@@ -130,9 +135,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def small_files(self) -> tuple[FileRef, ...]:
-        """All that is stored as a file: ``files``, and the anchor's attestation under the name "attestation"."""
+        """All that is stored as a file: ``files``, and the anchor's attestation under the name
+        "attestation"."""
         said = self.anchor.attestation if self.anchor else None
-        return (*self.files, FileRef("attestation", said.sha256, said.bytes)) if said else self.files
+        return (
+            (*self.files, FileRef("attestation", said.sha256, said.bytes)) if said else self.files
+        )
 
     def with_attestation(self, attestation: Payload) -> Manifest:
         """The same manifest, sealed anew, with the ``attestation`` of its anchor."""
@@ -142,7 +150,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def own_digest(self) -> str:
         """The correct value of ``digest``, 64 hexadecimal digits."""
-        return sha256(msgspec.structs.replace(self, digest="", signature=None).to_bytes()).hexdigest()
+        return sha256(
+            msgspec.structs.replace(self, digest="", signature=None).to_bytes()
+        ).hexdigest()
 
     def sealed(self) -> Manifest:
         """The manifest with its digest, not yet signed."""
@@ -159,12 +169,14 @@ def with_aliases(manifest: Manifest, aliases: dict[str, str]) -> Manifest:
 
 
 def begun_from(manifest: Manifest) -> Metadata:
-    """What the metadata of a version say that has the same state as the one of ``manifest``, of another stream."""
+    """What the metadata of a version say that has the same state as the one of ``manifest``, of
+    another stream."""
     return {BEGUN_FROM: f"{manifest.stream}@{manifest.version} {manifest.stream_id}"}
 
 
 def origin_of(manifest: Manifest) -> tuple[str, int, str] | None:
-    """The stream, the version and the stream's ID of which this one says that it has the same state."""
+    """The stream, the version and the stream's ID of which this one says that it has the same
+    state."""
     said = _ORIGIN.fullmatch(str(manifest.metadata.get(BEGUN_FROM)))
     return (said[1], int(said[2]), said[3]) if said else None
 
@@ -173,7 +185,8 @@ _DECODER = msgspec.json.Decoder(Manifest, strict=True)
 
 
 def parse(data: bytes, *, stream: str, version: int) -> Manifest:
-    """The manifest of ``version``; raises CorruptManifest unless it is canonical, complete and where it belongs."""
+    """The manifest of ``version``; raises CorruptManifest unless it is canonical, complete and
+    where it belongs."""
     what = f"the manifest of version {version} of {stream!r}"
     if len(data) > MAX_BYTES:
         raise CorruptManifest(f"{what} has {len(data)} bytes, more than {MAX_BYTES}")
@@ -182,9 +195,13 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptManifest(f"{what} does not decode: {error}") from error
     if manifest.format != FORMAT:
-        raise CorruptManifest(f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it.")
+        raise CorruptManifest(
+            f"{what} has format {manifest.format!r}", hint="Upgrade pulse-rl to read it."
+        )
     if (manifest.stream, manifest.version) != (stream, version):
-        raise CorruptManifest(f"{what} claims to be version {manifest.version} of {manifest.stream!r}")
+        raise CorruptManifest(
+            f"{what} claims to be version {manifest.version} of {manifest.stream!r}"
+        )
     if manifest.to_bytes() != data:
         raise CorruptManifest(f"{what} is not in canonical form")
     for flaw in _flaws(manifest):
@@ -215,7 +232,9 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield flaw
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
     facts = [value for value in manifest.metadata.values() if isinstance(value, int)]
-    if min(counts) < 0 or any(abs(n) > MAX_NUMBER for n in [*counts, *(p.bytes for p in payloads), *facts]):
+    if min(counts) < 0 or any(
+        abs(n) > MAX_NUMBER for n in [*counts, *(p.bytes for p in payloads), *facts]
+    ):
         yield "has a count that is negative or beyond 63 bits"
     if patch and patch.changed > manifest.elements:
         yield f"counts {patch.changed} changes of {manifest.elements} elements"
@@ -245,11 +264,13 @@ def is_stream_id(text: object) -> bool:
 
 
 def checked_metadata(metadata: Mapping[str, object]) -> Metadata:
-    """A copy with plain values; numpy scalars become Python's. Raises InputError for what JSON cannot hold exactly."""
+    """A copy with plain values; numpy scalars become Python's. Raises InputError for what JSON
+    cannot hold exactly."""
     if not isinstance(metadata, Mapping):
         raise InputError(f"metadata must be a mapping, not a {type(metadata).__name__}")
     return {
-        _checked_text(key, f"a key of the metadata, {key!r},"): _checked_fact(key, metadata[key]) for key in metadata
+        _checked_text(key, f"a key of the metadata, {key!r},"): _checked_fact(key, metadata[key])
+        for key in metadata
     }
 
 
@@ -261,7 +282,9 @@ def _checked_fact(key: str, given: object) -> str | int | float | bool:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    raise InputError(f"metadata {key!r} is {given!r}: only strings, finite numbers and booleans are allowed")
+    raise InputError(
+        f"metadata {key!r} is {given!r}: only strings, finite numbers and booleans are allowed"
+    )
 
 
 def _checked_text(text: object, what: str) -> str:
@@ -275,8 +298,9 @@ def _checked_text(text: object, what: str) -> str:
 
 
 class ManifestCache:
-    """The manifests read last. Aliases equal to those of the manifest before are held once: a model with hundreds of
-    tied names has the same ones in each version. May be used from several threads."""
+    """The manifests read last. Aliases equal to those of the manifest before are held once: a model
+    with hundreds of tied names has the same ones in each version. May be used from several
+    threads."""
 
     def __init__(self, most: int = _MOST, max_bytes: int = _MAX_BYTES) -> None:
         self._most = most
@@ -291,7 +315,8 @@ class ManifestCache:
         return kept[0] if kept else None
 
     def keep(self, manifest: Manifest) -> None:
-        """Keeps ``manifest`` in place of the oldest where there is no more room, and by itself however large it is."""
+        """Keeps ``manifest`` in place of the oldest where there is no more room, and by itself
+        however large it is."""
         with self._lock:
             if manifest.version in self._kept:
                 return
@@ -301,16 +326,18 @@ class ManifestCache:
             else:
                 nbytes = len(manifest.to_bytes())
                 self._aliases = manifest.aliases
-            while self._kept and (len(self._kept) >= self._most or self._nbytes + nbytes > self._most_bytes):
+            while self._kept and (
+                len(self._kept) >= self._most or self._nbytes + nbytes > self._most_bytes
+            ):
                 self._nbytes -= self._kept.pop(next(iter(self._kept)))[1]
             self._kept[manifest.version] = manifest, nbytes
             self._nbytes += nbytes
 
 
 class Link(NamedTuple):
-    """``base`` is None for an anchor. ``payloads`` are the objects to fetch, None while only their size is known or
-    guessed: the manifest of ``version`` lists them; or, of a fold, its link, where the list has the SHA-256 ``parts``.
-    ``is_fold``: it is not the version's own patch or anchor."""
+    """``base`` is None for an anchor. ``payloads`` are the objects to fetch, None while only their
+    size is known or guessed: the manifest of ``version`` lists them; or, of a fold, its link, where
+    the list has the SHA-256 ``parts``. ``is_fold``: it is not the version's own patch or anchor."""
 
     base: int | None
     version: int
@@ -321,7 +348,11 @@ class Link(NamedTuple):
 
     @property
     def key(self) -> Key:
-        return self.base, self.version, self.parts or (self.payloads[0].sha256 if self.payloads else "")
+        return (
+            self.base,
+            self.version,
+            self.parts or (self.payloads[0].sha256 if self.payloads else ""),
+        )
 
     @property
     def is_patch(self) -> bool:

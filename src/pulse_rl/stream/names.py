@@ -1,6 +1,7 @@
 """The names of a stream's objects: built and parsed only here (docs/format.md, section 6).
 
-Names are zero-padded numbers, SHA-256 digests and checked words, so that no name that was read can lead elsewhere.
+Names are zero-padded numbers, SHA-256 digests and checked words, so that no name that was read can
+lead elsewhere.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _NOTE = re.compile(
 )
 
 AWAY, EMPTY, STAGED, SWITCHED = "away", "empty", "staged", "switched"
-"""What a member's note says: not to be waited for; no version yet, and none to stage; ``version`` is in host memory;
-the group switches to ``version``."""
+"""What a member's note says: not to be waited for; no version yet, and none to stage; ``version``
+is in host memory; the group switches to ``version``."""
 
 
 class VersionName(NamedTuple):
@@ -62,8 +63,8 @@ class DigestsName(NamedTuple):
 
 
 class FoldName(NamedTuple):
-    """The link that lists a fold from ``base`` to ``version``: files of ``nbytes`` bytes in all, and the ``sha256`` of
-    their list, which the link holds."""
+    """The link that lists a fold from ``base`` to ``version``: files of ``nbytes`` bytes in all,
+    and the ``sha256`` of their list, which the link holds."""
 
     version: int
     base: int
@@ -92,9 +93,9 @@ class WorkerName(NamedTuple):
 
 
 class NoteName(NamedTuple):
-    """The note of one process of ``member``, told apart by ``word`` (16 hexadecimal digits), which took the name at
-    ``claimed`` (milliseconds by the store's clock; 0 while it does not know). ``step`` is `AWAY`, `EMPTY`, `STAGED` or
-    `SWITCHED`; the last two have a ``version``.
+    """The note of one process of ``member``, told apart by ``word`` (16 hexadecimal digits), which
+    took the name at ``claimed`` (milliseconds by the store's clock; 0 while it does not know).
+    ``step`` is `AWAY`, `EMPTY`, `STAGED` or `SWITCHED`; the last two have a ``version``.
     """
 
     member: str
@@ -104,12 +105,15 @@ class NoteName(NamedTuple):
     version: int | None = None
 
 
-ObjectName = VersionName | PayloadName | DigestsName | FoldName | AnchorName | EpochName | WorkerName
+ObjectName = (
+    VersionName | PayloadName | DigestsName | FoldName | AnchorName | EpochName | WorkerName
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamNames:
-    """The names of the objects of ``stream``. Raises InputError for a stream that could escape its folder."""
+    """The names of the objects of ``stream``. Raises InputError for a stream that could escape its
+    folder."""
 
     stream: str
 
@@ -175,7 +179,11 @@ class StreamNames:
         folder, _, last = name.rpartition("/")
         if folder == self.versions and (found := _VERSION.fullmatch(last)):
             return VersionName(int(found[1]))
-        if folder == self.payloads and (found := _PAYLOAD.fullmatch(last)) and found[2] in (PATCH, SHARD, FILE):
+        if (
+            folder == self.payloads
+            and (found := _PAYLOAD.fullmatch(last))
+            and found[2] in (PATCH, SHARD, FILE)
+        ):
             return PayloadName(found[1], found[2])
         if folder == self.digests and (found := _DIGESTS.fullmatch(last)):
             return DigestsName(found[1], found[2])
@@ -202,7 +210,8 @@ class StreamNames:
 
 @dataclass(frozen=True, slots=True)
 class GroupNames:
-    """The names of the notes by which the members of ``group`` switch versions together. Raises InputError."""
+    """The names of the notes by which the members of ``group`` switch versions together. Raises
+    InputError."""
 
     stream: StreamNames
     group: str
@@ -225,8 +234,8 @@ class GroupNames:
 
 
 def streams_in(store: Store) -> Iterator[str]:
-    """The names of the streams in ``store`` that have versions, in order, of the first `MAX_STREAMS` folders. A request
-    or two each."""
+    """The names of the streams in ``store`` that have versions, in order, of the first
+    `MAX_STREAMS` folders. A request or two each."""
     after: str | None = None
     for _ in range(MAX_STREAMS):
         first = next(iter(store.list("", after)), None)
@@ -239,7 +248,8 @@ def streams_in(store: Store) -> Iterator[str]:
 
 
 def next_unused(taken: Iterable[int], after: int) -> int:
-    """The first number above ``after`` that is not ``taken``. Raises StreamError where there is none."""
+    """The first number above ``after`` that is not ``taken``. Raises StreamError where there is
+    none."""
     free = after + 1
     for number in sorted(number for number in taken if number > after):
         if number > free:
@@ -251,8 +261,8 @@ def next_unused(taken: Iterable[int], after: int) -> int:
 
 
 def plausible(numbers: Iterable[int], after: int) -> list[int]:
-    """The ascending ``numbers`` up to the first that lies so far above the one before, or above ``after``, that only
-    junk can."""
+    """The ascending ``numbers`` up to the first that lies so far above the one before, or above
+    ``after``, that only junk can."""
     found: list[int] = []
     for number in numbers:
         if number - (found[-1] if found else after) > _FARTHEST:
@@ -268,7 +278,10 @@ def check_word(word: object, what: str) -> None:
 
 
 def payload_digest(name: str) -> str | None:
-    """The SHA-256 that a payload's bytes must have, in any stream; None for an object that is not a payload."""
+    """The SHA-256 that a payload's bytes must have, in any stream; None for an object that is not a
+    payload."""
     stream, _, rest = name.partition("/")
-    found = _PAYLOAD.fullmatch(rest.removeprefix("payloads/")) if rest.startswith("payloads/") else None
+    found = (
+        _PAYLOAD.fullmatch(rest.removeprefix("payloads/")) if rest.startswith("payloads/") else None
+    )
     return found[1] if found and _WORD.fullmatch(stream) else None

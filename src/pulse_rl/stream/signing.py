@@ -1,8 +1,8 @@
 """Ed25519 signatures, for stores that others can write to (extra ``[sign]``).
 
-A manifest holds the root of its version, and a root covers every bit of the state, so no weight needs another
-signature. Claims and folds' links have signatures so that nobody else stops a publisher, or makes a worker try what
-leads nowhere.
+A manifest holds the root of its version, and a root covers every bit of the state, so no weight
+needs another signature. Claims and folds' links have signatures so that nobody else stops a
+publisher, or makes a worker try what leads nowhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from .manifest import MAX_PARTS, Manifest, Payload, Signature
 from .names import FoldName
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
 
 _KEY_FILE_BYTES = 1000
 _INSTALL = "Install it: pip install 'pulse-rl[sign]'."
@@ -54,7 +57,8 @@ class Signer:
 
     @classmethod
     def load(cls, path: str | Path) -> Signer:
-        """Loads the key from a file ``path`` written by `save`: 64 hexadecimal digits. Raises InputError."""
+        """Loads the key from a file ``path`` written by `save`: 64 hexadecimal digits. Raises
+        InputError."""
         try:
             with open_regular(checked_path(path)) as file:
                 return cls(bytes.fromhex(file.read(_KEY_FILE_BYTES).decode().strip()))
@@ -63,18 +67,23 @@ class Signer:
             raise InputError(f"{path} is not a private key: {reason}") from None
 
     def save(self, path: str | Path) -> None:
-        """Writes the private key to the new file ``path``, readable only by its owner. Raises InputError."""
+        """Writes the private key to the new file ``path``, readable only by its owner. Raises
+        InputError."""
         file = checked_path(path)
         try:
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise InputError(f"cannot create {path}: {error.strerror}", hint="Choose a new file.") from None
+            raise InputError(
+                f"cannot create {path}: {error.strerror}", hint="Choose a new file."
+            ) from None
         try:
             with os.fdopen(handle, "w") as opened:
                 opened.write(self._key.private_bytes_raw().hex() + "\n")
                 opened.flush()
                 os.fsync(opened.fileno())
-        except BaseException as error:  # also of an interrupt: a file without a key would be refused as a key for ever
+        except (
+            BaseException
+        ) as error:  # also of an interrupt: a file without a key would be refused as a key for ever
             file.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise disk_error(error, f"write {path}") from error
@@ -98,11 +107,15 @@ def derived(signer: Signer, label: bytes, nbytes: int) -> bytes:
 
 
 class TrustedKeys:
-    """Accepts manifests that one of these public keys (64 hexadecimal digits each) has signed. Raises InputError."""
+    """Accepts manifests that one of these public keys (64 hexadecimal digits each) has signed.
+    Raises InputError."""
 
     def __init__(self, keys: Collection[str]) -> None:
         if not checked_collection("trusted_keys", keys, "[key]"):
-            raise InputError("trusted_keys must be at least one public key", hint="None trusts whoever can write.")
+            raise InputError(
+                "trusted_keys must be at least one public key",
+                hint="None trusts whoever can write.",
+            )
         self._keys = {str(key).lower(): _public_key(str(key)) for key in keys}
 
     @property
@@ -116,7 +129,8 @@ class TrustedKeys:
         self.check_message(manifest.with_signature(None).to_bytes(), manifest.signature, what)
 
     def check_message(self, message: bytes, signature: Signature | None, what: str) -> None:
-        """Raises Untrusted, in which ``what`` names the message, unless one of the keys has signed it."""
+        """Raises Untrusted, in which ``what`` names the message, unless one of the keys has signed
+        it."""
         from cryptography.exceptions import InvalidSignature
 
         if signature is None:
@@ -131,13 +145,14 @@ class TrustedKeys:
 
 
 def keys_of(signer: Signer | None, trusted: Collection[str] | None) -> list[str] | None:
-    """The public keys that whoever signs with ``signer`` and trusts these believes, its own first; None without any:
-    whoever can write is trusted."""
+    """The public keys that whoever signs with ``signer`` and trusts these believes, its own first;
+    None without any: whoever can write is trusted."""
     return [*([signer.public_key] if signer else ()), *(trusted or ())] or None
 
 
 def trusted_by(keys: Collection[str] | None) -> TrustedKeys | None:
-    """The keys as they are given to the public functions: None trusts whoever writes to the store."""
+    """The keys as they are given to the public functions: None trusts whoever writes to the
+    store."""
     return None if keys is None else TrustedKeys(keys)
 
 
@@ -156,7 +171,9 @@ def _public_key(text: str) -> Ed25519PublicKey:
     try:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     except ImportError as error:
-        raise InputError("checking signatures needs the package cryptography", hint=_INSTALL) from error
+        raise InputError(
+            "checking signatures needs the package cryptography", hint=_INSTALL
+        ) from error
     try:
         return Ed25519PublicKey.from_public_bytes(bytes.fromhex(text))
     except ValueError as error:
@@ -164,8 +181,9 @@ def _public_key(text: str) -> Ed25519PublicKey:
 
 
 class Claim(NamedTuple):
-    """A publisher's claim to an ``epoch`` of the stream ``stream`` with this ``stream_id``. ``publisher`` is a random
-    word, 16 hexadecimal digits, ``previous`` that of the claim before, `NOBODY` for the first."""
+    """A publisher's claim to an ``epoch`` of the stream ``stream`` with this ``stream_id``.
+    ``publisher`` is a random word, 16 hexadecimal digits, ``previous`` that of the claim before,
+    `NOBODY` for the first."""
 
     stream: str
     stream_id: str
@@ -184,37 +202,51 @@ class Claim(NamedTuple):
 
 
 def read_claim(data: bytes, stream: str, epoch: int, trusted: TrustedKeys | None) -> Claim:
-    """The claim that an object holds. Raises FormatError, and Untrusted unless one of the keys, if any, signed it."""
+    """The claim that an object holds. Raises FormatError, and Untrusted unless one of the keys, if
+    any, signed it."""
     what = f"the claim to epoch {epoch} of {stream!r}"
     found = _CLAIM.fullmatch(data[: MAX_CLAIM_BYTES + 1].decode("ascii", "replace"))
     if not found:
         raise FormatError(f"{what} is not one")
     claim = Claim(stream, found[2], epoch, found[1], found[3])
     if trusted:
-        trusted.check_message(claim._message, Signature(found[4], found[5]) if found[4] else None, what)
+        trusted.check_message(
+            claim._message, Signature(found[4], found[5]) if found[4] else None, what
+        )
     return claim
 
 
 def fold_name(base: int, version: int, parts: Iterable[Payload]) -> FoldName:
-    """The name of the link of a fold of these ``parts``: with their bytes in all, and the SHA-256 of their list."""
+    """The name of the link of a fold of these ``parts``: with their bytes in all, and the SHA-256
+    of their list."""
     found = tuple(parts)
-    return FoldName(version, base, sum(part.bytes for part in found), sha256(_list_of(found)).hexdigest())
+    return FoldName(
+        version, base, sum(part.bytes for part in found), sha256(_list_of(found)).hexdigest()
+    )
 
 
-def write_fold(stream: str, stream_id: str, fold: FoldName, parts: Iterable[Payload], signer: Signer | None) -> bytes:
-    """What a fold's link holds: the list of its parts and, if there is a ``signer``, a signature."""
-    return _list_of(parts) + " ".join(_signed(_fold_message(stream, stream_id, fold), signer)).encode()
+def write_fold(
+    stream: str, stream_id: str, fold: FoldName, parts: Iterable[Payload], signer: Signer | None
+) -> bytes:
+    """What a fold's link holds: the list of its parts and, if there is a ``signer``, a
+    signature."""
+    return (
+        _list_of(parts) + " ".join(_signed(_fold_message(stream, stream_id, fold), signer)).encode()
+    )
 
 
 def read_fold(
     data: bytes, stream: str, stream_id: str, fold: FoldName, trusted: TrustedKeys | None
 ) -> tuple[Payload, ...]:
-    """The parts that a fold's link lists. Raises FormatError where it is not the list that the link's name promises,
-    and Untrusted unless one of the keys, if any, signed it."""
+    """The parts that a fold's link lists. Raises FormatError where it is not the list that the
+    link's name promises, and Untrusted unless one of the keys, if any, signed it."""
     listed = data[: data.rfind(b"\n") + 1]
     lines = [_PART.fullmatch(line) for line in listed.decode("ascii", "replace").split("\n")[:-1]]
     parts = tuple(Payload(line[1], int(line[2])) for line in lines if line)
-    right = sha256(listed).hexdigest() == fold.sha256 and sum(part.bytes for part in parts) == fold.nbytes
+    right = (
+        sha256(listed).hexdigest() == fold.sha256
+        and sum(part.bytes for part in parts) == fold.nbytes
+    )
     what = f"the link of the fold {fold.base}->{fold.version} of {stream!r}"
     if not right or len(parts) != len(lines) or not 1 <= len(set(parts)) == len(parts) <= MAX_PARTS:
         raise FormatError(f"{what} does not list its parts")
@@ -230,7 +262,9 @@ def _list_of(parts: Iterable[Payload]) -> bytes:
 
 
 def _fold_message(stream: str, stream_id: str, fold: FoldName) -> bytes:
-    return f"pulse.fold.1 {stream} {stream_id} {fold.base} {fold.version} {fold.nbytes} {fold.sha256}".encode()
+    return (
+        f"pulse.fold.1 {stream} {stream_id} {fold.base} {fold.version} {fold.nbytes} {fold.sha256}"
+    ).encode()
 
 
 def _signed(message: bytes, signer: Signer | None) -> list[str]:

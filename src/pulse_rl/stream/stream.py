@@ -38,8 +38,9 @@ _AT_ONCE = 8
 
 
 class Head(NamedTuple):
-    """What a look for the newest version found: its ``manifest``, the ``listed`` versions, readable or not, ascending;
-    and where there is no manifest, the ``error`` for which the newest one was refused."""
+    """What a look for the newest version found: its ``manifest``, the ``listed`` versions, readable
+    or not, ascending; and where there is no manifest, the ``error`` for which the newest one was
+    refused."""
 
     manifest: Manifest | None
     listed: list[int]
@@ -54,11 +55,13 @@ def checked_stream_id(stream_id: str) -> str:
 
 
 class Stream:
-    """Versions, payloads, claims, and links: objects whose names say all that planning needs (docs/format.md, 6).
+    """Versions, payloads, claims, and links: objects whose names say all that planning needs
+    (docs/format.md, 6).
 
-    Raises InputError. With ``trusted`` keys only what one of them has signed is believed. ``signer`` signs claims and
-    folds' links. ``stream_id``: only versions of this very stream are read; None: of whatever stream has the name. The
-    listener ``on_refused`` is told once of each version that `newest` passes over.
+    Raises InputError. With ``trusted`` keys only what one of them has signed is believed.
+    ``signer`` signs claims and folds' links. ``stream_id``: only versions of this very stream are
+    read; None: of whatever stream has the name. The listener ``on_refused`` is told once of each
+    version that `newest` passes over.
     """
 
     def __init__(
@@ -82,19 +85,23 @@ class Stream:
         self._signer = signer
         self._trusted = trusted
         self._on_refused = on_refused
-        self._unreadable, self._unreadable_by_anybody = UnreadableObjects(on_refused), UnreadableObjects()
+        self._unreadable, self._unreadable_by_anybody = (
+            UnreadableObjects(on_refused),
+            UnreadableObjects(),
+        )
         self._manifests = ManifestCache()
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
         self._accepted: int | None = None
 
     def adopt(self, manifest: Manifest) -> None:
-        """Reads only versions of the stream that ``manifest`` is of from now on, unless it is known whose it is."""
+        """Reads only versions of the stream that ``manifest`` is of from now on, unless it is known
+        whose it is."""
         self.stream_id = self.stream_id or manifest.stream_id
 
     def limited(self, seconds: float = DEFAULT_LATE_SECONDS) -> AbstractContextManager[None]:
-        """The span of one call: within it, reads of the store raise StoreUnavailable once they were late by so many
-        ``seconds`` in all."""
+        """The span of one call: within it, reads of the store raise StoreUnavailable once they were
+        late by so many ``seconds`` in all."""
         return self._bounds.limited(seconds)
 
     def versions(self, after: int | None = None) -> list[int]:
@@ -108,37 +115,48 @@ class Stream:
 
     @property
     def last_accepted(self) -> str:
-        """The name behind which the names of new versions are: of the version that `newest` found last, or below all.
-        Junk may be listed behind it. May be read in any thread."""
+        """The name behind which the names of new versions are: of the version that `newest` found
+        last, or below all. Junk may be listed behind it. May be read in any thread."""
         accepted = self._accepted
         return f"{self.names.versions}/0" if accepted is None else self.names.version(accepted)
 
     def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
-        """The highest version above ``after`` that can be read and trusted; others may lie above it. With ``anybody``,
-        of any stream that has the name.
+        """The highest version above ``after`` that can be read and trusted; others may lie above
+        it. With ``anybody``, of any stream that has the name.
 
-        Where a manifest above ``after`` is known the look is bounded, and what lies above that may be found by a later
-        one. Where none is, all that is listed is tried before the answer is that there is none. Raises StoreUnavailable
-        where that takes too long; the next look goes on.
+        Where a manifest above ``after`` is known the look is bounded, and what lies above that may
+        be found by a later one. Where none is, all that is listed is tried before the answer is
+        that there is none. Raises StoreUnavailable where that takes too long; the next look goes
+        on.
         """
         listed = self.versions(after)
-        # Manifests never change: the highest one that was read before bounds what is to be read now.
+        # Manifests never change: the highest one that was read before bounds what is to be read
+        # now.
         known = None if anybody else next(filter(None, map(self._kept, reversed(listed))), None)
-        above = [version for version in reversed(listed) if known is None or version > known.version]
+        above = [
+            version for version in reversed(listed) if known is None or version > known.version
+        ]
         unreadable = self._unreadable_by_anybody if anybody else self._unreadable
         read = self._read if anybody else self.manifest
         found = unreadable.first(above, self._listed, read, bounded=known is not None) or known
         if not anybody:
             self._accepted = found.version if found else None
         if found is None:
-            nothing = CorruptManifest(f"no version of {self.name!r} can be read and trusted") if listed else None
+            nothing = (
+                CorruptManifest(f"no version of {self.name!r} can be read and trusted")
+                if listed
+                else None
+            )
             return Head(None, listed, unreadable.error or nothing)
-        if not anybody and (self._held is None or self._held.name != self.names.version(found.version)):
+        if not anybody and (
+            self._held is None or self._held.name != self.names.version(found.version)
+        ):
             self._held = self._listed[found.version]
         return Head(found, listed)
 
     def manifest(self, version: int) -> Manifest:
-        """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are cached."""
+        """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are
+        cached."""
         manifest = self._manifests.get(version)
         if manifest is None:
             manifest = self._read(version)
@@ -146,14 +164,16 @@ class Stream:
         # Looked at each time: whose stream it is may be decided after the manifest was read.
         if not self._is_ours(manifest):
             raise Untrusted(
-                f"the manifest of version {version} of {self.name!r} is of another stream of this name, "
+                f"the manifest of version {version} of {self.name!r} is of another stream of "
+                "this name, "
                 f"{manifest.stream_id}, not {self.stream_id}",
                 hint="The stream was recreated, or someone else writes to the store.",
             )
         return manifest
 
     def still_has_manifest(self, manifest: Manifest) -> bool:
-        """`has_manifest`, but without a look at the object while it is listed as it was when it was the newest."""
+        """`has_manifest`, but without a look at the object while it is listed as it was when it was
+        the newest."""
         shown = self._listed.get(manifest.version)
         if shown is None or (shown != self._held and not self.has_manifest(manifest)):
             return False
@@ -180,7 +200,10 @@ class Stream:
         """Whether the store has all payloads that a manifest names, ``files`` among them."""
         patch = manifest.patch.parts if manifest.patch else ()
         shards = manifest.anchor.shards if manifest.anchor else ()
-        named = [*((payload, PATCH) for payload in patch), *((payload, SHARD) for payload in shards)]
+        named = [
+            *((payload, PATCH) for payload in patch),
+            *((payload, SHARD) for payload in shards),
+        ]
         named += [(file.payload, FILE) for file in manifest.small_files if files]
         return all(self._has(self.names.payload(payload.sha256, kind)) for payload, kind in named)
 
@@ -189,7 +212,8 @@ class Stream:
         self._manifests = ManifestCache()
 
     def require_newest(self) -> Manifest:
-        """The newest version. Raises EmptyStream where there is none, and what is wrong with one that is refused."""
+        """The newest version. Raises EmptyStream where there is none, and what is wrong with one
+        that is refused."""
         found = self.newest()
         if found.manifest is None:
             raise found.error or EmptyStream(f"stream {self.name!r} has no versions")
@@ -205,16 +229,20 @@ class Stream:
     def commit(self, manifest: Manifest) -> bool:
         """Creates the manifest, which commits its version. False when the version is taken."""
         hit("commit.before")
-        # Creation is the commit. If its reply is lost, the object that is there says whether it was this one.
-        committed = create_or_confirm(self.store, self.names.version(manifest.version), manifest.to_bytes())
+        # Creation is the commit. If its reply is lost, the object that is there says whether it was
+        # this one.
+        committed = create_or_confirm(
+            self.store, self.names.version(manifest.version), manifest.to_bytes()
+        )
         hit("commit.after")
         return committed
 
     def links(self, after: int | None = None) -> list[Link]:
-        """The listed folds and anchors of versions greater than ``after``. One listing, no reads: the payloads of folds
-        are not known yet (`resolved`)."""
+        """The listed folds and anchors of versions greater than ``after``. One listing, no reads:
+        the payloads of folds are not known yet (`resolved`)."""
         start_after = None if after is None else self.names.links_from(after + 1)
-        # Names carry base, length and digest: a plan needs no reads. They are anybody's word until they are resolved.
+        # Names carry base, length and digest: a plan needs no reads. They are anybody's word until
+        # they are resolved.
         found = []
         for info in self.store.list(self.names.links, start_after):
             match self.names.parse(info.name):
@@ -226,8 +254,9 @@ class Stream:
         return found
 
     def resolved(self, link: Link) -> Link:
-        """``link`` with its payloads, of which a manifest or the link of a fold knows. Raises ChainGap where the
-        manifest of its version has no such link, what `manifest` raises, and for a fold what `parts_of` raises."""
+        """``link`` with its payloads, of which a manifest or the link of a fold knows. Raises
+        ChainGap where the manifest of its version has no such link, what `manifest` raises, and for
+        a fold what `parts_of` raises."""
         if link.payloads is not None:
             return link
         if not link.is_fold:
@@ -235,8 +264,9 @@ class Stream:
         return link._replace(payloads=self.parts_of(_name_of(link)))
 
     def parts_of(self, fold: FoldName) -> tuple[Payload, ...]:
-        """The payloads of a listed fold. Raises NotFound, FormatError for a link that is longer than any or is not the
-        list of its name, and Untrusted for one that no trusted key has signed."""
+        """The payloads of a listed fold. Raises NotFound, FormatError for a link that is longer
+        than any or is not the list of its name, and Untrusted for one that no trusted key has
+        signed."""
         return self._read_fold(fold)[0]
 
     def fold_record(self, link: Link) -> bytes:
@@ -247,7 +277,10 @@ class Stream:
         """Lists a fold of one part or several."""
         fold = fold_name(base, version, parts)
         hit("fold.before")
-        self.store.put(self.names.fold(fold), write_fold(self.name, self.stream_id or "", fold, parts, self._signer))
+        self.store.put(
+            self.names.fold(fold),
+            write_fold(self.name, self.stream_id or "", fold, parts, self._signer),
+        )
 
     def put_fold_record(self, link: Link, record: bytes) -> None:
         """Lists a fold as another store does, whose `fold_record` this is."""
@@ -285,10 +318,13 @@ class Stream:
                 )  # some stores have no empty range
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
-        raise DigestMismatch(f"{name} does not hold the {payload.bytes} bytes that its name promises")
+        raise DigestMismatch(
+            f"{name} does not hold the {payload.bytes} bytes that its name promises"
+        )
 
     def workers(self) -> dict[str, tuple[int, float]]:
-        """The versions that workers say they hold (`Heartbeat`), and when they said so, in Unix seconds; by name."""
+        """The versions that workers say they hold (`Heartbeat`), and when they said so, in Unix
+        seconds; by name."""
         said: dict[str, tuple[int, float]] = {}
         for info in islice(self.store.list(self.names.workers), MAX_WORKERS):
             name = self.names.parse(info.name)
@@ -339,22 +375,34 @@ class Stream:
         return read_again(lambda: whole(self.store, name, nbytes), parse)
 
     def reader(self, payload: Payload, kind: str) -> RangeReader:
-        """Reads ranges of a payload. Raises NotFound, and DigestMismatch where it has another length."""
+        """Reads ranges of a payload. Raises NotFound, and DigestMismatch where it has another
+        length."""
         name = self.names.payload(payload.sha256, kind)
         stored = self.store.head(name).nbytes
         if stored != payload.bytes:
-            raise DigestMismatch(f"{name} has {stored} bytes, but its manifest says {payload.bytes}")
+            raise DigestMismatch(
+                f"{name} has {stored} bytes, but its manifest says {payload.bytes}"
+            )
         expect(self.store, name, payload.bytes)
         return partial(self.store.get, name)
 
-    def shards(self, payloads: Sequence[Payload], threads: int | None = None) -> list[tuple[Payload, RangeReader]]:
+    def shards(
+        self, payloads: Sequence[Payload], threads: int | None = None
+    ) -> list[tuple[Payload, RangeReader]]:
         """The shards of an anchor, to be read in ranges. Raises as `reader`."""
-        return list(ordered_map(lambda payload: (payload, self.reader(payload, SHARD)), payloads, threads))
+        return list(
+            ordered_map(lambda payload: (payload, self.reader(payload, SHARD)), payloads, threads)
+        )
 
     def parts(self, link: Link) -> list[tuple[RangeReader, int]]:
-        """The files of a link's patch with their lengths, to be read in ranges. Raises as `reader`."""
+        """The files of a link's patch with their lengths, to be read in ranges. Raises as
+        `reader`."""
         payloads = link.payloads or ()
-        return list(ordered_map(lambda payload: (self.reader(payload, PATCH), payload.bytes), payloads, _AT_ONCE))
+        return list(
+            ordered_map(
+                lambda payload: (self.reader(payload, PATCH), payload.bytes), payloads, _AT_ONCE
+            )
+        )
 
 
 def _name_of(link: Link) -> FoldName:

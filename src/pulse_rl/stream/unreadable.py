@@ -1,7 +1,8 @@
-"""Objects that cannot be read or trusted: each is tried a few times and then passed over (docs/protocol.md, section 2).
+"""Objects that cannot be read or trusted: each is tried a few times and then passed over
+(docs/protocol.md, section 2).
 
-Junk in a store must not cost every look what it cost the first ones, and a good object that was damaged on its way must
-not be given up at once.
+Junk in a store must not cost every look what it cost the first ones, and a good object that was
+damaged on its way must not be given up at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from ..errors import FormatError, NotFound, PulseError, StoreUnavailable, Untrus
 from ..store.base import ObjectInfo
 
 UNREADABLE = (NotFound, FormatError, Untrusted)
-"""Errors for which a reader passes over an object. With others, such as an unavailable store, it cannot know."""
+"""Errors for which a reader passes over an object. With others, such as an unavailable store, it
+cannot know."""
 
 T = TypeVar("T")
 _TRIES = 3
@@ -26,8 +28,9 @@ _READS = 3
 
 
 def read_again(get: Callable[[], bytes], parse: Callable[[bytes], T]) -> T:
-    """What ``parse`` makes of an object, which is fetched up to three times before it is held to be damaged: networks
-    corrupt bytes more often than disks do. The same bytes twice are what is stored. Raises what ``parse`` raises."""
+    """What ``parse`` makes of an object, which is fetched up to three times before it is held to be
+    damaged: networks corrupt bytes more often than disks do. The same bytes twice are what is
+    stored. Raises what ``parse`` raises."""
     last: bytes | None = None
     for again in reversed(range(_READS)):
         data = get()
@@ -48,8 +51,9 @@ class _Refusal(NamedTuple):
 
 
 class UnreadableObjects:
-    """What was refused among numbered objects. Each is tried at three looks and then passed over until it is written
-    again, but for one look in 64. ``on_refused`` is told of each object the first time that it is refused.
+    """What was refused among numbered objects. Each is tried at three looks and then passed over
+    until it is written again, but for one look in 64. ``on_refused`` is told of each object the
+    first time that it is refused.
 
     ``error`` is why the first number of the last look was refused, where that is known.
     """
@@ -61,14 +65,20 @@ class UnreadableObjects:
         self._looks = 0
 
     def first(
-        self, numbers: Sequence[int], listed: Mapping[int, ObjectInfo], read: Callable[[int], T], *, bounded: bool
+        self,
+        numbers: Sequence[int],
+        listed: Mapping[int, ObjectInfo],
+        read: Callable[[int], T],
+        *,
+        bounded: bool,
     ) -> T | None:
-        """What ``read`` returns for the first of the ``numbers``, in the order of preference, for which it does not
-        raise an `UNREADABLE`; None if there is none. ``listed`` are their objects.
+        """What ``read`` returns for the first of the ``numbers``, in the order of preference, for
+        which it does not raise an `UNREADABLE`; None if there is none. ``listed`` are their
+        objects.
 
-        A ``bounded`` look ends after 256 objects or 32 MiB, and may miss what lies behind them; the next ones go on.
-        Any other tries all that were never tried, up to the first that can be read. Raises StoreUnavailable where
-        that takes more than ten minutes: the next look goes on.
+        A ``bounded`` look ends after 256 objects or 32 MiB, and may miss what lies behind them; the
+        next ones go on. Any other tries all that were never tried, up to the first that can be
+        read. Raises StoreUnavailable where that takes more than ten minutes: the next look goes on.
         """
         self._looks += 1
         # What is gone, or was written again since, is not what was refused.
@@ -97,18 +107,25 @@ class UnreadableObjects:
                     break
                 if budget.late:
                     raise StoreUnavailable(
-                        f"{len(numbers) - at} objects are left to be looked at after {_MAX_SECONDS:.0f} seconds",
-                        hint="Somebody leaves junk in the store. Call again: the next look goes on.",
+                        f"{len(numbers) - at} objects are left to be looked at after "
+                        f"{_MAX_SECONDS:.0f} seconds",
+                        hint="Somebody leaves junk in the store. Call again: the next look goes "
+                        "on.",
                     )
                 if (found := tried(number)) is not None:
                     place = at
                     break
-        # What was refused before is tried again, whatever lies below it was found: it may have been damaged on its way.
+        # What was refused before is tried again, whatever lies below it was found: it may have been
+        # damaged on its way.
         places = {number: at for at, number in enumerate(numbers[:place])}
         for number in again:
             if budget.spent:
                 break
-            if number in places and places[number] < place and (better := tried(number)) is not None:
+            if (
+                number in places
+                and places[number] < place
+                and (better := tried(number)) is not None
+            ):
                 found, place = better, places[number]
         return found
 

@@ -19,25 +19,28 @@ from .result import STEP_SECONDS, Tally, study_dict
 
 
 class SparsityMeter(Closing):
-    """Takes a state after every ``every``-th optimizer step and compares it, bitwise after the cast to ``dtype``, with
-    the states ``ks`` before; the first state is taken when the meter is created. ::
+    """Takes a state after every ``every``-th optimizer step and compares it, bitwise after the cast
+    to ``dtype``, with the states ``ks`` before; the first state is taken when the meter is created.
+    ::
 
         with SparsityMeter(model) as meter:
             train(model)
         print(meter.rows())
 
-    ``target`` is a model or an optimizer. Given a model, its parameters are the state, frozen ones too, and the steps
-    of the first optimizer that steps any of them are counted. Given an optimizer, the parameters in its groups are the
-    state: FP32 masters, or the trained part of a model. Floats wider than ``dtype`` are cast to it, other tensors
-    compared as they are. With ``every=4`` and four updates per rollout batch, k = 1 is from one published version to
-    the next.
+    ``target`` is a model or an optimizer. Given a model, its parameters are the state, frozen ones
+    too, and the steps of the first optimizer that steps any of them are counted. Given an
+    optimizer, the parameters in its groups are the state: FP32 masters, or the trained part of a
+    model. Floats wider than ``dtype`` are cast to it, other tensors compared as they are. With
+    ``every=4`` and four updates per rollout batch, k = 1 is from one published version to the next.
 
-    ``history``: also measure what the last changes tell of the next ones, "history" of `to_dict`, for one more byte an
-    element, up to a sixteenth of a copy, and about a nanosecond of a core for each element and state.
+    ``history``: also measure what the last changes tell of the next ones, "history" of `to_dict`,
+    for one more byte an element, up to a sixteenth of a copy, and about a nanosecond of a core for
+    each element and state.
 
-    Memory: on the device one block of 4 Mi elements at a time. On the host one copy of the cast weights, and for each
-    of the ``max(ks)`` states before it 6 bytes per changed BF16 weight, or a copy if that is less: at most ``max(ks) +
-    1`` copies, `memory_bytes` now; plus some hundred bytes per state.
+    Memory: on the device one block of 4 Mi elements at a time. On the host one copy of the cast
+    weights, and for each of the ``max(ks)`` states before it 6 bytes per changed BF16 weight, or a
+    copy if that is less: at most ``max(ks) + 1`` copies, `memory_bytes` now; plus some hundred
+    bytes per state.
 
     Raises InputError for invalid arguments and UnsupportedTensor for sharded or fake parameters.
     """
@@ -53,7 +56,8 @@ class SparsityMeter(Closing):
     ) -> None:
         if not isinstance(dtype, torch.dtype) or _dtype_of(dtype).name not in COMPUTE_DTYPES:
             raise InputError(
-                f"{dtype} is not a compute dtype", hint=f"Give the torch dtype of one of: {', '.join(COMPUTE_DTYPES)}."
+                f"{dtype} is not a compute dtype",
+                hint=f"Give the torch dtype of one of: {', '.join(COMPUTE_DTYPES)}.",
             )
         if not ks or min(ks) < 1 or every < 1:
             raise InputError("ks and every must be 1 or more")
@@ -61,7 +65,9 @@ class SparsityMeter(Closing):
         self._tally = Tally(self._live.specs, sorted(set(ks)), history=history)
         blocks, steps = self._tally.blocks, () if history else None
         self._records = [BlockRecord(block, self._tally.ks, steps=steps) for block in blocks]
-        self._remembered = Remembered(self._live.specs, dict(enumerate(blocks))) if history else None
+        self._remembered = (
+            Remembered(self._live.specs, dict(enumerate(blocks))) if history else None
+        )
         self._every = every
         self._steps = 0
         self._coded = 0
@@ -87,11 +93,11 @@ class SparsityMeter(Closing):
         return rows
 
     def to_dict(self, *, step_seconds: float = STEP_SECONDS) -> dict[str, Any]:
-        """The measurements so far, as `pulse_rl.study` describes them; bandwidths assume ``step_seconds`` of compute
-        between syncs.
+        """The measurements so far, as `pulse_rl.study` describes them; bandwidths assume
+        ``step_seconds`` of compute between syncs.
 
-        Each call builds the patches from the states k before to the newest one. So bytes and exponents describe the
-        states at the time of the call; sparsity covers all states.
+        Each call builds the patches from the states k before to the newest one. So bytes and
+        exponents describe the states at the time of the call; sparsity covers all states.
         """
         if self._coded < len(self._states):
             for index, record in enumerate(self._records):
@@ -143,7 +149,11 @@ class SparsityMeter(Closing):
     def _remember(self, number: int) -> None:
         if not (self._remembered and self._tally.history and number):
             return
-        found = {index: record.records for index, record in enumerate(self._records) if record.records is not None}
+        found = {
+            index: record.records
+            for index, record in enumerate(self._records)
+            if record.records is not None
+        }
         self._remembered.take(found, number)
         self._tally.history.names[number] = self._remembered.before.name
 
@@ -163,7 +173,9 @@ class _LiveState(State):
             name: dtype if p.is_floating_point() and p.dtype.itemsize > dtype.itemsize else p.dtype
             for name, p in parameters.items()
         }
-        super().__init__(tuple(_spec(name, p, self._cast[name]) for name, p in parameters.items()), {})
+        super().__init__(
+            tuple(_spec(name, p, self._cast[name]) for name, p in parameters.items()), {}
+        )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
         part = self._parameters[name].detach().reshape(-1)[start:stop].to(self._cast[name])
@@ -179,18 +191,23 @@ class _LiveState(State):
         found = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not found:
             return None
-        nonzero = sum(int((g.coalesce().values() if g.is_sparse else g).count_nonzero()) for g in found)
+        nonzero = sum(
+            int((g.coalesce().values() if g.is_sparse else g).count_nonzero()) for g in found
+        )
         return nonzero / max(sum(g.numel() for g in found), 1)
 
 
 def _parameters(target: torch.nn.Module | torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters by name, tied ones once; those of an optimizer without names are called by group and place."""
+    """Parameters by name, tied ones once; those of an optimizer without names are called by group
+    and place."""
     if isinstance(target, torch.nn.Module):
         found: dict[str, torch.Tensor] = dict(target.named_parameters())
     elif isinstance(target, torch.optim.Optimizer):
         found = {}
         for g, group in enumerate(target.param_groups):
-            names = group.get("param_names") or [f"group{g}.{i}" for i in range(len(group["params"]))]
+            names = group.get("param_names") or [
+                f"group{g}.{i}" for i in range(len(group["params"]))
+            ]
             found |= dict(zip(names, group["params"], strict=True))
     else:
         raise InputError(f"{type(target).__name__} is neither a torch module nor an optimizer")
@@ -201,7 +218,9 @@ def _parameters(target: torch.nn.Module | torch.optim.Optimizer) -> dict[str, to
 
 def _spec(name: str, parameter: torch.Tensor, dtype: torch.dtype) -> TensorSpec:
     if hasattr(parameter, "full_tensor") or parameter.is_meta:
-        raise UnsupportedTensor(f"parameter {name!r} is a {type(parameter).__name__} without plain storage")
+        raise UnsupportedTensor(
+            f"parameter {name!r} is a {type(parameter).__name__} without plain storage"
+        )
     return TensorSpec(name, _dtype_of(dtype), tuple(parameter.shape))
 
 

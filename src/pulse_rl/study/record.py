@@ -1,7 +1,8 @@
-"""One block's part of a study: changed elements against the states k before, and the cost of some patches.
+"""One block's part of a study: changed elements against the states k before, and the cost of some
+patches.
 
-Where history counts, too: what the changes of each step had been before, and the cost of some steps by the codec that
-knows.
+Where history counts, too: what the changes of each step had been before, and the cost of some steps
+by the codec that knows.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from .theory import ClassCounts
 
 
 class EarlierBlock(NamedTuple):
-    """The block ``k`` states before the newest one, and where it changed at least once since. Views, valid until the
-    next one is asked for."""
+    """The block ``k`` states before the newest one, and where it changed at least once since.
+    Views, valid until the next one is asked for."""
 
     k: int
     elements: UIntArray
@@ -38,8 +39,8 @@ class EarlierBlock(NamedTuple):
 class BlockHistory:
     """At most ``depth`` states before the newest.
 
-    An older state takes a position and a value a change, or one copy of the block where that is less; so the whole
-    takes at most ``depth + 1`` copies.
+    An older state takes a position and a value a change, or one copy of the block where that is
+    less; so the whole takes at most ``depth + 1`` copies.
     """
 
     def __init__(self, depth: int) -> None:
@@ -50,7 +51,8 @@ class BlockHistory:
     def nbytes(self) -> int:
         held = 0 if self.newest is None else self.newest.nbytes
         return held + sum(
-            u.positions.nbytes + u.values.nbytes if isinstance(u, Changes) else u.nbytes for u in self._undo
+            u.positions.nbytes + u.values.nbytes if isinstance(u, Changes) else u.nbytes
+            for u in self._undo
         )
 
     def push(self, elements: UIntArray) -> None:
@@ -103,7 +105,8 @@ class Pair(NamedTuple):
 
 
 class ChangeCount(NamedTuple):
-    """Changed elements by segment of the block, and elements of the block that changed in any step between."""
+    """Changed elements by segment of the block, and elements of the block that changed in any step
+    between."""
 
     changed: npt.NDArray[np.int64]
     touched: int
@@ -119,16 +122,17 @@ class PricedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PricedStep:
-    """The block in the patch from one state to the next: its entry by codec, and the counts of its step; None for
-    elements of more than 4 bytes."""
+    """The block in the patch from one state to the next: its entry by codec, and the counts of its
+    step; None for elements of more than 4 bytes."""
 
     entries: dict[str, BlockEntry]
     table: ChangeTable | None
 
 
 class BlockRecord:
-    """Compares a block's states one after another; ``coded`` are the pairs whose patches are built. ``steps``: where
-    history counts, the numbers of the states to which the steps lead that are coded with it; None: it does not."""
+    """Compares a block's states one after another; ``coded`` are the pairs whose patches are built.
+    ``steps``: where history counts, the numbers of the states to which the steps lead that are
+    coded with it; None: it does not."""
 
     def __init__(
         self,
@@ -159,8 +163,8 @@ class BlockRecord:
         return self._history.nbytes + (self._recurrence.nbytes if self._recurrence else 0)
 
     def add(self, elements: UIntArray, past: Past = ()) -> None:
-        """The block in the next state; ``elements`` are copied. ``past``: what is remembered of it at the state before.
-        Sets ``records``, what is to be remembered of this step."""
+        """The block in the next state; ``elements`` are copied. ``past``: what is remembered of it
+        at the state before. Sets ``records``, what is to be remembered of this step."""
         self._history.push(elements)
         if self._states and self._steps is not None:
             self._add_step(past)
@@ -199,12 +203,18 @@ class BlockRecord:
 
     def _code_step(self, past: Past) -> PricedStep:
         old = next(self._history.earlier()).elements
-        entries = {name: self._entry(name, old, past if name == "history" else ()) for name in WITH_HISTORY}
+        entries = {
+            name: self._entry(name, old, past if name == "history" else ()) for name in WITH_HISTORY
+        }
         return PricedStep(entries, self._recurrence.table(old) if self._recurrence else None)
 
     def _entry(self, codec: str, old: UIntArray, past: Past = ()) -> BlockEntry:
         layout = self.block.layout._replace(past=past)
-        return entry_of(codecs.encode_block(old, self._now, layout, codec="zstd" if codec == "zstd" else codecs.AUTO))
+        return entry_of(
+            codecs.encode_block(
+                old, self._now, layout, codec="zstd" if codec == "zstd" else codecs.AUTO
+            )
+        )
 
     def _count(self, earlier: EarlierBlock) -> ChangeCount:
         positions = bits.differing(earlier.elements, self._now)

@@ -1,23 +1,26 @@
-"""What an element's last change tells of its next one: counts, and the order-0 entropies that follow from them.
+"""What an element's last change tells of its next one: counts, and the order-0 entropies that
+follow from them.
 
-The estimator: all elements of 1, 2 and 4 bytes, of all tensors and of all counted steps (from one state to the next)
-are pooled by dtype, and frequencies are taken as known, as if their tables were free. With ``n`` elements of a class,
-of which ``k`` changed, a class costs ``n H(k / n)`` bits for the positions; signs and sizes of the steps cost their
-empirical entropy in theirs. The classes are
+The estimator: all elements of 1, 2 and 4 bytes, of all tensors and of all counted steps (from one
+state to the next) are pooled by dtype, and frequencies are taken as known, as if their tables were
+free. With ``n`` elements of a class, of which ``k`` changed, a class costs ``n H(k / n)`` bits for
+the positions; signs and sizes of the steps cost their empirical entropy in theirs. The classes are
 
-========  =======================================  ====================================================
-bits      without history                          with history
-========  =======================================  ====================================================
-position  old exponent                             old exponent and age
-sign      (one)                                    direction of the last step and age
-size      old exponent                             old exponent, and whether the last step was above 1
-========  =======================================  ====================================================
+========  =======================================
+==================================================== bits      without history
+with history ========  =======================================
+==================================================== position  old exponent
+old exponent and age sign      (one)                                    direction of the last step
+and age size      old exponent                             old exponent, and whether the last step
+was above 1 ========  =======================================
+====================================================
 
-An age is the number of versions since the last change, in octaves; "not yet" is a class of its own in all three. The
-classes of the right column refine those of the left one, so that its bits are never more.
+An age is the number of versions since the last change, in octaves; "not yet" is a class of its own
+in all three. The classes of the right column refine those of the left one, so that its bits are
+never more.
 
-`Remembered` is what a publisher would remember of the states that a study goes through, one version each;
-`HistoryTally` adds up what that tells.
+`Remembered` is what a publisher would remember of the states that a study goes through, one version
+each; `HistoryTally` adds up what that tells.
 """
 
 from __future__ import annotations
@@ -35,7 +38,15 @@ from ..state.tensors import DType, TensorSpec, UIntArray
 from ..sync.history_policy import Memory, most_remembered
 from .theory import exponents_of, flag_bits, summed, symbol_bits
 
-OCTAVES: tuple[tuple[int, int | None], ...] = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
+OCTAVES: tuple[tuple[int, int | None], ...] = (
+    (1, 1),
+    (2, 2),
+    (3, 4),
+    (5, 8),
+    (9, 16),
+    (17, 32),
+    (33, None),
+)
 """Ages in versions, first and last of each octave; the last one has no end."""
 
 CLASSES = 1 + len(OCTAVES)
@@ -56,14 +67,15 @@ class StateStep(NamedTuple):
     new: UIntArray
 
     def sizes(self, dtype: DType) -> npt.NDArray[np.int64]:
-        """The signed steps [n] as codecs count them: how many values of ``dtype`` further (docs/format.md, 3.6.2)."""
+        """The signed steps [n] as codecs count them: how many values of ``dtype`` further
+        (docs/format.md, 3.6.2)."""
         steps = _ordered(self.new, dtype) - _ordered(self.old, dtype)
         return steps.view(f"i{steps.itemsize}").astype(np.int64)
 
 
 class LastChanges:
-    """The last change of each of ``elements``: its age in versions, exact below 63, its direction, whether its step was
-    larger than 1. One byte an element, `nbytes`."""
+    """The last change of each of ``elements``: its age in versions, exact below 63, its direction,
+    whether its step was larger than 1. One byte an element, `nbytes`."""
 
     def __init__(self, elements: int) -> None:
         self._known = np.zeros(elements, np.uint8)
@@ -73,14 +85,16 @@ class LastChanges:
         return self._known.nbytes
 
     def advance(self, positions: npt.NDArray[np.uint32], sizes: npt.NDArray[np.int64]) -> None:
-        """One version more, in which the elements at ``positions`` [n] made steps of ``sizes`` [n]."""
+        """One version more, in which the elements at ``positions`` [n] made steps of ``sizes``
+        [n]."""
         known = self._known
         grows = (known - np.uint8(_AGE)) < np.uint8((_OLDEST - 1) * _AGE)
         known += grows.view(np.uint8) * np.uint8(_AGE)
         known[positions] = _AGE + _LARGE * (np.abs(sizes) > 1) + _UP * (sizes > 0)
 
     def ages(self, where: npt.NDArray[np.uint32] | slice) -> npt.NDArray[np.uint8]:
-        """The class of the age of each element ``where``; an element that changed in the last version has age 1."""
+        """The class of the age of each element ``where``; an element that changed in the last
+        version has age 1."""
         found: npt.NDArray[np.uint8] = _CLASS_OF[self._known[where]]
         return found
 
@@ -90,7 +104,8 @@ class LastChanges:
         return np.where(known == 0, NEVER, DOWN + (known & _UP)).astype(np.uint8)
 
     def lengths(self, where: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
-        """Of each element ``where`` 0 if it has not changed yet, 1 if its last step was 1, 2 if that was larger."""
+        """Of each element ``where`` 0 if it has not changed yet, 1 if its last step was 1, 2 if
+        that was larger."""
         known = self._known[where]
         return np.where(known == 0, 0, 1 + (known & _LARGE) // _LARGE).astype(np.uint8)
 
@@ -126,8 +141,9 @@ class ChangeBits(NamedTuple):
 
 
 class ChangeTable:
-    """Counts of elements of ``dtype`` (at most 4 bytes): all and changed ones [old exponent, class of the age], steps
-    [class of the age, last direction, down or up], and sizes by exponent and last step."""
+    """Counts of elements of ``dtype`` (at most 4 bytes): all and changed ones [old exponent, class
+    of the age], steps [class of the age, last direction, down or up], and sizes by exponent and
+    last step."""
 
     def __init__(self, dtype: DType) -> None:
         exponents = 1 << (dtype.exponent[1] if dtype.exponent else 0)
@@ -138,15 +154,20 @@ class ChangeTable:
         self._sizes = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def add(self, old: UIntArray, step: StateStep, last: LastChanges) -> None:
-        """One step of a block with the elements ``old`` before it and the changes ``last`` before that."""
+        """One step of a block with the elements ``old`` before it and the changes ``last`` before
+        that."""
         for start in range(0, old.size, _CHUNK):
             part = slice(start, start + _CHUNK)
             self.elements += self._cells(old[part], last.ages(part))
         ages = last.ages(step.positions)
         self.changed += self._cells(step.old, ages)
         sizes = step.sizes(self.dtype)
-        np.add.at(self.signs, (ages, last.directions(step.positions), (sizes > 0).astype(np.intp)), 1)
-        classes = exponents_of(step.old, self.dtype).astype(np.int64) * _LENGTHS + last.lengths(step.positions)
+        np.add.at(
+            self.signs, (ages, last.directions(step.positions), (sizes > 0).astype(np.intp)), 1
+        )
+        classes = exponents_of(step.old, self.dtype).astype(np.int64) * _LENGTHS + last.lengths(
+            step.positions
+        )
         found = np.unique((classes << _SIZE_BITS) | np.abs(sizes), return_counts=True)
         self._sizes = summed(*self._sizes, *found)
 
@@ -162,7 +183,11 @@ class ChangeTable:
         with_age = flag_bits(self.elements.reshape(-1), self.changed.reshape(-1))
         sign = symbol_bits(self.signs.sum((0, 1)))
         with_direction = sum(symbol_bits(cell) for cell in self.signs.reshape(-1, 2))
-        return ChangeBits((position, with_age), (sign, with_direction), (self._size_bits(_LENGTHS), self._size_bits(1)))
+        return ChangeBits(
+            (position, with_age),
+            (sign, with_direction),
+            (self._size_bits(_LENGTHS), self._size_bits(1)),
+        )
 
     def _cells(self, old: UIntArray, ages: npt.NDArray[np.uint8]) -> Counts:
         cells = exponents_of(old, self.dtype) * np.uint16(CLASSES) + ages
@@ -212,30 +237,38 @@ _ROOT = "00" * 32
 
 
 def first_step(last: int) -> int:
-    """The first step that counts where history does: to the states of the second half, of those up to ``last``."""
+    """The first step that counts where history does: to the states of the second half, of those up
+    to ``last``."""
     return last // 2 + 1
 
 
 def steps_to_code(last: int) -> set[int]:
-    """Some of the steps that count, which cost what all do: all, or one for each number of versions since the last
-    window was merged, evenly spread. The rare ones where all has just been forgotten are passed over."""
+    """Some of the steps that count, which cost what all do: all, or one for each number of versions
+    since the last window was merged, evenly spread. The rare ones where all has just been forgotten
+    are passed over."""
     steps, rule = range(first_step(last), last + 1), Memory()
     if len(steps) <= rule.window:
         return set(steps)
     found: dict[int, int] = {}
     for i in range(rule.window):
         target = steps[0] + i * (len(steps) - 1) / (rule.window - 1)
-        left = [new for new in steps if (new - 1) % rule.restart and (new - 1) % rule.window not in found]
+        left = [
+            new
+            for new in steps
+            if (new - 1) % rule.restart and (new - 1) % rule.window not in found
+        ]
         new = min(left, key=lambda new: abs(new - target))
         found[(new - 1) % rule.window] = new
     return set(found.values())
 
 
 class Remembered:
-    """The history by a publisher's own rule, with folds of 8 and 64 and the states numbered from 0 as versions.
+    """The history by a publisher's own rule, with folds of 8 and 64 and the states numbered from 0
+    as versions.
 
-    ``before`` ends one state before ``now``. Where only a part of the state's blocks is worked on, its cap is a share
-    of their bytes. Memory: at most a twelfth of those bytes, and the changes of one version.
+    ``before`` ends one state before ``now``. Where only a part of the state's blocks is worked on,
+    its cap is a share of their bytes. Memory: at most a twelfth of those bytes, and the changes of
+    one version.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...], blocks: Mapping[int, Block]) -> None:
@@ -244,12 +277,16 @@ class Remembered:
         self._cut = cut(specs)
         self._nbytes = {index: block.nbytes for index, block in blocks.items()}
 
-    def take(self, records: Mapping[int, Records], version: int, *, threads: int | None = None) -> None:
+    def take(
+        self, records: Mapping[int, Records], version: int, *, threads: int | None = None
+    ) -> None:
         """The next version, and what is to be remembered of it by index of the block."""
         self.before = self.now
         window = Window(1, _ROOT, records, self._cut)
         nbytes = sum(self._nbytes.values())
-        self.now = self._rule.after(self.now, window, version - 1, version, most_remembered(nbytes), threads=threads)
+        self.now = self._rule.after(
+            self.now, window, version - 1, version, most_remembered(nbytes), threads=threads
+        )
 
     def keep(self, indices: Collection[int]) -> None:
         """Lets go of all other blocks."""
@@ -262,8 +299,9 @@ class Remembered:
 
 
 class HistoryTally:
-    """Sums over blocks: what each step's changes had been before, and, of some steps, the counts of the bound and the
-    blocks as coded; steps are known by the number of the state to which they lead."""
+    """Sums over blocks: what each step's changes had been before, and, of some steps, the counts of
+    the bound and the blocks as coded; steps are known by the number of the state to which they
+    lead."""
 
     def __init__(self) -> None:
         self.ages: dict[int, Counts] = {}
@@ -275,7 +313,9 @@ class HistoryTally:
         """How many of a block's changes have which class of the age."""
         self.ages[new] = self.ages.get(new, np.zeros(CLASSES, np.int64)) + ages
 
-    def add_coded(self, new: int, entries: Mapping[str, BlockEntry], table: ChangeTable | None) -> None:
+    def add_coded(
+        self, new: int, entries: Mapping[str, BlockEntry], table: ChangeTable | None
+    ) -> None:
         """A block, by codec. Blocks must come in order."""
         for codec, entry in entries.items():
             self.entries.setdefault(new, {}).setdefault(codec, []).append(entry)
@@ -288,7 +328,11 @@ class HistoryTally:
 
     def bits(self) -> ChangeBits:
         """The sums of all dtypes."""
-        found = np.sum([table.bits() for table in self._tables.values()], axis=0) if self._tables else np.zeros((3, 2))
+        found = (
+            np.sum([table.bits() for table in self._tables.values()], axis=0)
+            if self._tables
+            else np.zeros((3, 2))
+        )
         return ChangeBits(*((without, given) for without, given in found.tolist()))
 
     def recurrence(self, first: int) -> dict[str, Any]:
@@ -297,7 +341,9 @@ class HistoryTally:
         total = np.sum(counted, axis=0) if counted else np.zeros(CLASSES, np.int64)
         changed = int(total.sum())
         shares = (total / changed).tolist() if changed else [None] * CLASSES
-        ages = [{"from": a, "to": b, "share": s} for (a, b), s in zip(OCTAVES, shares[1:], strict=True)]
+        ages = [
+            {"from": a, "to": b, "share": s} for (a, b), s in zip(OCTAVES, shares[1:], strict=True)
+        ]
         soon = [age["share"] for age in ages if age["to"] is not None and age["to"] <= SOON]
         return {
             "steps": len(counted),

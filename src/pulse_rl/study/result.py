@@ -1,19 +1,20 @@
-"""The result of a study: the blocks' records added up, for the model, its layer types and its tensors, as the dict of
-format "pulse.study.1" (see `pulse_rl.study`).
+"""The result of a study: the blocks' records added up, for the model, its layer types and its
+tensors, as the dict of format "pulse.study.1" (see `pulse_rl.study`).
 
-The layer type of a tensor follows from its name. The first rule that fits decides. A name's parts are what stands
-between its dots, in lower case.
+The layer type of a tensor follows from its name. The first rule that fits decides. A name's parts
+are what stands between its dots, in lower case.
 
-==========  ==============================================================================================
-biases      the last part is ``bias`` or ends with ``_bias``, whatever layer it belongs to
-norms       a part contains ``norm``, or is ``ln`` with or without a suffix (``ln_1``, ``ln_f``)
-head        a part is ``lm_head``, ``embed_out``, ``score``, ``classifier``, ``v_head``, ``value_head`` or ``head``
-embeddings  a part contains ``embed``, or is ``wte``, ``wpe``, ``shared``
-attention   a part contains ``attn`` or ``attention``, or is one of q/k/v/o/qkv_proj, ``query``, ``key``, ``value``
-mlp         a part contains ``mlp``, ``ffn``, ``feed_forward``, ``intermediate`` or ``expert``, or is one of
-            gate/up/down/gate_up_proj, ``fc1``, ``fc2``, ``w1``, ``w2``, ``w3``, or ``output`` (BERT's second matrix)
-others      everything else
-==========  ==============================================================================================
+==========
+==============================================================================================
+biases      the last part is ``bias`` or ends with ``_bias``, whatever layer it belongs to norms
+a part contains ``norm``, or is ``ln`` with or without a suffix (``ln_1``, ``ln_f``) head        a
+part is ``lm_head``, ``embed_out``, ``score``, ``classifier``, ``v_head``, ``value_head`` or
+``head`` embeddings  a part contains ``embed``, or is ``wte``, ``wpe``, ``shared`` attention   a
+part contains ``attn`` or ``attention``, or is one of q/k/v/o/qkv_proj, ``query``, ``key``,
+``value`` mlp         a part contains ``mlp``, ``ffn``, ``feed_forward``, ``intermediate`` or
+``expert``, or is one of gate/up/down/gate_up_proj, ``fc1``, ``fc2``, ``w1``, ``w2``, ``w3``, or
+``output`` (BERT's second matrix) others      everything else ==========
+==============================================================================================
 
 A head that is tied to the embeddings is stored once, as embeddings.
 """
@@ -51,7 +52,10 @@ _RULES = tuple(
         ("norms", r"(.*\.)?([^.]*norm[^.]*|ln(_[^.]*)?)(\..*)?"),
         ("head", r"(.*\.)?(lm_head|embed_out|score|classifier|v_head|value_head|head)(\..*)?"),
         ("embeddings", r"(.*\.)?([^.]*embed[^.]*|wte|wpe|shared)(\..*)?"),
-        ("attention", r"(.*\.)?([^.]*(attn|attention)[^.]*|(q|k|v|o|qkv)_proj|query|key|value)(\..*)?"),
+        (
+            "attention",
+            r"(.*\.)?([^.]*(attn|attention)[^.]*|(q|k|v|o|qkv)_proj|query|key|value)(\..*)?",
+        ),
         (
             "mlp",
             r"(.*\.)?([^.]*(mlp|ffn|feed_forward|intermediate|expert)[^.]*|(gate|up|down|gate_up)_proj|fc1|fc2|w[123]|output)(\..*)?",
@@ -86,7 +90,8 @@ class CountStatistics:
         np.maximum(self.max, counts, out=self.max)
 
     def row(self, i: int, elements: int) -> dict[str, Any]:
-        """The fields that all rows of a study share; of a tensor without elements nothing ever changes."""
+        """The fields that all rows of a study share; of a tensor without elements nothing ever
+        changes."""
         whole = max(elements, 1)
         return {
             "elements": elements,
@@ -99,7 +104,8 @@ class CountStatistics:
 
 @dataclass
 class CodedPair:
-    """What the patch of one pair costs: blocks in order, bits of the bound, classes of the main dtype."""
+    """What the patch of one pair costs: blocks in order, bits of the bound, classes of the main
+    dtype."""
 
     entries: dict[str, list[BlockEntry]]
     bound_bits: float = 0.0
@@ -107,10 +113,12 @@ class CodedPair:
 
 
 class Tally:
-    """The sums of one study. ``specs`` are those after the cast, ``ks`` ascending; ``history``: whether history counts,
-    too."""
+    """The sums of one study. ``specs`` are those after the cast, ``ks`` ascending; ``history``:
+    whether history counts, too."""
 
-    def __init__(self, specs: tuple[TensorSpec, ...], ks: Sequence[int], *, history: bool = False) -> None:
+    def __init__(
+        self, specs: tuple[TensorSpec, ...], ks: Sequence[int], *, history: bool = False
+    ) -> None:
         self.specs = specs
         self.ks = tuple(ks)
         self.blocks = cut(specs)
@@ -122,7 +130,8 @@ class Tally:
         self.history = HistoryTally() if history else None
         self.exponents = ClassCounts(self.main_dtype)
         self.statistics = {
-            k: (CountStatistics(1), CountStatistics(len(LAYERS)), CountStatistics(len(specs))) for k in self.ks
+            k: (CountStatistics(1), CountStatistics(len(LAYERS)), CountStatistics(len(specs)))
+            for k in self.ks
         }
         self.touched = dict.fromkeys(self.ks, 0)
         self._at = {s.name: i for i, s in enumerate(specs)}
@@ -142,7 +151,8 @@ class Tally:
         return result
 
     def add(self, record: BlockRecord) -> None:
-        """Adds what a block's record has found since the last call, and empties it. Blocks must come in order."""
+        """Adds what a block's record has found since the last call, and empties it. Blocks must
+        come in order."""
         self._count(record.block, record.counts)
         self.add_coded_blocks(record.block, record.coded_blocks)
         self.add_coded_steps(record.coded_steps)
@@ -175,18 +185,29 @@ class Tally:
                     self._partial_classes[pair, segment.spec.name] = counts
 
     def finish_pairs(self) -> None:
-        """Adds the pairs to the statistics; call it when all blocks of the states so far were added."""
+        """Adds the pairs to the statistics; call it when all blocks of the states so far were
+        added."""
         for pair in sorted(self._unfinished, key=lambda p: (p.new, p.k)):
             changed, touched = self._unfinished[pair]
             total = int(changed.sum())
             whole, layers, tensors = self.statistics[pair.k]
             whole.add(np.array([total]))
             tensors.add(changed)
-            layers.add(np.bincount(self._layer_index, weights=changed, minlength=len(LAYERS)).astype(np.int64))
+            layers.add(
+                np.bincount(self._layer_index, weights=changed, minlength=len(LAYERS)).astype(
+                    np.int64
+                )
+            )
             self.touched[pair.k] += touched
             sparsity = 1 - total / max(self.elements, 1)
             self.pairs.append(
-                {"k": pair.k, "old": pair.new - pair.k, "new": pair.new, "changed": total, "sparsity": sparsity}
+                {
+                    "k": pair.k,
+                    "old": pair.new - pair.k,
+                    "new": pair.new,
+                    "changed": total,
+                    "sparsity": sparsity,
+                }
             )
         self._unfinished = {}
 
@@ -207,7 +228,10 @@ class Tally:
 
     def _count(self, block: Block, counts: Mapping[Pair, ChangeCount]) -> None:
         for pair, count in counts.items():
-            changed, touched = self._unfinished.get(pair) or (np.zeros(len(self.specs), np.int64), 0)
+            changed, touched = self._unfinished.get(pair) or (
+                np.zeros(len(self.specs), np.int64),
+                0,
+            )
             for segment, n in zip(block.segments, count.changed.tolist(), strict=True):
                 changed[self._at[segment.spec.name]] += n
             self._unfinished[pair] = changed, touched + count.touched
@@ -233,7 +257,8 @@ def study_dict(
     step_seconds: float = STEP_SECONDS,
     gradients: Sequence[float | None] = (),
 ) -> dict[str, Any]:
-    """The study as a dict of plain values; values of k for which no pair was compared have no rows."""
+    """The study as a dict of plain values; values of k for which no pair was compared have no
+    rows."""
     ks = [k for k in tally.ks if tally.statistics[k][0].pairs]
     rows = [_row(tally, k) for k in ks]
     dense_bytes = sum(s.nbytes for s in tally.specs)
@@ -271,7 +296,13 @@ def _cost(tally: Tally, k: int) -> dict[str, Any]:
     coded = [pair for pair in tally.coded if pair.k == k]
     changed = sum(tally.coded[pair].changed for pair in coded)
     if not changed:
-        names = ("bytes", "bytes_per_changed", "bytes_per_changed_zstd", "entropy_bound", "times_bound")
+        names = (
+            "bytes",
+            "bytes_per_changed",
+            "bytes_per_changed_zstd",
+            "entropy_bound",
+            "times_bound",
+        )
         return {"coded_pairs": len(coded), **dict.fromkeys(names)}
     ours, zstd = (_total_bytes(tally, coded, codec) for codec in CODECS)
     bound = sum(tally.coded[pair].bound_bits for pair in coded) / 8
@@ -302,7 +333,9 @@ def _coded_steps(tally: Tally, history: HistoryTally) -> dict[str, Any]:
         for suffix, total in zip(("", "_with_history"), pair, strict=True):
             found[f"{name}_bits{suffix}"] = total / counted if counted else None
     for suffix, at in (("", 0), ("_with_history", 1)):
-        found[f"entropy_bound{suffix}"] = sum(pair[at] for pair in bits) / 8 / counted if counted else None
+        found[f"entropy_bound{suffix}"] = (
+            sum(pair[at] for pair in bits) / 8 / counted if counted else None
+        )
     for codec in WITH_HISTORY:
         nbytes = sum(tally.step_bytes(new, codec) for new in steps)
         found[f"bytes_per_changed_{codec}"] = nbytes / changed if changed else None
@@ -324,7 +357,8 @@ def _layer_rows(tally: Tally, ks: list[int]) -> list[dict[str, Any]]:
 
 
 def kind_of(spec: TensorSpec) -> str:
-    """What a tensor of a checkpoint holds: "scales" of a quantised weight, or elements of its dtype."""
+    """What a tensor of a checkpoint holds: "scales" of a quantised weight, or elements of its
+    dtype."""
     return "scales" if spec.name.endswith(SCALES) else spec.dtype.name
 
 
@@ -335,7 +369,10 @@ def _kind_rows(tally: Tally, ks: list[int]) -> list[dict[str, Any]]:
         counted = tally.statistics[k][2]
         for kind in dict.fromkeys(kinds):
             of = [i for i, each in enumerate(kinds) if each == kind]
-            elements, changed = sum(tally.specs[i].elements for i in of), int(counted.total[of].sum()) / counted.pairs
+            elements, changed = (
+                sum(tally.specs[i].elements for i in of),
+                int(counted.total[of].sum()) / counted.pairs,
+            )
             rows.append(
                 {
                     "kind": kind,
@@ -371,7 +408,9 @@ def _summary(rows: list[dict[str, Any]], dense_bytes: int, step_seconds: float) 
     return {
         "sparsity": first["sparsity"] if first else None,
         "bytes_per_sync": nbytes,
-        "bandwidth_for_target": None if nbytes is None else bandwidth_for(nbytes, step_seconds, TARGET),
+        "bandwidth_for_target": None
+        if nbytes is None
+        else bandwidth_for(nbytes, step_seconds, TARGET),
         "bandwidth_full": bandwidth_for(dense_bytes, step_seconds, TARGET),
         "target": TARGET,
         "step_seconds": step_seconds,

@@ -1,5 +1,5 @@
-"""A study's states in order, a folder of checkpoints or the versions of a stream, and its run over them, in as many
-passes as the memory limit requires."""
+"""A study's states in order, a folder of checkpoints or the versions of a stream, and its run over
+them, in as many passes as the memory limit requires."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ from .result import STEP_SECONDS, Tally, study_dict
 
 _DIGITS = re.compile(r"([0-9]+)")
 _FEWER = "A study compares at least two states of one model."
-_HINT = "Give a folder whose entries are .safetensors files or folders of checkpoints, or a store and its stream."
+_HINT = (
+    "Give a folder whose entries are .safetensors files or folders of checkpoints, or a "
+    "store and its stream."
+)
 _SPARE_BYTES = 1 << 30
 
 
 class StateSequence(Protocol):
     """An ordered sequence of states that can be walked more than once.
 
-    ``name`` is their source, ``state_names`` names each state, ``specs`` are their common tensors. Spending up to
-    ``spare_bytes`` of memory is worth it to save a walk.
+    ``name`` is their source, ``state_names`` names each state, ``specs`` are their common tensors.
+    Spending up to ``spare_bytes`` of memory is worth it to save a walk.
     """
 
     name: str
@@ -49,11 +52,13 @@ class StateSequence(Protocol):
 
 
 class CheckpointFolder:
-    """The checkpoints in ``folder``: files ``*.safetensors`` and folders with a checkpoint (sharded ones, too).
+    """The checkpoints in ``folder``: files ``*.safetensors`` and folders with a checkpoint (sharded
+    ones, too).
 
-    They are ordered by the numbers in their names (step-9 before step-10). A checkpoint in the folder itself is ignored
-    if at least two sub-folders hold checkpoints, since some trainers leave the last one there. Files are mapped, not
-    read. Raises InputError for fewer than two, StateMismatch where names, dtypes or shapes differ.
+    They are ordered by the numbers in their names (step-9 before step-10). A checkpoint in the
+    folder itself is ignored if at least two sub-folders hold checkpoints, since some trainers leave
+    the last one there. Files are mapped, not read. Raises InputError for fewer than two,
+    StateMismatch where names, dtypes or shapes differ.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -62,11 +67,14 @@ class CheckpointFolder:
         self._paths = _checkpoints(checked_path(folder))
         if len(self._paths) < 2:
             raise InputError(
-                f"{self.name} holds {len(self._paths)} checkpoints, at least 2 are needed", hint=_hint(folder)
+                f"{self.name} holds {len(self._paths)} checkpoints, at least 2 are needed",
+                hint=_hint(folder),
             )
         self.state_names = [path.name for path in self._paths]
         self.specs = self._load(self._paths[0]).specs
-        for _ in self.walk():  # headers only: what does not fit is found before anything is measured
+        for (
+            _
+        ) in self.walk():  # headers only: what does not fit is found before anything is measured
             pass
 
     def __repr__(self) -> str:
@@ -89,8 +97,8 @@ class CheckpointFolder:
 
 
 class StoredStream:
-    """The versions of ``stream`` in ``store``, replayed with a subscriber that uses ``threads`` threads and verifies
-    each version; only one state is in memory.
+    """The versions of ``stream`` in ``store``, replayed with a subscriber that uses ``threads``
+    threads and verifies each version; only one state is in memory.
 
     Raises InputError for fewer than two versions, StateMismatch if the tensors change.
     """
@@ -103,7 +111,8 @@ class StoredStream:
             self._versions = where.versions()
         if len(self._versions) < 2:
             raise InputError(
-                f"stream {stream!r} holds {len(self._versions)} versions, at least 2 are needed", hint=_FEWER
+                f"stream {stream!r} holds {len(self._versions)} versions, at least 2 are needed",
+                hint=_FEWER,
             )
         self.state_names = [f"version {version}" for version in self._versions]
         first = next(self.walk())
@@ -175,23 +184,27 @@ def study(
     memory_bytes: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Compares the states of ``source`` that are k apart; returns the dict that `pulse_rl.study` describes.
+    """Compares the states of ``source`` that are k apart; returns the dict that `pulse_rl.study`
+    describes.
 
-    ``lr``, the learning rate, adds the predicted density; ``step_seconds`` is the compute time between syncs that the
-    bandwidths assume; ``threads``: the maximum number (None: one per core). ``dtype`` names one of ``COMPUTE_DTYPES``,
-    in any letter case: wider floats are cast to it; with ``quantise``, as `Publisher.publish` takes it, those that are
-    not quantised. Values of ``ks`` with too few states are left out. For each k
-    patches are built for at most ``CODED_PAIRS`` pairs. Of three states and more it also says what history knows of a
-    step: patches with it are built for at most 8 steps of the second half of the states.
+    ``lr``, the learning rate, adds the predicted density; ``step_seconds`` is the compute time
+    between syncs that the bandwidths assume; ``threads``: the maximum number (None: one per core).
+    ``dtype`` names one of ``COMPUTE_DTYPES``, in any letter case: wider floats are cast to it; with
+    ``quantise``, as `Publisher.publish` takes it, those that are not quantised. Values of ``ks``
+    with too few states are left out. For each k patches are built for at most ``CODED_PAIRS``
+    pairs. Of three states and more it also says what history knows of a step: patches with it are
+    built for at most 8 steps of the second half of the states.
 
-    Memory: no checkpoint is ever held in full; they are mapped and read block by block (4 Mi elements). Of a stream one
-    state is held. Of the blocks in work the newest elements are kept and, of the max(ks) states before, what changed:
-    ``memory_bytes`` in all (default: 1 GiB, of a stream two states more). Where that does not hold a whole model the
-    rest is measured in further passes over the source. A single block may take max(ks) + 1 copies of itself. History
-    takes a byte an element of the blocks in work, which counts, and a sixteenth of their bytes, which does not.
+    Memory: no checkpoint is ever held in full; they are mapped and read block by block (4 Mi
+    elements). Of a stream one state is held. Of the blocks in work the newest elements are kept
+    and, of the max(ks) states before, what changed: ``memory_bytes`` in all (default: 1 GiB, of a
+    stream two states more). Where that does not hold a whole model the rest is measured in further
+    passes over the source. A single block may take max(ks) + 1 copies of itself. History takes a
+    byte an element of the blocks in work, which counts, and a sixteenth of their bytes, which does
+    not.
 
-    ``progress`` is called with the bytes, after the cast, that were compared since its last call: less than 0 where a
-    pass had to be cut short.
+    ``progress`` is called with the bytes, after the cast, that were compared since its last call:
+    less than 0 where a pass had to be cut short.
 
     Raises InputError, and whatever the source raises.
     """
@@ -204,19 +217,32 @@ def study(
     last = len(source.state_names) - 1
     possible = sorted({k for k in ks if k <= last})
     if not possible:
-        raise InputError(f"{last + 1} states are too few for k = {min(ks)}", hint="Give a smaller k, or more states.")
+        raise InputError(
+            f"{last + 1} states are too few for k = {min(ks)}",
+            hint="Give a smaller k, or more states.",
+        )
     coded = {Pair(k, new) for k in possible for new in evenly_spaced(k, last, CODED_PAIRS)}
     steps = steps_to_code(last) if last > 1 else None
 
     def seen(state: State) -> State:
-        return CastState(state, compute) if quantise is None else QuantisedState(state, quantise, compute)
+        return (
+            CastState(state, compute)
+            if quantise is None
+            else QuantisedState(state, quantise, compute)
+        )
 
-    specs = cast_specs(source.specs, compute) if quantise is None else seen(next(iter(source.walk()))).specs
+    specs = (
+        cast_specs(source.specs, compute)
+        if quantise is None
+        else seen(next(iter(source.walk()))).specs
+    )
     tally = Tally(specs, possible, history=steps is not None)
     budget = source.spare_bytes if memory_bytes is None else memory_bytes
     done = 0
     while done < len(tally.blocks):
-        records = [BlockRecord(block, possible, coded, steps=steps) for block in tally.blocks[done:]]
+        records = [
+            BlockRecord(block, possible, coded, steps=steps) for block in tally.blocks[done:]
+        ]
         one_pass = _Pass(tally, records, done, threads)
         for number, state in enumerate(source.walk()):
             compared = one_pass.add(seen(state), number, budget)
@@ -226,7 +252,9 @@ def study(
             tally.add(record)
         done += len(records)
     tally.finish_pairs()
-    return study_dict(tally, source=source.name, states=source.state_names, lr=lr, step_seconds=step_seconds)
+    return study_dict(
+        tally, source=source.name, states=source.state_names, lr=lr, step_seconds=step_seconds
+    )
 
 
 def evenly_spaced(first: int, last: int, count: int) -> set[int]:
@@ -239,14 +267,17 @@ def evenly_spaced(first: int, last: int, count: int) -> set[int]:
 class _Pass:
     """One walk over the states, for ``records`` of the blocks from number ``start`` on."""
 
-    def __init__(self, tally: Tally, records: list[BlockRecord], start: int, threads: int | None) -> None:
+    def __init__(
+        self, tally: Tally, records: list[BlockRecord], start: int, threads: int | None
+    ) -> None:
         self._tally, self._records, self._start, self._threads = tally, records, start, threads
         blocks = {start + i: record.block for i, record in enumerate(records)}
         self._remembered = Remembered(tally.specs, blocks) if tally.history else None
 
     def add(self, state: State, number: int, budget: int) -> int:
-        """Gives each record its block of the next state. Records that do not fit into ``budget`` bytes are given up,
-        half done, but for the first. Returns the bytes that were compared, less those of what was given up."""
+        """Gives each record its block of the next state. Records that do not fit into ``budget``
+        bytes are given up, half done, but for the first. Returns the bytes that were compared, less
+        those of what was given up."""
         records = self._records
         fitting = self._fitting(state, budget)
         dropped = sum(r.block.nbytes for r in records[fitting:])
@@ -257,7 +288,11 @@ class _Pass:
                 self._remembered.keep(range(self._start, self._start + len(records)))
             self._tally.history.names[number] = self._remembered.now.name
             if number:
-                found = {self._start + i: r.records for i, r in enumerate(records) if r.records is not None}
+                found = {
+                    self._start + i: r.records
+                    for i, r in enumerate(records)
+                    if r.records is not None
+                }
                 self._remembered.take(found, number, threads=self._threads)
         return compared
 

@@ -1,13 +1,16 @@
-"""What theory says of a step: how few bytes its changes need, and how often rounding lets a weight change.
+"""What theory says of a step: how few bytes its changes need, and how often rounding lets a weight
+change.
 
-**Entropy.** Per tensor and old exponent, ``k`` of ``n`` elements changed: their positions cost ``n H(k / n)`` bits, and
-the signed bit-pattern steps cost their empirical entropy in that class (order 0). Frequencies are taken as known, so
-the figure is a floor for codecs without other context, not something a real stream can reach on small tensors.
+**Entropy.** Per tensor and old exponent, ``k`` of ``n`` elements changed: their positions cost ``n
+H(k / n)`` bits, and the signed bit-pattern steps cost their empirical entropy in that class (order
+0). Frequencies are taken as known, so the figure is a floor for codecs without other context, not
+something a real stream can reach on small tensors.
 
-**Rounding** (PULSE, arXiv 2602.03839, section 3). In a format with ``m`` mantissa bits the weights 2^e <= |w| < 2^(e+1)
-are 2^(e-m) apart. Kept in that format, a weight absorbs an update below half of it, 2^(e-m-1): in BF16 |w| / 256 or
-less. Behind FP32 masters updates add up instead, and a master lies anywhere between two rounding edges, so an update u
-crosses one with chance u / 2^(e-m), at most 1. Adam's updates are about lr, and at most 10 lr with betas (.9, .999).
+**Rounding** (PULSE, arXiv 2602.03839, section 3). In a format with ``m`` mantissa bits the weights
+2^e <= |w| < 2^(e+1) are 2^(e-m) apart. Kept in that format, a weight absorbs an update below half
+of it, 2^(e-m-1): in BF16 |w| / 256 or less. Behind FP32 masters updates add up instead, and a
+master lies anywhere between two rounding edges, so an update u crosses one with chance u / 2^(e-m),
+at most 1. Adam's updates are about lr, and at most 10 lr with betas (.9, .999).
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ _EMPTY = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class EntropyBound:
-    """``position_bits`` and ``step_bits`` for ``changed`` of ``elements`` elements, given tensor and old exponent;
-    ``unconditional_bits`` is for both, given neither."""
+    """``position_bits`` and ``step_bits`` for ``changed`` of ``elements`` elements, given tensor
+    and old exponent; ``unconditional_bits`` is for both, given neither."""
 
     elements: int
     changed: int
@@ -47,7 +50,8 @@ class EntropyBound:
 
 
 class ClassCounts:
-    """How often each class (exponent of the old element) occurs in one tensor, and each (class, step) of a change."""
+    """How often each class (exponent of the old element) occurs in one tensor, and each (class,
+    step) of a change."""
 
     def __init__(self, dtype: DType) -> None:
         self.dtype = dtype
@@ -149,7 +153,9 @@ def symbol_bits(counts: npt.NDArray[np.int64]) -> float:
 
 def flag_bits(n: npt.NDArray[np.int64], k: npt.NDArray[np.int64]) -> float:
     """Sum of n H(k / n) in bits over classes."""
-    return sum(symbol_bits(np.array([hit, whole - hit])) for whole, hit in zip(n, k, strict=True) if whole)
+    return sum(
+        symbol_bits(np.array([hit, whole - hit])) for whole, hit in zip(n, k, strict=True) if whole
+    )
 
 
 _OTHER_BIAS = {"F8_E5M2FNUZ": 16, "F8_E4M3FNUZ": 8, "F8_E8M0": 127}
@@ -161,7 +167,8 @@ def exponent_of(field: int, dtype: DType) -> int:
 
 
 def ulp_of(exponent: int, dtype: DType) -> float:
-    """The unit in the last place, which is the distance of two neighbours among the values 2^e <= |w| < 2^(e+1)."""
+    """The unit in the last place, which is the distance of two neighbours among the values 2^e <=
+    |w| < 2^(e+1)."""
     assert dtype.exponent is not None
     return 2.0 ** (exponent - dtype.exponent[0])
 
@@ -172,7 +179,9 @@ def exponent_rows(counts: ClassCounts, lr: float | None) -> list[dict[str, Any]]
     if dtype.exponent is None:
         return []
     found: dict[int, tuple[int, int]] = {}
-    for field, (elements, changed) in enumerate(zip(counts.elements.tolist(), counts.changed.tolist(), strict=True)):
+    for field, (elements, changed) in enumerate(
+        zip(counts.elements.tolist(), counts.changed.tolist(), strict=True)
+    ):
         exponent = exponent_of(field, dtype)
         before = found.get(exponent, (0, 0))
         found[exponent] = before[0] + elements, before[1] + changed

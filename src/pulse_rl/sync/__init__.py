@@ -1,1 +1,2 @@
-"""The protocol's two sides, publisher and subscriber, over verified host states (docs/protocol.md, sections 3 to 5)."""
+"""The protocol's two sides, publisher and subscriber, over verified host states (docs/protocol.md,
+sections 3 to 5)."""

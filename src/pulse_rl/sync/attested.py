@@ -18,15 +18,19 @@ from ..stream.stream import Stream
 
 
 class WholeState(NamedTuple):
-    """Of the next version, on rank 0: its digest ``tree``, and its ``state`` if this rank has all of it."""
+    """Of the next version, on rank 0: its digest ``tree``, and its ``state`` if this rank has all
+    of it."""
 
     tree: StateDigest
     state: State | None
 
 
-def store_attestation(stream: Stream, signer: Signer, manifest: Manifest, whole: WholeState) -> Payload:
-    """Stores the attestation of the anchor of a version that is about to be committed. What this rank does not have is
-    read from the anchor's shards, 64 MiB at a time, and must have its leaves. Raises StoreError and IntegrityError."""
+def store_attestation(
+    stream: Stream, signer: Signer, manifest: Manifest, whole: WholeState
+) -> Payload:
+    """Stores the attestation of the anchor of a version that is about to be committed. What this
+    rank does not have is read from the anchor's shards, 64 MiB at a time, and must have its leaves.
+    Raises StoreError and IntegrityError."""
     assert manifest.anchor is not None
     state = whole.state or _stored_state(stream, manifest.anchor, whole.tree)
     statement = statement_of(manifest, state, whole.tree, key=signer.public_key)
@@ -51,7 +55,9 @@ class _StoredTensor(NamedTuple):
         first = start * self.spec.dtype.width // LEAF_BYTES
         leaves = b"".join(leaves_of([elements]))
         if leaves != self.tree.leaves[self.spec.name][32 * first :][: len(leaves)]:
-            raise DigestMismatch(f"tensor {self.spec.name!r} came back from the store with other bits")
+            raise DigestMismatch(
+                f"tensor {self.spec.name!r} came back from the store with other bits"
+            )
         return elements
 
 

@@ -1,4 +1,5 @@
-"""How ranks find their baseline in an existing stream: each reads its slices of the head (docs/protocol.md, 10)."""
+"""How ranks find their baseline in an existing stream: each reads its slices of the head
+(docs/protocol.md, 10)."""
 
 from __future__ import annotations
 
@@ -38,22 +39,34 @@ _Ranges = dict[str, list[tuple[int, int]]]
 
 
 def restore_whole(stream: Stream, version: int, root: str, host: HostState) -> Baseline | str:
-    """The whole of ``version`` with its ``root``, to which ``host`` moves as a subscriber's does; or why that fails.
-    Raises StoreUnavailable."""
+    """The whole of ``version`` with its ``root``, to which ``host`` moves as a subscriber's does;
+    or why that fails. Raises StoreUnavailable."""
     try:
         catch_up(host, stream, version)
     except (ChainGap, *UNREADABLE) as error:
         return str(error)
     layout = whole_layout(host.state.specs, host.state.aliases)
     leaves: Leaves = {
-        (name, k): of[32 * k : 32 * k + 32] for name, of in host.digest.leaves.items() for k in range(len(of) // 32)
+        (name, k): of[32 * k : 32 * k + 32]
+        for name, of in host.digest.leaves.items()
+        for k in range(len(of) // 32)
     }
     blocks = cut(layout.specs)
-    return Baseline(version, root, layout, layout.segments(0), blocks, host.state, leaves, host.history.of(blocks))
+    return Baseline(
+        version,
+        root,
+        layout,
+        layout.segments(0),
+        blocks,
+        host.state,
+        leaves,
+        host.history.of(blocks),
+    )
 
 
 class KeptPart(NamedTuple):
-    """What a folder keeps of ``version``, by the segments that a rank publishes, and what is remembered there."""
+    """What a folder keeps of ``version``, by the segments that a rank publishes, and what is
+    remembered there."""
 
     version: int
     state: SlicedState
@@ -65,18 +78,28 @@ def part_of(layout: Layout, ranks: RankGroup) -> str:
     return f"{ranks.rank} of {ranks.size}: {layout.digest}" if ranks.size > 1 else ""
 
 
-def kept_part(ranks: RankGroup, layout: Layout, head: Manifest, folder: StateFolder) -> KeptPart | None:
-    """What this rank publishes of ``head``, or of the version before its patch, as the ``folder`` keeps it; None where
-    it keeps nothing. Raises PulseError where it is something else."""
+def kept_part(
+    ranks: RankGroup, layout: Layout, head: Manifest, folder: StateFolder
+) -> KeptPart | None:
+    """What this rank publishes of ``head``, or of the version before its patch, as the ``folder``
+    keeps it; None where it keeps nothing. Raises PulseError where it is something else."""
     kept, base = folder.kept, head.patch
     if kept is None:
         return None
     if (kept.stream, kept.stream_id) != (head.stream, head.stream_id):
         raise StateMismatch(f"it is of stream {kept.stream!r} with the ID {kept.stream_id}")
-    if (kept.version, kept.root) not in ((head.version, head.root), base and (base.base, base.base_root)):
-        raise StateMismatch(f"it is version {kept.version}, from where no patch leads to {head.version}")
+    if (kept.version, kept.root) not in (
+        (head.version, head.root),
+        base and (base.base, base.base_root),
+    ):
+        raise StateMismatch(
+            f"it is version {kept.version}, from where no patch leads to {head.version}"
+        )
     segments = layout.segments(ranks.rank)
-    return KeptPart(kept.version, *folder.load_part(part_of(layout, ranks), segments, cut(layout.specs, segments)))
+    return KeptPart(
+        kept.version,
+        *folder.load_part(part_of(layout, ranks), segments, cut(layout.specs, segments)),
+    )
 
 
 def restore_baseline(
@@ -89,8 +112,9 @@ def restore_baseline(
     empty: Empty = State.empty,
     threads: int | None,
 ) -> Baseline | str:
-    """What this rank publishes of ``head``, read from the store, or ``kept``, once all ranks have theirs and these have
-    its root; or why that fails. A collective: raises what `RankGroup.run_on_all` does, StoreUnavailable, say."""
+    """What this rank publishes of ``head``, read from the store, or ``kept``, once all ranks have
+    theirs and these have its root; or why that fails. A collective: raises what
+    `RankGroup.run_on_all` does, StoreUnavailable, say."""
     version, root = head.version, head.root
     path = b"[]"
     if not all(ranks.run_on_all(lambda: b"kept" if kept else b"")):
@@ -106,13 +130,19 @@ def restore_baseline(
         if kept and kept.version == version:
             state, history = kept.state, kept.history
         else:
-            way = [_Step(own, head.remembers) for own in links_of(head) if own.base is not None] if kept else steps
+            way = (
+                [_Step(own, head.remembers) for own in links_of(head) if own.base is not None]
+                if kept
+                else steps
+            )
             state, history = _restore_slices(
                 stream, way, layout.specs, segments, kept=kept, empty=empty, threads=threads
             )
         blocks = cut(layout.specs, segments)
         leaves = inner_leaves(blocks, lambda segment: state.read(*segment.place))
-        made.append(Baseline(version, root, layout, segments, blocks, state, leaves, history.of(blocks)))
+        made.append(
+            Baseline(version, root, layout, segments, blocks, state, leaves, history.of(blocks))
+        )
         return str(len(history.windows)).encode()
 
     remembered = []
@@ -126,11 +156,14 @@ def restore_baseline(
         return baseline.state.read(*segment.place)
 
     with ranks.isolated():
-        leaves = baseline.leaves | hash_shared(list(layout.shared.values()), ranks, elements, threads)
+        leaves = baseline.leaves | hash_shared(
+            list(layout.shared.values()), ranks, elements, threads
+        )
         tree = gather_tree(layout, ranks, leaves)
     if ranks.on_rank0(lambda: tree.root.encode() if tree else b"").decode() != root:
         return "what was restored has another root"
-    # A rank whose records took too much memory remembers less: a patch names one history for all of them.
+    # A rank whose records took too much memory remembers less: a patch names one history for all of
+    # them.
     return baseline._replace(leaves=leaves, history=baseline.history.last(min(remembered)))
 
 
@@ -142,8 +175,9 @@ class _Step(NamedTuple):
 
 
 def _path_to(stream: Stream, version: int) -> bytes:
-    """The steps from an anchor to ``version``, as `_steps_of` reads them: where it can be, such that all is known that
-    patches on it need. Raises ChainGap, and what reading manifests raises."""
+    """The steps from an anchor to ``version``, as `_steps_of` reads them: where it can be, such
+    that all is known that patches on it need. Raises ChainGap, and what reading manifests
+    raises."""
     planner = Planner(stream, version)
     while True:
         path = [stream.resolved(planned) for planned in planner.plan(None)]
@@ -151,7 +185,13 @@ def _path_to(stream: Stream, version: int) -> bytes:
         if not any(planner.forgets(*step) for step in steps):
             break  # else folds of which the planner did not know are avoided
     said = [
-        [link.base, link.version, [[p.sha256, p.bytes] for p in link.payloads or ()], link.is_fold, manifest.remembers]
+        [
+            link.base,
+            link.version,
+            [[p.sha256, p.bytes] for p in link.payloads or ()],
+            link.is_fold,
+            manifest.remembers,
+        ]
         for link, manifest in steps
     ]
     return json.dumps(said).encode()
@@ -167,7 +207,8 @@ def _steps_of(message: bytes) -> list[_Step]:
 
 
 def _or_reason(work: Callable[[], bytes]) -> bytes:
-    """What ``work()`` returns behind a mark, or why the version cannot be restored. Raises what is worth a retry."""
+    """What ``work()`` returns behind a mark, or why the version cannot be restored. Raises what is
+    worth a retry."""
     try:
         return _FINE + work()
     except BROKEN_LINK as error:
@@ -188,12 +229,14 @@ def _restore_slices(
     empty: Empty = State.empty,
     threads: int | None = None,
 ) -> tuple[SlicedState, History]:
-    """``segments`` of the version to which ``path`` leads, a path from an anchor, or from what is ``kept``, with the
-    payloads of each link, and what is remembered there of the blocks that were read.
+    """``segments`` of the version to which ``path`` leads, a path from an anchor, or from what is
+    ``kept``, with the payloads of each link, and what is remembered there of the blocks that were
+    read.
 
-    ``specs`` are the tensors of the state. A block is decoded as a whole, so some elements beside the segments are
-    read, and forgotten. Each block is checked against its SHA-256; whoever calls this compares the root. Raises
-    StateMismatch where the version has other tensors, ChainGap, and what reading raises.
+    ``specs`` are the tensors of the state. A block is decoded as a whole, so some elements beside
+    the segments are read, and forgotten. Each block is checked against its SHA-256; whoever calls
+    this compares the root. Raises StateMismatch where the version has other tensors, ChainGap, and
+    what reading raises.
     """
     anchor = None
     if not kept:
@@ -203,7 +246,9 @@ def _restore_slices(
         if anchor.specs != specs:
             raise StateMismatch("the version before has other tensors")
         path = path[1:]
-    patches = list(ordered_map(lambda step: PatchFiles(stream.parts(step.link), specs), path, _LINKS_AT_ONCE))
+    patches = list(
+        ordered_map(lambda step: PatchFiles(stream.parts(step.link), specs), path, _LINKS_AT_ONCE)
+    )
     most = most_remembered(sum(spec.nbytes for spec in specs))
     state, histories = SlicedState.allocate(segments, empty), list[History]()
     for batch in _batches(specs, state.segments):
@@ -214,7 +259,9 @@ def _restore_slices(
         for patch in reversed(patches):
             touched.append(_touching(patch, wanted))
             wanted = _joined(wanted, [patch.header.cuts[k] for k in touched[-1]])
-        pieces = _Pieces([Segment(spec, *place) for spec in specs for place in wanted.get(spec.name, ())])
+        pieces = _Pieces(
+            [Segment(spec, *place) for spec in specs for place in wanted.get(spec.name, ())]
+        )
         # 2. Forwards: from the anchor, or from what is kept, patch by patch.
         history = History()
         if anchor:
@@ -244,14 +291,17 @@ def _side_by_side(histories: Sequence[History]) -> History:
     count = min(len(history.windows) for history in histories)
     return History(
         tuple(
-            of[0]._replace(records={index: found for window in of for index, found in window.records.items()})
+            of[0]._replace(
+                records={index: found for window in of for index, found in window.records.items()}
+            )
             for of in zip(*(history.last(count).windows for history in histories), strict=True)
         )
     )
 
 
 def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """The segments in batches of bounded size, one at least. Small tensors that share a block stay together."""
+    """The segments in batches of bounded size, one at least. Small tensors that share a block stay
+    together."""
     mine = {segment.spec.name: segment for segment in segments if segment.elements}
     batch: list[Segment] = []
     size = 0
@@ -272,7 +322,8 @@ def _touching(patch: PatchFiles, wanted: _Ranges) -> list[int]:
     return [
         k
         for k, (block, entry) in enumerate(zip(patch.header.cuts, patch.header.blocks, strict=True))
-        if entry.changed and any(_meets(wanted.get(s.spec.name, ()), s.start, s.stop) for s in block.segments)
+        if entry.changed
+        and any(_meets(wanted.get(s.spec.name, ()), s.start, s.stop) for s in block.segments)
     ]
 
 
@@ -299,17 +350,27 @@ def _joined(wanted: _Ranges, blocks: Sequence[Block]) -> _Ranges:
 
 
 def _apply(
-    patch: PatchFiles, chosen: list[int], pieces: _Pieces, history: History, most: int, threads: int | None
+    patch: PatchFiles,
+    chosen: list[int],
+    pieces: _Pieces,
+    history: History,
+    most: int,
+    threads: int | None,
 ) -> Mapping[int, Records] | None:
-    """Makes the changes of the ``chosen`` blocks; what a history is to remember of them, in ``most`` bytes."""
+    """Makes the changes of the ``chosen`` blocks; what a history is to remember of them, in
+    ``most`` bytes."""
     header, payloads = patch.header, patch.payloads(chosen)
-    needed = header.history if any(header.blocks[k].codec_id == codecs.HISTORY for k in chosen) else None
+    needed = (
+        header.history if any(header.blocks[k].codec_id == codecs.HISTORY for k in chosen) else None
+    )
     known, recorder = history.named(needed, header.cuts), Recorder(most)
 
     def run(index: int) -> None:
         block = header.cuts[index]
         before = block.read(pieces)
-        changes = decode_block(index, block, header.blocks[index], payloads[index], before, known.past(index))
+        changes = decode_block(
+            index, block, header.blocks[index], payloads[index], before, known.past(index)
+        )
         if most:
             recorder.add(index, block.dtype, changes, before)
         scatter(block, pieces, changes)
@@ -320,7 +381,8 @@ def _apply(
 
 
 class _Pieces(State):
-    """Several segments of each of some tensors, in new host memory; `read` takes places in the whole tensors."""
+    """Several segments of each of some tensors, in new host memory; `read` takes places in the
+    whole tensors."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         super().__init__((), {})

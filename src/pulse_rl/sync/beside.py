@@ -1,4 +1,5 @@
-"""Several streams of one state: each is published as it would be alone, from one pass over the weights."""
+"""Several streams of one state: each is published as it would be alone, from one pass over the
+weights."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from .submissions import Submission
 
 
 class Done(NamedTuple):
-    """What a version cost; whether the request's memory was ``kept`` as its baseline; why a stream beside it has
-    ``failed``."""
+    """What a version cost; whether the request's memory was ``kept`` as its baseline; why a stream
+    beside it has ``failed``."""
 
     published: Published
     kept: bool
@@ -33,9 +34,12 @@ class Done(NamedTuple):
         return self.published
 
 
-def check_beside(stream: str, beside: Any, after: int | None = None, on_device: str | None = None) -> None:
-    """Raises InputError unless ``beside`` maps names of streams, others than ``stream``, to what ``quantise`` may be,
-    None included; and for arguments of `Publisher.publish` that have no meaning for several streams."""
+def check_beside(
+    stream: str, beside: Any, after: int | None = None, on_device: str | None = None
+) -> None:
+    """Raises InputError unless ``beside`` maps names of streams, others than ``stream``, to what
+    ``quantise`` may be, None included; and for arguments of `Publisher.publish` that have no
+    meaning for several streams."""
     if not isinstance(beside, Mapping) or stream in beside:
         raise InputError(
             f"beside must map the names of other streams to formats, not {beside!r}",
@@ -52,7 +56,8 @@ def check_beside(stream: str, beside: Any, after: int | None = None, on_device: 
         )
     if on_device == BASELINE:
         raise InputError(
-            "on_device='baseline' compares one stream on the device, and those beside it need all weights on the host",
+            "on_device='baseline' compares one stream on the device, and those beside it need "
+            "all weights on the host",
             hint="Leave it out, or use on_device='copy'.",
         )
 
@@ -69,10 +74,12 @@ def publish_beside(
     progress: bool = False,
     **given: Any,
 ) -> Done:
-    """Publishes the state of ``request`` to its own stream and to those beside it, of which ``other`` opens each,
-    whether or not one of them fails. Raises the own stream's error; one of the others is in the result.
+    """Publishes the state of ``request`` to its own stream and to those beside it, of which
+    ``other`` opens each, whether or not one of them fails. Raises the own stream's error; one of
+    the others is in the result.
 
-    What is wrong with the state, or with how a stream is quantised, is raised before anything is published.
+    What is wrong with the state, or with how a stream is quantised, is raised before anything is
+    published.
     """
     streams = [("", own)]
     parts: list[LocalState] = []
@@ -82,13 +89,17 @@ def publish_beside(
         local = request.arrived()
         formats = [request.quantise, *request.beside.values()]
         if own.together or local.boxes:
-            parts.extend(local._replace(quantise=quantise, beside=None, owned=False) for quantise in formats)
+            parts.extend(
+                local._replace(quantise=quantise, beside=None, owned=False) for quantise in formats
+            )
             for part in parts:
                 _ = part.state if part.quantise is None else quantised(part)
         else:
             once.append(ReadOnce(local.source, len(formats), threads))
             dtype = local.dtype.name if local.dtype else None
-            parts.extend(LocalState.of(once[0].of(k), dtype, quantise) for k, quantise in enumerate(formats))
+            parts.extend(
+                LocalState.of(once[0].of(k), dtype, quantise) for k, quantise in enumerate(formats)
+            )
         streams.extend((name, other(name)) for name in request.beside)
 
     def publish(k: int) -> Published | BaseException:
@@ -99,7 +110,9 @@ def publish_beside(
                 return rank.publish(part, number=number, progress=progress, **given)[0]
             with failures_to(listener, name, "publish"):
                 return rank.publish(part, number=number, **given)[0]
-        except BaseException as error:  # of whatever kind: it is raised once the other streams have ended
+        except (
+            BaseException
+        ) as error:  # of whatever kind: it is raised once the other streams have ended
             return error
         finally:
             for reads in once:
@@ -121,7 +134,9 @@ def publish_beside(
     failed = [error for error in made if isinstance(error, BaseException)]
     for error in failed:
         if there:
-            versions = ", ".join(f"version {each.version} of {name!r}" for name, each in there.items())
+            versions = ", ".join(
+                f"version {each.version} of {name!r}" for name, each in there.items()
+            )
             error.add_note(f"Committed of the same state: {versions}.")
     if not isinstance(made[0], Published):
         raise made[0]

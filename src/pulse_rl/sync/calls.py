@@ -26,8 +26,9 @@ def make_call(
     number: int,
     submission: Submission | None,
 ) -> list[Any]:
-    """What ``work()`` returns on each rank, as JSON has it, where all make the same call, by its ``number``, of
-    ``stream``; nothing without others. Raises RankLost, InputError, and CancelledError where one is cancelled."""
+    """What ``work()`` returns on each rank, as JSON has it, where all make the same call, by its
+    ``number``, of ``stream``; nothing without others. Raises RankLost, InputError, and
+    CancelledError where one is cancelled."""
 
     def describe() -> bytes:
         goes = submission is None or begin(submission)
@@ -37,7 +38,10 @@ def make_call(
         found = work()
         if ranks.size == 1:
             return call
-        arguments = {name: getattr(request, name) for name in ("metadata", "dtype", "anchor", "after", "quantise")}
+        arguments = {
+            name: getattr(request, name)
+            for name in ("metadata", "dtype", "anchor", "after", "quantise")
+        }
         arguments |= {"stream": stream, "beside": [*request.beside.items()]}
         return call + json.dumps([arguments, found]).encode()
 
@@ -46,8 +50,10 @@ def make_call(
     for rank, (theirs, _) in enumerate(calls):
         if theirs != calls[0][0]:
             raise RankLost(
-                f"the ranks have parted: rank 0 makes its call {calls[0][0]}, rank {rank} its call {theirs}",
-                hint="One was interrupted before a call that the others made. Start the ranks again.",
+                f"the ranks have parted: rank 0 makes its call {calls[0][0]}, rank {rank} its "
+                f"call {theirs}",
+                hint="One was interrupted before a call that the others made. Start the ranks "
+                "again.",
             )
     if not all(goes for _, goes in calls):
         raise ranks.mark_collective(CancelledError())
@@ -61,18 +67,21 @@ def make_call(
 
 
 def _compare(ranks: RankGroup, calls: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RankLost where a rank is at another step, and InputError, on all, where one was called with other
-    arguments."""
+    """Raises RankLost where a rank is at another step, and InputError, on all, where one was called
+    with other arguments."""
     for (rank, call), what in product(enumerate(calls), ("stream", "metadata")):
         first, other = calls[0][what], call[what]
         if other != first:
             raise RankLost(
-                f"the ranks have parted: rank 0 publishes {json.dumps(first)[:_SHOWN]}, rank {rank} "
+                f"the ranks have parted: rank 0 publishes {json.dumps(first)[:_SHOWN]}, rank "
+                f"{rank} "
                 f"{json.dumps(other)[:_SHOWN]}",
                 hint="One has missed a step, or was given other metadata. Start the ranks again.",
             )
     if found := unlike(calls):
-        raise ranks.mark_collective(InputError(found, hint="Call all ranks with the same arguments."))
+        raise ranks.mark_collective(
+            InputError(found, hint="Call all ranks with the same arguments.")
+        )
 
 
 def unlike(given: Sequence[Mapping[str, Any]]) -> str:

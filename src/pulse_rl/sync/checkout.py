@@ -1,4 +1,5 @@
-"""Any version of a stream, and from there its neighbours: for replays, restarts, bisections and evaluations."""
+"""Any version of a stream, and from there its neighbours: for replays, restarts, bisections and
+evaluations."""
 
 from __future__ import annotations
 
@@ -40,14 +41,21 @@ class _Reader(Subscriber):
             try:
                 files[SIGNATURE] = self._failover.fetch(anchor.attestation, FILE)
             except UNREADABLE as error:  # the weights are what was asked for
-                fell_back(self._listener, self.stream.name, f"the attestation of version {self.version}", error)
+                fell_back(
+                    self._listener,
+                    self.stream.name,
+                    f"the attestation of version {self.version}",
+                    error,
+                )
         return files
 
     def versions(self) -> list[int]:
         """All that are listed, ascending. Raises EmptyStream and StoreError."""
         found = self._serial.run(lambda: self._failover.versions()[1])
         if not found:
-            raise EmptyStream(f"stream {self.stream.name!r}: {absence(self.stream.store, self.stream.name)}")
+            raise EmptyStream(
+                f"stream {self.stream.name!r}: {absence(self.stream.store, self.stream.name)}"
+            )
         return found
 
     def last(self, fits: Callable[[Manifest], bool]) -> int | None:
@@ -60,19 +68,23 @@ class _Reader(Subscriber):
                 return None
 
         def search() -> int | None:
-            with self.stream.limited(), closing(ordered_map(look, self.versions()[::-1], _AT_ONCE)) as found:
+            with (
+                self.stream.limited(),
+                closing(ordered_map(look, self.versions()[::-1], _AT_ONCE)) as found,
+            ):
                 return next((version for version in found if version is not None), None)
 
         return self._serial.run(search)
 
 
 class Checkout(Closing, NotCopyable):
-    """A verified version of a stream in host memory, made by `pulse_rl.checkout`, that moves to others (`to`).
+    """A verified version of a stream in host memory, made by `pulse_rl.checkout`, that moves to
+    others (`to`).
 
-    Beside the state it keeps the bits in which the versions differ at which it was, for as many bytes as the state has
-    at most, so that it goes back and forth between them without a fetch; the oldest are let go first. While an anchor
-    is restored there is a second state. Interrupts do no harm, and one thread uses it at a time, as for `Subscriber`.
-    A context manager.
+    Beside the state it keeps the bits in which the versions differ at which it was, for as many
+    bytes as the state has at most, so that it goes back and forth between them without a fetch; the
+    oldest are let go first. While an anchor is restored there is a second state. Interrupts do no
+    harm, and one thread uses it at a time, as for `Subscriber`. A context manager.
     """
 
     def __init__(self, reader: Any) -> None:
@@ -86,7 +98,8 @@ class Checkout(Closing, NotCopyable):
 
     @property
     def root(self) -> str:
-        """The root of the state, 64 hexadecimal digits, which was computed from its bits and is the manifest's."""
+        """The root of the state, 64 hexadecimal digits, which was computed from its bits and is the
+        manifest's."""
         return self._reader.root
 
     @property
@@ -120,27 +133,37 @@ class Checkout(Closing, NotCopyable):
         """The files beside the weights, such as config and tokenizer, as `Subscriber.files`."""
         return self._reader.files()
 
-    def save(self, path: str | os.PathLike[str], *, sharded: bool = False, force: bool = False) -> None:
-        """Writes ``path``: a folder that ``from_pretrained`` loads, with weights and `files`, or one ``.safetensors``
-        file. ``sharded`` and ``force`` are those of `Subscriber.save`. A folder that is not ``sharded`` has what the
-        publisher has attested of the version, too, as ``pulse.sig``."""
+    def save(
+        self, path: str | os.PathLike[str], *, sharded: bool = False, force: bool = False
+    ) -> None:
+        """Writes ``path``: a folder that ``from_pretrained`` loads, with weights and `files`, or
+        one ``.safetensors`` file. ``sharded`` and ``force`` are those of `Subscriber.save`. A
+        folder that is not ``sharded`` has what the publisher has attested of the version, too, as
+        ``pulse.sig``."""
         self._reader.save(path, sharded=sharded, force=force)
 
     def to(
-        self, version: int | None = None, *, root: str | None = None, metadata: Mapping[str, Any] | None = None
+        self,
+        version: int | None = None,
+        *,
+        root: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Moves to another version, and returns this object: to ``version``, or to the newest one with this ``root`` or
-        with all that ``metadata`` says, as for `pulse_rl.checkout`; without any to the newest.
+        """Moves to another version, and returns this object: to ``version``, or to the newest one
+        with this ``root`` or with all that ``metadata`` says, as for `pulse_rl.checkout`; without
+        any to the newest.
 
-        It goes along the bits that it keeps as near as they lead, from below; the rest of the way is the cheapest path
-        of patches and folds from there, or from an anchor. Each place has its root again, computed from its bits.
-        Raises what `Subscriber.sync` raises, and InputError for a version that there is not; it then stays where it is.
+        It goes along the bits that it keeps as near as they lead, from below; the rest of the way
+        is the cheapest path of patches and folds from there, or from an anchor. Each place has its
+        root again, computed from its bits. Raises what `Subscriber.sync` raises, and InputError for
+        a version that there is not; it then stays where it is.
         """
         target = self._found(version, root, metadata)
         if target is not None and target not in self._listed and target not in self.versions():
             name, (first, *_, last) = self._reader.stream.name, [self._listed[0], *self._listed]
             raise InputError(
-                f"stream {name!r} has no version {target}: it has {first} to {last}", hint="`pulse log` shows them."
+                f"stream {name!r} has no version {target}: it has {first} to {last}",
+                hint="`pulse log` shows them.",
             )
         self._reader.sync(target)
         if self._reader.version is None:
@@ -154,13 +177,22 @@ class Checkout(Closing, NotCopyable):
     def __repr__(self) -> str:
         return f"<Checkout of version {self._reader.version} of {self._reader.stream.name!r}>"
 
-    def _found(self, version: int | None, root: str | None, metadata: Mapping[str, Any] | None) -> int | None:
+    def _found(
+        self, version: int | None, root: str | None, metadata: Mapping[str, Any] | None
+    ) -> int | None:
         if sum(each is not None for each in (version, root, metadata)) > 1:
-            raise InputError("a version, a root or metadata say which version it is", hint="Give one of them.")
+            raise InputError(
+                "a version, a root or metadata say which version it is", hint="Give one of them."
+            )
         if root is not None:
             if not isinstance(root, str) or not _ROOT.fullmatch(root):
-                raise InputError(f"{root!r} is not a root: 64 hexadecimal digits, or the first 8 and more")
-            found, said = self._reader.last(lambda manifest: manifest.root.startswith(root)), f"the root {root}"
+                raise InputError(
+                    f"{root!r} is not a root: 64 hexadecimal digits, or the first 8 and more"
+                )
+            found, said = (
+                self._reader.last(lambda manifest: manifest.root.startswith(root)),
+                f"the root {root}",
+            )
         elif metadata is not None:
             facts = checked_metadata(metadata).items()
             found = self._reader.last(lambda manifest: facts <= manifest.metadata.items())
@@ -186,12 +218,14 @@ def checkout(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Checkout:
-    """Any version of ``stream`` in ``store`` (or several, nearest first), verified: the exact bits of a policy.
+    """Any version of ``stream`` in ``store`` (or several, nearest first), verified: the exact bits
+    of a policy.
 
-    ``version``: its number; or the newest one with this ``root`` (64 hexadecimal digits, or the first of them, 8 at
-    least), or with this ``metadata``, ``{"step": 400}`` say; without any of them the newest. ``cache``,
-    ``trusted_keys``, ``stream_id``, ``threads`` and ``on_event`` are those of `Subscriber`. Raises InputError for a
-    version that there is not, EmptyStream, and what `Subscriber` and its ``sync`` raise.
+    ``version``: its number; or the newest one with this ``root`` (64 hexadecimal digits, or the
+    first of them, 8 at least), or with this ``metadata``, ``{"step": 400}`` say; without any of
+    them the newest. ``cache``, ``trusted_keys``, ``stream_id``, ``threads`` and ``on_event`` are
+    those of `Subscriber`. Raises InputError for a version that there is not, EmptyStream, and what
+    `Subscriber` and its ``sync`` raise.
 
     ::
 

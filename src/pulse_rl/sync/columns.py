@@ -1,5 +1,5 @@
-"""Tensors that are sharded over columns, re-laid into rows: in chunks of a block's size, between the ranks that have
-them, so that no rank ever holds a whole tensor."""
+"""Tensors that are sharded over columns, re-laid into rows: in chunks of a block's size, between
+the ranks that have them, so that no rank ever holds a whole tensor."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Chunk(NamedTuple):
 
 
 class _Arrived(State):
-    """Segments that came from other ranks, by the tensor's name and the place of their first element; all else is read
-    of ``source``."""
+    """Segments that came from other ranks, by the tensor's name and the place of their first
+    element; all else is read of ``source``."""
 
     def __init__(self, came: dict[tuple[str, int], UIntArray], source: State) -> None:
         super().__init__((), {})
@@ -39,7 +39,8 @@ class _Arrived(State):
 
 
 class ColumnExchange:
-    """Moves the elements of ``layout.moved`` to the ranks that publish them; all ranks go through the same chunks."""
+    """Moves the elements of ``layout.moved`` to the ranks that publish them; all ranks go through
+    the same chunks."""
 
     def __init__(self, layout: Layout, ranks: RankGroup, local: State) -> None:
         self._ranks = ranks
@@ -49,9 +50,12 @@ class ColumnExchange:
         self._moved = layout.moved
         self._error: BaseException | None = None
 
-    def tasks(self, groups: Iterable[range], blocks: Sequence[Block], source: State) -> Iterator[tuple[range, State]]:
-        """Each group of ``blocks`` with a state that has its new elements: those that were moved here, and the others
-        of ``source``. The ranks exchange what is moved as this goes on. Raises RankLost."""
+    def tasks(
+        self, groups: Iterable[range], blocks: Sequence[Block], source: State
+    ) -> Iterator[tuple[range, State]]:
+        """Each group of ``blocks`` with a state that has its new elements: those that were moved
+        here, and the others of ``source``. The ranks exchange what is moved as this goes on. Raises
+        RankLost."""
         if not self._moved:
             yield from ((group, source) for group in groups)
             return
@@ -66,7 +70,8 @@ class ColumnExchange:
             yield group, _Arrived(came, source) if came else source
 
     def finish(self) -> None:
-        """Takes part in what is left. Raises what kept this rank from sending what it has, and RankLost."""
+        """Takes part in what is left. Raises what kept this rank from sending what it has, and
+        RankLost."""
         for chunk in self._chunks:
             self._exchange(chunk)
         self._arrived.clear()
@@ -83,7 +88,9 @@ class ColumnExchange:
                 if low < high:
                     sent[rank] = self._read(chunk.name, low, high, width)
         mine = chunk.targets.get(me)
-        places = {} if mine is None else {rank: _inside(box, mine) for rank, box in chunk.boxes.items()}
+        places = (
+            {} if mine is None else {rank: _inside(box, mine) for rank, box in chunk.boxes.items()}
+        )
         lengths = {rank: (high - low) * width for rank, (low, high) in places.items() if low < high}
         try:
             received = self._ranks.exchange(sent, lengths)
@@ -98,8 +105,8 @@ class ColumnExchange:
         self._arrived[chunk.name, mine.start] = whole
 
     def _read(self, name: str, low: int, high: int, width: int) -> UIntArray:
-        """The elements as bytes. The others wait for them: what cannot be read is made up, and the error raised at the
-        end, when all know of it."""
+        """The elements as bytes. The others wait for them: what cannot be read is made up, and the
+        error raised at the end, when all know of it."""
         try:
             return self._local.read(name, low, high).view(np.uint8)
         except RankLost:

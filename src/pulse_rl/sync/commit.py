@@ -1,5 +1,5 @@
-"""A version is committed (docs/protocol.md, section 3): rank 0 claims the stream, finds its head, and commits for all
-ranks."""
+"""A version is committed (docs/protocol.md, section 3): rank 0 claims the stream, finds its head,
+and commits for all ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LATEST_COMMIT_SECONDS = 600.0
 
 
 class Content(NamedTuple):
-    """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``; of its payloads, of which
-    at least one is there; ``remembers``: the spans of what the next patch may be coded by; ``files``: those beside the
-    weights."""
+    """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``; of its
+    payloads, of which at least one is there; ``remembers``: the spans of what the next patch may be
+    coded by; ``files``: those beside the weights."""
 
     root: str
     elements: int
@@ -41,11 +41,11 @@ class Content(NamedTuple):
 
 
 class Committer:
-    """``epoch`` is 0 until the stream is claimed; ``head`` is the newest version known to be committed (None: none),
-    ``next`` the number of the one after it.
+    """``epoch`` is 0 until the stream is claimed; ``head`` is the newest version known to be
+    committed (None: none), ``next`` the number of the one after it.
 
-    ``publisher`` is a random word that tells this publisher's manifests from another's. Once another publisher has
-    claimed the stream, every call raises PublisherConflict.
+    ``publisher`` is a random word that tells this publisher's manifests from another's. Once
+    another publisher has claimed the stream, every call raises PublisherConflict.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -80,7 +80,9 @@ class Committer:
 
     def take(self) -> None:
         """Finds the head, and claims the stream if that is still to be done."""
-        if self.head and not self._claimed_as:  # the claim failed, and the stream may have been recreated since
+        if (
+            self.head and not self._claimed_as
+        ):  # the claim failed, and the stream may have been recreated since
             self.head = None
             self._stream.forget()
         # The head first: the claim names the stream's ID, and its epoch is above the head's.
@@ -89,12 +91,15 @@ class Committer:
             self._claim()
 
     def reclaim(self) -> None:
-        """The store no longer holds the head: claims the stream again, and goes on from there. Raises PublisherConflict
-        if another publisher has taken over, or has begun another stream under its name."""
+        """The store no longer holds the head: claims the stream again, and goes on from there.
+        Raises PublisherConflict if another publisher has taken over, or has begun another stream
+        under its name."""
         self._require_newest()
         other = self._stream.newest(anybody=True).manifest
         if other and other.stream_id != self.stream_id:
-            self._refuse(f"the stream {self._stream.name!r} was deleted and recreated by another publisher")
+            self._refuse(
+                f"the stream {self._stream.name!r} was deleted and recreated by another publisher"
+            )
         self._find_head(lost=True)
         self._claim()
 
@@ -122,8 +127,9 @@ class Committer:
         ).sealed()
 
     def settles(self, manifest: Manifest, uploaded: float) -> bool:
-        """Whether a commit that an earlier call left unconfirmed is to be repeated: it may have succeeded, or can still
-        do so, because the payloads, stored at ``uploaded`` (Unix seconds), cannot have been collected since."""
+        """Whether a commit that an earlier call left unconfirmed is to be repeated: it may have
+        succeeded, or can still do so, because the payloads, stored at ``uploaded`` (Unix seconds),
+        cannot have been collected since."""
         if self._stream.has_manifest(manifest):
             return True
         fresh = 0 <= time.time() - uploaded < _LATEST_COMMIT_SECONDS
@@ -131,26 +137,33 @@ class Committer:
         return fresh and not newer and self._stream.has_payloads(manifest)
 
     def commit(self, manifest: Manifest) -> bool:
-        """Creates the manifest of the version after the head, which commits it. Repeating this after StoreUnavailable
-        writes the same bytes, so that a commit whose reply was lost is found.
+        """Creates the manifest of the version after the head, which commits it. Repeating this
+        after StoreUnavailable writes the same bytes, so that a commit whose reply was lost is
+        found.
 
-        False if the version is taken: by an older publisher that did not know yet that it was superseded, which is the
-        head then, or by what is no version of this stream, which is passed over.
+        False if the version is taken: by an older publisher that did not know yet that it was
+        superseded, which is the head then, or by what is no version of this stream, which is passed
+        over.
         """
-        # The last look before the manifest: whoever claimed the stream later goes on from the head, and this one stops.
+        # The last look before the manifest: whoever claimed the stream later goes on from the head,
+        # and this one stops.
         self._require_newest()
         # Creation decides between two publishers that both came here.
         if not self._stream.commit(manifest):
             with suppress(*UNREADABLE):
                 there = self._stream.manifest(manifest.version)
                 if there.epoch > self.epoch:
-                    self._refuse(f"version {there.version} was committed by a publisher with epoch {there.epoch}")
+                    self._refuse(
+                        f"version {there.version} was committed by a publisher with epoch "
+                        f"{there.epoch}"
+                    )
             self._find_head()
             return False
         self.head, self.next = manifest, manifest.version + 1
         self._stream.stream_id = manifest.stream_id
         if manifest.anchor:
-            # Listed for new workers. The manifest names it too, so failing to list it does not fail the publish.
+            # Listed for new workers. The manifest names it too, so failing to list it does not fail
+            # the publish.
             with suppress(StoreError):
                 self._stream.put_anchor_link(manifest.version, manifests.anchor_bytes(manifest))
         return True
@@ -159,13 +172,17 @@ class Committer:
         """Raises PublisherConflict if another publisher has claimed the stream since."""
         newer = self._stream.claims.after(self.epoch, self.publisher, self._stream.stream_id or "")
         if newer:
-            self._refuse(f"another publisher has taken over {self._stream.name!r} with epoch {newer}")
+            self._refuse(
+                f"another publisher has taken over {self._stream.name!r} with epoch {newer}"
+            )
 
     def _find_head(self, *, lost: bool = False) -> None:
         """``lost``: the store no longer holds the one that was known."""
         begins = self.head is None
         found = self._stream.newest(self.version)
-        if found.listed and not found.manifest and begins:  # before a stream is recreated, a second look
+        if (
+            found.listed and not found.manifest and begins
+        ):  # before a stream is recreated, a second look
             found = self._stream.newest()
         if found.manifest:
             self.head = found.manifest
@@ -173,13 +190,20 @@ class Committer:
         elif found.listed and begins:  # all are damaged, or a stranger's
             self._minted = self._stream.claims.stream_id() or self._minted
         last = -1 if self.version is None else self.version
-        if begins or lost:  # what cannot be read may have been versions, and no number is used again
-            last = max(plausible((version for version in found.listed if version > last), last), default=last)
+        if (
+            begins or lost
+        ):  # what cannot be read may have been versions, and no number is used again
+            last = max(
+                plausible((version for version in found.listed if version > last), last),
+                default=last,
+            )
         self.next = next_unused(found.listed, last)
 
     def _claim(self) -> None:
         above = max(self.head.epoch if self.head else 0, self.epoch)
-        self.epoch = self._stream.claims.take(self.publisher, self.stream_id, above, born=bool(self._stream.stream_id))
+        self.epoch = self._stream.claims.take(
+            self.publisher, self.stream_id, above, born=bool(self._stream.stream_id)
+        )
         self._claimed_as = self.stream_id
 
     def _refuse(self, reason: str) -> NoReturn:
@@ -188,9 +212,9 @@ class Committer:
 
 
 class Found(NamedTuple):
-    """What rank 0 has found: ``keep``, the baseline is the head; ``lost``, the version of one that the store no longer
-    holds; or the ``version``, ``root`` and the stored ``names`` of tied tensors of another head. Nothing of these where
-    the stream is empty."""
+    """What rank 0 has found: ``keep``, the baseline is the head; ``lost``, the version of one that
+    the store no longer holds; or the ``version``, ``root`` and the stored ``names`` of tied tensors
+    of another head. Nothing of these where the stream is empty."""
 
     keep: bool = False
     lost: int | None = None
@@ -208,11 +232,18 @@ class Found(NamedTuple):
 
 
 class StreamHead:
-    """The stream's head, as its publisher moves it on; ``pending`` is a version whose commit is not confirmed, with the
-    time (Unix seconds) at which its payloads were stored. ``together``: other ranks store payloads, too."""
+    """The stream's head, as its publisher moves it on; ``pending`` is a version whose commit is not
+    confirmed, with the time (Unix seconds) at which its payloads were stored. ``together``: other
+    ranks store payloads, too."""
 
     def __init__(
-        self, stream: Stream, signer: Signer | None, anchor_ratio: float, *, attest: bool, together: bool
+        self,
+        stream: Stream,
+        signer: Signer | None,
+        anchor_ratio: float,
+        *,
+        attest: bool,
+        together: bool,
     ) -> None:
         self.committer = Committer(stream)
         self._stream = stream
@@ -231,9 +262,9 @@ class StreamHead:
         return self.committer.next
 
     def settle(self) -> Manifest | None:
-        """Commits what an earlier call has left pending, unless its payloads may have been collected since: then it is
-        given up. Its commit may have succeeded all the same, and is found as the head. The manifest, if it is
-        committed."""
+        """Commits what an earlier call has left pending, unless its payloads may have been
+        collected since: then it is given up. Its commit may have succeeded all the same, and is
+        found as the head. The manifest, if it is committed."""
         self.committer.check()
         if self._pending is None:
             return None
@@ -244,7 +275,8 @@ class StreamHead:
         return None
 
     def find(self, version: int | None) -> Found:
-        """What the head is to ranks whose baseline is ``version``. Claims the stream where that is to be done."""
+        """What the head is to ranks whose baseline is ``version``. Claims the stream where that is
+        to be done."""
         committer = self.committer
         # 1. In a steady state one look is enough, which finds a head that the store has lost.
         if version is not None and version == committer.version:
@@ -253,7 +285,8 @@ class StreamHead:
             committer.reclaim()
             self._files.forget()
             return Found(lost=version)
-        # 2. A publisher that begins, or whose number was taken: what is there, and a claim that stops the older ones.
+        # 2. A publisher that begins, or whose number was taken: what is there, and a claim that
+        # stops the older ones.
         committer.take()
         head = committer.head
         if head is None:
@@ -265,39 +298,51 @@ class StreamHead:
             self._anchor_due = True
         if self._signer and head.signature and head.signature.key != self._signer.public_key:
             self._anchor_due = True  # for those who trust the new key only
-        return Found(version=head.version, root=head.root, names=tuple(sorted(set(head.aliases.values()))))
+        return Found(
+            version=head.version, root=head.root, names=tuple(sorted(set(head.aliases.values())))
+        )
 
     def needs_anchor(self, patch_bytes: int, state_bytes: int) -> bool:
         """Whether a version with a patch of so many bytes is to have an anchor beside it."""
-        return self._anchor_due or self._since_anchor + patch_bytes > self._anchor_ratio * state_bytes
+        return (
+            self._anchor_due or self._since_anchor + patch_bytes > self._anchor_ratio * state_bytes
+        )
 
-    def store_files(self, files: Mapping[str, bytes] | None) -> tuple[tuple[FileRef, ...], tuple[FileRef, ...]]:
-        """(the files of the next version, all of them stored, those that are lost): ``files``, or, for None, what the
-        store has of the head's. Raises StoreError."""
+    def store_files(
+        self, files: Mapping[str, bytes] | None
+    ) -> tuple[tuple[FileRef, ...], tuple[FileRef, ...]]:
+        """(the files of the next version, all of them stored, those that are lost): ``files``, or,
+        for None, what the store has of the head's. Raises StoreError."""
         named = self.committer.files
         if files is not None:
             return self._files.store(files, named), ()
         kept = self._files.held(named)
         return kept, tuple(ref for ref in named if ref not in kept)
 
-    def commit(self, content: Content, metadata: Metadata, whole: WholeState | None = None) -> Manifest | None:
-        """The manifest of the next version, if it was committed; None if its number is taken. ``whole``: its state,
-        wherever an attestation may be made of it."""
+    def commit(
+        self, content: Content, metadata: Metadata, whole: WholeState | None = None
+    ) -> Manifest | None:
+        """The manifest of the next version, if it was committed; None if its number is taken.
+        ``whole``: its state, wherever an attestation may be made of it."""
         manifest = self.committer.manifest(content, metadata)
-        # As all payloads before the manifest, which names it: whoever is stopped in between leaves no anchor without.
+        # As all payloads before the manifest, which names it: whoever is stopped in between leaves
+        # no anchor without.
         if self._attest and manifest.anchor and self._signer and whole:
-            manifest = manifest.with_attestation(store_attestation(self._stream, self._signer, manifest, whole))
+            manifest = manifest.with_attestation(
+                store_attestation(self._stream, self._signer, manifest, whole)
+            )
         if self._signer:
             manifest = self._signer.sign(manifest)
         # Before it is created for good: what no reader could parse must not be committed.
         manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
-        # Ranks may have been given stores that only look the same: rank 0 looks, at the first version and at each
-        # anchor, before a manifest names what readers would not find.
+        # Ranks may have been given stores that only look the same: rank 0 looks, at the first
+        # version and at each anchor, before a manifest names what readers would not find.
         if self._looks_for_payloads or (manifest.anchor and self._together):
             if not self._stream.has_payloads(manifest, files=False):
                 raise InputError(
                     "rank 0 does not find in its store what the ranks have stored",
-                    hint="Give all ranks the same store, by an address that means the same everywhere.",
+                    hint="Give all ranks the same store, by an address that means the same "
+                    "everywhere.",
                 )
             self._looks_for_payloads = False
         self._pending = manifest, time.time()
@@ -323,7 +368,8 @@ class StreamHead:
 def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int:
     """Bytes of the patches that a new worker replays to ``version`` after its last anchor.
 
-    Counted no further than past ``anchor_ratio`` times the state's bytes, which makes the next anchor due.
+    Counted no further than past ``anchor_ratio`` times the state's bytes, which makes the next
+    anchor due.
     """
     total = 0
     while True:
@@ -334,8 +380,11 @@ def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int
         version = manifest.patch.base
 
 
-def published_as(manifest: Manifest, timer: PhaseTimer, reason: str, blocked_seconds: float | None = None) -> Published:
-    """What the version of ``manifest`` cost; the caller was held up for ``blocked_seconds`` of it (None: for all)."""
+def published_as(
+    manifest: Manifest, timer: PhaseTimer, reason: str, blocked_seconds: float | None = None
+) -> Published:
+    """What the version of ``manifest`` cost; the caller was held up for ``blocked_seconds`` of it
+    (None: for all)."""
     seconds = sum(timer.seconds.values())
     return Published(
         stream=manifest.stream,

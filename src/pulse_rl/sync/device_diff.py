@@ -1,7 +1,8 @@
-"""The last version on the devices of its tensors: what differs from it is found there, and nothing else crosses the bus
-(docs/design/0033).
+"""The last version on the devices of its tensors: what differs from it is found there, and nothing
+else crosses the bus (docs/design/0033).
 
-The host's baseline stays what versions are built from. The device's follows it, and is used while it has its root.
+The host's baseline stays what versions are built from. The device's follows it, and is used while
+it has its root.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _POSITION_BYTES = 4
 
 
 class Scan(NamedTuple):
-    """``state``: what is to be published, read by the host; ``owned`` as in `LocalState`. ``resident``: its tensors
-    that lie on devices, whose memory nobody else has. ``out_of_memory``: whether a device had no memory to look for
-    differences."""
+    """``state``: what is to be published, read by the host; ``owned`` as in `LocalState`.
+    ``resident``: its tensors that lie on devices, whose memory nobody else has. ``out_of_memory``:
+    whether a device had no memory to look for differences."""
 
     state: State
     owned: bool
@@ -37,13 +38,15 @@ class Scan(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """New ``values`` at ``positions``, ascending, of a piece of a tensor; of the whole piece if these are None."""
+    """New ``values`` at ``positions``, ascending, of a piece of a tensor; of the whole piece if
+    these are None."""
 
     positions: bits.Positions | None
     values: UIntArray
 
     def put(self, elements: UIntArray, start: int) -> None:
-        """Writes what belongs there into ``elements``, which begin with the piece's element ``start``."""
+        """Writes what belongs there into ``elements``, which begin with the piece's element
+        ``start``."""
         stop = start + len(elements)
         if self.positions is None:
             elements[:] = self.values[start:stop]
@@ -54,7 +57,8 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChangedTensor:
-    """A tensor ``before``, in host memory, and what differs from it, by the pieces in which something does."""
+    """A tensor ``before``, in host memory, and what differs from it, by the pieces in which
+    something does."""
 
     before: UIntArray
     differences: Mapping[int, Difference]
@@ -76,7 +80,8 @@ class ChangedTensor:
 
 
 class DeviceDiff:
-    """For the publisher's thread. What devices are given here runs on streams of its own, and is waited for here."""
+    """For the publisher's thread. What devices are given here runs on streams of its own, and is
+    waited for here."""
 
     def __init__(self) -> None:
         self._held: Mapping[str, DeviceTensor] = {}
@@ -84,7 +89,8 @@ class DeviceDiff:
         self._streams: dict[Any, Any] = {}
 
     def scan(self, local: LocalState, baseline: Baseline | None) -> Scan:
-        """What ``local`` holds: ``baseline`` and what differs from it, if the devices hold that, else a copy of it."""
+        """What ``local`` holds: ``baseline`` and what differs from it, if the devices hold that,
+        else a copy of it."""
         if baseline is not None:
             known = {spec.name for spec in baseline.layout.specs}
             local = local._replace(source=local.source.stored_as(known))
@@ -113,8 +119,10 @@ class DeviceDiff:
     def _before(
         self, state: State, resident: Mapping[str, DeviceTensor], baseline: Baseline | None
     ) -> dict[str, UIntArray] | None:
-        """What was before, in host memory, of all the ``resident`` tensors, if the devices hold that, too."""
-        # By the root: a version that was given up, or restored from the store, is not what the devices hold.
+        """What was before, in host memory, of all the ``resident`` tensors, if the devices hold
+        that, too."""
+        # By the root: a version that was given up, or restored from the store, is not what the
+        # devices hold.
         if baseline is None or self._root != baseline.root or not _alike(resident, self._held):
             return None
         own = {
@@ -125,17 +133,27 @@ class DeviceDiff:
         found = {}
         for name in resident:
             segment, spec = own.get(name), state.spec(name)
-            # Ranks may publish less than they hold: what another one publishes is not in this baseline.
-            if segment is None or (segment.spec.dtype, segment.elements) != (spec.dtype, spec.elements):
+            # Ranks may publish less than they hold: what another one publishes is not in this
+            # baseline.
+            if segment is None or (segment.spec.dtype, segment.elements) != (
+                spec.dtype,
+                spec.elements,
+            ):
                 return None
             found[name] = baseline.state.read(*segment.place)
         return found
 
-    def _changed(self, state: State, resident: Mapping[str, DeviceTensor], before: Mapping[str, UIntArray]) -> Scan:
+    def _changed(
+        self, state: State, resident: Mapping[str, DeviceTensor], before: Mapping[str, UIntArray]
+    ) -> Scan:
         found = {name: _differences(self._held[name], tensor) for name, tensor in resident.items()}
         on_devices, others = split(state, resident)
-        data = {name: ChangedTensor(before[name], differences) for name, differences in found.items()}
-        return Scan(merge(State(on_devices.specs, data, on_devices.aliases), others), False, resident)
+        data = {
+            name: ChangedTensor(before[name], differences) for name, differences in found.items()
+        }
+        return Scan(
+            merge(State(on_devices.specs, data, on_devices.aliases), others), False, resident
+        )
 
     def _copied(self, state: State, resident: Mapping[str, DeviceTensor]) -> Scan:
         on_devices, others = split(state, resident)
@@ -169,11 +187,14 @@ def memory_error() -> type[Exception]:
 
 def _alike(one: Mapping[str, DeviceTensor], other: Mapping[str, DeviceTensor]) -> bool:
     """Whether both are tensors of the same names on the same devices."""
-    return {n: t.flat.device for n, t in one.items()} == {n: t.flat.device for n, t in other.items()}
+    return {n: t.flat.device for n, t in one.items()} == {
+        n: t.flat.device for n, t in other.items()
+    }
 
 
 def _differences(old: DeviceTensor, new: DeviceTensor) -> dict[int, Difference]:
-    """By piece, what differs on the device. The arrays hold it once the current stream is waited for."""
+    """By piece, what differs on the device. The arrays hold it once the current stream is waited
+    for."""
     found = {}
     elements = len(new.flat) // new.width
     for piece, start in enumerate(range(0, elements, _PIECE_ELEMENTS)):
@@ -188,7 +209,8 @@ def _differences(old: DeviceTensor, new: DeviceTensor) -> dict[int, Difference]:
 
 
 def _to_host(tensor: Any) -> UIntArray:
-    """The bits of an integer tensor [n] in page-locked memory, once the current stream has copied them."""
+    """The bits of an integer tensor [n] in page-locked memory, once the current stream has copied
+    them."""
     torch: Any = sys.modules["torch"]
     width = tensor.element_size()
     host = page_locked(len(tensor) * width)

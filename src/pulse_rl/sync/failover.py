@@ -1,6 +1,8 @@
-"""Which of the stores of a stream is read, and what is its newest version (docs/protocol.md, sections 4 and 8).
+"""Which of the stores of a stream is read, and what is its newest version (docs/protocol.md,
+sections 4 and 8).
 
-Each store is read as if it were the only one, so that nothing that is wrong in one can make another's versions wrong.
+Each store is read as if it were the only one, so that nothing that is wrong in one can make
+another's versions wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from ..errors import FormatError, IntegrityError, PulseError, StoreError, StreamError, StreamRecreated
+from ..errors import (
+    FormatError,
+    IntegrityError,
+    PulseError,
+    StoreError,
+    StreamError,
+    StreamRecreated,
+)
 from ..events import Listener, fell_back
 from ..store.wrappers import DEFAULT_LATE_SECONDS
 from ..stream.manifest import Manifest, Payload
@@ -26,8 +35,9 @@ T = TypeVar("T")
 
 
 def check_recreated(version: int, stream: Stream, found: Head) -> None:
-    """Raises StreamRecreated if another stream stands where ours was, of which ``version`` is held. Only looks where
-    something speaks for it: that version is gone from the listing, or is not listed as it was, or others are above it.
+    """Raises StreamRecreated if another stream stands where ours was, of which ``version`` is held.
+    Only looks where something speaks for it: that version is gone from the listing, or is not
+    listed as it was, or others are above it.
     """
     is_there = stream.still_has_manifest if found.listed[-1:] == [version] else stream.has_manifest
     if stream.stream_id is None or (found.manifest and is_there(found.manifest)):
@@ -35,18 +45,21 @@ def check_recreated(version: int, stream: Stream, found: Head) -> None:
     other = stream.newest(anybody=True).manifest
     if other and other.stream_id != stream.stream_id:
         raise StreamRecreated(
-            f"the stream {stream.name!r} was deleted and recreated: it is {other.stream_id} now, at version "
+            f"the stream {stream.name!r} was deleted and recreated: it is {other.stream_id} now, "
+            "at version "
             f"{other.version}, and was {stream.stream_id} at version {version}"
         )
 
 
 class Failover:
-    """``streams`` are one stream in each of several stores, the nearest first; the last one is the origin.
+    """``streams`` are one stream in each of several stores, the nearest first; the last one is the
+    origin.
 
-    A nearer store decides what is newest, unless it is away or damaged, or a farther one has had a newer version for
-    ``patience_seconds``; from then on the farther one decides, until the nearer one has what was taken from there.
-    Farther ones are looked at every ``patience_seconds`` or so, a quarter more or less. A nearer store that is late by
-    ``patience_seconds`` in one call is passed over. One that failed after some time is left alone for as long.
+    A nearer store decides what is newest, unless it is away or damaged, or a farther one has had a
+    newer version for ``patience_seconds``; from then on the farther one decides, until the nearer
+    one has what was taken from there. Farther ones are looked at every ``patience_seconds`` or so,
+    a quarter more or less. A nearer store that is late by ``patience_seconds`` in one call is
+    passed over. One that failed after some time is left alone for as long.
     """
 
     def __init__(self, streams: Sequence[Stream], listener: Listener | None) -> None:
@@ -60,9 +73,9 @@ class Failover:
         self._rests_until = [0.0] * len(self.streams)
 
     def follow(self, host: HostState) -> dict[str, float]:
-        """Moves to the newest version that can be read and trusted; returns seconds by phase (see `Synced`). Raises
-        what the last of the stores raises where none could be read, and StreamRecreated where the origin is another
-        stream now."""
+        """Moves to the newest version that can be read and trusted; returns seconds by phase (see
+        `Synced`). Raises what the last of the stores raises where none could be read, and
+        StreamRecreated where the origin is another stream now."""
         phases: dict[str, float] = {}
         error: PulseError | None = None
         answered = False
@@ -75,14 +88,20 @@ class Failover:
                     for phase, seconds in self._to_newest(host, stream).items():
                         phases[phase] = phases.get(phase, 0.0) + seconds
             except _PASSED as refused:
-                # Only the origin says that the stream is another one: a nearer store may be of an earlier one.
+                # Only the origin says that the stream is another one: a nearer store may be of an
+                # earlier one.
                 if len(self.streams) == 1 or (is_origin and isinstance(refused, StreamRecreated)):
                     raise
                 error = self._pass(place, refused)
                 continue
             answered, error = True, None
-            # Enough, unless this store lost the version meanwhile, or a farther one has been ahead for too long.
-            if host.version is not None and stream.was_listed(host.version) and not self._is_late(host.version, place):
+            # Enough, unless this store lost the version meanwhile, or a farther one has been ahead
+            # for too long.
+            if (
+                host.version is not None
+                and stream.was_listed(host.version)
+                and not self._is_late(host.version, place)
+            ):
                 return phases
         # What some stores refused does not count where another one has answered.
         if error and (host.version is None or not answered):
@@ -91,16 +110,18 @@ class Failover:
         return phases
 
     def reach(self, host: HostState, target: int) -> dict[str, float]:
-        """Moves to version ``target``. Raises what `catch_up` raises from the last of the stores."""
+        """Moves to version ``target``. Raises what `catch_up` raises from the last of the
+        stores."""
         return self._from_nearest(lambda stream: self._to(host, stream, target))
 
     def fetch(self, payload: Payload, kind: str) -> bytes:
-        """The verified bytes of a payload. Raises what `Stream.fetch` raises from the last of the stores."""
+        """The verified bytes of a payload. Raises what `Stream.fetch` raises from the last of the
+        stores."""
         return self._from_nearest(lambda stream: stream.fetch(payload, kind))
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of ``version``, first from the store from which a version came last. Raises what the last one
-        raises."""
+        """The manifest of ``version``, first from the store from which a version came last. Raises
+        what the last one raises."""
         for stream in (self._followed, *self.streams[:-1]):
             with suppress(StoreError, *UNREADABLE):
                 return stream.manifest(version)
@@ -125,8 +146,8 @@ class Failover:
         return False
 
     def start_over(self) -> None:
-        """Forgets whose stream it was. Of several stores the origin says whose it is now; raises StoreError, and then
-        forgets nothing."""
+        """Forgets whose stream it was. Of several stores the origin says whose it is now; raises
+        StoreError, and then forgets nothing."""
         newest = self.streams[-1].newest(anybody=True).manifest if len(self.streams) > 1 else None
         for stream in self.streams:
             stream.forget()
@@ -141,8 +162,8 @@ class Failover:
     # -- one store
 
     def _to_newest(self, host: HostState, stream: Stream) -> dict[str, float]:
-        """Moves to the newest version in one store. Raises StreamRecreated, what `catch_up` raises, and in an empty
-        host state the error of the newest manifest."""
+        """Moves to the newest version in one store. Raises StreamRecreated, what `catch_up` raises,
+        and in an empty host state the error of the newest manifest."""
         found = stream.newest(host.version - 1 if host.version else None)
         if found.manifest and found.manifest.version != host.version:
             return self._to(host, stream, found.manifest.version)
@@ -188,7 +209,9 @@ class Failover:
         is_origin = place == len(self.streams) - 1
         began = time.monotonic()
         try:
-            with self.streams[place].limited(DEFAULT_LATE_SECONDS if is_origin else self.patience_seconds):
+            with self.streams[place].limited(
+                DEFAULT_LATE_SECONDS if is_origin else self.patience_seconds
+            ):
                 yield
         except _PASSED:
             # As long as it took to fail: a store that hangs costs half of the time at most.
@@ -199,8 +222,8 @@ class Failover:
     # -- the others
 
     def _is_late(self, version: int, place: int) -> bool:
-        """Whether a store farther than the one at ``place`` has had a version above ``version`` for too long. Raises
-        StreamRecreated if the origin is another stream now."""
+        """Whether a store farther than the one at ``place`` has had a version above ``version`` for
+        too long. Raises StreamRecreated if the origin is another stream now."""
         now = time.monotonic()
         if self._ahead and version >= self._ahead[0]:
             self._ahead = None
@@ -220,7 +243,11 @@ class Failover:
                     if isinstance(refused, StreamRecreated) and there == len(self.streams) - 1:
                         raise
                     self._pass(there, refused)
-        return bool(farther) and self._ahead is not None and now - self._ahead[1] >= self.patience_seconds
+        return (
+            bool(farther)
+            and self._ahead is not None
+            and now - self._ahead[1] >= self.patience_seconds
+        )
 
     def _pass(self, place: int, error: PulseError) -> PulseError:
         where = f"store {place + 1} of {len(self.streams)}"

@@ -1,7 +1,9 @@
-"""Folds: patches over several versions, so that workers far behind fetch the logarithm of what was published.
+"""Folds: patches over several versions, so that workers far behind fetch the logarithm of what was
+published.
 
-A fold of span s leads from version k·s to (k+1)·s. It is stored only if it is smaller than the patches that it spans.
-Each rank codes and stores its own slices (docs/protocol.md, sections 3 and 10).
+A fold of span s leads from version k·s to (k+1)·s. It is stored only if it is smaller than the
+patches that it spans. Each rank codes and stores its own slices (docs/protocol.md, sections 3 and
+10).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ DEFAULT_FOLDS = (8, 64)
 
 
 def checked_folds(folds: Collection[int]) -> list[int]:
-    """The spans in ascending order, each once. Raises InputError unless each is a whole number of at least 2."""
+    """The spans in ascending order, each once. Raises InputError unless each is a whole number of
+    at least 2."""
     spans = checked_collection("folds", folds, "(8, 64)")
     if any(isinstance(span, bool) or not isinstance(span, int) or span < 2 for span in spans):
         raise InputError(f"folds span whole numbers of versions, 2 or more, not {list(folds)}")
@@ -44,13 +47,15 @@ class _Due(NamedTuple):
 
 
 class FoldMaker:
-    """Keeps the old bits of what this rank publishes, and makes its parts of the folds that are due.
+    """Keeps the old bits of what this rank publishes, and makes its parts of the folds that are
+    due.
 
-    ``folds`` are the spans in versions. What is due follows from the versions that the ranks have published together,
-    and is the same on all. A fold whose span these ranks have not published with these slices (a restart, a version
-    without a patch) is left out, and so are those of ``skip``, as (base, version). ``tell`` gets `Folded` and
-    `CallFailed`. It keeps the old bits of what changed since the last multiple of each span: about 6 bytes for every
-    BF16 weight that changed at least once in that time. Raises InputError.
+    ``folds`` are the spans in versions. What is due follows from the versions that the ranks have
+    published together, and is the same on all. A fold whose span these ranks have not published
+    with these slices (a restart, a version without a patch) is left out, and so are those of
+    ``skip``, as (base, version). ``tell`` gets `Folded` and `CallFailed`. It keeps the old bits of
+    what changed since the last multiple of each span: about 6 bytes for every BF16 weight that
+    changed at least once in that time. Raises InputError.
     """
 
     def __init__(
@@ -83,17 +88,28 @@ class FoldMaker:
         return bool(self._spans)
 
     def advanced(
-        self, base: Baseline | None, patch_bytes: int, undo: Mapping[int, Changes], baseline: Baseline
+        self,
+        base: Baseline | None,
+        patch_bytes: int,
+        undo: Mapping[int, Changes],
+        baseline: Baseline,
     ) -> None:
-        """Takes note of the old bits of a version, by block of this rank's part, and of the folds that are due. The
-        version is ``patch_bytes`` of patch after ``base``; None: there is none."""
-        if base is None or self._at is None or base.version != self._at.version or base.blocks is not self._at.blocks:
+        """Takes note of the old bits of a version, by block of this rank's part, and of the folds
+        that are due. The version is ``patch_bytes`` of patch after ``base``; None: there is
+        none."""
+        if (
+            base is None
+            or self._at is None
+            or base.version != self._at.version
+            or base.blocks is not self._at.blocks
+        ):
             self._logs.clear()  # the old bits do not lead back from here
         self._at, self._due = baseline, []
         if base is None:
             return
         for span in self._spans:
-            # A span begins at its multiples only, so that every publisher of the stream makes the same folds.
+            # A span begins at its multiples only, so that every publisher of the stream makes the
+            # same folds.
             if base.version % span == 0:
                 self._logs[span] = _Due(UndoLog(base.version, base.root), 0)
             if (kept := self._logs.get(span)) is None:
@@ -108,8 +124,8 @@ class FoldMaker:
                     self._due.append(due)
 
     def make(self) -> None:
-        """Makes what is due, of the version at which the ranks are: a collective, and nothing where nothing is. Raises
-        nothing: without folds readers take the patches."""
+        """Makes what is due, of the version at which the ranks are: a collective, and nothing where
+        nothing is. Raises nothing: without folds readers take the patches."""
         due, self._due = self._due, []
         for log, patch_bytes in due:
             assert self._at is not None
@@ -167,6 +183,8 @@ class FoldMaker:
     def _coded(self, log: UndoLog, at: Baseline) -> list[codecs.Encoded]:
         def run(index: int) -> codecs.Encoded:
             after = at.blocks[index].read(at.state)
-            return encode_proved(at.blocks[index], log.rewind(index, after), after, codec=self._codec)[0]
+            return encode_proved(
+                at.blocks[index], log.rewind(index, after), after, codec=self._codec
+            )[0]
 
         return list(ordered_map(run, range(len(at.blocks)), self._threads))

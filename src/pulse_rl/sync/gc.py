@@ -1,4 +1,5 @@
-"""Garbage collection: deletes what no kept version needs, while every kept version can still be restored."""
+"""Garbage collection: deletes what no kept version needs, while every kept version can still be
+restored."""
 
 from __future__ import annotations
 
@@ -38,10 +39,12 @@ _LONGEST_GRACE = 1e9
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
-    """What is deleted: ``versions``, and the objects ``names`` in order of deletion, ``nbytes`` bytes in total.
+    """What is deleted: ``versions``, and the objects ``names`` in order of deletion, ``nbytes``
+    bytes in total.
 
-    ``oldest`` is the first version that remains: the anchor from which the ``wanted`` one, the oldest that is to be
-    kept, is restored. ``young`` bytes of payloads that nothing names stay for now, since they were written lately.
+    ``oldest`` is the first version that remains: the anchor from which the ``wanted`` one, the
+    oldest that is to be kept, is restored. ``young`` bytes of payloads that nothing names stay for
+    now, since they were written lately.
     """
 
     oldest: int
@@ -62,23 +65,31 @@ def plan_gc(
     also: Collection[int] = (),
     parts_of: Callable[[FoldName], Collection[Payload] | None] = lambda fold: None,
 ) -> GcPlan:
-    """What may be deleted so that the last ``keep`` versions stay restorable, and those in ``also``. Pure.
+    """What may be deleted so that the last ``keep`` versions stay restorable, and those in
+    ``also``. Pure.
 
-    ``manifests`` are those that can be read and trusted, from the newest down; they are read only as far as needed: to
-    the anchors from which the kept versions are restored. ``objects`` are the stream's, with times; of payloads that no
-    manifest left names, those written after ``before`` (Unix seconds) stay, since their manifest may be on its way.
-    ``parts_of`` tells the payloads of a listed fold, None where its link cannot be read.
-    Objects that are not spelled as the stream's names are stay. Raises EmptyStream, and ChainGap where a kept version
-    misses payloads already: what would have to stay instead is not for a deletion to guess.
+    ``manifests`` are those that can be read and trusted, from the newest down; they are read only
+    as far as needed: to the anchors from which the kept versions are restored. ``objects`` are the
+    stream's, with times; of payloads that no manifest left names, those written after ``before``
+    (Unix seconds) stay, since their manifest may be on its way. ``parts_of`` tells the payloads of
+    a listed fold, None where its link cannot be read. Objects that are not spelled as the stream's
+    names are stay. Raises EmptyStream, and ChainGap where a kept version misses payloads already:
+    what would have to stay instead is not for a deletion to guess.
     """
     found = [(info, names.parse(info.name)) for info in objects]
     kept = _kept(manifests, keep, _stored(found, parts_of), also)
     if not kept:
         raise EmptyStream("the stream has no version that can be read")
     oldest = min(manifest.version for manifest in kept)
-    folds = [name for _, name in found if isinstance(name, FoldName) and min(name.version, name.base) >= oldest]
+    folds = [
+        name
+        for _, name in found
+        if isinstance(name, FoldName) and min(name.version, name.base) >= oldest
+    ]
     parts = [parts_of(fold) for fold in folds]
-    before = min(before, _before_unread(found, {manifest.version for manifest in kept}, None in parts))
+    before = min(
+        before, _before_unread(found, {manifest.version for manifest in kept}, None in parts)
+    )
     named = {payload.sha256 for manifest in kept for payload in _payloads(manifest, oldest)}
     named |= {payload.sha256 for of in parts for payload in of or ()}
     roots = {manifest.root for manifest in kept}
@@ -99,19 +110,24 @@ def plan_gc(
             case WorkerName(_, version) if version < oldest:
                 beats.append(info)
     unnamed = [info for info, digest in payloads if digest not in named and info.modified < before]
-    young = sum(info.nbytes for info, digest in payloads if digest not in named and info.modified >= before)
-    # Links before manifests before payloads: whoever stops in between leaves nothing that names what is gone. Manifests
-    # from the newest down, so that those that are left still lead from their anchor on.
+    young = sum(
+        info.nbytes for info, digest in payloads if digest not in named and info.modified >= before
+    )
+    # Links before manifests before payloads: whoever stops in between leaves nothing that names
+    # what is gone. Manifests from the newest down, so that those that are left still lead from
+    # their anchor on.
     doomed = [*links, *sorted(old, reverse=True), *unnamed, *digests, *beats]
-    gone = sorted(name.version for _, name in found if isinstance(name, VersionName) and name.version < oldest)
+    gone = sorted(
+        name.version for _, name in found if isinstance(name, VersionName) and name.version < oldest
+    )
     wanted = kept[min(keep, len(kept)) - 1].version
     nbytes = sum(info.nbytes for info in doomed)
     return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), nbytes, wanted, young)
 
 
 class _Stored(NamedTuple):
-    """The payloads and manifests that are there, readable or not, and the folds to each version, from the nearest base
-    on, of which ``parts_of`` tells the payloads."""
+    """The payloads and manifests that are there, readable or not, and the folds to each version,
+    from the nearest base on, of which ``parts_of`` tells the payloads."""
 
     payloads: set[Payload]
     versions: set[int]
@@ -125,7 +141,8 @@ class _Stored(NamedTuple):
 
 
 def _stored(
-    found: list[tuple[ObjectInfo, ObjectName | None]], parts_of: Callable[[FoldName], Collection[Payload] | None]
+    found: list[tuple[ObjectInfo, ObjectName | None]],
+    parts_of: Callable[[FoldName], Collection[Payload] | None],
 ) -> _Stored:
     stored = _Stored(set(), set(), {}, parts_of)
     for info, name in found:
@@ -141,9 +158,11 @@ def _stored(
     return stored
 
 
-def _kept(manifests: Iterable[Manifest], keep: int, stored: _Stored, also: Collection[int] = ()) -> list[Manifest]:
-    """The last ``keep`` manifests and those of the versions in ``also``, with those down to the anchors from which
-    their versions are restored.
+def _kept(
+    manifests: Iterable[Manifest], keep: int, stored: _Stored, also: Collection[int] = ()
+) -> list[Manifest]:
+    """The last ``keep`` manifests and those of the versions in ``also``, with those down to the
+    anchors from which their versions are restored.
     """
     needed = set(also)
     kept: list[Manifest] = []
@@ -155,14 +174,18 @@ def _kept(manifests: Iterable[Manifest], keep: int, stored: _Stored, also: Colle
             needed |= {manifest.version} | _bases(manifest, stored)
     lost = needed - {manifest.version for manifest in kept}
     if lost:
-        raise ChainGap(f"version {max(lost)} is missing or damaged, so nothing was deleted", hint=_DAMAGED_HINT)
+        raise ChainGap(
+            f"version {max(lost)} is missing or damaged, so nothing was deleted", hint=_DAMAGED_HINT
+        )
     return kept
 
 
-def _before_unread(found: list[tuple[ObjectInfo, ObjectName | None]], kept: set[int], unread_folds: bool) -> float:
-    """The time before which no payload was written that a version among the kept ones, or above them, or a fold there,
-    may name though its manifest or link could not be read this time: that of the oldest kept commit. No limit where all
-    were read."""
+def _before_unread(
+    found: list[tuple[ObjectInfo, ObjectName | None]], kept: set[int], unread_folds: bool
+) -> float:
+    """The time before which no payload was written that a version among the kept ones, or above
+    them, or a fold there, may name though its manifest or link could not be read this time: that of
+    the oldest kept commit. No limit where all were read."""
     commits = {name.version: info.modified for info, name in found if isinstance(name, VersionName)}
     oldest = min(kept)
     unread = [version for version in commits if version > oldest and version not in kept]
@@ -170,8 +193,9 @@ def _before_unread(found: list[tuple[ObjectInfo, ObjectName | None]], kept: set[
 
 
 def _bases(manifest: Manifest, stored: _Stored) -> set[int]:
-    """The versions from which this one is restored: none where its anchor is stored, else its patch's base; and that of
-    a fold where the patch or its base is not stored, as in a relay's target."""
+    """The versions from which this one is restored: none where its anchor is stored, else its
+    patch's base; and that of a fold where the patch or its base is not stored, as in a relay's
+    target."""
     if manifest.anchor and stored.payloads.issuperset(manifest.anchor.shards):
         return set()
     bases = []
@@ -181,7 +205,9 @@ def _bases(manifest: Manifest, stored: _Stored) -> set[int]:
             return set(bases)
     bases += [fold.base for fold in stored.folds.get(manifest.version, ()) if stored.holds(fold)]
     if not bases:
-        raise ChainGap(f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT)
+        raise ChainGap(
+            f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT
+        )
     return {next((base for base in bases if base in stored.versions), bases[0])}
 
 
@@ -202,16 +228,17 @@ def gc_stream(
     trusted_keys: Collection[str] | None = None,
     stream_id: str | None = None,
 ) -> GcPlan:
-    """Deletes what the last ``keep`` versions of ``stream`` in ``store`` do not need; returns what was deleted, or with
-    ``dry_run`` what would be.
+    """Deletes what the last ``keep`` versions of ``stream`` in ``store`` do not need; returns what
+    was deleted, or with ``dry_run`` what would be.
 
-    The versions from the oldest anchor needed up to the oldest kept one stay, since the kept ones are replayed from
-    there; so does the version at which a group is whose members have polled in the last ``grace_seconds`` (or minute).
-    A reader in the middle of a restore finds another path or gets ChainGap. Publishing may continue: payloads written
-    in the last ``grace_seconds`` stay. Manifests that cannot be read do not count, and with ``trusted_keys`` (Ed25519,
-    64 hexadecimal digits each) neither do those that none of them has signed; nor do those of another stream than
-    ``stream_id``, or than the newest one where that is not given. Raises EmptyStream, InputError, and ChainGap, with
-    nothing deleted, if a kept version is already damaged.
+    The versions from the oldest anchor needed up to the oldest kept one stay, since the kept ones
+    are replayed from there; so does the version at which a group is whose members have polled in
+    the last ``grace_seconds`` (or minute). A reader in the middle of a restore finds another path
+    or gets ChainGap. Publishing may continue: payloads written in the last ``grace_seconds`` stay.
+    Manifests that cannot be read do not count, and with ``trusted_keys`` (Ed25519, 64 hexadecimal
+    digits each) neither do those that none of them has signed; nor do those of another stream than
+    ``stream_id``, or than the newest one where that is not given. Raises EmptyStream, InputError,
+    and ChainGap, with nothing deleted, if a kept version is already damaged.
     """
     checked_count("keep", keep)
     checked_number("grace_seconds", grace_seconds, maximum=_LONGEST_GRACE)
@@ -224,7 +251,8 @@ def _gc(where: Stream, keep: int, grace_seconds: float, *, dry_run: bool) -> GcP
     names = where.names
     folders = (names.links, names.versions, names.payloads, names.digests, names.workers)
     objects = [info for folder in folders for info in where.store.list(folder)]
-    # By the store's clock: one that runs behind this machine's must not make fresh payloads look old.
+    # By the store's clock: one that runs behind this machine's must not make fresh payloads look
+    # old.
     newest = max((info.modified for info in objects), default=0.0) + 1
     now = min(time.time(), newest)
     parts_of = _reading_links(where)
@@ -234,13 +262,16 @@ def _gc(where: Stream, keep: int, grace_seconds: float, *, dry_run: bool) -> GcP
         objects,
         keep=keep,
         before=now - grace_seconds,
-        also=_versions_of_groups(where, objects, now - max(grace_seconds, DEFAULT_TIMEOUT_SECONDS), parts_of),
+        also=_versions_of_groups(
+            where, objects, now - max(grace_seconds, DEFAULT_TIMEOUT_SECONDS), parts_of
+        ),
         parts_of=parts_of,
     )
     if not dry_run:
         seen = {info.name: info.modified for info in objects}
         for name in found.names:
-            # A payload that was written again since: a publisher has stored the same bytes and is about to name them.
+            # A payload that was written again since: a publisher has stored the same bytes and is
+            # about to name them.
             payload = isinstance(where.names.parse(name), PayloadName | DigestsName)
             if not payload or _modified(where.store, name) == seen[name]:
                 where.store.delete(name)
@@ -248,7 +279,8 @@ def _gc(where: Stream, keep: int, grace_seconds: float, *, dry_run: bool) -> GcP
 
 
 def _readable(stream: Stream) -> Iterator[Manifest]:
-    """The manifests that can be read, of the stream that the newest of them belongs to, from the newest down."""
+    """The manifests that can be read, of the stream that the newest of them belongs to, from the
+    newest down."""
     for version in reversed(stream.versions()):
         with suppress(*UNREADABLE):
             manifest = stream.manifest(version)
@@ -277,8 +309,8 @@ def _versions_of_groups(
     since: float,
     parts_of: Callable[[FoldName], Collection[Payload] | None],
 ) -> list[int]:
-    """The versions on which groups stand whose members wrote notes from ``since`` on. One that cannot be restored any
-    more is of no use to its group, which moves on."""
+    """The versions on which groups stand whose members wrote notes from ``since`` on. One that
+    cannot be restored any more is of no use to its group, which moves on."""
     if not any(where.store.list(where.names.groups)):
         return []
     found = [(info, where.names.parse(info.name)) for info in objects]
@@ -287,7 +319,11 @@ def _versions_of_groups(
     restorable = []
     for version in sorted(versions_of_groups(where.store, where.names, versions, since=since)):
         with suppress(ChainGap):
-            _kept((manifest for manifest in _readable(where) if manifest.version <= version), 1, stored)
+            _kept(
+                (manifest for manifest in _readable(where) if manifest.version <= version),
+                1,
+                stored,
+            )
             restorable.append(version)
     return restorable
 
@@ -300,11 +336,13 @@ def _modified(store: Store, name: str) -> float | None:
 
 
 class Retention:
-    """Deletes what the newest ``keep`` versions of a stream do not need, as its publisher commits them: at first, and
-    whenever an anchor has become the one to restore them from. ``keys`` are those that are trusted. What fails is said,
-    and tried again with the next anchor."""
+    """Deletes what the newest ``keep`` versions of a stream do not need, as its publisher commits
+    them: at first, and whenever an anchor has become the one to restore them from. ``keys`` are
+    those that are trusted. What fails is said, and tried again with the next anchor."""
 
-    def __init__(self, stream: Stream, keep: int | None, keys: Collection[str], listener: Listener | None) -> None:
+    def __init__(
+        self, stream: Stream, keep: int | None, keys: Collection[str], listener: Listener | None
+    ) -> None:
         self.keep = keep
         self._stream = stream
         self._keys = keys or None
@@ -319,7 +357,8 @@ class Retention:
             self._anchors.append(manifest.version)
 
     def collect(self) -> None:
-        """Deletes, where something is due. Raises nothing of the store's, and ends what it begins: other ranks wait."""
+        """Deletes, where something is due. Raises nothing of the store's, and ends what it begins:
+        other ranks wait."""
         oldest = -1 if self.keep is None or self._newest == 0 else self._newest - self.keep
         if self.keep is None or min(self._anchors, default=self._newest) > oldest:
             return
@@ -327,10 +366,18 @@ class Retention:
         store, name = self._stream.store, self._stream.name
         try:
             with shield():
-                gc_stream(store, name, keep=self.keep, trusted_keys=self._keys, stream_id=self._stream.stream_id)
+                gc_stream(
+                    store,
+                    name,
+                    keep=self.keep,
+                    trusted_keys=self._keys,
+                    stream_id=self._stream.stream_id,
+                )
         except Exception as error:  # whatever it is: the version is there
             hint = getattr(error, "hint", "It is tried again later.")
             if self._listener:
                 self._listener(CallFailed(name, "gc", kind_of(error), str(error)))
             else:
-                hint_to(None, Hint(name, self._newest, "retention", f"old versions stay: {error}", hint))
+                hint_to(
+                    None, Hint(name, self._newest, "retention", f"old versions stay: {error}", hint)
+                )

@@ -1,7 +1,8 @@
-"""Which of the last changes a publisher remembers, and its readers with it (docs/protocol.md, section 12).
+"""Which of the last changes a publisher remembers, and its readers with it (docs/protocol.md,
+section 12).
 
-What is remembered at a version must be known to everybody who can get there: by single patches, by a fold, or by an
-anchor. Each rank remembers its own blocks, all of them the same versions.
+What is remembered at a version must be known to everybody who can get there: by single patches, by
+a fold, or by an anchor. Each rank remembers its own blocks, all of them the same versions.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _SHARE = 12
 
 
 class Memory(NamedTuple):
-    """At a multiple of ``window`` versions what they changed becomes one window, at one of ``restart`` all is
-    forgotten."""
+    """At a multiple of ``window`` versions what they changed becomes one window, at one of
+    ``restart`` all is forgotten."""
 
     window: int = _WINDOW
     restart: int = _WINDOW**2
@@ -36,10 +37,17 @@ class Memory(NamedTuple):
         return cls(first, longer[0] if longer else first * _WINDOW)
 
     def after(
-        self, history: History, patch: Window | None, base: int, version: int, most: int, *, threads: int | None
+        self,
+        history: History,
+        patch: Window | None,
+        base: int,
+        version: int,
+        most: int,
+        *,
+        threads: int | None,
     ) -> History:
-        """What is remembered at ``version``, to which ``patch`` leads from version ``base``, where ``history`` ends, in
-        ``most`` bytes. None: the patch changes more than can be remembered.
+        """What is remembered at ``version``, to which ``patch`` leads from version ``base``, where
+        ``history`` ends, in ``most`` bytes. None: the patch changes more than can be remembered.
 
         Versions may be left out: a multiple that is passed by counts as well.
         """
@@ -53,8 +61,9 @@ class Memory(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What one rank says of a version: the bytes of each of the ``windows`` that it can remember there, and of its
-    sample without a history, ``plain``, and with it, ``coded``; 0 where they were not measured."""
+    """What one rank says of a version: the bytes of each of the ``windows`` that it can remember
+    there, and of its sample without a history, ``plain``, and with it, ``coded``; 0 where they were
+    not measured."""
 
     windows: Sequence[int] = ()
     plain: int = 0
@@ -72,7 +81,8 @@ _PAYS, _STILL_PAYS = 0.10, 0.08
 _SAMPLE, _MIN_SAMPLE = 32, 2
 """One block in so many is measured, and so many blocks at least, of several ranks one of each."""
 _MIN_MEASURED, _OFTEN, _SELDOM = 2, 4, 8
-"""So many measurements it takes to decide; so many versions are measured one after another, then one in so many."""
+"""So many measurements it takes to decide; so many versions are measured one after another, then
+one in so many."""
 _KEPT = 0.5
 """What a measurement still counts at the next one."""
 _MIN_BYTES = 4096
@@ -80,11 +90,13 @@ _MIN_BYTES = 4096
 
 
 class HistoryPolicy:
-    """Decides whether a stream is coded by what changed before, by what that saves on a sample of the blocks.
+    """Decides whether a stream is coded by what changed before, by what that saves on a sample of
+    the blocks.
 
-    Of the sample it is always known what changed before: at most a twelfth of the bytes of these blocks, one in 32 and
-    two at least. Now and then they are coded both ways. A history that saves a tenth of them is turned on for all
-    blocks from the next version on; one that does not is turned off. Ranks decide alike, by what all of them measure.
+    Of the sample it is always known what changed before: at most a twelfth of the bytes of these
+    blocks, one in 32 and two at least. Now and then they are coded both ways. A history that saves
+    a tenth of them is turned on for all blocks from the next version on; one that does not is
+    turned off. Ranks decide alike, by what all of them measure.
     """
 
     def __init__(self, folds: Collection[int], ranks: int = 1) -> None:
@@ -110,9 +122,18 @@ class HistoryPolicy:
         sample = self._sample(base)
         return Recorder(most_remembered(_nbytes(base, sample)), sample)
 
-    def note(self, draft: PendingVersion, base: Baseline, version: int, nbytes: int, *, threads: int | None) -> Note:
-        """What this rank can remember at ``version``, to which ``draft`` leads from ``base`` by a patch of ``nbytes``
-        on all ranks. Measures what a history saves, where that is to be known. Other ranks must hear of it: `agree`."""
+    def note(
+        self,
+        draft: PendingVersion,
+        base: Baseline,
+        version: int,
+        nbytes: int,
+        *,
+        threads: int | None,
+    ) -> Note:
+        """What this rank can remember at ``version``, to which ``draft`` leads from ``base`` by a
+        patch of ``nbytes`` on all ranks. Measures what a history saves, where that is to be known.
+        Other ranks must hear of it: `agree`."""
         sample = self._sample(base)
 
         def after(history: History, of: Collection[int] | None, most: int) -> History:
@@ -135,11 +156,12 @@ class HistoryPolicy:
         return note
 
     def agree(self, draft: PendingVersion, notes: Sequence[Note]) -> None:
-        """What ``draft`` remembers, and what the next version does, now that all ranks have said theirs."""
+        """What ``draft`` remembers, and what the next version does, now that all ranks have said
+        theirs."""
         count = min(len(note.windows) for note in notes)
-        while sum(sum(note.windows[len(note.windows) - count :]) for note in notes) > most_remembered(
-            draft.layout.nbytes
-        ):
+        while sum(
+            sum(note.windows[len(note.windows) - count :]) for note in notes
+        ) > most_remembered(draft.layout.nbytes):
             count -= 1
         draft.history = draft.history.last(count)
         plain, coded = sum(note.plain for note in notes), sum(note.coded for note in notes)
@@ -148,7 +170,8 @@ class HistoryPolicy:
         saves = 1 - coded / plain
         self._saves = _KEPT * self._saves + (1 - _KEPT) * saves if self._measured else saves
         self._measured += 1
-        # Two bounds: one alone would turn it on and off around it, and each time what is remembered starts anew.
+        # Two bounds: one alone would turn it on and off around it, and each time what is remembered
+        # starts anew.
         if self._measured >= _MIN_MEASURED:
             self.on = self._saves >= (_STILL_PAYS if self.on else _PAYS)
 
@@ -184,10 +207,14 @@ class HistoryPolicy:
 
 
 def _most_of_rank(base: Baseline) -> int:
-    """The bytes that a rank remembers, at most: more than its share of what all may, since some change more."""
+    """The bytes that a rank remembers, at most: more than its share of what all may, since some
+    change more."""
     return min(most_remembered(base.layout.nbytes), _SKEW * most_remembered(_nbytes(base)))
 
 
 def _nbytes(base: Baseline, indices: Sequence[int] | None = None) -> int:
     """The bytes of some of the blocks (None: of all)."""
-    return sum(base.blocks[index].nbytes for index in (range(len(base.blocks)) if indices is None else indices))
+    return sum(
+        base.blocks[index].nbytes
+        for index in (range(len(base.blocks)) if indices is None else indices)
+    )

@@ -1,5 +1,5 @@
-"""A host copy of a state that is only ever left at verified versions, and how it moves along a stream's links: fetch
-ahead, check, apply or restore (docs/protocol.md, section 4).
+"""A host copy of a state that is only ever left at verified versions, and how it moves along a
+stream's links: fetch ahead, check, apply or restore (docs/protocol.md, section 4).
 
 What a subscriber holds, and what a publisher restores.
 """
@@ -54,16 +54,23 @@ from .update import Pending, Update
 _PREFETCH = 4
 _NOTHING = History()
 _LARGEST_SHARE = 8
-"""Of the whole state's bytes at most one part in so many is remembered, whatever manifests say: publishers do less."""
+"""Of the whole state's bytes at most one part in so many is remembered, whatever manifests say:
+publishers do less."""
 
 
 class Watcher(Protocol):
     """Follows a host state from version to version."""
 
     def advanced(
-        self, link: Link, base_root: str, undo: Mapping[int, Changes], state: State, digest: StateDigest
+        self,
+        link: Link,
+        base_root: str,
+        undo: Mapping[int, Changes],
+        state: State,
+        digest: StateDigest,
     ) -> None:
-        """A patch was applied; ``undo`` holds the old bits by block index, the other arguments are the new state."""
+        """A patch was applied; ``undo`` holds the old bits by block index, the other arguments are
+        the new state."""
 
     def replaced(self) -> None:
         """The state was replaced, or changed in a way that ``undo`` does not describe."""
@@ -71,9 +78,9 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """The version of a host state, and what of it is pending for its owner. Replaced as one, so that an interrupt
-    between two assignments can neither lose a change nor deliver one that is not there. ``knows``: whether the history
-    is all that the next patch may need.
+    """The version of a host state, and what of it is pending for its owner. Replaced as one, so
+    that an interrupt between two assignments can neither lose a change nor deliver one that is not
+    there. ``knows``: whether the history is all that the next patch may need.
     """
 
     version: int
@@ -85,9 +92,10 @@ class _Position:
 
 
 class HostState:
-    """``poisoned`` is set while the state in memory may be half-way between two versions. With a ``selection`` only
-    that part of a state is held; with a ``folder`` the state is in a file there. With a ``trail`` the state in memory
-    can go back to versions at which it was, for as many bytes more as the state has, at most."""
+    """``poisoned`` is set while the state in memory may be half-way between two versions. With a
+    ``selection`` only that part of a state is held; with a ``folder`` the state is in a file there.
+    With a ``trail`` the state in memory can go back to versions at which it was, for as many bytes
+    more as the state has, at most."""
 
     def __init__(
         self,
@@ -143,16 +151,20 @@ class HostState:
         history: History = _NOTHING,
         is_new: bool = False,
     ) -> None:
-        """Takes over ``state``, made by `empty`, as the version of ``manifest``, with the ``history`` that there is.
-        The owner has it already, unless it ``is_new`` to it."""
+        """Takes over ``state``, made by `empty`, as the version of ``manifest``, with the
+        ``history`` that there is. The owner has it already, unless it ``is_new`` to it."""
         self._replaced()
         knows = history.spans == tuple(manifest.remembers)
         pending = Pending() if is_new else Pending.nothing(manifest.version, state)
-        self._at = _Position(manifest.version, state, digest, pending, history if knows else _NOTHING, knows)
+        self._at = _Position(
+            manifest.version, state, digest, pending, history if knows else _NOTHING, knows
+        )
         self.poisoned = False
         self._keep(manifest)
 
-    def empty(self, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> State:
+    def empty(
+        self, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None
+    ) -> State:
         """Memory for a state that this one may become. Raises StoreFull and StoreError."""
         return self.folder.empty(specs, aliases) if self.folder else State.empty(specs, aliases)
 
@@ -164,8 +176,13 @@ class HostState:
     def recover(self) -> None:
         """Ends `poisoned`: hashes the state, and drops it unless it is still its version."""
         at = self._at
-        # An interrupt stopped an apply or its undo: only the bits themselves can say whether they are a version's.
-        if self.poisoned and at and state_digest(at.state, threads=self.threads).leaves != at.digest.leaves:
+        # An interrupt stopped an apply or its undo: only the bits themselves can say whether they
+        # are a version's.
+        if (
+            self.poisoned
+            and at
+            and state_digest(at.state, threads=self.threads).leaves != at.digest.leaves
+        ):
             self._replaced()
             self._at = None
         self.poisoned = False
@@ -178,7 +195,8 @@ class HostState:
             self.trail = Trail()
 
     def beside(self) -> HostState:
-        """An empty one, in which a state is restored that may take the place of this one's. It keeps nothing."""
+        """An empty one, in which a state is restored that may take the place of this one's. It
+        keeps nothing."""
         made = HostState(
             threads=self.threads,
             listener=self.listener,
@@ -197,18 +215,20 @@ class HostState:
         patch: Patch,
         manifest: Manifest,
     ) -> None:
-        """Moves along ``link``, whose payload is ``patch``, to the version of ``manifest``, or stays as it is, to the
-        last bit.
+        """Moves along ``link``, whose payload is ``patch``, to the version of ``manifest``, or
+        stays as it is, to the last bit.
 
-        Raises what `apply_patch` raises. A patch that fails where it needed the history may show that this is wrong:
-        then it is forgotten, and not known.
+        Raises what `apply_patch` raises. A patch that fails where it needed the history may show
+        that this is wrong: then it is forgotten, and not known.
         """
         at, remembers = self._position, manifest.remembers
-        # Values of an update that is still held are views of the state: they keep it, and the state moves in a copy.
+        # Values of an update that is still held are views of the state: they keep it, and the state
+        # moves in a copy.
         if any(ref() is not None for ref in self._pinned):
             self._at = at = replace(at, state=at.state.copy(self.empty))
         self._pinned = []
-        # Until `apply_patch` returns or has undone all, an interrupt finds the bits of two versions here.
+        # Until `apply_patch` returns or has undone all, an interrupt finds the bits of two versions
+        # here.
         self.poisoned = True
         try:
             applied = apply_patch(
@@ -222,7 +242,9 @@ class HostState:
                 progress=progress_to(self.listener, "apply", at.state.nbytes),
             )
         except (FormatError, IntegrityError, StateMismatch, Stopped) as error:
-            if patch.header.history and isinstance(error, WrongHistory | CorruptPatch | DigestMismatch):
+            if patch.header.history and isinstance(
+                error, WrongHistory | CorruptPatch | DigestMismatch
+            ):
                 self._at = replace(at, history=_NOTHING, knows=False)
             self.poisoned = False  # refused, or undone to the last bit
             raise
@@ -233,7 +255,14 @@ class HostState:
             knows = history.spans == tuple(remembers)
             held = {spec.name for spec in at.state.specs}
             aliases = {alias: name for alias, name in manifest.aliases.items() if name in held}
-            self._at = _Position(link.version, at.state.with_aliases(aliases), applied.digest, pending, history, knows)
+            self._at = _Position(
+                link.version,
+                at.state.with_aliases(aliases),
+                applied.digest,
+                pending,
+                history,
+                knows,
+            )
             self.followed.append(link)
             self.poisoned = False
             hit("apply.moved")
@@ -247,27 +276,35 @@ class HostState:
         hit("apply.after")
 
     def retrace(self, target: int) -> None:
-        """Goes along the trail to version ``target``, or as near to it, from below, as that leads; fetches nothing.
-        Each place MUST have its root again: raises DigestMismatch, and is `poisoned`, where memory was damaged."""
+        """Goes along the trail to version ``target``, or as near to it, from below, as that leads;
+        fetches nothing. Each place MUST have its root again: raises DigestMismatch, and is
+        `poisoned`, where memory was damaged."""
         while self.trail and self._at and (step := self.trail.toward(self._at.version, target)):
             at, place = self._at, step.below if step.high == self._at.version else step.above
             self.poisoned = True
             changes, digest = swap_changes(at.state, at.digest, step.changes, threads=self.threads)
             if digest.root != place.digest.root:
-                raise DigestMismatch(f"going back to version {place.version} leads to root {digest.root[:16]}…")
+                raise DigestMismatch(
+                    f"going back to version {place.version} leads to root {digest.root[:16]}…"
+                )
             with shield():
                 self.trail.passed(step, changes)
                 self._at = replace(place, state=at.state.with_aliases(place.state.aliases))
                 self.poisoned = False
 
-    def _remembered(self, link: Link, patch: Patch, applied: AppliedPatch, remembers: Sequence[int]) -> History:
-        """The history after a patch that was applied: as far as it can be had, that of these spans."""
+    def _remembered(
+        self, link: Link, patch: Patch, applied: AppliedPatch, remembers: Sequence[int]
+    ) -> History:
+        """The history after a patch that was applied: as far as it can be had, that of these
+        spans."""
         assert link.base is not None
         span = link.version - link.base if link.is_fold else 1
         window = None
         if applied.records is not None:
             window = Window(span, self.digest.root, applied.records, patch.header.cuts)
-        return self._position.history.after(window, remembers, _most_records(patch), threads=self.threads)
+        return self._position.history.after(
+            window, remembers, _most_records(patch), threads=self.threads
+        )
 
     def replace(
         self,
@@ -280,13 +317,16 @@ class HostState:
         knows: bool = True,
         trail: Trail[_Position] | None = None,
     ) -> None:
-        """Takes ``state``, which was restored along ``links`` from an anchor and verified as the version of
-        ``manifest``, in place of the old one, with the ``trail`` that leads back to the anchor."""
+        """Takes ``state``, which was restored along ``links`` from an anchor and verified as the
+        version of ``manifest``, in place of the old one, with the ``trail`` that leads back to the
+        anchor."""
         self._replaced()
         self.trail = trail or self.trail
         old = self._at
         nbytes = sum(link.nbytes for link in links)
-        pending = old.pending.after_restore(nbytes, old.state, state) if old else Pending(nbytes=nbytes)
+        pending = (
+            old.pending.after_restore(nbytes, old.state, state) if old else Pending(nbytes=nbytes)
+        )
         self._at = _Position(links[-1].version, state, digest, pending, history, knows)
         self.followed += links
         self.poisoned = False
@@ -312,7 +352,8 @@ class HostState:
         self._at = replace(at, pending=Pending.nothing(at.version, at.state))
 
     def pin(self, update: Update) -> None:
-        """Remembers an update whose values are views of the state: while it is alive, the state moves in a copy."""
+        """Remembers an update whose values are views of the state: while it is alive, the state
+        moves in a copy."""
         self._pinned = [*(ref for ref in self._pinned if ref() is not None), weakref.ref(update)]
 
     @property
@@ -322,7 +363,8 @@ class HostState:
 
 
 def _step(below: _Position, above: _Position, undo: Mapping[int, Changes]) -> Step[_Position]:
-    """A step of a trail; its owner has acknowledged nothing. It takes what it keeps of changes and histories."""
+    """A step of a trail; its owner has acknowledged nothing. It takes what it keeps of changes and
+    histories."""
     nbytes = sum(old.positions.nbytes + old.values.nbytes for old in undo.values())
     known = {id(window) for window in below.history.windows}
     nbytes += sum(window.nbytes for window in above.history.windows if id(window) not in known)
@@ -340,7 +382,8 @@ def _most_records(patch: Patch) -> int:
 
 
 class _Fetched(NamedTuple):
-    """A link as it was planned and as its manifest has it, with the bytes of its patch; None for an anchor.
+    """A link as it was planned and as its manifest has it, with the bytes of its patch; None for an
+    anchor.
 
     ``error``, if any, is raised when it is the link's turn.
     """
@@ -353,12 +396,13 @@ class _Fetched(NamedTuple):
 
 
 def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
-    """Follows the cheapest working path of links to version ``target``; returns seconds by phase (see `Synced`).
+    """Follows the cheapest working path of links to version ``target``; returns seconds by phase
+    (see `Synced`).
 
-    A link whose object is missing or damaged is avoided and the path planned again. A path from an anchor is followed
-    beside the state, which it replaces at its end: a state never goes back, but one with a trail, along which it goes
-    first. Raises ChainGap when no path is left; the host state then stays at the last verified version.
-    StoreUnavailable passes through.
+    A link whose object is missing or damaged is avoided and the path planned again. A path from an
+    anchor is followed beside the state, which it replaces at its end: a state never goes back, but
+    one with a trail, along which it goes first. Raises ChainGap when no path is left; the host
+    state then stays at the last verified version. StoreUnavailable passes through.
     """
     host.recover()
     try:
@@ -376,7 +420,9 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         try:
             follower = beside or host
             above = follower.version is not None and follower.version > target
-            path = route.plan(None if above or (astray and not beside) else follower.version, knows=follower.knows)
+            path = route.plan(
+                None if above or (astray and not beside) else follower.version, knows=follower.knows
+            )
         except ChainGap:
             if beside is None:
                 raise
@@ -406,7 +452,8 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                         astray = True  # the link may be good; the next plan begins with an anchor
                         stream.forget_manifests()
                         break
-                    # Where the history was wanting, or is forgotten since it may be wrong, the link may be good.
+                    # Where the history was wanting, or is forgotten since it may be wrong, the link
+                    # may be good.
                     wanting = isinstance(error, WrongHistory) or (knew and not follower.knows)
                     if not (wanting and route.lacks_history(item.planned, item.link)):
                         route.avoid(item.planned, item.link, error)
@@ -414,32 +461,46 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     break
                 finally:
                     timer.end("restore" if item.link.base is None else "apply")
-        # 3. The restored state takes the place of the old one, whose difference to it is what the owner lacks.
+        # 3. The restored state takes the place of the old one, whose difference to it is what the
+        # owner lacks.
         if beside and beside.version == target:
             assert reached is not None
             host.replace(
-                passed, reached, beside.state, beside.digest, beside.history, knows=beside.knows, trail=beside.trail
+                passed,
+                reached,
+                beside.state,
+                beside.digest,
+                beside.history,
+                knows=beside.knows,
+                trail=beside.trail,
             )
         timer.end("fetch")
     return timer.seconds
 
 
 def _is_astray(host: HostState, stream: Stream, error: PulseError) -> bool:
-    """Whether the store has another state under the host's version: somebody has taken manifests away, and their
-    numbers were given again by a publisher that has never seen them."""
+    """Whether the store has another state under the host's version: somebody has taken manifests
+    away, and their numbers were given again by a publisher that has never seen them."""
     if not isinstance(error, WrongBase) or isinstance(error, WrongHistory) or host.version is None:
         return False
     with suppress(*UNREADABLE):
         known = stream.manifest(host.version)
-        return known.root != host.digest.root or (stream.has_version(host.version) and not stream.has_manifest(known))
+        return known.root != host.digest.root or (
+            stream.has_version(host.version) and not stream.has_manifest(known)
+        )
     return False
 
 
 def adopt_kept(
-    host: HostState, stream: Stream, manifest_of: Callable[[int], Manifest], *, newest: int | None = None
+    host: HostState,
+    stream: Stream,
+    manifest_of: Callable[[int], Manifest],
+    *,
+    newest: int | None = None,
 ) -> bool:
-    """Starts from what the host state's folder keeps, if that is proved to be a version of ``stream``, ``newest`` at
-    most; what is not, is dropped. Its owner does not have it yet. Raises StoreUnavailable, and then drops nothing."""
+    """Starts from what the host state's folder keeps, if that is proved to be a version of
+    ``stream``, ``newest`` at most; what is not, is dropped. Its owner does not have it yet. Raises
+    StoreUnavailable, and then drops nothing."""
     kept = host.folder.kept if host.folder else None
     if host.folder is None or kept is None:
         return False
@@ -469,7 +530,9 @@ def follow_link(host: HostState, stream: Stream, link: Link) -> None:
             _apply_link(host, stream, item)
 
 
-def _fetch_ahead(stream: Stream, path: list[Link], host: HostState) -> Generator[_Fetched, None, None]:
+def _fetch_ahead(
+    stream: Stream, path: list[Link], host: HostState
+) -> Generator[_Fetched, None, None]:
     """The path's links with the bytes of their patches, a few ahead of their use."""
     held = host.digest if host.version is not None else None
 
@@ -489,13 +552,20 @@ def _fetch_ahead(stream: Stream, path: list[Link], host: HostState) -> Generator
 
 
 def _payload_of(
-    stream: Stream, link: Link, manifest: Manifest, selection: Selection | None, held: StateDigest | None
+    stream: Stream,
+    link: Link,
+    manifest: Manifest,
+    selection: Selection | None,
+    held: StateDigest | None,
 ) -> list[bytes] | Patch | None:
     if link.base is None:
         return None
-    # No publisher writes such a patch: it would have been an anchor. It bounds what a stranger makes a worker fetch.
+    # No publisher writes such a patch: it would have been an anchor. It bounds what a stranger
+    # makes a worker fetch.
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
-        raise FormatError(f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}")
+        raise FormatError(
+            f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}"
+        )
     if selection:
         assert isinstance(held, PartDigest)
         return selection.fetch(stream, link, manifest, held)
@@ -514,24 +584,35 @@ def _apply_link(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
         link = link._replace(nbytes=nbytes)
         host.replace([link], manifest, state, digest, History())
         return link
-    # A patch, once it is seen to fit the state, to lead to its manifest's root, and to keep the ties of tensors.
+    # A patch, once it is seen to fit the state, to lead to its manifest's root, and to keep the
+    # ties of tensors.
     if link.base != host.version:
-        raise ChainGap(f"{link} starts from version {link.base}, but the state is at {host.version}")
+        raise ChainGap(
+            f"{link} starts from version {link.base}, but the state is at {host.version}"
+        )
     payload = fetched.payload
     patch = payload if isinstance(payload, Patch) else parse_patch(payload, host.digest)
-    # The patch is named by its digest, but not by what it leads to: a fold's link is anybody's word.
+    # The patch is named by its digest, but not by what it leads to: a fold's link is anybody's
+    # word.
     if patch.header.target_root != manifest.root:
-        raise DigestMismatch(f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root")
+        raise DigestMismatch(
+            f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root"
+        )
     _check_aliases(manifest, patch.header.specs)
     host.apply(link, patch, manifest)
     return link
 
 
-def _restored(host: HostState, stream: Stream, manifest: Manifest) -> tuple[State, StateDigest, int]:
-    """The state of an anchor and its digest tree, verified against the manifest, and the bytes fetched."""
+def _restored(
+    host: HostState, stream: Stream, manifest: Manifest
+) -> tuple[State, StateDigest, int]:
+    """The state of an anchor and its digest tree, verified against the manifest, and the bytes
+    fetched."""
     assert manifest.anchor is not None
     if host.selection:
-        part, tree, nbytes = host.selection.restore(stream, manifest, threads=host.threads, listener=host.listener)
+        part, tree, nbytes = host.selection.restore(
+            stream, manifest, threads=host.threads, listener=host.listener
+        )
         _check_aliases(manifest, tree.whole)
         return part, tree, nbytes
     empty: Empty = State.empty
@@ -564,4 +645,6 @@ def _check_aliases(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> None:
         except InputError as error:
             raise CorruptManifest(f"an alias of version {manifest.version}: {error}") from None
         if alias in stored or name not in stored:
-            raise CorruptManifest(f"version {manifest.version} has an alias {alias!r} of {name!r} that fits no tensor")
+            raise CorruptManifest(
+                f"version {manifest.version} has an alias {alias!r} of {name!r} that fits no tensor"
+            )

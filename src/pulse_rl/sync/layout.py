@@ -1,4 +1,5 @@
-"""Who publishes what of a sharded state: a pure function of what each rank says that it has. And both as messages."""
+"""Who publishes what of a sharded state: a pure function of what each rank says that it has. And
+both as messages."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Box:
-    """The elements of a tensor that one rank has: of each dimension some indices, in row-major order. ``of`` has the
-    ranges of indices of each dimension, or of the flattened tensor's only one; ``shape`` is the whole tensor's."""
+    """The elements of a tensor that one rank has: of each dimension some indices, in row-major
+    order. ``of`` has the ranges of indices of each dimension, or of the flattened tensor's only
+    one; ``shape`` is the whole tensor's."""
 
     of: tuple[Runs, ...]
     shape: tuple[int, ...]
@@ -53,7 +55,8 @@ class Box:
         return math.prod(self.local_shape)
 
     def flat(self) -> tuple[int, int] | None:
-        """The range [start, stop) of the flattened tensor that the box is; None if it is not one."""
+        """The range [start, stop) of the flattened tensor that the box is; None if it is not
+        one."""
         if not self.elements:
             return (0, 0)
         start, stride, open_ = 0, math.prod(self.shape), True
@@ -68,8 +71,8 @@ class Box:
         return start, start + self.elements
 
     def below(self, flat: int) -> int:
-        """How many elements of the box are in front of element ``flat`` of the flattened tensor. They are the first
-        ones of the box, since both are in row-major order."""
+        """How many elements of the box are in front of element ``flat`` of the flattened tensor.
+        They are the first ones of the box, since both are in row-major order."""
         count, stride, inner = 0, math.prod(self.shape), self.elements
         if flat >= stride or not inner:
             return inner
@@ -103,17 +106,29 @@ class Box:
                         for k in range(rows.rows):
                             number, place = rows.number + k * rows.step, rows.place + k * rows.pitch
                             size = end - begin
-                            yield Piece(number * here + begin, place * columns + skip, rows.length, size, here, columns)
+                            yield Piece(
+                                number * here + begin,
+                                place * columns + skip,
+                                rows.length,
+                                size,
+                                here,
+                                columns,
+                            )
                 at += stop - start
 
     def put(self, part: UIntArray, first: int, flat: UIntArray, place: int) -> None:
-        """Writes ``part``, the box's elements from number ``first``, into ``flat``, the flattened tensor's elements
-        from ``place``."""
+        """Writes ``part``, the box's elements from number ``first``, into ``flat``, the flattened
+        tensor's elements from ``place``."""
         for piece in self.pieces(first, first + len(part)):
-            piece.of(flat, piece.place - place, piece.pitch)[:] = piece.of(part, piece.number - first, piece.step)
+            piece.of(flat, piece.place - place, piece.pitch)[:] = piece.of(
+                part, piece.number - first, piece.step
+            )
 
-    def take(self, read: Callable[[int, int], npt.NDArray[Any]], first: int, last: int) -> npt.NDArray[Any]:
-        """The box's elements [``first``, ``last``). ``read`` returns the flattened tensor's [start, stop)."""
+    def take(
+        self, read: Callable[[int, int], npt.NDArray[Any]], first: int, last: int
+    ) -> npt.NDArray[Any]:
+        """The box's elements [``first``, ``last``). ``read`` returns the flattened tensor's [start,
+        stop)."""
         if (run := self.flat()) is not None:
             return read(run[0] + first, run[0] + last)
         found = np.empty(last - first, read(0, 0).dtype)
@@ -122,9 +137,16 @@ class Box:
             piece.of(found, piece.number - first, piece.step)[:] = piece.of(seen, 0, piece.pitch)
         return found
 
-    def within(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-        """Which of these ``places`` in the flattened tensor are in the box, and the numbers there of those that are."""
-        inside, numbers, stride = np.ones(len(places), np.bool_), np.zeros(len(places), np.int64), math.prod(self.shape)
+    def within(
+        self, places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+        """Which of these ``places`` in the flattened tensor are in the box, and the numbers there
+        of those that are."""
+        inside, numbers, stride = (
+            np.ones(len(places), np.bool_),
+            np.zeros(len(places), np.int64),
+            math.prod(self.shape),
+        )
         for runs, size, local in zip(self.of, self.sizes, self.local_shape, strict=True):
             stride //= size
             index = places // stride % size
@@ -150,8 +172,9 @@ class Box:
 
 
 class Piece(NamedTuple):
-    """``rows`` of ``length`` elements of a box: the first one's ``number`` in the box and ``place`` in the flattened
-    tensor. The next row is ``step`` elements on in the box, and ``pitch`` in the tensor."""
+    """``rows`` of ``length`` elements of a box: the first one's ``number`` in the box and ``place``
+    in the flattened tensor. The next row is ``step`` elements on in the box, and ``pitch`` in the
+    tensor."""
 
     number: int
     place: int
@@ -168,7 +191,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A tensor of ``dtype`` as its ``parts``, each a box and what its elements are read of; all others are 0."""
+    """A tensor of ``dtype`` as its ``parts``, each a box and what its elements are read of; all
+    others are 0."""
 
     dtype: DType
     parts: Sequence[tuple[Box, Callable[[int, int], UIntArray]]]
@@ -183,8 +207,8 @@ class Spread:
 
 
 class Held(NamedTuple):
-    """What a rank has of the tensor ``spec``. Names with one ``storage`` are tied on this rank; None tells nothing,
-    because the rank has no element of it."""
+    """What a rank has of the tensor ``spec``. Names with one ``storage`` are tied on this rank;
+    None tells nothing, because the rank has no element of it."""
 
     spec: TensorSpec
     box: Box
@@ -193,12 +217,14 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """``specs`` are the tensors of the state in the order of their names, ``aliases`` the other names of tied ones.
+    """``specs`` are the tensors of the state in the order of their names, ``aliases`` the other
+    names of tied ones.
 
-    ``published`` has the segment of each tensor that a rank publishes, by the tensor's name and the rank, in the order
-    of their places. ``moved`` are the tensors whose boxes are no such segments, with the boxes of the ranks from which
-    their elements come. ``shared`` are the leaves of which several ranks publish a piece, by their numbers of
-    ``shares`` in all. Layouts of which ranks publish the same have one ``digest``.
+    ``published`` has the segment of each tensor that a rank publishes, by the tensor's name and the
+    rank, in the order of their places. ``moved`` are the tensors whose boxes are no such segments,
+    with the boxes of the ranks from which their elements come. ``shared`` are the leaves of which
+    several ranks publish a piece, by their numbers of ``shares`` in all. Layouts of which ranks
+    publish the same have one ``digest``.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -222,18 +248,22 @@ class Layout:
         return tuple(of[rank] for of in self.published.values() if rank in of)
 
     def has_file(self, rank: int) -> bool:
-        """Whether ``rank`` stores a file of a patch, or a shard: it publishes something, or nobody has anything."""
+        """Whether ``rank`` stores a file of a patch, or a shard: it publishes something, or nobody
+        has anything."""
         return any(rank in of for of in self.published.values()) or (rank == 0 and not self.specs)
 
     def of_rank(self, rank: int) -> Layout:
-        """What ``rank`` needs of it: its own segments, and all of what it moves and shares with others."""
+        """What ``rank`` needs of it: its own segments, and all of what it moves and shares with
+        others."""
         moved = {name: boxes for name, boxes in self.moved.items() if rank in boxes}
         published = {
             name: of if name in moved else {rank: of[rank]}
             for name, of in self.published.items()
             if rank in of or name in moved
         }
-        shared = {k: of for k, of in self.shared.items() if any(fragment.rank == rank for fragment in of)}
+        shared = {
+            k: of for k, of in self.shared.items() if any(fragment.rank == rank for fragment in of)
+        }
         return replace(self, published=published, moved=moved, shared=shared)
 
 
@@ -254,9 +284,9 @@ def whole_layout(specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> Layo
 def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) -> Layout:
     """The layout of the state of which ``ranks`` have what they say, in the order of their names.
 
-    Of several ranks with the same slice the lowest publishes it. ``known``: the names under which the version before
-    stores its tensors; a tied tensor keeps its name. Raises StateMismatch where the ranks disagree, or do not have each
-    element once.
+    Of several ranks with the same slice the lowest publishes it. ``known``: the names under which
+    the version before stores its tensors; a tied tensor keeps its name. Raises StateMismatch where
+    the ranks disagree, or do not have each element once.
     """
     holders: dict[str, dict[int, Held]] = {}
     for rank, tensors in enumerate(ranks):
@@ -268,11 +298,15 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
         for rank, held in of.items():
             if held.spec != first.spec:
                 raise StateMismatch(
-                    f"tensor {name!r} is {held.spec.dtype.name} {list(held.spec.shape)} on rank {rank}, but "
+                    f"tensor {name!r} is {held.spec.dtype.name} {list(held.spec.shape)} on rank "
+                    f"{rank}, but "
                     f"{first.spec.dtype.name} {list(first.spec.shape)} on rank {next(iter(of))}"
                 )
-        # Tied are names that share their memory on every rank that has them, with the same dtype, shape and place.
-        storages = tuple((rank, held.storage) for rank, held in of.items() if held.storage is not None)
+        # Tied are names that share their memory on every rank that has them, with the same dtype,
+        # shape and place.
+        storages = tuple(
+            (rank, held.storage) for rank, held in of.items() if held.storage is not None
+        )
         places = tuple((rank, held.box) for rank, held in of.items())
         key = (first.spec.dtype, first.spec.shape, places, storages) if storages else name
         stored.setdefault(key, []).append(name)
@@ -284,7 +318,9 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
         chosen = old[0] if len(old) == 1 else group[0]
         names.append(chosen)
         aliases |= {name: chosen for name in group if name != chosen}
-    specs = sorted((next(iter(holders[name].values())).spec for name in names), key=lambda s: s.name.encode())
+    specs = sorted(
+        (next(iter(holders[name].values())).spec for name in names), key=lambda s: s.name.encode()
+    )
     published: dict[str, dict[int, Segment]] = {}
     moved: dict[str, dict[int, Box]] = {}
     for spec in specs:
@@ -293,13 +329,18 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
         if any(box.flat() is None for box in boxes.values()):
             moved[spec.name] = boxes
     shared = _shared_leaves(specs, published)
-    said = json.dumps([[[rank, s.start, s.stop] for rank, s in of.items()] for of in published.values()])
+    said = json.dumps(
+        [[[rank, s.start, s.stop] for rank, s in of.items()] for of in published.values()]
+    )
     digest = sha256(said.encode()).hexdigest()
-    return Layout(tuple(specs), aliases, published, moved, dict(enumerate(shared)), len(shared), digest)
+    return Layout(
+        tuple(specs), aliases, published, moved, dict(enumerate(shared)), len(shared), digest
+    )
 
 
 def _first_replicas(boxes: dict[int, Box]) -> dict[int, Box]:
-    """Each box once, at the lowest rank that has it; empty ones are left out, but for one of an empty tensor."""
+    """Each box once, at the lowest rank that has it; empty ones are left out, but for one of an
+    empty tensor."""
     first: dict[Box, int] = {}
     for rank, box in boxes.items():
         if box.elements or (not math.prod(box.shape) and not first):
@@ -308,7 +349,8 @@ def _first_replicas(boxes: dict[int, Box]) -> dict[int, Box]:
 
 
 def _as_they_are(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
-    """The boxes as segments in the order of their places; {} if one is no segment. Raises StateMismatch."""
+    """The boxes as segments in the order of their places; {} if one is no segment. Raises
+    StateMismatch."""
     ranges = [(rank, box.flat()) for rank, box in boxes.items()]
     segments = {rank: Segment(spec, *place) for rank, place in ranges if place is not None}
     if len(segments) < len(ranges):
@@ -318,7 +360,9 @@ def _as_they_are(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
     for rank, segment in ordered.items():
         if segment.start != at:
             what = "is on no rank" if segment.start > at else f"is not on rank {rank} alone"
-            raise StateMismatch(f"element {min(at, segment.start)} of tensor {spec.name!r} {what}", hint=_HINT)
+            raise StateMismatch(
+                f"element {min(at, segment.start)} of tensor {spec.name!r} {what}", hint=_HINT
+            )
         at = segment.stop
     if at != spec.elements:
         raise StateMismatch(f"element {at} of tensor {spec.name!r} is on no rank", hint=_HINT)
@@ -326,28 +370,34 @@ def _as_they_are(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
 
 
 def _in_rows(spec: TensorSpec, boxes: dict[int, Box]) -> dict[int, Segment]:
-    """The same ranks with equal numbers of rows of the last dimension, the rank with the first element first. Raises
-    StateMismatch."""
+    """The same ranks with equal numbers of rows of the last dimension, the rank with the first
+    element first. Raises StateMismatch."""
     items = list(boxes.items())
     for k, (rank, box) in enumerate(items):
         if any(len(box.of) != len(other.of) for _, other in items[:k]):
             raise StateMismatch(
-                f"tensor {spec.name!r} is flattened on some ranks only, of which {rank} is one or is not"
+                f"tensor {spec.name!r} is flattened on some ranks only, of which {rank} is one "
+                "or is not"
             )
         if any(box.meets(other) for _, other in items[:k]):
-            raise StateMismatch(f"rank {rank} and a lower one have the same elements of {spec.name!r}", hint=_HINT)
+            raise StateMismatch(
+                f"rank {rank} and a lower one have the same elements of {spec.name!r}", hint=_HINT
+            )
     if sum(box.elements for box in boxes.values()) != spec.elements:
         raise StateMismatch(f"tensor {spec.name!r} has elements that are on no rank", hint=_HINT)
     ordered = sorted(items, key=lambda item: next(item[1].pieces(0, 1)).place)
     rows = spec.elements // spec.shape[-1]
     ends = [rows * (k + 1) // len(ordered) * spec.shape[-1] for k in range(len(ordered))]
     segments = {
-        rank: Segment(spec, start, stop) for (rank, _), start, stop in zip(ordered, [0, *ends], ends, strict=False)
+        rank: Segment(spec, start, stop)
+        for (rank, _), start, stop in zip(ordered, [0, *ends], ends, strict=False)
     }
     return {rank: segment for rank, segment in segments.items() if segment.elements}
 
 
-def _shared_leaves(specs: Iterable[TensorSpec], published: dict[str, dict[int, Segment]]) -> list[tuple[Fragment, ...]]:
+def _shared_leaves(
+    specs: Iterable[TensorSpec], published: dict[str, dict[int, Segment]]
+) -> list[tuple[Fragment, ...]]:
     """The leaves of which several ranks publish a piece, as their fragments in order."""
     found: list[tuple[Fragment, ...]] = []
     for spec in specs:
@@ -367,7 +417,8 @@ def _shared_leaves(specs: Iterable[TensorSpec], published: dict[str, dict[int, S
 
 
 def whole_leaves(layout: Layout, rank: int) -> Iterable[tuple[str, int]]:
-    """The leaves whose last byte ``rank`` publishes, by the tensor's name and the leaf's number, in order."""
+    """The leaves whose last byte ``rank`` publishes, by the tensor's name and the leaf's number, in
+    order."""
     for segment in layout.segments(rank):
         width = segment.spec.dtype.width
         # A leaf that another rank continues ends there; a tensor's last leaf may be short.
@@ -399,7 +450,10 @@ def difference(old: Layout, new: Layout) -> str:
     return ""
 
 
-_HINT = "Each rank passes its own shards as DTensors; plain tensors are whole, on one rank or on several."
+_HINT = (
+    "Each rank passes its own shards as DTensors; plain tensors are whole, on one rank or on "
+    "several."
+)
 
 
 def held_to_bytes(held: Sequence[Held]) -> bytes:
@@ -428,10 +482,16 @@ def layout_to_bytes(layout: Layout) -> bytes:
                 for name, of in layout.published.items()
             ],
             "moved": [
-                [number[name], [[rank, box.of] for rank, box in boxes.items()]] for name, boxes in layout.moved.items()
+                [number[name], [[rank, box.of] for rank, box in boxes.items()]]
+                for name, boxes in layout.moved.items()
             ],
             "shared": [
-                [k, number[of[0].segment.spec.name], of[0].leaf, [[rank, s.start, s.stop] for rank, _, s in of]]
+                [
+                    k,
+                    number[of[0].segment.spec.name],
+                    of[0].leaf,
+                    [[rank, s.start, s.stop] for rank, _, s in of],
+                ]
                 for k, of in layout.shared.items()
             ],
             "shares": layout.shares,
@@ -451,9 +511,14 @@ def layout_from_bytes(message: bytes) -> Layout:
             specs[k].name: {rank: Segment(specs[k], start, stop) for rank, start, stop in of}
             for k, of in said["published"]
         },
-        {specs[k].name: {rank: _to_box(of, specs[k]) for rank, of in boxes} for k, boxes in said["moved"]},
         {
-            number: tuple(Fragment(rank, leaf, Segment(specs[k], start, stop)) for rank, start, stop in of)
+            specs[k].name: {rank: _to_box(of, specs[k]) for rank, of in boxes}
+            for k, boxes in said["moved"]
+        },
+        {
+            number: tuple(
+                Fragment(rank, leaf, Segment(specs[k], start, stop)) for rank, start, stop in of
+            )
             for number, k, leaf, of in said["shared"]
         },
         said["shares"],

@@ -1,6 +1,8 @@
-"""The SHA-256 tree of a sharded state: each rank hashes what it publishes (docs/format.md, section 2).
+"""The SHA-256 tree of a sharded state: each rank hashes what it publishes (docs/format.md, section
+2).
 
-A leaf that several ranks publish is hashed by one after another: each passes on the state of the hash, never weights.
+A leaf that several ranks publish is hashed by one after another: each passes on the state of the
+hash, never weights.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
     for block, elements, (positions, values, _), made in blocks:
         ends = list(accumulate(segment.elements for segment in block.segments))
         places = pairwise([0, *bits.below(positions, ends)])
-        for segment, (base, _), (first, last) in zip(block.segments, pairwise([0, *ends]), places, strict=True):
+        for segment, (base, _), (first, last) in zip(
+            block.segments, pairwise([0, *ends]), places, strict=True
+        ):
             part = inner(segment) if last > first else None
             if part is None:
                 continue
@@ -60,7 +64,9 @@ def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
             else:
                 low, high = bits.below(positions, (start, end))
             parts.append(part)
-            pieces.append(Changed(elements[start:end], positions[low:high], start, values[low:high]))
+            pieces.append(
+                Changed(elements[start:end], positions[low:high], start, values[low:high])
+            )
     return _numbered(parts, changed_leaves_of(pieces)) if parts else {}
 
 
@@ -68,7 +74,9 @@ def _numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
     found: Leaves = {}
     for part, of in zip(parts, digests, strict=True):
         first = part.start * part.spec.dtype.width // LEAF_BYTES
-        found |= {(part.spec.name, first + k): of[32 * k : 32 * k + 32] for k in range(len(of) // 32)}
+        found |= {
+            (part.spec.name, first + k): of[32 * k : 32 * k + 32] for k in range(len(of) // 32)
+        }
     return found
 
 
@@ -78,24 +86,30 @@ def hash_shared(
     elements: Callable[[Segment], UIntArray],
     threads: int | None,
 ) -> Leaves:
-    """Hashes ``leaves``, each given by its ranks' fragments in order, rank by rank; returns those that end on this one.
+    """Hashes ``leaves``, each given by its ranks' fragments in order, rank by rank; returns those
+    that end on this one.
 
     ``elements`` gives this rank's. All ranks call this with the same leaves. Raises RankLost.
     """
     me, found = ranks.rank, dict[tuple[str, int], bytes]()
     held: dict[int, bytes] = {}
-    # Step by step, all leaves at once: of each the rank whose turn it is absorbs its bytes, and passes the state on.
+    # Step by step, all leaves at once: of each the rank whose turn it is absorbs its bytes, and
+    # passes the state on.
     for step in range(max(map(len, leaves), default=0)):
         now = [k for k, fragments in enumerate(leaves) if step < len(fragments)]
         mine = [k for k in now if leaves[k][step].rank == me]
         if step == 0:
             held = {k: sha256_begin(1) for k in mine}
-        absorbed = _absorb([held.pop(k) for k in mine], [leaves[k][step].segment for k in mine], elements, threads)
+        absorbed = _absorb(
+            [held.pop(k) for k in mine], [leaves[k][step].segment for k in mine], elements, threads
+        )
         sent: dict[int, bytearray] = {}
         for k, midstate in zip(mine, absorbed, strict=True):
             if step + 1 == len(leaves[k]):  # the last fragment: the leaf is this rank's
                 last = leaves[k][step]
-                found[last.segment.spec.name, last.leaf] = sha256_digests(np.frombuffer(midstate, np.uint8))
+                found[last.segment.spec.name, last.leaf] = sha256_digests(
+                    np.frombuffer(midstate, np.uint8)
+                )
             else:
                 sent.setdefault(leaves[k][step + 1].rank, bytearray()).extend(midstate)
         coming = [k for k in now if step + 1 < len(leaves[k]) and leaves[k][step + 1].rank == me]
@@ -113,13 +127,18 @@ def hash_shared(
 
 
 def _absorb(
-    midstates: list[bytes], segments: list[Segment], elements: Callable[[Segment], UIntArray], threads: int | None
+    midstates: list[bytes],
+    segments: list[Segment],
+    elements: Callable[[Segment], UIntArray],
+    threads: int | None,
 ) -> list[bytes]:
     """The midstates once each has absorbed the elements of the segment in its place."""
 
     def run(first: int) -> list[bytes]:
         some = midstates[first : first + _TOGETHER]
-        arrays = [elements(segment).view(np.uint8) for segment in segments[first : first + _TOGETHER]]
+        arrays = [
+            elements(segment).view(np.uint8) for segment in segments[first : first + _TOGETHER]
+        ]
         data = sha256_absorb(np.frombuffer(b"".join(some), np.uint8), arrays)
         return [data[MIDSTATE_BYTES * k :][:MIDSTATE_BYTES] for k in range(len(some))]
 
@@ -128,7 +147,8 @@ def _absorb(
 
 
 def gather_tree(layout: Layout, ranks: RankGroup, own: Leaves) -> StateDigest | None:
-    """The tree of the whole state, on rank 0; ``own`` are the leaves that end on this rank. Raises RankLost."""
+    """The tree of the whole state, on rank 0; ``own`` are the leaves that end on this rank. Raises
+    RankLost."""
     if ranks.size == 1:
         return _tree_of(layout, own)
     data = np.frombuffer(b"".join(own[leaf] for leaf in whole_leaves(layout, ranks.rank)), np.uint8)

@@ -1,4 +1,5 @@
-"""Hints: that states could be published in a better way, and that a worker may look for the wrong stream."""
+"""Hints: that states could be published in a better way, and that a worker may look for the wrong
+stream."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from .pending import NO_SMALLER, PendingVersion
 
 _WIDE = 0.5
 _DENSE = 0.2
-"""RL's learning rates change a hundredth of the BF16 weights in a step, at the end of a warm-up three times that."""
+"""RL's learning rates change a hundredth of the BF16 weights in a step, at the end of a warm-up
+three times that."""
 _PATIENT_SECONDS = 1.0
 _SHOWN_STREAMS = 10
 
 
 class Notices:
-    """Gives each kind of `Hint` on what is published once. ``stream`` is the stream's name. Without a ``listener`` all
-    users see them, of several ranks the ``first`` one's."""
+    """Gives each kind of `Hint` on what is published once. ``stream`` is the stream's name. Without
+    a ``listener`` all users see them, of several ranks the ``first`` one's."""
 
     def __init__(self, stream: str, listener: Listener | None, *, first: bool = True) -> None:
         self._stream = stream
@@ -32,9 +34,11 @@ class Notices:
         self._silent = listener is None and not first
         self._given: set[str] = set()
 
-    def look_at(self, version: int, draft: PendingVersion, state: State, *, out_of_memory: bool) -> None:
-        """Looks at this rank's part of a version that was committed, and the ``state`` that it was made of.
-        ``out_of_memory``: whether a device lacked memory for it."""
+    def look_at(
+        self, version: int, draft: PendingVersion, state: State, *, out_of_memory: bool
+    ) -> None:
+        """Looks at this rank's part of a version that was committed, and the ``state`` that it was
+        made of. ``out_of_memory``: whether a device lacked memory for it."""
         if self._silent:
             return
         if "device_memory" not in self._given and out_of_memory:
@@ -42,31 +46,38 @@ class Notices:
                 version,
                 "device_memory",
                 "a device had no memory to look for differences: its tensors crossed the bus whole",
-                "Leave room for two copies of the state in the compute dtype, three where versions wait, or pass "
+                "Leave room for two copies of the state in the compute dtype, three where "
+                "versions wait, or pass "
                 "on_device=None.",
             )
         if "wrapped_names" not in self._given and is_wrapped(state):
             self._give(
                 version,
                 "wrapped_names",
-                "names of tensors have parts that a wrapper of the module adds (module., _orig_mod. …)",
-                "Publish pulse_rl.unwrapped(model.state_dict()), if the workers' engine knows the plain names.",
+                "names of tensors have parts that a wrapper of the module adds (module., "
+                "_orig_mod. …)",
+                "Publish pulse_rl.unwrapped(model.state_dict()), if the workers' engine knows "
+                "the plain names.",
             )
         if "fused_names" not in self._given and (fused := fused_experts(state.specs)):
             self._give(
                 version,
                 "fused_names",
-                f"{len(fused)} tensors have several experts each ({fused[0]!r} …), as transformers has them in memory",
+                f"{len(fused)} tensors have several experts each ({fused[0]!r} …), as "
+                "transformers has them in memory",
                 "If the model's checkpoint has its experts one by one, as most do, publish "
-                "pulse_rl.integrations.transformers.checkpoint_weights(model): engines know the checkpoint's names.",
+                "pulse_rl.integrations.transformers.checkpoint_weights(model): engines know the "
+                "checkpoint's names.",
             )
         wide, density = _densities(draft)
         if wide > _WIDE:
             self._give(
                 version,
                 "wide_dtype",
-                f"{wide:.0%} of all elements are FP32 or FP64 and changed: such patches save little",
-                'Publish the compute dtype, of which a step changes few elements: publish(state, dtype="BF16"), '
+                f"{wide:.0%} of all elements are FP32 or FP64 and changed: such patches save "
+                "little",
+                "Publish the compute dtype, of which a step changes few elements: publish(state, "
+                'dtype="BF16"), '
                 "or pulse publish --dtype BF16.",
             )
         elif density > _DENSE:
@@ -74,7 +85,8 @@ class Notices:
                 version,
                 "dense",
                 f"{density:.0%} of all elements changed: such patches save little",
-                "At RL's learning rates, 1e-6 to 1e-5, a step changes about 1% of the BF16 weights; `pulse study` "
+                "At RL's learning rates, 1e-6 to 1e-5, a step changes about 1% of the BF16 "
+                "weights; `pulse study` "
                 "measures checkpoints.",
             )
 
@@ -101,7 +113,10 @@ class Absence:
         if self._said or now - self._since < _PATIENT_SECONDS:
             return
         self._said = True
-        hint = "The worker goes on looking. Check the stream's name and the store's address, or wait for the trainer."
+        hint = (
+            "The worker goes on looking. Check the stream's name and the store's address, or "
+            "wait for the trainer."
+        )
         try:
             reason = absence(self._store, self._stream)
         except PulseError:  # a store that cannot list all that it has
@@ -122,8 +137,8 @@ def absence(store: Store, stream: str) -> str:
 
 
 def _densities(draft: PendingVersion) -> tuple[float, float]:
-    """Changed elements of FP32 and FP64, and of all dtypes, / all elements. Where a patch would be no smaller, all have
-    changed."""
+    """Changed elements of FP32 and FP64, and of all dtypes, / all elements. Where a patch would be
+    no smaller, all have changed."""
     elements = max(sum(segment.elements for segment in draft.segments), 1)
     if draft.reason.startswith(NO_SMALLER):
         wide = sum(segment.elements for segment in draft.segments if is_wide(segment.spec.dtype))

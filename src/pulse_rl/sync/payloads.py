@@ -1,5 +1,5 @@
-"""What a version is stored as, before a manifest names it (docs/protocol.md, section 3): each rank's file of the patch
-and its shards of an anchor, and the files beside the weights."""
+"""What a version is stored as, before a manifest names it (docs/protocol.md, section 3): each
+rank's file of the patch and its shards of an anchor, and the files beside the weights."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from .history_policy import Note
 from .pending import PendingVersion
 
 _AT_ONCE = 2
-"""So many shards are stored at once while a state is filled: one is on its way while the other is hashed."""
+"""So many shards are stored at once while a state is filled: one is on its way while the other is
+hashed."""
 _SIDE_BY_SIDE = 4
 """So many shards are hashed at once by a thread: the SHA-256 of one is a chain of steps."""
 
 
 class Stored(NamedTuple):
-    """What one rank has stored: its file of the patch and its shards; and what it says of a history."""
+    """What one rank has stored: its file of the patch and its shards; and what it says of a
+    history."""
 
     parts: list[Payload]
     shards: list[Payload]
@@ -44,12 +46,14 @@ class Stored(NamedTuple):
     @classmethod
     def from_message(cls, message: bytes) -> Stored:
         parts, shards, changed, note = json.loads(message)
-        return cls([Payload(*p) for p in parts], [Payload(*p) for p in shards], changed, Note(*note))
+        return cls(
+            [Payload(*p) for p in parts], [Payload(*p) for p in shards], changed, Note(*note)
+        )
 
 
 class FileStore:
-    """Stores the files beside the weights, each once while it does not change. What the head names is looked for once,
-    and not again: garbage collection keeps it."""
+    """Stores the files beside the weights, each once while it does not change. What the head names
+    is looked for once, and not again: garbage collection keeps it."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -57,10 +61,14 @@ class FileStore:
         self._last: tuple[Mapping[str, bytes], tuple[FileRef, ...]] = ({}, ())
 
     def store(self, files: Mapping[str, bytes], named: Collection[FileRef]) -> tuple[FileRef, ...]:
-        """What a manifest says of ``files``, all of them stored then; ``named`` are the head's. Raises StoreError."""
+        """What a manifest says of ``files``, all of them stored then; ``named`` are the head's.
+        Raises StoreError."""
         kept = {file.payload for file in named}
         if files != self._last[0]:
-            made = (FileRef(name, sha256(data).hexdigest(), len(data)) for name, data in sorted(files.items()))
+            made = (
+                FileRef(name, sha256(data).hexdigest(), len(data))
+                for name, data in sorted(files.items())
+            )
             self._last = files, tuple(made)
         refs = self._last[1]
         for ref in refs:
@@ -99,8 +107,9 @@ def store_while_filled(
     threads: int | None,
     listener: Listener | None,
 ) -> list[Payload]:
-    """`store_anchor` of a state that is only being filled: ``filled`` gives what of it is there, and each shard is
-    hashed and stored meanwhile as soon as all of its elements are. Raises StoreError, and what ``filled`` raises."""
+    """`store_anchor` of a state that is only being filled: ``filled`` gives what of it is there,
+    and each shard is hashed and stored meanwhile as soon as all of its elements are. Raises
+    StoreError, and what ``filled`` raises."""
     groups = _groups(draft.segments, shard_bytes)
     progress = progress_to(listener, "upload", sum(segment.nbytes for segment in draft.segments))
     of = {segment.spec.name: number for number, group in enumerate(groups) for segment in group}
@@ -121,7 +130,9 @@ def store_while_filled(
         return number, payload
 
     payloads: dict[int, Payload] = {}
-    with closing(ordered_map(put, complete(), min(_AT_ONCE, threads or default_threads()))) as stored:
+    with closing(
+        ordered_map(put, complete(), min(_AT_ONCE, threads or default_threads()))
+    ) as stored:
         for number, payload in stored:
             payloads[number] = payload
             if progress:
@@ -130,21 +141,34 @@ def store_while_filled(
 
 
 def store_anchor(
-    stream: Stream, draft: PendingVersion, *, shard_bytes: int, threads: int | None, listener: Listener | None
+    stream: Stream,
+    draft: PendingVersion,
+    *,
+    shard_bytes: int,
+    threads: int | None,
+    listener: Listener | None,
 ) -> list[Payload]:
     """Stores this rank's shards of an anchor, of about ``shard_bytes`` each. Raises StoreError."""
     groups = _groups(draft.segments, shard_bytes)
     progress = progress_to(listener, "upload", sum(segment.nbytes for segment in draft.segments))
-    # What is not the baseline's own memory is made chunk by chunk: several shards of that at once would take memory.
-    together = 1 if draft.base else min(_SIDE_BY_SIDE, -(-len(groups) // (threads or default_threads())))
+    # What is not the baseline's own memory is made chunk by chunk: several shards of that at once
+    # would take memory.
+    together = (
+        1 if draft.base else min(_SIDE_BY_SIDE, -(-len(groups) // (threads or default_threads())))
+    )
     payloads: list[Payload] = []
 
     def hashed(some: Sequence[tuple[Segment, ...]]) -> list[Payload]:
         if len(some) == 1:
             return [_hashed(_chunks(draft, some[0]))]
-        files = [[np.frombuffer(chunk, np.uint8) for chunk in _chunks(draft, group)] for group in some]
+        files = [
+            [np.frombuffer(chunk, np.uint8) for chunk in _chunks(draft, group)] for group in some
+        ]
         digests = sha256_messages(files)
-        return [Payload(digests[32 * k :][:32].hex(), sum(map(len, file))) for k, file in enumerate(files)]
+        return [
+            Payload(digests[32 * k :][:32].hex(), sum(map(len, file)))
+            for k, file in enumerate(files)
+        ]
 
     tasks = [groups[k : k + together] for k in range(0, len(groups), max(together, 1))]
     with closing(ordered_map(hashed, tasks, threads)) as found:
@@ -157,8 +181,11 @@ def store_anchor(
     return payloads
 
 
-def uploaded(stored: Sequence[Stored], base: tuple[int, str] | None) -> tuple[PatchRef | None, AnchorRef | None]:
-    """What a manifest says of the payloads of all ranks, of a patch from ``base``, (version, root), if there is one."""
+def uploaded(
+    stored: Sequence[Stored], base: tuple[int, str] | None
+) -> tuple[PatchRef | None, AnchorRef | None]:
+    """What a manifest says of the payloads of all ranks, of a patch from ``base``, (version, root),
+    if there is one."""
     parts = tuple(payload for of in stored for payload in of.parts)
     shards = tuple(payload for of in stored for payload in of.shards)
     changed = sum(of.changed for of in stored)
@@ -175,8 +202,8 @@ def _hashed(chunks: Iterable[bytes | memoryview]) -> Payload:
 
 
 def _groups(segments: Sequence[Segment], shard_bytes: int) -> list[tuple[Segment, ...]]:
-    """The segments of each shard: about ``shard_bytes`` of them; a larger segment has a shard to itself. One without
-    tensors, where there are none."""
+    """The segments of each shard: about ``shard_bytes`` of them; a larger segment has a shard to
+    itself. One without tensors, where there are none."""
     groups: list[list[Segment]] = [[]]
     room = shard_bytes
     for segment in segments:

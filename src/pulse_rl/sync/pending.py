@@ -1,4 +1,5 @@
-"""One rank's part of the next version before it is committed: changes to its baseline, or a new baseline."""
+"""One rank's part of the next version before it is committed: changes to its baseline, or a new
+baseline."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ NO_SMALLER = "anchor: a patch would have"
 
 
 class Baseline(NamedTuple):
-    """What this rank publishes of a committed ``version`` with this ``root``: ``segments`` in the order of the names,
-    cut into ``blocks``, in a ``state`` of its own; the leaves that end on it, and the ``history`` of its blocks, or, as
-    ``sampled``, of some (`HistoryPolicy`)."""
+    """What this rank publishes of a committed ``version`` with this ``root``: ``segments`` in the
+    order of the names, cut into ``blocks``, in a ``state`` of its own; the leaves that end on it,
+    and the ``history`` of its blocks, or, as ``sampled``, of some (`HistoryPolicy`)."""
 
     version: int
     root: str
@@ -51,20 +52,26 @@ class Baseline(NamedTuple):
     sampled: History = _NOTHING
 
     def header(
-        self, base_root: str, target_root: str, coded: Sequence[codecs.Encoded], history: HistoryName | None = None
+        self,
+        base_root: str,
+        target_root: str,
+        coded: Sequence[codecs.Encoded],
+        history: HistoryName | None = None,
     ) -> PatchHeader:
-        """The header of this rank's file of a patch between these roots, of its blocks as they are ``coded``."""
+        """The header of this rank's file of a patch between these roots, of its blocks as they are
+        ``coded``."""
         slices = slices_of(self.layout.specs, self.segments)
         return PatchHeader(base_root, target_root, slices, tuple(map(entry_of, coded)), history)
 
 
 @dataclass
 class PendingVersion:
-    """What this rank publishes of the next version: ``state`` and the ``changes`` to it by block; without a ``base``
-    the state is the version's. ``leaves`` are those that end on this rank, ``resident`` its tensors that lie on
-    devices, ``records`` what a history is to remember, None where that is too much. ``history``: what is remembered at
-    the version; ``sampled``: of some blocks. ``remembers``: whether all blocks are recorded. ``reason``: see
-    `Published`. ``shards``: those of the anchor, if they are stored."""
+    """What this rank publishes of the next version: ``state`` and the ``changes`` to it by block;
+    without a ``base`` the state is the version's. ``leaves`` are those that end on this rank,
+    ``resident`` its tensors that lie on devices, ``records`` what a history is to remember, None
+    where that is too much. ``history``: what is remembered at the version; ``sampled``: of some
+    blocks. ``remembers``: whether all blocks are recorded. ``reason``: see `Published`. ``shards``:
+    those of the anchor, if they are stored."""
 
     layout: Layout
     segments: tuple[Segment, ...]
@@ -92,7 +99,8 @@ class PendingVersion:
         return sum(encoded.changed for encoded in self.coded)
 
     def file(self, root: str, *, codec: str, threads: int | None) -> list[bytes]:
-        """This rank's file of the patch to ``root``, in chunks: its header, and a payload a block."""
+        """This rank's file of the patch to ``root``, in chunks: its header, and a payload a
+        block."""
         assert self.base is not None
         header, coded = smallest(
             partial(self.base.header, self.base.root, root),
@@ -120,7 +128,9 @@ class PendingVersion:
         """The version's state where this rank has all of it, made as it is read."""
         if not self.changes:
             return self.state
-        return State(self.layout.specs, {spec.name: _Drafted(self, spec) for spec in self.layout.specs})
+        return State(
+            self.layout.specs, {spec.name: _Drafted(self, spec) for spec in self.layout.specs}
+        )
 
     def is_changed(self, fragment: Fragment) -> bool:
         """Whether an element of it is another than in the base; without one, yes."""
@@ -129,18 +139,21 @@ class PendingVersion:
     def advance_baseline(
         self, version: int, root: str, *, journal: Journal | None = None, threads: int | None
     ) -> tuple[Baseline, dict[int, Changes]]:
-        """The baseline that this is once it is committed, and the old bits by block. The state of the base is changed
-        in place, once; ``journal`` is told of each block before."""
+        """The baseline that this is once it is committed, and the old bits by block. The state of
+        the base is changed in place, once; ``journal`` is told of each block before."""
         hit("baseline.before")
         undo: dict[int, Changes] = {}
         if self.changes:
-            undo = advance_state(self.state, self.blocks, self.changes, journal=journal, threads=threads)
+            undo = advance_state(
+                self.state, self.blocks, self.changes, journal=journal, threads=threads
+            )
         hit("baseline.written")
         of = self.layout, self.segments, self.blocks, self.state, self.leaves
         return Baseline(version, root, *of, self.history, self.sampled), undo
 
     def _changes_in(self, segment: Segment) -> tuple[np.ndarray, UIntArray, int] | None:
-        """(positions, values, position of the segment's first element) of its changes; None if there are none."""
+        """(positions, values, position of the segment's first element) of its changes; None if
+        there are none."""
         if not self.changes:
             return None
         index, base = self._place_of(segment)
@@ -177,13 +190,17 @@ class _Drafted(NamedTuple):
     def read(self, start: int, stop: int) -> UIntArray:
         runs = runs_of(Segment(self.spec, 0, self.spec.elements))
         places = [(max(run.start, start), min(run.stop, stop)) for run in runs]
-        found = [self.draft.elements(Segment(self.spec, *place)) for place in places if place[0] < place[1]]
+        found = [
+            self.draft.elements(Segment(self.spec, *place))
+            for place in places
+            if place[0] < place[1]
+        ]
         return np.concatenate(found) if found else np.empty(0, self.spec.dtype.uint)
 
 
 class Built(NamedTuple):
-    """The next version: this rank's ``draft``, the ``root``, on rank 0 the digest ``tree``, and the ``patch_bytes`` of
-    all ranks."""
+    """The next version: this rank's ``draft``, the ``root``, on rank 0 the digest ``tree``, and the
+    ``patch_bytes`` of all ranks."""
 
     draft: PendingVersion
     root: str
@@ -207,19 +224,20 @@ def make_pending(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> PendingVersion:
-    """Compares with ``base`` and codes, block by block, or copies where there is none; hashes all leaves that no other
-    rank has a piece of. ``local`` has this rank's elements of the new state; ``owned``: nobody else writes to them, so
-    that they may become the baseline as they are; else they are copied into what ``empty`` makes.
-    ``store`` stores such a state while it is filled, and returns its shards.
-    ``history``: what the patch may be coded by; ``recorder`` gets what is to be remembered of it. ``progress`` gets the
-    bytes that were worked through since its last call.
+    """Compares with ``base`` and codes, block by block, or copies where there is none; hashes all
+    leaves that no other rank has a piece of. ``local`` has this rank's elements of the new state;
+    ``owned``: nobody else writes to them, so that they may become the baseline as they are; else
+    they are copied into what ``empty`` makes. ``store`` stores such a state while it is filled, and
+    returns its shards. ``history``: what the patch may be coded by; ``recorder`` gets what is to be
+    remembered of it. ``progress`` gets the bytes that were worked through since its last call.
 
-    Raises what `code_blocks` raises, and RankLost: whatever fails here, this rank has taken part in moving columns to
-    rows when this returns or raises.
+    Raises what `code_blocks` raises, and RankLost: whatever fails here, this rank has taken part in
+    moving columns to rows when this returns or raises.
     """
     segments = base.segments if base else layout.segments(ranks.rank)
     blocks = base.blocks if base else cut(layout.specs, segments)
-    # Columns are moved to rows while rows are coded: a task waits for its window, and no rank holds a whole tensor.
+    # Columns are moved to rows while rows are coded: a task waits for its window, and no rank holds
+    # a whole tensor.
     columns = ColumnExchange(layout, ranks, local)
     try:
         source = _sliced(tuple(s for s in segments if s.spec.name not in layout.moved), local)
@@ -232,7 +250,9 @@ def make_pending(
             def copy(task: tuple[range, State]) -> tuple[range, Leaves]:
                 group, new = task
                 some = [blocks[index] for index in group]
-                for segment in (segment for block in some for segment in block.segments if not owned):
+                for segment in (
+                    segment for block in some for segment in block.segments if not owned
+                ):
                     state.read(*segment.place)[:] = new.read(*segment.place)
                 return group, inner_leaves(some, lambda segment: state.read(*segment.place))
 
@@ -249,8 +269,11 @@ def make_pending(
                 for _ in segments_filled:
                     pass
             return made
-        # A patch: of the new state only the changes are kept, until the commit moves the baseline by them.
-        made = PendingVersion(layout, segments, blocks, base.state, base, reason, leaves=dict(base.leaves))
+        # A patch: of the new state only the changes are kept, until the commit moves the baseline
+        # by them.
+        made = PendingVersion(
+            layout, segments, blocks, base.state, base, reason, leaves=dict(base.leaves)
+        )
         groups = code_blocks(
             blocks,
             base.state,
@@ -285,15 +308,17 @@ def _sliced(segments: tuple[Segment, ...], local: State) -> State:
     return local if all(segment.is_whole for segment in segments) else SlicedState(segments, local)
 
 
-def _count(progress: Callable[[int], None] | None, blocks: Sequence[Block], group: Sequence[int]) -> None:
+def _count(
+    progress: Callable[[int], None] | None, blocks: Sequence[Block], group: Sequence[int]
+) -> None:
     if progress:
         for index in group:
             progress(blocks[index].nbytes)
 
 
 def hash_shared_leaves(draft: PendingVersion, ranks: RankGroup, threads: int | None) -> int:
-    """Hashes the leaves that ranks share, if something in them changed; returns the bytes of all ranks' blocks. A
-    collective, which raises what `RankGroup.run_on_all` raises."""
+    """Hashes the leaves that ranks share, if something in them changed; returns the bytes of all
+    ranks' blocks. A collective, which raises what `RankGroup.run_on_all` raises."""
     if ranks.size == 1:
         return draft.patch_bytes
     shared = draft.layout.shared

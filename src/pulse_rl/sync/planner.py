@@ -1,5 +1,6 @@
-"""Plans a path of links from one version to another: the fewest bytes, without links that failed (docs/protocol.md,
-section 4). `cheapest_path` is the plan, a function of the links; `Planner` gathers the links."""
+"""Plans a path of links from one version to another: the fewest bytes, without links that failed
+(docs/protocol.md, section 4). `cheapest_path` is the plan, a function of the links; `Planner`
+gathers the links."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ..stream.unreadable import UNREADABLE
 _MAX_FALSE_LINKS = 16
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
 BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
-"""Errors that make a link unusable and another path worth trying; an unavailable store is not among them."""
+"""Errors that make a link unusable and another path worth trying; an unavailable store is not among
+them."""
 
 _Place = tuple[int | None, bool]
 
@@ -28,18 +30,22 @@ def cheapest_path(
     keeps: Callable[[int, int], bool] = lambda base, version: True,
     needs: Callable[[Link], bool] = lambda patch: True,
 ) -> list[Link]:
-    """The links to follow, in order, from version ``have`` (None: from nothing) to ``target``; fewest bytes in all.
+    """The links to follow, in order, from version ``have`` (None: from nothing) to ``target``;
+    fewest bytes in all.
 
-    ``knows``: whether the history at ``have`` is known; no patch that ``needs`` it is taken from where it is not, and
-    where it is, it is to be known at ``target``, too, if there is such a path. ``keeps`` says of a fold whether it is
-    known after it. None: histories do not matter. Raises ChainGap that names both sides of the gap.
+    ``knows``: whether the history at ``have`` is known; no patch that ``needs`` it is taken from
+    where it is not, and where it is, it is to be known at ``target``, too, if there is such a path.
+    ``keeps`` says of a fold whether it is known after it. None: histories do not matter. Raises
+    ChainGap that names both sides of the gap.
     """
-    # Of each version, with its history and without, the cheapest way there: bytes in all, the last link, its base.
+    # Of each version, with its history and without, the cheapest way there: bytes in all, the last
+    # link, its base.
     start: _Place = (None, True)
     best: dict[_Place, tuple[int, Link | None, _Place]] = {start: (0, None, start)}
     if have is not None:
         best[have, knows is not False] = (0, None, start)
-    # Every link leads to a higher version than its base, so in this order each base is final before it is used.
+    # Every link leads to a higher version than its base, so in this order each base is final before
+    # it is used.
     for link in sorted(links, key=lambda x: (x.version, x.nbytes)):
         if link.version == have and knows is not False:
             continue
@@ -47,14 +53,22 @@ def cheapest_path(
             base: _Place = (link.base, known)
             if base not in best or (link.is_patch and not known and needs(link)):
                 continue
-            after = knows is None or link.base is None or (known if link.is_patch else keeps(link.base, link.version))
+            after = (
+                knows is None
+                or link.base is None
+                or (known if link.is_patch else keeps(link.base, link.version))
+            )
             place, cost = (link.version, after), best[base][0] + link.nbytes
             if place not in best or cost < best[place][0]:
                 best[place] = (cost, link, base)
     ends: list[_Place] = [place for place in ((target, True), (target, False)) if place in best]
     if not ends:
         reached = max((v for v, _ in best if v is not None and v < target), default=None)
-        lower = "nothing below it is reachable" if reached is None else f"the chain reaches version {reached}"
+        lower = (
+            "nothing below it is reachable"
+            if reached is None
+            else f"the chain reaches version {reached}"
+        )
         raise ChainGap(f"no path leads to version {target}: {lower}")
     path: list[Link] = []
     found = best[ends[0] if knows else min(ends, key=lambda end: best[end][0])]
@@ -79,15 +93,17 @@ class Planner:
         self._learnt = 0
 
     def avoid(self, planned: Link, link: Link, error: Exception) -> None:
-        """Excludes a link that failed: as planned, and with the payloads that its manifest names."""
+        """Excludes a link that failed: as planned, and with the payloads that its manifest
+        names."""
         self._avoided[planned.key] = self._avoided[link.key] = f"{link}: {error}"
-        # A link in a listing is anybody's word. After some false ones only the manifests are believed.
+        # A link in a listing is anybody's word. After some false ones only the manifests are
+        # believed.
         if self._listed is not None and len(self._avoided) > _MAX_FALSE_LINKS:
             self._listed, self._believes_listings = [], False
 
     def lacks_history(self, planned: Link, link: Link) -> bool:
-        """A patch could not be decoded for want of a history: from now on paths are planned that bring it along. False
-        where nothing new was learnt since the last time."""
+        """A patch could not be decoded for want of a history: from now on paths are planned that
+        bring it along. False where nothing new was learnt since the last time."""
         self._minds_histories = True
         self._needing |= {planned.key, link.key}
         learnt = len(self._needing) + len(self._forgetful)
@@ -100,9 +116,13 @@ class Planner:
             self._forgetful.add((link.base, link.version))
 
     def forgets(self, link: Link, manifest: Manifest) -> bool:
-        """Whether a fold leads to where more is remembered than it shows. Says so once: the next plan takes it only
-        where there is no other way."""
-        if link.base is None or not link.is_fold or manifest.remembers in ((), (link.version - link.base,)):
+        """Whether a fold leads to where more is remembered than it shows. Says so once: the next
+        plan takes it only where there is no other way."""
+        if (
+            link.base is None
+            or not link.is_fold
+            or manifest.remembers in ((), (link.version - link.base,))
+        ):
             return False
         fold = (link.base, link.version)
         known = fold in self._forgetful
@@ -111,10 +131,11 @@ class Planner:
         return not known
 
     def plan(self, have: int | None, *, knows: bool = True, tries: bool = True) -> list[Link]:
-        """The cheapest path by bytes from version ``have`` (None: from nothing) that is not known to be broken.
-        ``knows``: whether all is remembered there that a patch may need. ``tries``: where it is not, a patch is taken
-        all the same until `lacks_history` says that it needs it: another way may cost a whole state. Who does not
-        decode cannot try, and takes such a path where there is no other.
+        """The cheapest path by bytes from version ``have`` (None: from nothing) that is not known
+        to be broken. ``knows``: whether all is remembered there that a patch may need. ``tries``:
+        where it is not, a patch is taken all the same until `lacks_history` says that it needs it:
+        another way may cost a whole state. Who does not decode cannot try, and takes such a path
+        where there is no other.
 
         Raises ChainGap, with the reasons why links were avoided.
         """
@@ -124,10 +145,12 @@ class Planner:
         known = knows if self._minds_histories else None
 
         def cheapest(needs: Callable[[Link], bool]) -> list[Link]:
-            return cheapest_path(usable, have, self._target, knows=known, keeps=self._keeps_history, needs=needs)
+            return cheapest_path(
+                usable, have, self._target, knows=known, keeps=self._keeps_history, needs=needs
+            )
 
-        # The first set that has a path decides: gathering a larger one costs more than a better path saves.
-        # Who lacks what is remembered may have to begin below.
+        # The first set that has a path decides: gathering a larger one costs more than a better
+        # path saves. Who lacks what is remembered may have to begin below.
         for links in self._candidates(self._listed, None if known is False else have, reasons):
             usable = [link for link in links if self._usable(link)]
             try:
@@ -140,21 +163,27 @@ class Planner:
         broken = dict.fromkeys([*self._avoided.values(), *reasons])
         raise ChainGap("; ".join([f"{self._stream.name}: {gap}", *broken]), hint=gap.hint)
 
-    def _candidates(self, listed: list[Link], have: int | None, reasons: list[str]) -> Iterator[list[Link]]:
-        """Ever larger sets of links, each more expensive to gather; unreadable ones are added to ``reasons``."""
+    def _candidates(
+        self, listed: list[Link], have: int | None, reasons: list[str]
+    ) -> Iterator[list[Link]]:
+        """Ever larger sets of links, each more expensive to gather; unreadable ones are added to
+        ``reasons``."""
         yield listed
-        # Names alone lead nowhere: manifests say what links there are, read from the target downwards.
+        # Names alone lead nowhere: manifests say what links there are, read from the target
+        # downwards.
         links = self._stream.links() if self._believes_listings else []
         links = [link for link in links if link.version <= self._target]
         yield [*links, *self._from_manifests(have, reasons)]
-        # At last every manifest there is: a gap below may have a way around that no manifest above it names.
+        # At last every manifest there is: a gap below may have a way around that no manifest above
+        # it names.
         for version in self._stream.versions():
             if version <= self._target:
                 links += self._named_by(version, reasons)
         yield links
 
     def _from_listings(self, have: int | None) -> list[Link]:
-        """Links as the listings show them. The size of a patch is not listed: the target's stands for all.
+        """Links as the listings show them. The size of a patch is not listed: the target's stands
+        for all.
 
         When few versions behind, skip the listing: the patches in between are the path.
         """
@@ -171,8 +200,12 @@ class Planner:
         if have is not None and self._target - have < _FAR:
             return [Link(v - 1, v, guess) for v in range(have + 1, self._target + 1)]
         links = [link for link in self._stream.links(have) if link.version <= self._target]
-        starts = [have] if have is not None else [link.version for link in links if link.base is None]
-        versions = [v for v in self._stream.versions(min(starts)) if v <= self._target] if starts else []
+        starts = (
+            [have] if have is not None else [link.version for link in links if link.base is None]
+        )
+        versions = (
+            [v for v in self._stream.versions(min(starts)) if v <= self._target] if starts else []
+        )
         if manifest.remembers and have is not None and versions:
             # The first patches after a history began anew are larger than the target's.
             with suppress(*BROKEN_LINK):
@@ -180,13 +213,16 @@ class Planner:
         return [*links, *(Link(v - 1, v, guess) for v in versions)]
 
     def _from_manifests(self, have: int | None, reasons: list[str]) -> list[Link]:
-        """The links that manifests name, from the target down to version ``have`` or to an anchor."""
+        """The links that manifests name, from the target down to version ``have`` or to an
+        anchor."""
         links: list[Link] = []
         version: int | None = self._target
         while version is not None:
             found = [link for link in self._named_by(version, reasons) if self._usable(link)]
             links += found
-            anchored = any(link.base is None for link in found) and (have is None or have >= version)
+            anchored = any(link.base is None for link in found) and (
+                have is None or have >= version
+            )
             bases = [link.base for link in found if link.base is not None]
             version = bases[0] if bases and not anchored and version != have else None
         return links
@@ -199,7 +235,8 @@ class Planner:
             return []
 
     def _keeps_history(self, base: int, version: int) -> bool:
-        """Whether the history is known after a fold: until its manifest was seen, it is believed of all."""
+        """Whether the history is known after a fold: until its manifest was seen, it is believed of
+        all."""
         return (base, version) not in self._forgetful
 
     def _needs_history(self, patch: Link) -> bool:

@@ -20,7 +20,8 @@ LONGEST_POLL = 1e6
 
 
 def jittered(seconds: float) -> float:
-    """``seconds``, a quarter more or less: workers that were started together do not ask together for ever."""
+    """``seconds``, a quarter more or less: workers that were started together do not ask together
+    for ever."""
     return seconds * random.uniform(0.75, 1.25)
 
 
@@ -37,7 +38,8 @@ class Turn:
 
 
 class Schedule:
-    """Turns that become due, handed to the threads that ask: the one that has been due for longest first."""
+    """Turns that become due, handed to the threads that ask: the one that has been due for longest
+    first."""
 
     def __init__(self) -> None:
         self._later: list[tuple[float, int, Turn]] = []
@@ -46,15 +48,16 @@ class Schedule:
         self._closed = False
 
     def put(self, turn: Turn, seconds: float = 0.0) -> None:
-        """``turn`` is due in ``seconds``, whatever was said before. One that a thread has taken is due again as soon as
-        it is given back."""
+        """``turn`` is due in ``seconds``, whatever was said before. One that a thread has taken is
+        due again as soon as it is given back."""
         with self._changed:
             turn.again = turn.taken
             if not turn.taken:
                 self._push(turn, seconds)
 
     def give_back(self, turn: Turn, seconds: float, *, at_once: bool = True) -> None:
-        """``turn``, which was taken, is due in ``seconds``; where it was put meanwhile, and ``at_once``, now."""
+        """``turn``, which was taken, is due in ``seconds``; where it was put meanwhile, and
+        ``at_once``, now."""
         with self._changed:
             turn.taken = False
             self._push(turn, 0.0 if turn.again and at_once else seconds)
@@ -92,8 +95,8 @@ class Schedule:
 
 
 class PollTimer:
-    """Pauses between looks at streams of ``store``: until one has something new where the store tells, for at most 25
-    seconds or `max_seconds`; else for the time of a poll."""
+    """Pauses between looks at streams of ``store``: until one has something new where the store
+    tells, for at most 25 seconds or `max_seconds`; else for the time of a poll."""
 
     def __init__(self, store: Store) -> None:
         self._notifier = notifier_of(store)
@@ -105,10 +108,13 @@ class PollTimer:
         """Whether the store tells."""
         return self._notifier is not None
 
-    def wait(self, after: Collection[str], poll_seconds: float, max_seconds: float = math.inf) -> None:
-        """``after``: the names behind which each stream's new versions are (`Stream.last_accepted`). What turns out to
-        be nothing new, whatever the store says, is followed by pauses of ``poll_seconds``, so that no store makes a
-        worker look without end. Ends within ``max_seconds``."""
+    def wait(
+        self, after: Collection[str], poll_seconds: float, max_seconds: float = math.inf
+    ) -> None:
+        """``after``: the names behind which each stream's new versions are
+        (`Stream.last_accepted`). What turns out to be nothing new, whatever the store says, is
+        followed by pauses of ``poll_seconds``, so that no store makes a worker look without end.
+        Ends within ``max_seconds``."""
         began = time.monotonic()
         self._told.intersection_update(after)
         waited_for = list(islice((name for name in after if name not in self._told), MAX_WAITED))

@@ -1,8 +1,9 @@
-"""Quantised states of which each rank has a part: codes and scales of its own elements, once the ranks have agreed on
-the largest magnitudes of the blocks that cross them.
+"""Quantised states of which each rank has a part: codes and scales of its own elements, once the
+ranks have agreed on the largest magnitudes of the blocks that cross them.
 
-A rank's part of a weight is seen as the whole weight, whose other elements are 0: they change no magnitude, and what is
-made of them is not published. A scale is of the rank that has the first element of its block.
+A rank's part of a weight is seen as the whole weight, whose other elements are 0: they change no
+magnitude, and what is made of them is not published. A scale is of the rank that has the first
+element of its block.
 """
 
 from __future__ import annotations
@@ -27,16 +28,21 @@ Blocks = npt.NDArray[np.int64]
 
 
 def quantised(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Blocks]]]:
-    """What ``local`` becomes, and by their names the scales to agree on, with the blocks of which it has some
-    elements but not all. Raises InputError, for boxes too that cut a group whose codes share bytes or a scale."""
+    """What ``local`` becomes, and by their names the scales to agree on, with the blocks of which
+    it has some elements but not all. Raises InputError, for boxes too that cut a group whose codes
+    share bytes or a scale."""
     assert local.quantise is not None
     if callable(local.quantise):
         raise InputError(
-            "a sharded publisher does not quantise by a function: it would be given parts of weights",
+            "a sharded publisher does not quantise by a function: it would be given parts of "
+            "weights",
             hint="Name a format, or gather and use a Publisher.",
         )
     source, boxes = local.source, local.boxes
-    specs = tuple(TensorSpec(s.name, s.dtype, boxes[s.name].shape) if s.name in boxes else s for s in source.specs)
+    specs = tuple(
+        TensorSpec(s.name, s.dtype, boxes[s.name].shape) if s.name in boxes else s
+        for s in source.specs
+    )
     seen = {
         s.name: Spread(s.dtype, [(boxes[s.name], partial(source.read, s.name))])
         if s.name in boxes
@@ -56,7 +62,9 @@ def quantised(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
                 parts[each.name] = box
                 dtype = made.spec(each.name).dtype
                 same = dtype == source.spec(name).dtype
-                data[each.name] = stored_tensor(source, name) if same else CastTensor(source, name, dtype)
+                data[each.name] = (
+                    stored_tensor(source, name) if same else CastTensor(source, name, dtype)
+                )
             else:
                 parts[each.name] = _scaled_down(box, name, each.per, each.shape)
                 data[each.name] = _Cut(made, each.name, parts[each.name])
@@ -68,8 +76,13 @@ def quantised(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
             elif scales is not None and box is not None and each.per is not None:
                 shared[scales.name] = scales, _crossing(box, each.per)
     parts |= {alias: parts[name] for alias, name in made.aliases.items() if name in parts}
-    held = tuple(TensorSpec(s.name, s.dtype, parts[s.name].local_shape) if s.name in parts else s for s in made.specs)
-    found = local._replace(source=State(held, data, made.aliases), boxes=parts, dtype=None, owned=False, quantise=None)
+    held = tuple(
+        TensorSpec(s.name, s.dtype, parts[s.name].local_shape) if s.name in parts else s
+        for s in made.specs
+    )
+    found = local._replace(
+        source=State(held, data, made.aliases), boxes=parts, dtype=None, owned=False, quantise=None
+    )
     return found._replace(config=config_of(local.quantise, made.kept)), shared
 
 
@@ -78,14 +91,17 @@ def agree(
     shared: dict[str, tuple[Shared, Blocks]],
     run_on_all: Callable[[Callable[[], bytes]], Sequence[bytes]],
 ) -> LocalState:
-    """Tells the other ranks the maxima of the ``shared`` blocks, and takes theirs. Returns ``local`` with the
-    configuration of what all ranks have. Collective."""
+    """Tells the other ranks the maxima of the ``shared`` blocks, and takes theirs. Returns
+    ``local`` with the configuration of what all ranks have. Collective."""
 
     def said() -> bytes:
         entries, arrays = [], []
         for name, (scales, blocks) in shared.items():
             entries.append((name, len(blocks)))
-            arrays += [blocks.astype("<i8").tobytes(), scales.maxima(blocks).astype("<u4").tobytes()]
+            arrays += [
+                blocks.astype("<i8").tobytes(),
+                scales.maxima(blocks).astype("<u4").tobytes(),
+            ]
         header = json.dumps([entries, local.config]).encode()
         return len(header).to_bytes(8, "little") + header + b"".join(arrays)
 
@@ -118,8 +134,9 @@ class _Cut:
 
 
 def _scaled_down(box: Box, name: str, per: tuple[int, int], shape: tuple[int, ...]) -> Box:
-    """Which elements of a tensor of ``shape`` a rank has that has ``box`` of the weight: those whose block of ``per``
-    rows and columns begins in it. Raises InputError where a group of a row is cut."""
+    """Which elements of a tensor of ``shape`` a rank has that has ``box`` of the weight: those
+    whose block of ``per`` rows and columns begins in it. Raises InputError where a group of a row
+    is cut."""
     rows, columns = per
     if per == (1, 1):
         return box
@@ -171,7 +188,8 @@ def _crossing(box: Box, per: tuple[int, int]) -> Blocks:
         outer = Box(box.of[:-2], tuple(leading))
         matrices: Blocks = outer.take(np.arange, 0, outer.elements)
         (high, cut_high), (wide, cut_wide) = (
-            _blocks(runs, size, step) for runs, size, step in zip(box.of[-2:], (rows, columns), per, strict=True)
+            _blocks(runs, size, step)
+            for runs, size, step in zip(box.of[-2:], (rows, columns), per, strict=True)
         )
         some = cut_high[high][:, None] | cut_wide[wide]
         inner = (high[:, None] * across + wide)[some]
@@ -179,11 +197,15 @@ def _crossing(box: Box, per: tuple[int, int]) -> Blocks:
         return found
     ends = [] if not box.elements else [box.of[0][0][0], box.of[0][0][1] - 1]
     cut = {place // (rows * columns) * bands + place // columns % rows // per[0] for place in ends}
-    return np.concatenate([np.arange(band * across, (band + 1) * across) for band in sorted(cut)] or [np.zeros(0, int)])
+    return np.concatenate(
+        [np.arange(band * across, (band + 1) * across) for band in sorted(cut)]
+        or [np.zeros(0, int)]
+    )
 
 
 def _blocks(runs: Runs, size: int, step: int) -> tuple[Blocks, npt.NDArray[np.bool_]]:
-    """The blocks of one dimension that ``runs`` touch; and of all, whether they lie there in part only."""
+    """The blocks of one dimension that ``runs`` touch; and of all, whether they lie there in part
+    only."""
     here = np.zeros(-(-size // step), np.int64)
     for low, high in runs:
         for block in range(low // step, -(-high // step)):

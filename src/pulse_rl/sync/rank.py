@@ -1,7 +1,8 @@
-"""One rank's side of publishing; a publisher of one process is the only rank (docs/protocol.md, sections 3 and 10).
+"""One rank's side of publishing; a publisher of one process is the only rank (docs/protocol.md,
+sections 3 and 10).
 
-A publish reads in one direction: `_meet`, settle and resume (`commit`, `baseline`), build (`pending`), upload,
-commit, and the baseline follows.
+A publish reads in one direction: `_meet`, settle and resume (`commit`, `baseline`), build
+(`pending`), upload, commit, and the baseline follows.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ from .submissions import Submission
 
 _MAX_STALE_COMMITS = 8
 _SMALL = 1 << 16
-"""Bytes: below that a request costs more than what it carries, and a patch needs no larger state."""
+"""Bytes: below that a request costs more than what it carries, and a patch needs no larger
+state."""
 
 
 class Settings(NamedTuple):
@@ -86,8 +88,8 @@ class Settings(NamedTuple):
 
 
 class RankPublisher:
-    """Publishes what this rank has of a state, together with the other ``ranks``. All ranks call its methods in the
-    same order; one thread at a time."""
+    """Publishes what this rank has of a state, together with the other ``ranks``. All ranks call
+    its methods in the same order; one thread at a time."""
 
     def __init__(
         self,
@@ -107,7 +109,11 @@ class RankPublisher:
         self._listener = self._shown_to = listener
         self._folder = folder
         self._head = StreamHead(
-            stream, settings.signer, settings.anchor_ratio, attest=settings.attest, together=ranks.size > 1
+            stream,
+            settings.signer,
+            settings.anchor_ratio,
+            attest=settings.attest,
+            together=ranks.size > 1,
         )
         self._baseline: Baseline | None = None
         self._pending: PendingVersion | None = None
@@ -126,7 +132,9 @@ class RankPublisher:
             tell=self._events.append,
         )
         first = ranks.rank == 0
-        self._retention = Retention(stream, settings.keep if first else None, settings.keys, listener)
+        self._retention = Retention(
+            stream, settings.keep if first else None, settings.keys, listener
+        )
 
     def publish(
         self,
@@ -137,19 +145,25 @@ class RankPublisher:
         blocked_seconds: float | None = None,
         progress: bool = False,
     ) -> tuple[Published, bool]:
-        """Commits the next version; returns what it cost, and whether the request's memory has become the baseline.
-        Raises what `Publisher.publish` raises. ``number``: of the call, the same on all ranks, which part where it is
-        not. Raises CancelledError, on all, if the ``submission`` is cancelled on one. ``progress``: rank 0 shows it."""
+        """Commits the next version; returns what it cost, and whether the request's memory has
+        become the baseline. Raises what `Publisher.publish` raises. ``number``: of the call, the
+        same on all ranks, which part where it is not. Raises CancelledError, on all, if the
+        ``submission`` is cancelled on one. ``progress``: rank 0 shows it."""
         with progress_shown(progress and self.first, self._listener) as self._shown_to:
             return self._publish(request, number, submission, blocked_seconds)
 
     def _publish(
-        self, request: PublishRequest, number: int, submission: Submission | None, blocked_seconds: float | None
+        self,
+        request: PublishRequest,
+        number: int,
+        submission: Submission | None,
+        blocked_seconds: float | None,
     ) -> tuple[Published, bool]:
         timer = PhaseTimer()
         if self._folder:
             self._folder.open()
-        # What the version before left to do: a fold is coded from its bits, which the commit changes in place.
+        # What the version before left to do: a fold is coded from its bits, which the commit
+        # changes in place.
         self.keep_up()
         try:
             with self._with_others(), self._stream.limited():
@@ -165,14 +179,18 @@ class RankPublisher:
         published = published_as(manifest, timer, draft.reason, blocked_seconds)
         self._tell(published)
         self._notices.look_at(
-            manifest.version, draft, local.source, out_of_memory=scan.out_of_memory or request.out_of_memory
+            manifest.version,
+            draft,
+            local.source,
+            out_of_memory=scan.out_of_memory or request.out_of_memory,
         )
         # As an anchor, or as the head that a publisher which resumes has found it to be.
         return published, scan.owned and draft.state is scan.state
 
     @contextmanager
     def _with_others(self) -> Iterator[None]:
-        """Around what all ranks do together: an error that is not raised on all of them ends that."""
+        """Around what all ranks do together: an error that is not raised on all of them ends
+        that."""
         try:
             yield
         except BaseException as error:
@@ -200,8 +218,8 @@ class RankPublisher:
         return self._folds.wanted or self._retention.keep is not None
 
     def keep_up(self) -> None:
-        """Makes the folds that are due, a collective where some are, and deletes what is not to be kept. Without folds
-        readers take the patches."""
+        """Makes the folds that are due, a collective where some are, and deletes what is not to be
+        kept. Without folds readers take the patches."""
         self._folds.make()
         self._emit_events()
         self._retention.collect()
@@ -220,16 +238,24 @@ class RankPublisher:
     # -- in the order of a publish
 
     def prepare(
-        self, request: PublishRequest, work: Callable[[], None], *, number: int, submission: Submission | None
+        self,
+        request: PublishRequest,
+        work: Callable[[], None],
+        *,
+        number: int,
+        submission: Submission | None,
     ) -> None:
-        """Does ``work``, which raises on all ranks what it raises on one, before any stream of a call is published.
-        Raises as `publish` what has to do with the call: other arguments of other ranks, or a cancelled one."""
+        """Does ``work``, which raises on all ranks what it raises on one, before any stream of a
+        call is published. Raises as `publish` what has to do with the call: other arguments of
+        other ranks, or a cancelled one."""
         with self._with_others():
             make_call(self._ranks, self._stream.name, request, work, number, submission)
 
-    def _meet(self, request: PublishRequest, number: int, submission: Submission | None) -> LocalState:
-        """This rank's part of the state. The ranks tell each other what they were called with, which must be the same,
-        and what they have, if that is not as it was."""
+    def _meet(
+        self, request: PublishRequest, number: int, submission: Submission | None
+    ) -> LocalState:
+        """This rank's part of the state. The ranks tell each other what they were called with,
+        which must be the same, and what they have, if that is not as it was."""
         made: list[LocalState] = []
         held: list[bytes] = []
         shared: dict[str, tuple[Shared, Blocks]] = {}
@@ -252,32 +278,43 @@ class RankPublisher:
             return made[0]
         if len({at for *_, at in met}) > 1:
             self._baseline = None  # one rank has lost its own
-        # 2. In a steady state that is all. Rank 0 gets the descriptions where one has changed: megabytes, once.
+        # 2. In a steady state that is all. Rank 0 gets the descriptions where one has changed:
+        # megabytes, once.
         digests = [digest.encode() for digest, _, _ in met]
         if self._held_digests != digests:
             lengths = {rank: nbytes for rank, (_, nbytes, _) in enumerate(met)}
             first = self._ranks.rank == 0
-            came = self._ranks.exchange({0: np.frombuffer(held[0], np.uint8)}, lengths if first else {})
+            came = self._ranks.exchange(
+                {0: np.frombuffer(held[0], np.uint8)}, lengths if first else {}
+            )
             self._held = [came[rank].tobytes() for rank in range(len(came))]
             self._held_digests = digests
-        return made[0] if request.quantise is None else agree(made[0], shared, self._ranks.run_on_all)
+        return (
+            made[0] if request.quantise is None else agree(made[0], shared, self._ranks.run_on_all)
+        )
 
     def _commit_together(
         self, request: PublishRequest, local: LocalState, timer: PhaseTimer
     ) -> tuple[Manifest, PendingVersion, Scan]:
         """The manifest of the version that was committed, and what it was made of."""
         for _ in range(_MAX_STALE_COMMITS):
-            # 1. Settle: a commit whose reply was lost has happened or has not; the baseline is then the head's, or not.
+            # 1. Settle: a commit whose reply was lost has happened or has not; the baseline is then
+            # the head's, or not.
             self._advance(self._ranks.from_rank0(self._head.settle, _to_message, self._parsed))
             self._folds.make()
-            # 2. Resume: what is the head, and is the baseline it? Else the head is restored, or an anchor starts over.
+            # 2. Resume: what is the head, and is the baseline it? Else the head is restored, or an
+            # anchor starts over.
             found = self._resume()
             self._require_head(request.after, found)
             timer.end("resume")
-            # 3. Build: what lies on devices is compared there; then compare, code, decode as a check, and hash.
+            # 3. Build: what lies on devices is compared there; then compare, code, decode as a
+            # check, and hash.
             scan = self._scan(local)
-            built = self._take_up(local, scan, found, timer) or self._build(local, scan, found, timer, stored=True)
-            # 4. Upload, then commit. None: an older publisher took the number, and all looks at the head again.
+            built = self._take_up(local, scan, found, timer) or self._build(
+                local, scan, found, timer, stored=True
+            )
+            # 4. Upload, then commit. None: an older publisher took the number, and all looks at the
+            # head again.
             manifest = self._store_and_commit(request, built, timer)
             if manifest:
                 return manifest, built.draft, scan
@@ -287,7 +324,9 @@ class RankPublisher:
     def _resume(self) -> Found:
         """What the head is. The baseline goes unless it is that."""
         version = self._baseline.version if self._baseline else None
-        found = self._ranks.from_rank0(lambda: self._head.find(version), Found.to_message, Found.from_message)
+        found = self._ranks.from_rank0(
+            lambda: self._head.find(version), Found.to_message, Found.from_message
+        )
         if not found.keep:
             self._baseline = None
         if found.lost is not None:
@@ -295,15 +334,24 @@ class RankPublisher:
         return found
 
     def _require_head(self, after: int | None, found: Found) -> None:
-        """Raises PublisherConflict, on all ranks, where another version than ``after`` is the newest."""
+        """Raises PublisherConflict, on all ranks, where another version than ``after`` is the
+        newest."""
         known = found.version if found.version is not None else found.lost
-        head = self._baseline.version if found.keep and self._baseline else -1 if known is None else known
+        head = (
+            self._baseline.version
+            if found.keep and self._baseline
+            else -1
+            if known is None
+            else known
+        )
         if after is not None and head != after:
             raise self._ranks.mark_collective(
                 PublisherConflict(
-                    f"the newest version of {self._stream.name!r} is {'none' if head < 0 else head}, not "
+                    f"the newest version of {self._stream.name!r} is "
+                    f"{'none' if head < 0 else head}, not "
                     f"{'none' if after < 0 else after}",
-                    hint="Look at head(): another publisher was faster, or this version is published already.",
+                    hint="Look at head(): another publisher was faster, or this version is "
+                    "published already.",
                 )
             )
 
@@ -318,12 +366,15 @@ class RankPublisher:
         self._ranks.run_on_all(scan)
         return made[0]
 
-    def _take_up(self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer) -> Built | None:
-        """Makes the head the baseline, where there is one and the ranks have another or none; then the version after
-        it. None if that has to be an anchor."""
+    def _take_up(
+        self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer
+    ) -> Built | None:
+        """Makes the head the baseline, where there is one and the ranks have another or none; then
+        the version after it. None if that has to be an anchor."""
         if found.version is None:
             return None
-        # What is kept in the folder is the head, or a version before it, from where some patches lead there.
+        # What is kept in the folder is the head, or a version before it, from where some patches
+        # lead there.
         host = HostState(threads=self._threads, listener=self._shown_to, folder=self._folder)
         how, reason = "kept", ""
         head = self._ranks.from_rank0(lambda: self._head.committer.head, _to_message, self._parsed)
@@ -334,12 +385,14 @@ class RankPublisher:
         elif adopt_kept(host, self._stream, self._stream.manifest, newest=found.version):
             restored = restore_whole(self._stream, found.version, found.root, host)
         if restored is None:
-            # A trainer that starts again often has the head's own weights: built as a full state they have its root,
-            # and nothing is fetched.
+            # A trainer that starts again often has the head's own weights: built as a full state
+            # they have its root, and nothing is fetched.
             built = self._build(local, scan, found, timer, stored=False)
             how = "matched"
             if built.root == found.root:
-                restored, _ = built.draft.advance_baseline(found.version, found.root, threads=self._threads)
+                restored, _ = built.draft.advance_baseline(
+                    found.version, found.root, threads=self._threads
+                )
                 self._keep(restored, head)
             else:
                 layout = built.draft.layout
@@ -354,7 +407,8 @@ class RankPublisher:
         return None if reason else self._build(local, scan, Found(keep=True), timer, stored=True)
 
     def _kept_together(self, layout: Layout, head: Manifest) -> Baseline | None:
-        """The head, if some ranks have their parts in their folders: the others read theirs from the store."""
+        """The head, if some ranks have their parts in their folders: the others read theirs from
+        the store."""
         parts: list[KeptPart] = []
 
         def look() -> bytes:
@@ -379,7 +433,9 @@ class RankPublisher:
         """Drops what the folder keeps."""
         assert self._folder is not None
         self._folder.drop()
-        fell_back(self._events.append, self._stream.name, f"the state in {self._folder.path}", error)
+        fell_back(
+            self._events.append, self._stream.name, f"the state in {self._folder.path}", error
+        )
 
     def _restored(self, layout: Layout, head: Manifest, host: HostState) -> Baseline | str:
         if self._ranks.size > 1:
@@ -396,10 +452,12 @@ class RankPublisher:
             self._keep(restored, head)
         return restored
 
-    def _build(self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer, *, stored: bool) -> Built:
-        """The next version: a patch from the baseline, or all of the state, where there is none, or one of other
-        tensors, or where a patch would be no smaller. ``stored``: a full state is sure to be an anchor, and is stored
-        while it is copied."""
+    def _build(
+        self, local: LocalState, scan: Scan, found: Found, timer: PhaseTimer, *, stored: bool
+    ) -> Built:
+        """The next version: a patch from the baseline, or all of the state, where there is none, or
+        one of other tensors, or where a patch would be no smaller. ``stored``: a full state is sure
+        to be an anchor, and is stored while it is copied."""
         layout, reason = self._layout_of(local, scan, found), ""
         if self._baseline and (reason := difference(self._baseline.layout, layout)):
             self._baseline = None  # before another is made
@@ -408,7 +466,8 @@ class RankPublisher:
             reason = f"{NO_SMALLER} {patch_bytes} bytes, the state has {layout.nbytes}"
             del draft  # before the state is copied
             draft, patch_bytes = self._drafted(layout, scan, None, reason, stored)
-        # The root is of the whole state, whoever has it: each rank hashed its leaves, and rank 0 joins them.
+        # The root is of the whole state, whoever has it: each rank hashed its leaves, and rank 0
+        # joins them.
         with self._ranks.isolated():
             tree = gather_tree(layout, self._ranks, draft.leaves)
         root = self._ranks.from_rank0(lambda: tree.root if tree else "", str.encode, bytes.decode)
@@ -458,21 +517,29 @@ class RankPublisher:
         return made[0], hash_shared_leaves(made[0], self._ranks, self._threads)
 
     def _layout_of(self, local: LocalState, scan: Scan, found: Found) -> Layout:
-        """Who publishes what. Rank 0 makes it of the descriptions of all ranks, and sends each its part."""
+        """Who publishes what. Rank 0 makes it of the descriptions of all ranks, and sends each its
+        part."""
         known = frozenset(found.names)
         if self._baseline:
             known = frozenset(spec.name for spec in self._baseline.layout.specs)
-        # A tied tensor is stored under the name that it had: under another one no patch would lead there.
+        # A tied tensor is stored under the name that it had: under another one no patch would lead
+        # there.
         if self._ranks.size == 1 and not local.boxes:
             state = scan.state.stored_as(known)
             return whole_layout(state.specs, state.aliases)
-        digests = self._held_digests if self._held_digests is not None else [held_to_bytes(local.held)]
+        digests = (
+            self._held_digests if self._held_digests is not None else [held_to_bytes(local.held)]
+        )
         key = tuple(digests), known
         if self._layout is None or self._layout[0] != key:
             made, views = list[Layout](), dict[int, Bytes]()
 
             def make() -> bytes:
-                made.append(make_layout([held_from_bytes(message) for message in self._held or digests], known))
+                made.append(
+                    make_layout(
+                        [held_from_bytes(message) for message in self._held or digests], known
+                    )
+                )
                 for rank in range(1, self._ranks.size):
                     views[rank] = np.frombuffer(layout_to_bytes(made[0].of_rank(rank)), np.uint8)
                 return json.dumps([0, *(len(view) for view in views.values())]).encode()
@@ -483,7 +550,9 @@ class RankPublisher:
             self._layout = key, layout_from_bytes(came[0].tobytes()) if mine else made[0]
         return self._layout[1]
 
-    def _store_and_commit(self, request: PublishRequest, built: Built, timer: PhaseTimer) -> Manifest | None:
+    def _store_and_commit(
+        self, request: PublishRequest, built: Built, timer: PhaseTimer
+    ) -> Manifest | None:
         """None if the version's number is taken."""
         draft, layout, base = built.draft, built.draft.layout, built.draft.base
         # 1. Rank 0 decides what the version needs, and its number.
@@ -493,7 +562,9 @@ class RankPublisher:
             files[0], lost = self._head.store_files(request.files)
             for ref in lost:
                 reason = "the store no longer holds it, and no version names it from now on"
-                self._events.append(FallbackUsed(self._stream.name, f"file {ref.name!r}", reason, NotFound.kind))
+                self._events.append(
+                    FallbackUsed(self._stream.name, f"file {ref.name!r}", reason, NotFound.kind)
+                )
             due = self._head.needs_anchor(built.patch_bytes, layout.nbytes)
             with_anchor = base is None or request.anchor or due
             # Before the manifest: who selects tensors of the version looks for them at once.
@@ -503,14 +574,17 @@ class RankPublisher:
 
         with_anchor, version = json.loads(self._ranks.on_rank0(decide))
         remembers = base is not None and not with_anchor and self._may_remember
-        # 2. Each rank stores its own parts. Nothing refers to them yet: a rank that is lost here leaves no version.
+        # 2. Each rank stores its own parts. Nothing refers to them yet: a rank that is lost here
+        # leaves no version.
         stored: list[Stored] = []
 
         def put() -> bytes:
             parts, shards = [], []
             if layout.has_file(self._ranks.rank):
                 if base:
-                    chunks = draft.file(built.root, codec=self._settings.codec, threads=self._threads)
+                    chunks = draft.file(
+                        built.root, codec=self._settings.codec, threads=self._threads
+                    )
                     parts.append(store_patch(self._stream, chunks))
                 if with_anchor and draft.shards is not None:
                     shards = draft.shards
@@ -525,7 +599,9 @@ class RankPublisher:
             note = Note()
             if remembers:
                 assert base is not None
-                note = self.history.note(draft, base, version, built.patch_bytes, threads=self._threads)
+                note = self.history.note(
+                    draft, base, version, built.patch_bytes, threads=self._threads
+                )
             stored.append(Stored(parts, shards, draft.changed, note))
             return b"" if self._ranks.size == 1 else stored[0].to_message()
 
@@ -536,13 +612,17 @@ class RankPublisher:
             self.history.agree(draft, [of.note for of in stored])
         timer.end("upload")
 
-        # 3. The manifest makes the version. Whether it was created may stay unknown: `_pending` is kept until that is
-        # settled, here or at the begin of the next publish.
+        # 3. The manifest makes the version. Whether it was created may stay unknown: `_pending` is
+        # kept until that is settled, here or at the begin of the next publish.
         def commit() -> Manifest | None:
             state = built.root, layout.elements, layout.nbytes, layout.aliases
             made = uploaded(stored, (base.version, base.root) if base else None)
             content = Content(*state, *made, draft.history.spans, files[0])
-            whole = WholeState(built.tree, draft.whole() if self._ranks.size == 1 else None) if built.tree else None
+            whole = (
+                WholeState(built.tree, draft.whole() if self._ranks.size == 1 else None)
+                if built.tree
+                else None
+            )
             return self._head.commit(content, request.metadata, whole)
 
         self._pending = draft
@@ -556,7 +636,8 @@ class RankPublisher:
         return self._settings.codec == codecs.AUTO
 
     def _advance(self, manifest: Manifest | None) -> Manifest | None:
-        """Moves the baseline to the pending version, if rank 0 has committed it; else gives that up."""
+        """Moves the baseline to the pending version, if rank 0 has committed it; else gives that
+        up."""
         pending, self._pending = self._pending, None
         if manifest is None or pending is None:
             return None
@@ -584,7 +665,9 @@ class RankPublisher:
         """The manifest that rank 0 has sent; None where there is none."""
         if not message:
             return None
-        return manifests.parse(message, stream=self._stream.name, version=int(json.loads(message)["version"]))
+        return manifests.parse(
+            message, stream=self._stream.name, version=int(json.loads(message)["version"])
+        )
 
     def _resumed(self, version: int, how: str, reason: str) -> None:
         self._events.append(BaselineRestored(self._stream.name, version, how, reason))

@@ -1,5 +1,5 @@
-"""What one rank is to publish: the caller's own memory, or a copy that was taken of it (docs/protocol.md, section
-3)."""
+"""What one rank is to publish: the caller's own memory, or a copy that was taken of it
+(docs/protocol.md, section 3)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ BASELINE, COPY = "baseline", "copy"
 
 
 class LocalState(NamedTuple):
-    """This rank's elements of a state: ``source``, to be cast to ``dtype`` if there is one. ``boxes``: which elements
-    of a tensor they are, where they are not all. ``owned``: nobody else writes to them. ``quantise``: what is to be
-    made of them first, once the ranks have agreed on scales (`quantised`). ``beside``: of other streams the same.
-    ``config``: what the config.json of a quantised state says of it."""
+    """This rank's elements of a state: ``source``, to be cast to ``dtype`` if there is one.
+    ``boxes``: which elements of a tensor they are, where they are not all. ``owned``: nobody else
+    writes to them. ``quantise``: what is to be made of them first, once the ranks have agreed on
+    scales (`quantised`). ``beside``: of other streams the same. ``config``: what the config.json of
+    a quantised state says of it."""
 
     source: State
     dtype: DType | None = None
@@ -65,12 +66,14 @@ class LocalState(NamedTuple):
 
     @property
     def early_dtype(self) -> DType | None:
-        """To what a copy of them is cast: not if it is still to be quantised, which is done from the masters."""
+        """To what a copy of them is cast: not if it is still to be quantised, which is done from
+        the masters."""
         return None if self.quantise is not None or self.beside else self.dtype
 
     @property
     def held(self) -> list[Held]:
-        """What they are, for the other ranks: the stored tensors first, then the other names of tied ones."""
+        """What they are, for the other ranks: the stored tensors first, then the other names of
+        tied ones."""
         state, found = self.state, []
         storages = {spec.name: k for k, spec in enumerate(state.specs)}
         for name in [*storages, *state.aliases]:
@@ -82,40 +85,48 @@ class LocalState(NamedTuple):
 
 
 def require_weights(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Raises UnsupportedTensor for what sharded training leaves in place of weights, by names and shapes."""
+    """Raises UnsupportedTensor for what sharded training leaves in place of weights, by names and
+    shapes."""
     zero = "deepspeed" in sys.modules
     for name, shape in shapes:
         if name.rpartition(".")[2] == "_flat_param" or (zero and shape == (0,)):
             raise UnsupportedTensor(
-                f"{name!r} is what FSDP1 or DeepSpeed ZeRO-3 leaves in place of weights that it has cut over ranks",
-                hint="Use PulseCallback, or ShardedPublisher on all ranks, which takes the model itself.",
+                f"{name!r} is what FSDP1 or DeepSpeed ZeRO-3 leaves in place of weights that it "
+                "has cut over ranks",
+                hint="Use PulseCallback, or ShardedPublisher on all ranks, which takes the model "
+                "itself.",
             )
 
 
 @dataclass(slots=True)
 class HostCopy:
-    """Memory into which a state is copied; ``resident`` are tensors that stay on their devices, and are there once
-    ``written`` was waited for."""
+    """Memory into which a state is copied; ``resident`` are tensors that stay on their devices, and
+    are there once ``written`` was waited for."""
 
     copied: Snapshot
     resident: State | None = None
     written: list[Any] = field(default_factory=list)
 
     def wait(self, local: LocalState) -> LocalState:
-        """``local``, whose source is this copy, once all is there. Raises what the device reports."""
+        """``local``, whose source is this copy, once all is there. Raises what the device
+        reports."""
         self.copied.copies.wait()
         for event in self.written:
             event.synchronize()
         resident, self.resident = self.resident, None
-        return local if resident is None else local._replace(source=merge(local.source, resident), owned=False)
+        return (
+            local
+            if resident is None
+            else local._replace(source=merge(local.source, resident), owned=False)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """What is to be published: the elements that ``local`` has, once its ``copy``, where there is one, was waited for;
-    nothing where it was ``refused``; and the ``files`` beside the weights, None for those of the version before.
-    ``after``: the version that the new one must follow, see `Publisher.publish`. ``out_of_memory``: whether a device
-    had no memory for its copy."""
+    """What is to be published: the elements that ``local`` has, once its ``copy``, where there is
+    one, was waited for; nothing where it was ``refused``; and the ``files`` beside the weights,
+    None for those of the version before. ``after``: the version that the new one must follow, see
+    `Publisher.publish`. ``out_of_memory``: whether a device had no memory for its copy."""
 
     local: LocalState | None
     metadata: Metadata
@@ -155,8 +166,12 @@ class PublishRequest:
             raise InputError(f"on_device must be None, 'copy' or 'baseline', not {on_device!r}")
         facts = checked_metadata({} if metadata is None else metadata)
         taken = None if files is None else checked_files(files)
-        if after is not None and (isinstance(after, bool) or not isinstance(after, int) or after < -1):
-            raise InputError(f"after must be the number of a version, or -1 for a new stream, not {after!r}")
+        if after is not None and (
+            isinstance(after, bool) or not isinstance(after, int) or after < -1
+        ):
+            raise InputError(
+                f"after must be the number of a version, or -1 for a new stream, not {after!r}"
+            )
         return cls(read(), facts, dtype, anchor, taken, on_device, after)
 
     @classmethod
@@ -174,8 +189,8 @@ class PublishRequest:
     def taken(self, spare: HostCopy | None, threads: int | None) -> Self:
         """The same of a copy in host memory, made into that of ``spare`` if that fits.
 
-        What is on a CUDA device is copied as it is and cast later, so that the caller waits for neither; its own copies
-        on its device stay there.
+        What is on a CUDA device is copied as it is and cast later, so that the caller waits for
+        neither; its own copies on its device stay there.
         """
         if spare:
             spare.resident = None  # before the same memory is asked for again
@@ -185,22 +200,25 @@ class PublishRequest:
         # Copies that devices have made for this call stay there; all else is copied to the host.
         resident, source = split(request.local.source, own_tensors(request.local.source))
         dtype = request.local.early_dtype
-        # The host casts while it copies. A device's tensors are cast behind: the caller would wait for the bus.
+        # The host casts while it copies. A device's tensors are cast behind: the caller would wait
+        # for the bus.
         if dtype and not cuda_tensors(source):
             source, dtype = CastState(source, dtype), None
         into = spare.copied if spare else None
         copied = snapshot(source, into, threads=threads, staged=self.on_device is not None)
         as_it_is = request.local.early_dtype is None
         local = request.local._replace(
-            source=copied.state, dtype=request.local.dtype if as_it_is else dtype, owned=dtype is None
+            source=copied.state,
+            dtype=request.local.dtype if as_it_is else dtype,
+            owned=dtype is None,
         )
         written = recorded(cuda_tensors(resident).values())
         copy = HostCopy(copied, resident if len(resident) else None, written)
         return replace(request, local=local, copy=copy)
 
     def arrived(self) -> LocalState:
-        """This rank's elements. Returns once all is copied; raises what is wrong with the request, and what the device
-        reports."""
+        """This rank's elements. Returns once all is copied; raises what is wrong with the request,
+        and what the device reports."""
         if self.refused:
             raise self.refused
         assert self.local is not None
@@ -212,8 +230,8 @@ class PublishRequest:
             self.copy.resident = None
 
     def _within_devices(self) -> Self:
-        """The same of a state whose CUDA tensors are copies on their devices, cast, where that is asked for and there
-        is memory."""
+        """The same of a state whose CUDA tensors are copies on their devices, cast, where that is
+        asked for and there is memory."""
         if self.local is None or self.on_device != BASELINE:
             return self
         source = copied_within_devices(self.local.source, self.local.early_dtype)

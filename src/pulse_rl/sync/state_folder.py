@@ -1,7 +1,8 @@
-"""A folder in which a state lives in a mapped file, to be found there by the next process (docs/design/0036).
+"""A folder in which a state lives in a mapped file, to be found there by the next process
+(docs/design/0036).
 
-A record beside it says which version it is, and a journal has the old bits of what is being changed. Nothing waits for
-the disk: what a power cut leaves is told by the digest.
+A record beside it says which version it is, and a journal has the old bits of what is being
+changed. Nothing waits for the disk: what a power cut leaves is told by the digest.
 """
 
 from __future__ import annotations
@@ -50,13 +51,15 @@ _OURS = re.compile(rf"{_STATE}[0-9a-f]{{16}}\.safetensors|{_HISTORY}[0-9]+-[0-9a
 _FORMAT = "pulse.state.1"
 _PAGE = 4096
 _HEAD = struct.Struct("<Q32s")  # of the journal: the version and the root to which it leads back
-_ENTRY = struct.Struct("<QIIQ?7x")  # bytes with this, an element's width, segments, changes, whether all is there
+_ENTRY = struct.Struct(
+    "<QIIQ?7x"
+)  # bytes with this, an element's width, segments, changes, whether all is there
 _DONE_AT = 24
 
 
 class Kept(NamedTuple):
-    """What the record says of the state in ``file``, and of the ``history`` beside it ("": none). ``part``: of which
-    ranks' slices it is, "" of a whole state."""
+    """What the record says of the state in ``file``, and of the ``history`` beside it ("": none).
+    ``part``: of which ranks' slices it is, "" of a whole state."""
 
     stream: str
     stream_id: str
@@ -92,9 +95,9 @@ class _Handle:
 class StateFolder:
     """One folder, used by one object at a time. ``name`` is the argument by which it was given.
 
-    `empty` makes memory for a state in a file of its own; `keep` makes one of these the state that is found again.
-    Raises InputError where there is something else, ConcurrentUse where another object uses it, StoreFull and
-    StoreError.
+    `empty` makes memory for a state in a file of its own; `keep` makes one of these the state that
+    is found again. Raises InputError where there is something else, ConcurrentUse where another
+    object uses it, StoreFull and StoreError.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
@@ -104,7 +107,8 @@ class StateFolder:
         self._files: dict[str, _Mapped] = {}
         self._kept: Kept | None = None
         self._held: set[str] = set()
-        """The files that are not deleted with their memory: what is kept, and what is unfinished."""
+        """The files that are not deleted with their memory: what is kept, and what is
+        unfinished."""
         self._unfinished = ""
         """The file of a state that was not restored to its end, the last one."""
         self.open()
@@ -116,12 +120,17 @@ class StateFolder:
         require_posix(f"map a state in {self.path}")
         import fcntl  # not on every platform
 
-        hint = f"Give {self._name}= a folder of its own: a new one, an empty one, or one that was given so before."
+        hint = (
+            f"Give {self._name}= a folder of its own: a new one, an empty one, or one that "
+            "was given so before."
+        )
         try:
             make_folder(self.path)
             there = os.listdir(self.path)
             if there and _LOCK not in there:
-                raise InputError(f"{self.path} holds other files, {sorted(there)[0]!r} say", hint=hint)
+                raise InputError(
+                    f"{self.path} holds other files, {sorted(there)[0]!r} say", hint=hint
+                )
             lock = _Handle(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except (FileExistsError, NotADirectoryError):
             raise InputError(f"{self.path} is no folder", hint=hint) from None
@@ -133,11 +142,13 @@ class StateFolder:
             user = os.pread(lock.number, 20, 0).decode(errors="replace").strip()
             raise ConcurrentUse(
                 f"{self.path} is used by process {user}",
-                hint=f"Give {self._name}= of each process a folder of its own, or end that process.",
+                hint=f"Give {self._name}= of each process a folder of its own, or end that "
+                "process.",
             ) from None
         except OSError as error:
             raise StoreError(
-                f"cannot lock {self.path}: {error.strerror}", hint="Use a folder on a disk of this machine."
+                f"cannot lock {self.path}: {error.strerror}",
+                hint="Use a folder on a disk of this machine.",
             ) from error
         with suppress(OSError):  # of a full disk: who has it is only told to others
             os.ftruncate(lock.number, 0)
@@ -164,17 +175,23 @@ class StateFolder:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is a state that was not restored to its end, here or in a process before."""
+        """Whether there is a state that was not restored to its end, here or in a process
+        before."""
         return self._unfinished != ""
 
     def empty(
-        self, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None, *, resumes: bool = False
+        self,
+        specs: tuple[TensorSpec, ...],
+        aliases: Mapping[str, str] | None = None,
+        *,
+        resumes: bool = False,
     ) -> State:
-        """`State.empty` in a file of its own, which is deleted with its memory unless it is kept. Raises StoreFull and
-        StoreError: a page that the disk has no room for would end the process when it is written to.
+        """`State.empty` in a file of its own, which is deleted with its memory unless it is kept.
+        Raises StoreFull and StoreError: a page that the disk has no room for would end the process
+        when it is written to.
 
-        Where the caller ``resumes`` the file is there for the next one, until something is kept, and it may be that of
-        the last one, with whatever it holds."""
+        Where the caller ``resumes`` the file is there for the next one, until something is kept,
+        and it may be that of the last one, with whatever it holds."""
         ordered = in_file_order(specs)
         head = _padded(header_bytes(ordered))
         size = len(head) + sum(spec.nbytes for spec in ordered)
@@ -205,12 +222,15 @@ class StateFolder:
         return self._state(name, memory, [*_placed(ordered, len(head))], aliases)
 
     def _mapped_unfinished(self, head: bytes, size: int) -> npt.NDArray[np.uint8] | None:
-        """The memory of the unfinished state, if it is one of ``size`` bytes that begin with ``head``."""
+        """The memory of the unfinished state, if it is one of ``size`` bytes that begin with
+        ``head``."""
         used = self._files.get(self._unfinished)
         if not self._unfinished or (used is not None and used.memory() is not None):
             return None
         try:
-            handle = os.open(self.path / self._unfinished, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            handle = os.open(
+                self.path / self._unfinished, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+            )
             try:
                 if os.fstat(handle).st_size == size and os.pread(handle, len(head), 0) == head:
                     return _mapped(handle, size)
@@ -237,7 +257,9 @@ class StateFolder:
         self._files = {key: file for key, file in self._files.items() if file.memory() is not None}
         weakref.finalize(memory, _let_go, self.path / name, self._held, os.getpid())
         self._files[name] = _Mapped(weakref.ref(memory), {spec.name: at for spec, at in placed})
-        data = {spec.name: memory[at : at + spec.nbytes].view(spec.dtype.uint) for spec, at in placed}
+        data = {
+            spec.name: memory[at : at + spec.nbytes].view(spec.dtype.uint) for spec, at in placed
+        }
         return State(tuple(spec for spec, _ in placed), data, aliases)
 
     def _file_of(self, state: State) -> str | None:
@@ -257,13 +279,14 @@ class StateFolder:
 
     @property
     def kept(self) -> Kept | None:
-        """What the record says, as it was when the folder was taken or last changed; None where nothing is kept."""
+        """What the record says, as it was when the folder was taken or last changed; None where
+        nothing is kept."""
         return self._kept
 
     def load(self, *, threads: int | None = None) -> tuple[State, StateDigest, History]:
-        """The kept state, proved by the root of its record, its tree, and what is remembered of the versions before.
-        What a process that was killed had begun to change is undone first. Raises CorruptCheckpoint, DigestMismatch,
-        StateMismatch for a part, and StoreError."""
+        """The kept state, proved by the root of its record, its tree, and what is remembered of the
+        versions before. What a process that was killed had begun to change is undone first. Raises
+        CorruptCheckpoint, DigestMismatch, StateMismatch for a part, and StoreError."""
         kept = self._kept
         assert kept is not None
         if kept.part:
@@ -272,7 +295,9 @@ class StateFolder:
         digest = state_digest(state, threads=threads)
         if digest.root != kept.root:
             path = self.path / kept.file
-            raise DigestMismatch(f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…")
+            raise DigestMismatch(
+                f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…"
+            )
         history = self._history(kept, cut(digest.specs))
         # An update that is held has views of this very file, which the state must not change.
         return state.copy(self.empty) if is_used else state, digest, history
@@ -280,9 +305,10 @@ class StateFolder:
     def load_part(
         self, part: str, segments: Sequence[Segment], blocks: tuple[Block, ...]
     ) -> tuple[SlicedState, History]:
-        """The kept ``part``, which are these ``segments``, and what is remembered of its ``blocks``. What a process
-        that was killed had begun to change is undone first; nothing is proved: only all ranks together have the root.
-        Raises CorruptCheckpoint, StateMismatch and StoreError."""
+        """The kept ``part``, which are these ``segments``, and what is remembered of its
+        ``blocks``. What a process that was killed had begun to change is undone first; nothing is
+        proved: only all ranks together have the root. Raises CorruptCheckpoint, StateMismatch and
+        StoreError."""
         kept = self._kept
         assert kept is not None
         if kept.part != part:
@@ -317,7 +343,9 @@ class StateFolder:
         if any((start + at) % spec.dtype.width for spec, at in placed):
             raise CorruptCheckpoint(f"the tensors of {path} are not aligned")
         try:
-            state = self._state(kept.file, memory, [(spec, start + at) for spec, at in placed], kept.aliases)
+            state = self._state(
+                kept.file, memory, [(spec, start + at) for spec, at in placed], kept.aliases
+            )
         except InputError as error:
             raise CorruptCheckpoint(f"{path}: {error}") from None
         with suppress(OSError):
@@ -325,8 +353,9 @@ class StateFolder:
         return state, is_used
 
     def keep(self, state: State, manifest: Manifest, history: History, part: str = "") -> None:
-        """Makes ``state``, made by `empty` or `load`, the one that is found again, as the version of ``manifest``, or
-        as the ``part`` of it. Where that cannot be written nothing is found: the state itself does not depend on it."""
+        """Makes ``state``, made by `empty` or `load`, the one that is found again, as the version
+        of ``manifest``, or as the ``part`` of it. Where that cannot be written nothing is found:
+        the state itself does not depend on it."""
         file = self._file_of(state)
         if file is None or self._lock is None:
             return
@@ -365,7 +394,8 @@ class StateFolder:
                     os.unlink(self.path / old)
 
     def drop(self) -> None:
-        """Nothing is found here any more, until something is kept again. A state that is in use stays as it is."""
+        """Nothing is found here any more, until something is kept again. A state that is in use
+        stays as it is."""
         kept, self._kept = self._kept, None
         with suppress(OSError):
             os.unlink(self.path / _RECORD)
@@ -376,14 +406,17 @@ class StateFolder:
                     os.unlink(self.path / name)
 
     def journal(self, state: State) -> Journal | None:
-        """What is to be told of each block of the kept state before it is changed, and of its old bits; None where
-        ``state`` is another one."""
+        """What is to be told of each block of the kept state before it is changed, and of its old
+        bits; None where ``state`` is another one."""
         kept = self._kept
         if kept is None or self._lock is None or self._file_of(state) != kept.file:
             return None
         try:
             of = self._files[kept.file].places
-            places = {s.spec.name: of[s.spec.name] - s.start * s.spec.dtype.width for s in _segments(state)}
+            places = {
+                s.spec.name: of[s.spec.name] - s.start * s.spec.dtype.width
+                for s in _segments(state)
+            }
             journal = _JournalFile(self.path / _JOURNAL, kept, places)
         except OSError:
             self.drop()
@@ -393,7 +426,9 @@ class StateFolder:
             try:
                 if self._kept is kept:
                     journal.add(block, old)
-            except OSError:  # the disk is full, say: what is changed from now on could not be undone
+            except (
+                OSError
+            ):  # the disk is full, say: what is changed from now on could not be undone
                 self.drop()
 
         return add
@@ -406,9 +441,15 @@ class StateFolder:
                 return None
             kept = Kept(**said)
             names = [kept.stream, kept.stream_id, kept.root, kept.file, kept.history, kept.part]
-            fine = all(isinstance(text, str) for text in [*names, *kept.aliases, *kept.aliases.values()])
+            fine = all(
+                isinstance(text, str) for text in [*names, *kept.aliases, *kept.aliases.values()]
+            )
             fine = fine and all(type(number) is int for number in [kept.version, *kept.remembers])
-            fine = fine and len(bytes.fromhex(kept.root)) == 32 and all(map(_is_ours, filter(None, kept.names)))
+            fine = (
+                fine
+                and len(bytes.fromhex(kept.root)) == 32
+                and all(map(_is_ours, filter(None, kept.names)))
+            )
             return kept if fine and kept.file else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
@@ -418,7 +459,9 @@ class StateFolder:
         named = set(self._kept.names) if self._kept else set()
         with suppress(OSError):
             left = [name for name in os.listdir(self.path) if _is_ours(name) and name not in named]
-            left.sort(key=lambda name: (name.startswith(_STATE), os.lstat(self.path / name).st_mtime_ns))
+            left.sort(
+                key=lambda name: (name.startswith(_STATE), os.lstat(self.path / name).st_mtime_ns)
+            )
             self._unfinished = left.pop() if left and left[-1].startswith(_STATE) else ""
             self._held.add(self._unfinished)
             for name in left:
@@ -426,9 +469,10 @@ class StateFolder:
 
 
 class _JournalFile:
-    """The old bits of blocks that are being changed, so that they can be put back: one entry a block. ``places`` are
-    those of the whole tensors' first elements, which may lie in front of the file. An entry's place
-    is written first and that it is whole last, so that a kill leaves none that only seems to be."""
+    """The old bits of blocks that are being changed, so that they can be put back: one entry a
+    block. ``places`` are those of the whole tensors' first elements, which may lie in front of the
+    file. An entry's place is written first and that it is whole last, so that a kill leaves none
+    that only seems to be."""
 
     def __init__(self, path: Path, kept: Kept, places: Mapping[str, int]) -> None:
         self._places = places
@@ -439,13 +483,18 @@ class _JournalFile:
 
     def add(self, block: Block, old: Changes) -> None:
         width = block.dtype.width
-        where = np.array([(self._places[s.spec.name] + s.start * width, s.elements) for s in block.segments], np.uint64)
+        where = np.array(
+            [(self._places[s.spec.name] + s.start * width, s.elements) for s in block.segments],
+            np.uint64,
+        )
         parts = [where.data, old.positions.data, np.ascontiguousarray(old.values).data]
         size = _ENTRY.size + sum(part.nbytes for part in parts)
         handle = self._file.number
         with self._lock:
             at = self._end
-            os.pwrite(handle, _ENTRY.pack(size, width, len(block.segments), len(old.positions), False), at)
+            os.pwrite(
+                handle, _ENTRY.pack(size, width, len(block.segments), len(old.positions), False), at
+            )
             self._end += size
         if os.pwritev(handle, parts, at + _ENTRY.size) != size - _ENTRY.size:
             raise OSError("the journal was cut short")
@@ -453,7 +502,8 @@ class _JournalFile:
 
 
 def _undo(path: Path, kept: Kept, memory: npt.NDArray[np.uint8]) -> None:
-    """Puts back what a journal has, if it leads to the kept version. What is wrong in it, the digest tells."""
+    """Puts back what a journal has, if it leads to the kept version. What is wrong in it, the
+    digest tells."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= _HEAD.size:
@@ -469,7 +519,9 @@ def _undo(path: Path, kept: Kept, memory: npt.NDArray[np.uint8]) -> None:
                 return
             if done:
                 body = at + _ENTRY.size
-                where = np.frombuffer(journal, np.uint64, 2 * segments, body).reshape(-1, 2).tolist()
+                where = (
+                    np.frombuffer(journal, np.uint64, 2 * segments, body).reshape(-1, 2).tolist()
+                )
                 body += 16 * segments
                 # Copies, which are aligned, wherever the entry begins.
                 positions = np.frombuffer(journal, np.uint32, count, body).copy()
@@ -485,13 +537,18 @@ def _undo(path: Path, kept: Kept, memory: npt.NDArray[np.uint8]) -> None:
 
 def _segments(state: State) -> Sequence[Segment]:
     """What of each tensor is held."""
-    return state.segments if isinstance(state, SlicedState) else [Segment(s, 0, s.elements) for s in state.specs]
+    return (
+        state.segments
+        if isinstance(state, SlicedState)
+        else [Segment(s, 0, s.elements) for s in state.specs]
+    )
 
 
 def _mapped(handle: int, size: int) -> npt.NDArray[np.uint8]:
     """A file's bytes, shared. Raises OSError and ValueError."""
     mapping = mmap.mmap(handle, size)
-    # In large pages each version costs a fault for every 2 MiB, not for every 4 KiB: all of them have changes.
+    # In large pages each version costs a fault for every 2 MiB, not for every 4 KiB: all of them
+    # have changes.
     with suppress(OSError, AttributeError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)

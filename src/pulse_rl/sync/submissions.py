@@ -1,4 +1,5 @@
-"""The versions that are published behind the training, one after another (docs/protocol.md, section 3)."""
+"""The versions that are published behind the training, one after another (docs/protocol.md, section
+3)."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ T = TypeVar("T")
 
 
 class Submission(Future[Published]):
-    """A version that is being published, a ``concurrent.futures.Future``: ``cancel()`` succeeds while it only waits; on
-    one rank of a `ShardedPublisher` it cancels the version on all.
+    """A version that is being published, a ``concurrent.futures.Future``: ``cancel()`` succeeds
+    while it only waits; on one rank of a `ShardedPublisher` it cancels the version on all.
 
-    An error that nobody has asked for, by `result` or `exception`, is raised by the publisher's next call; by the next
-    `wait` or `close` of a `ShardedPublisher`, whose ranks must not part.
+    An error that nobody has asked for, by `result` or `exception`, is raised by the publisher's
+    next call; by the next `wait` or `close` of a `ShardedPublisher`, whose ranks must not part.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,15 @@ class Submission(Future[Published]):
         self._begun = False
 
     def __repr__(self) -> str:
-        state = "cancelled" if self.cancelled() else "done" if self.done() else "running" if self._begun else "waiting"
+        state = (
+            "cancelled"
+            if self.cancelled()
+            else "done"
+            if self.done()
+            else "running"
+            if self._begun
+            else "waiting"
+        )
         return f"<Submission: {state}>"
 
     def cancel(self) -> bool:
@@ -48,7 +57,8 @@ class Submission(Future[Published]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Published:
-        """What the version cost, once it is committed; raises what publishing raised. ``timeout`` in seconds."""
+        """What the version cost, once it is committed; raises what publishing raised. ``timeout``
+        in seconds."""
         self._asked = True
         return super().result(timeout)
 
@@ -59,7 +69,12 @@ class Submission(Future[Published]):
 
     @property
     def _failed_unasked(self) -> bool:
-        return not self._asked and self.done() and not self.cancelled() and super().exception() is not None
+        return (
+            not self._asked
+            and self.done()
+            and not self.cancelled()
+            and super().exception() is not None
+        )
 
 
 def begin(submission: Submission) -> bool:
@@ -68,7 +83,8 @@ def begin(submission: Submission) -> bool:
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """``held``: what was taken, until it is published or its memory is used again; empty from then on."""
+    """``held``: what was taken, until it is published or its memory is used again; empty from then
+    on."""
 
     submission: Submission
     operation: Operation[None]
@@ -76,10 +92,11 @@ class _Entry(NamedTuple, Generic[T]):
 
 
 class Submissions(Generic[T]):
-    """At most one version in flight and one behind it, on the publisher's own thread. Used by one thread at a time.
+    """At most one version in flight and one behind it, on the publisher's own thread. Used by one
+    thread at a time.
 
-    ``together``: other ranks have each version in their queues, too. One that is cancelled stays there, until
-    ``publish`` has told them.
+    ``together``: other ranks have each version in their queues, too. One that is cancelled stays
+    there, until ``publish`` has told them.
     """
 
     def __init__(self, serial: SerialThread, *, together: bool = False) -> None:
@@ -94,20 +111,23 @@ class Submissions(Generic[T]):
         publish: Callable[[T | None, Submission], tuple[Published, T | None]],
         replace: bool,
     ) -> Submission:
-        """Makes room, takes a state by ``take``, into memory that is no longer needed, and returns; ``publish`` does
-        the rest behind, and hands back the memory that it no longer needs. Room is made by waiting, or, to ``replace``,
-        by cancelling the version that has not begun. ``publish`` begins the submission (`begin`), and raises
-        CancelledError where that fails; what was taken for it may be gone then.
+        """Makes room, takes a state by ``take``, into memory that is no longer needed, and returns;
+        ``publish`` does the rest behind, and hands back the memory that it no longer needs. Room is
+        made by waiting, or, to ``replace``, by cancelling the version that has not begun.
+        ``publish`` begins the submission (`begin`), and raises CancelledError where that fails;
+        what was taken for it may be gone then.
         """
         # 1. Room: by cancelling what waits, or by waiting for what is in flight.
         while len(unfinished := self._unfinished()) >= _MAX_UNFINISHED:
             if not (replace and unfinished[-1].submission.cancel()):
                 if self._serial.runs_here:
                     raise ConcurrentUse(
-                        "a submission's callback would wait for itself", hint="Submit so many from another thread."
+                        "a submission's callback would wait for itself",
+                        hint="Submit so many from another thread.",
                     )
                 unfinished[0].operation.wait()
-        # 2. The copy, into memory that an earlier version no longer needs: new memory costs as much as the copy.
+        # 2. The copy, into memory that an earlier version no longer needs: new memory costs as much
+        # as the copy.
         self._reclaim()
         submission, held = Submission(), [take(self._spare.pop() if self._spare else None)]
 
@@ -122,7 +142,9 @@ class Submissions(Generic[T]):
                     self._spare.appendleft(taken)
             except BaseException as error:
                 taken = None
-                clear_frames(error.__traceback__)  # or the error, which the submission keeps, would keep all states
+                clear_frames(
+                    error.__traceback__
+                )  # or the error, which the submission keeps, would keep all states
                 submission.set_exception(error)
             else:
                 if spare is not None:
@@ -133,8 +155,8 @@ class Submissions(Generic[T]):
         return submission
 
     def raise_unasked(self) -> None:
-        """Raises the first error of a version that has ended, if nobody has asked for it. The next call raises the
-        next one."""
+        """Raises the first error of a version that has ended, if nobody has asked for it. The next
+        call raises the next one."""
         for entry in [e for e in self._entries if e.operation.ended]:
             self._entries.remove(entry)
             if entry.submission._failed_unasked and (error := entry.submission.exception()):
@@ -154,7 +176,9 @@ class Submissions(Generic[T]):
                 entry.submission._withdraw()
                 self._entries.remove(entry)
                 self._spare.append(entry.held.pop())
-        self._entries = [e for e in self._entries if not e.operation.ended or e.submission._failed_unasked]
+        self._entries = [
+            e for e in self._entries if not e.operation.ended or e.submission._failed_unasked
+        ]
 
     def _unfinished(self) -> list[_Entry[T]]:
         return [e for e in self._entries if not e.operation.ended and not e.submission.done()]

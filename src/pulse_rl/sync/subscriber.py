@@ -42,27 +42,32 @@ _KEPT_RECEIPTS = 8
 
 
 class Subscriber(Closing, NotCopyable):
-    """Holds one version of a stream in host memory and moves it forward on `sync`. A context manager; see `close`.
+    """Holds one version of a stream in host memory and moves it forward on `sync`. A context
+    manager; see `close`.
 
-    ``store``: a store, or its address (see `open_store`); or several in order of preference, the stream's own last,
-    such as ``[near, origin]`` where a `Relay` keeps ``near``. A nearer one decides what is newest, unless it is away or
-    damaged, or a farther one has had a newer version for `patience_seconds`. ``stream``: its name. ``base``: a state
-    that the worker has already, such as its checkpoint's path: where its root is that of a version of the stream,
-    syncing starts there instead of from an anchor. ``cache``: a folder below which, in ``pulse-cache``, payloads are
-    kept, 64 GiB at most, not to be downloaded again after a restart (not with ``select``). ``trusted_keys``: Ed25519
-    public keys (64 hexadecimal digits each; extra ``[sign]``); then only manifests that one of them has signed are
-    accepted. ``stream_id``: the stream's (`Manifest.stream_id`); without it the first version decides, and later ones
-    of another stream of this name are passed over. If the stream is deleted and recreated, `sync` raises
-    StreamRecreated; with ``allow_recreated`` it starts over with the new one instead. ``select``: names of tensors, or
-    patterns such as ``"layers.0.*"``: only these are fetched, held, verified and shown (None: all). ``state``: a folder
-    of this worker's own in which the state is a mapped file instead of memory; a worker that starts again with it goes
-    on from the version that is there, once that is verified (not with ``select``). ``threads``: the maximum number of
-    threads (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises InputError, StoreError, and
-    ConcurrentUse where another process uses the folder ``state``.
+    ``store``: a store, or its address (see `open_store`); or several in order of preference, the
+    stream's own last, such as ``[near, origin]`` where a `Relay` keeps ``near``. A nearer one
+    decides what is newest, unless it is away or damaged, or a farther one has had a newer version
+    for `patience_seconds`. ``stream``: its name. ``base``: a state that the worker has already,
+    such as its checkpoint's path: where its root is that of a version of the stream, syncing starts
+    there instead of from an anchor. ``cache``: a folder below which, in ``pulse-cache``, payloads
+    are kept, 64 GiB at most, not to be downloaded again after a restart (not with ``select``).
+    ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each; extra ``[sign]``); then only
+    manifests that one of them has signed are accepted. ``stream_id``: the stream's
+    (`Manifest.stream_id`); without it the first version decides, and later ones of another stream
+    of this name are passed over. If the stream is deleted and recreated, `sync` raises
+    StreamRecreated; with ``allow_recreated`` it starts over with the new one instead. ``select``:
+    names of tensors, or patterns such as ``"layers.0.*"``: only these are fetched, held, verified
+    and shown (None: all). ``state``: a folder of this worker's own in which the state is a mapped
+    file instead of memory; a worker that starts again with it goes on from the version that is
+    there, once that is verified (not with ``select``). ``threads``: the maximum number of threads
+    (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises InputError,
+    StoreError, and ConcurrentUse where another process uses the folder ``state``.
 
-    Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves at a verified
-    version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by
-    any. It cannot be copied, pickled, or used in a forked process.
+    Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves
+    at a verified version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`,
+    `version` and `status` may be used by any. It cannot be copied, pickled, or used in a forked
+    process.
     """
 
     _idle_seconds: ClassVar[float | None] = None
@@ -85,16 +90,20 @@ class Subscriber(Closing, NotCopyable):
         checked_threads(threads)
         checked_listener(on_event)
         if allow_recreated and stream_id is not None:
-            raise InputError("allow_recreated contradicts a fixed stream_id", hint="Give one of the two.")
+            raise InputError(
+                "allow_recreated contradicts a fixed stream_id", hint="Give one of the two."
+            )
         opened = [BoundedStore(each) for each in open_stores(store)]
         if select is not None and cache is not None:
             raise InputError(
-                "select and cache do not go together: what is selected is fetched in ranges, which are not kept",
+                "select and cache do not go together: what is selected is fetched in ranges, "
+                "which are not kept",
                 hint="Give one of the two.",
             )
         if select is not None and state is not None:
             raise InputError(
-                "select and state do not go together: a folder holds whole states", hint="Give one of the two."
+                "select and state do not go together: a folder holds whole states",
+                hint="Give one of the two.",
             )
         trusted = trusted_by(trusted_keys)
         streams = [
@@ -124,7 +133,8 @@ class Subscriber(Closing, NotCopyable):
         self._delivered: list[Receipt] = []
         self._files: dict[str, bytes] = {}
         self._checkpoint: Path | None = None
-        """Where the state lay when it was last written or found: what is unchanged there need not be written again."""
+        """Where the state lay when it was last written or found: what is unchanged there need not
+        be written again."""
 
     def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
         """What the stream is read from."""
@@ -132,15 +142,16 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def status(self) -> str:
-        """One of "empty" (no version yet), "ready" (the state is the verified `version`) and "poisoned"."""
+        """One of "empty" (no version yet), "ready" (the state is the verified `version`) and
+        "poisoned"."""
         if self._host.poisoned:
             return "poisoned"
         return "empty" if self._host.version is None else "ready"
 
     @property
     def patience_seconds(self) -> float:
-        """How long a nearer store may be late, or a farther one have a newer version, before the farther one decides;
-        30 until it is set. Raises InputError for less than 0."""
+        """How long a nearer store may be late, or a farther one have a newer version, before the
+        farther one decides; 30 until it is set. Raises InputError for less than 0."""
         return self._failover.patience_seconds
 
     @patience_seconds.setter
@@ -156,8 +167,8 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def stream_id(self) -> str | None:
-        """The ID of the stream that is followed, 32 hexadecimal digits (docs/format.md, 5); None until the first
-        sync."""
+        """The ID of the stream that is followed, 32 hexadecimal digits (docs/format.md, 5); None
+        until the first sync."""
         return self.stream.stream_id
 
     @property
@@ -177,23 +188,27 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def state(self) -> State:
-        """The verified state as read-only views, which the next `sync` overwrites: copy what you keep.
+        """The verified state as read-only views, which the next `sync` overwrites: copy what you
+        keep.
 
         Raises EmptyStream before the first sync and IntegrityError after an interrupted one.
         """
         return self._serial.run(self._state)
 
     def sync(self, target: int | None = None, *, progress: bool = False) -> Update | None:
-        """Moves to version ``target`` and returns what changed; None if there is nothing newer. Without a ``target``,
-        to the newest version that can be read and reached; what lies above it is passed over with a `FallbackUsed`.
+        """Moves to version ``target`` and returns what changed; None if there is nothing newer.
+        Without a ``target``, to the newest version that can be read and reached; what lies above it
+        is passed over with a `FallbackUsed`.
 
-        Everything is fetched and verified on the host before this returns, so that a worker pauses only to scatter the
-        update. A missing or damaged object makes it take another path. When this raises (ChainGap, StoreUnavailable,
-        StreamRecreated …) the state rests at a verified version, at which a repeated call goes on.
+        Everything is fetched and verified on the host before this returns, so that a worker pauses
+        only to scatter the update. A missing or damaged object makes it take another path. When
+        this raises (ChainGap, StoreUnavailable, StreamRecreated …) the state rests at a verified
+        version, at which a repeated call goes on.
 
-        An update has all that changed since the last one that was acknowledged (`Update.acknowledge`): what was
-        returned and was not is returned again, together with what is newer. ``progress``: show a bar for what takes
-        more than half a second, in a terminal or a notebook, with the time left.
+        An update has all that changed since the last one that was acknowledged
+        (`Update.acknowledge`): what was returned and was not is returned again, together with what
+        is newer. ``progress``: show a bar for what takes more than half a second, in a terminal or
+        a notebook, with the time left.
         """
         if target is not None:
             checked_count("target", target, 0)
@@ -201,9 +216,9 @@ class Subscriber(Closing, NotCopyable):
             return self._serial.run(lambda: self._sync_shown(target, progress))
 
     def files(self) -> dict[str, bytes]:
-        """The files beside the weights that the current version carries (`Publisher.publish`), verified: names such as
-        "tokenizer/vocab.txt" to bytes. Each is fetched once while it does not change. Raises as `state` does,
-        StoreError and DigestMismatch."""
+        """The files beside the weights that the current version carries (`Publisher.publish`),
+        verified: names such as "tokenizer/vocab.txt" to bytes. Each is fetched once while it does
+        not change. Raises as `state` does, StoreError and DigestMismatch."""
         return self._serial.run(self._read_files)
 
     def save(
@@ -216,31 +231,42 @@ class Subscriber(Closing, NotCopyable):
         layout: str | None = None,
         keep: int | None = None,
     ) -> None:
-        """Writes the current version to ``path``: a folder that engines load, with weights and `files`; or, where the
-        name ends with ``.safetensors``, the weights alone, as one file. ``metadata`` are added to those of the weights.
+        """Writes the current version to ``path``: a folder that engines load, with weights and
+        `files`; or, where the name ends with ``.safetensors``, the weights alone, as one file.
+        ``metadata`` are added to those of the weights.
 
-        A folder changes to the new version in one step, and whenever this process is killed it is the one version or
-        the other: its files are links into ``.pulse/current``, and that is a link to a folder of one version. The
-        version before stays there until the next `save`. Weights are one file, ``model.safetensors``, or with
-        ``sharded`` those of the published index, or of 5 GB. Files that pulse did not write are replaced with ``force``
-        only; where other weights lie in the folder, it is refused.
+        A folder changes to the new version in one step, and whenever this process is killed it is
+        the one version or the other: its files are links into ``.pulse/current``, and that is a
+        link to a folder of one version. The version before stays there until the next `save`.
+        Weights are one file, ``model.safetensors``, or with ``sharded`` those of the published
+        index, or of 5 GB. Files that pulse did not write are replaced with ``force`` only; where
+        other weights lie in the folder, it is refused.
 
-        With a ``layout`` each version has a folder of plain files in ``path``, as a framework's trainer writes it:
-        "prime-rl", "slime", "areal", "hf", or a pattern such as ``"step_{}/STABLE"``: the folder's name, where the
-        number is the ``step`` of the version's metadata, or the version without one; and a file that is written last.
-        It appears whole. Shards that are as in the version before, which this Subscriber wrote, are hard links to it.
+        With a ``layout`` each version has a folder of plain files in ``path``, as a framework's
+        trainer writes it: "prime-rl", "slime", "areal", "hf", or a pattern such as
+        ``"step_{}/STABLE"``: the folder's name, where the number is the ``step`` of the version's
+        metadata, or the version without one; and a file that is written last. It appears whole.
+        Shards that are as in the version before, which this Subscriber wrote, are hard links to it.
         Of these folders the newest ``keep`` stay (None: all).
 
-        What is remembered of the versions before is written, too, as ``pulse.history``: a Subscriber with this ``path``
-        as ``base`` goes on from it. Raises as `state` and `files` do, InputError, StoreFull and StoreError.
+        What is remembered of the versions before is written, too, as ``pulse.history``: a
+        Subscriber with this ``path`` as ``base`` goes on from it. Raises as `state` and `files` do,
+        InputError, StoreFull and StoreError.
         """
         target = checked_path(path)
         named = None if layout is None else Layout.of(layout)
         if keep is not None and checked_count("keep", keep) and named is None:
-            raise InputError("keep is for the folders of a layout", hint="Otherwise the newest version is kept.")
+            raise InputError(
+                "keep is for the folders of a layout", hint="Otherwise the newest version is kept."
+            )
         is_file = target.suffix == ".safetensors" and named is None
         state, manifest, history, files = self._serial.run(
-            lambda: (self._state(), self._manifest(), self._host.history, {} if is_file else self._saved_files(sharded))
+            lambda: (
+                self._state(),
+                self._manifest(),
+                self._host.history,
+                {} if is_file else self._saved_files(sharded),
+            )
         )
         digest = self.digest
         facts = metadata_of(manifest.version, digest.root) | dict(metadata or {})
@@ -250,7 +276,9 @@ class Subscriber(Closing, NotCopyable):
             return
 
         def write(into: Path) -> None:
-            write_checkpoint(into, state, digest, files, facts, sharded=sharded, earlier=self._checkpoint)
+            write_checkpoint(
+                into, state, digest, files, facts, sharded=sharded, earlier=self._checkpoint
+            )
             save_history(beside(into), history, cut(specs_of(digest)), digest.root)
 
         if named is None:
@@ -259,18 +287,26 @@ class Subscriber(Closing, NotCopyable):
         else:
             step = manifest.metadata.get("step")
             number = step if type(step) is int and step >= 0 else manifest.version
-            self._checkpoint = add_version(target, named, number, manifest.version, write, keep=keep, force=force)
+            self._checkpoint = add_version(
+                target, named, number, manifest.version, write, keep=keep, force=force
+            )
 
     def full_update(self) -> Update:
-        """The whole current state as an update, for a model that is new or missed one. Raises as `state` does."""
+        """The whole current state as an update, for a model that is new or missed one. Raises as
+        `state` does."""
         return self._serial.run(lambda: self._update(Pending(), time.perf_counter()))
 
     def updates(
-        self, *, poll_seconds: float = 1.0, timeout_seconds: float | None = None, progress: bool = False
+        self,
+        *,
+        poll_seconds: float = 1.0,
+        timeout_seconds: float | None = None,
+        progress: bool = False,
     ) -> Iterator[Update]:
-        """Yields updates as versions appear, with a `wait_for_new` of ``poll_seconds`` between looks; ends when none
-        has appeared for ``timeout_seconds`` (None: never). Asking for the next one acknowledges the one before.
-        ``progress`` as for `sync`. Raises InputError, and what `sync` raises."""
+        """Yields updates as versions appear, with a `wait_for_new` of ``poll_seconds`` between
+        looks; ends when none has appeared for ``timeout_seconds`` (None: never). Asking for the
+        next one acknowledges the one before. ``progress`` as for `sync`. Raises InputError, and
+        what `sync` raises."""
         last = time.monotonic()
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
         if timeout_seconds is not None:
@@ -287,19 +323,25 @@ class Subscriber(Closing, NotCopyable):
                 return
 
     def wait_for_new(self, poll_seconds: float = 1.0, max_seconds: float = math.inf) -> None:
-        """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less; where the (nearest) store is
-        an `HttpStore`, until its server has something new, for at most 25 seconds. Ends within ``max_seconds``."""
+        """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less; where
+        the (nearest) store is an `HttpStore`, until its server has something new, for at most 25
+        seconds. Ends within ``max_seconds``."""
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
-        self._pause.wait([self.stream.last_accepted], poll_seconds, checked_number("max_seconds", max_seconds))
+        self._pause.wait(
+            [self.stream.last_accepted], poll_seconds, checked_number("max_seconds", max_seconds)
+        )
 
     def close(self) -> None:
-        """Lets the host state go; what is in the folder ``state`` stays there. May be called twice; a `sync` afterwards
-        starts as a new Subscriber would."""
+        """Lets the host state go; what is in the folder ``state`` stays there. May be called twice;
+        a `sync` afterwards starts as a new Subscriber would."""
         self._serial.run(self._close)
 
     def __repr__(self) -> str:
         held = "nothing yet" if self.version is None else f"version {self.version}"
-        return f"<{type(self).__name__.strip('_')} of {self.stream.name!r} in {self.stream.store!r}: {held}>"
+        return (
+            f"<{type(self).__name__.strip('_')} of {self.stream.name!r} in "
+            f"{self.stream.store!r}: {held}>"
+        )
 
     def _sync_shown(self, target: int | None, progress: bool) -> Update | None:
         with progress_shown(progress, self._listener) as self._host.listener:
@@ -311,14 +353,17 @@ class Subscriber(Closing, NotCopyable):
     def _sync(self, target: int | None) -> Update | None:
         started = time.perf_counter()
         host = self._host
-        # 1. What earlier calls left: a state that an error left half-way, and what the owner has applied since.
+        # 1. What earlier calls left: a state that an error left half-way, and what the owner has
+        # applied since.
         host.recover()
-        if any(receipt.acknowledged for receipt in self._delivered if receipt.version == host.version):
+        if any(
+            receipt.acknowledged for receipt in self._delivered if receipt.version == host.version
+        ):
             host.acknowledge()
             self._delivered = []
         newcomer = host.version is None and not self._pinned
-        # What the folder keeps is looked up whenever there is nothing; what it keeps of a stream that was recreated
-        # goes with its place in it.
+        # What the folder keeps is looked up whenever there is nothing; what it keeps of a stream
+        # that was recreated goes with its place in it.
         if self._folder and host.version is None:
             self._folder.open()
             if adopt_kept(host, self.stream, self._failover.manifest):
@@ -339,9 +384,14 @@ class Subscriber(Closing, NotCopyable):
         host = self._host  # another one where the stream was recreated
         if host.version is None:
             self._absence.seen()
-        if host.version is None or (target is not None and target != host.version) or host.acknowledged:
+        if (
+            host.version is None
+            or (target is not None and target != host.version)
+            or host.acknowledged
+        ):
             return None
-        # 3. All that was not acknowledged, each element once: also what earlier calls have returned.
+        # 3. All that was not acknowledged, each element once: also what earlier calls have
+        # returned.
         update = self._update(host.pending(), started)
         links, host.followed = host.followed, []
         if self._listener and links:
@@ -381,7 +431,8 @@ class Subscriber(Closing, NotCopyable):
     def _read_files(self) -> dict[str, bytes]:
         refs = self._manifest().files
         self._files = {
-            ref.sha256: self._files.get(ref.sha256) or self._failover.fetch(ref.payload, FILE) for ref in refs
+            ref.sha256: self._files.get(ref.sha256) or self._failover.fetch(ref.payload, FILE)
+            for ref in refs
         }
         return {ref.name: self._files[ref.sha256] for ref in refs}
 
@@ -395,7 +446,9 @@ class Subscriber(Closing, NotCopyable):
         self._delivered = []
 
     def _empty_host(self, threads: int | None, listener: Listener | None) -> HostState:
-        return HostState(threads=threads, listener=listener, selection=self._selection, folder=self._folder)
+        return HostState(
+            threads=threads, listener=listener, selection=self._selection, folder=self._folder
+        )
 
     def _close(self) -> None:
         self._forget()
@@ -419,14 +472,19 @@ class Subscriber(Closing, NotCopyable):
                 hint="Call sync() again: it restores a verified version from an anchor.",
             )
         if self._host.version is None:
-            raise EmptyStream(f"nothing was synced from {self.stream.name!r} yet", hint="Call sync() first.")
+            raise EmptyStream(
+                f"nothing was synced from {self.stream.name!r} yet", hint="Call sync() first."
+            )
         return self._host
 
     def _update(self, pending: Pending, started: float) -> Update:
         host = self._ready()
         update = make_update(pending, self._state(), self._manifest(), started, self._serial)
-        # An acknowledged update to an older version says nothing of what came since: its receipt is let go.
-        self._delivered = [r for r in self._delivered if r.version == update.version][-_KEPT_RECEIPTS:]
+        # An acknowledged update to an older version says nothing of what came since: its receipt is
+        # let go.
+        self._delivered = [r for r in self._delivered if r.version == update.version][
+            -_KEPT_RECEIPTS:
+        ]
         self._delivered.append(update._receipt)
         # Whole values are views of the host state; what changed alone has arrays of its own.
         if any(tensor.whole for tensor in update.tensors):
@@ -434,7 +492,8 @@ class Subscriber(Closing, NotCopyable):
         return update
 
     def _adopt_base(self, base: StateSource) -> bool:
-        """Starts from the caller's state where its root is that of a recent version. False while there are none."""
+        """Starts from the caller's state where its root is that of a recent version. False while
+        there are none."""
         stream, versions = self._failover.versions()
         if not versions:
             return False
@@ -447,14 +506,19 @@ class Subscriber(Closing, NotCopyable):
             except UNREADABLE:
                 continue
             if manifest.root == digest.root:
-                # What the worker has is what it loaded, under the names that it knows: aliases that the version adds
-                # are delivered with the next update.
+                # What the worker has is what it loaded, under the names that it knows: aliases that
+                # the version adds are delivered with the next update.
                 if self._selection:
-                    own, digest = self._selection.part_of(own, digest, manifest.aliases, threads=self._threads)
+                    own, digest = self._selection.part_of(
+                        own, digest, manifest.aliases, threads=self._threads
+                    )
                 self._failover.adopt_id(self.stream.stream_id or manifest.stream_id)
                 history = History()
                 if isinstance(base, str | os.PathLike):
-                    history = load_history(beside(Path(base)), cut(specs_of(digest)), digest.root) or history
+                    history = (
+                        load_history(beside(Path(base)), cut(specs_of(digest)), digest.root)
+                        or history
+                    )
                     self._checkpoint = current_version(Path(base))
                 self._host.adopt(manifest, own, digest, history=history)
                 break

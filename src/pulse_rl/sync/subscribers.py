@@ -34,7 +34,8 @@ _LOOK_SECONDS = 0.5
 
 
 class _Pooled(Subscriber):
-    """What its owner's threads ask of it needs a thread only for as long as it takes. All draw on one ``pace``."""
+    """What its owner's threads ask of it needs a thread only for as long as it takes. All draw on
+    one ``pace``."""
 
     _idle_seconds = 0.0
 
@@ -43,13 +44,16 @@ class _Pooled(Subscriber):
         super().__init__(*store, **options)
 
     def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
-        return super()._read_through(store if self._pace is None else PacedStore(store, self._pace), cache)
+        return super()._read_through(
+            store if self._pace is None else PacedStore(store, self._pace), cache
+        )
 
 
 class _Followed(Turn):
-    """A stream that is followed. ``told`` is the object behind which the store said something new is; until
-    ``rests_until`` it rests for the sake of its ``bytes_per_second``. ``raises``: an error that is none of this library
-    waits for a reader. ``failures`` counts the looks that failed, since one did not."""
+    """A stream that is followed. ``told`` is the object behind which the store said something new
+    is; until ``rests_until`` it rests for the sake of its ``bytes_per_second``. ``raises``: an
+    error that is none of this library waits for a reader. ``failures`` counts the looks that
+    failed, since one did not."""
 
     __slots__ = (
         "bytes_per_second",
@@ -77,16 +81,17 @@ class _Followed(Turn):
 
 
 class Subscribers(Closing, NotCopyable):
-    """Follows ``streams``, hundreds of adapters say, of one ``store`` (or several, nearest first) with ``threads``
-    threads in all, however many streams there are. A context manager; see `close`.
+    """Follows ``streams``, hundreds of adapters say, of one ``store`` (or several, nearest first)
+    with ``threads`` threads in all, however many streams there are. A context manager; see `close`.
 
-    `updates` yields what is new as it comes; `add` and `remove` streams at any time. Each stream is looked at every
-    ``poll_seconds``, a quarter more or less; at an `HttpStore` one request waits for all of them. ``threads`` streams
-    are synced at a time, each of which may read up to four patches ahead. ``bytes_per_second`` bounds what all streams
-    read together. ``cache``, ``trusted_keys`` and ``allow_recreated`` are those of `Subscriber`, for each, and
-    ``patience_seconds`` its attribute. A stream that fails (`failures`, and `CallFailed` to ``on_event``) is tried
-    again after ever longer, up to a minute, and holds up no other. ``on_event`` is called by one thread at a time.
-    Raises InputError and StoreError.
+    `updates` yields what is new as it comes; `add` and `remove` streams at any time. Each stream is
+    looked at every ``poll_seconds``, a quarter more or less; at an `HttpStore` one request waits
+    for all of them. ``threads`` streams are synced at a time, each of which may read up to four
+    patches ahead. ``bytes_per_second`` bounds what all streams read together. ``cache``,
+    ``trusted_keys`` and ``allow_recreated`` are those of `Subscriber`, for each, and
+    ``patience_seconds`` its attribute. A stream that fails (`failures`, and `CallFailed` to
+    ``on_event``) is tried again after ever longer, up to a minute, and holds up no other.
+    ``on_event`` is called by one thread at a time. Raises InputError and StoreError.
     """
 
     def __init__(
@@ -123,7 +128,10 @@ class Subscribers(Closing, NotCopyable):
         self._ready: SimpleQueue[tuple[_Followed, Update | Exception]] = SimpleQueue()
         self._waited_for: frozenset[_Followed] = frozenset()
         self._closed = threading.Event()
-        work = [threading.Thread(target=self._work, daemon=True) for _ in range(checked_count("threads", threads))]
+        work = [
+            threading.Thread(target=self._work, daemon=True)
+            for _ in range(checked_count("threads", threads))
+        ]
         self._threads = work
         for name in checked_collection("streams", streams, '["policy"]'):
             self.add(name)
@@ -141,18 +149,25 @@ class Subscribers(Closing, NotCopyable):
         select: str | Collection[str] | None = None,
         stream_id: str | None = None,
     ) -> Subscriber:
-        """Follows ``stream``, too, and returns its Subscriber, which has ``base``, ``select`` and ``stream_id``.
+        """Follows ``stream``, too, and returns its Subscriber, which has ``base``, ``select`` and
+        ``stream_id``.
 
-        Where more streams are due than there are threads, the one that has been due for longest is first.
-        ``bytes_per_second`` bounds its payloads: after an update it rests until their average is below. Raises
-        InputError for a stream that is followed, and what `Subscriber` raises.
+        Where more streams are due than there are threads, the one that has been due for longest is
+        first. ``bytes_per_second`` bounds its payloads: after an update it rests until their
+        average is below. Raises InputError for a stream that is followed, and what `Subscriber`
+        raises.
         """
         if self._closed.is_set():
             raise InputError("these Subscribers are closed", hint="Make new ones.")
         if stream in self._followed:
             raise InputError(f"the stream {stream!r} is followed already", hint="Remove it first.")
         subscriber = _Pooled(
-            self._stores, stream=stream, base=base, select=select, stream_id=stream_id, **self._options
+            self._stores,
+            stream=stream,
+            base=base,
+            select=select,
+            stream_id=stream_id,
+            **self._options,
         )
         subscriber.patience_seconds = self._patience
         followed = _Followed(stream, subscriber, _checked_rate(bytes_per_second))
@@ -161,8 +176,8 @@ class Subscribers(Closing, NotCopyable):
         return subscriber
 
     def remove(self, stream: str) -> None:
-        """Follows ``stream`` no longer, and lets its state go. A sync in progress stops soon; its update is not
-        delivered. Raises InputError where it is not followed."""
+        """Follows ``stream`` no longer, and lets its state go. A sync in progress stops soon; its
+        update is not delivered. Raises InputError where it is not followed."""
         followed = self._find(stream)
         del self._followed[stream]
         self._schedule.end(followed)
@@ -172,8 +187,9 @@ class Subscribers(Closing, NotCopyable):
             followed.subscriber.close()
 
     def __getitem__(self, stream: str) -> Subscriber:
-        """The Subscriber of ``stream``. Its ``version`` and ``status`` may be read at any time, its state from when
-        `updates` yields an update of it until the next one is asked for. Raises InputError."""
+        """The Subscriber of ``stream``. Its ``version`` and ``status`` may be read at any time, its
+        state from when `updates` yields an update of it until the next one is asked for. Raises
+        InputError."""
         return self._find(stream).subscriber
 
     def __contains__(self, stream: object) -> bool:
@@ -189,15 +205,24 @@ class Subscribers(Closing, NotCopyable):
     @property
     def failures(self) -> dict[str, PulseError]:
         """By stream, the error of the last look, where it failed."""
-        return {name: each.error for name, each in tuple(self._followed.items()) if each.error is not None}
+        return {
+            name: each.error
+            for name, each in tuple(self._followed.items())
+            if each.error is not None
+        }
 
     def updates(self, *, timeout_seconds: float | None = None) -> Iterator[tuple[str, Update]]:
-        """Yields (stream, update) as versions come; ends when none has come for ``timeout_seconds`` (None: never), or
-        when this is closed. Asking for the next one acknowledges the one before, whose stream rests until then. Several
-        threads may iterate: each update goes to one of them. Raises InputError, and what a look raised that is no
-        PulseError, such as what ``on_event`` raises; the streams are followed on, and another call goes on with them.
+        """Yields (stream, update) as versions come; ends when none has come for ``timeout_seconds``
+        (None: never), or when this is closed. Asking for the next one acknowledges the one before,
+        whose stream rests until then. Several threads may iterate: each update goes to one of them.
+        Raises InputError, and what a look raised that is no PulseError, such as what ``on_event``
+        raises; the streams are followed on, and another call goes on with them.
         """
-        timeout = math.inf if timeout_seconds is None else checked_number("timeout_seconds", timeout_seconds)
+        timeout = (
+            math.inf
+            if timeout_seconds is None
+            else checked_number("timeout_seconds", timeout_seconds)
+        )
         last = time.monotonic()
         while not self._closed.is_set() and (left := last + timeout - time.monotonic()) > 0:
             try:
@@ -222,8 +247,8 @@ class Subscribers(Closing, NotCopyable):
                 self._come_back(followed, nbytes)
 
     def close(self) -> None:
-        """Stops following, within five seconds: a request that takes longer ends by itself, and nothing comes of it.
-        Lets all states go. May be called twice."""
+        """Stops following, within five seconds: a request that takes longer ends by itself, and
+        nothing comes of it. Lets all states go. May be called twice."""
         self._closed.set()
         self._schedule.close()
         followed = [*self._followed.values()]
@@ -249,7 +274,9 @@ class Subscribers(Closing, NotCopyable):
             assert isinstance(turn, _Followed)
             try:
                 self._sync(turn)
-            except BaseException:  # memory may be short even for what follows a sync: the thread goes on
+            except (
+                BaseException
+            ):  # memory may be short even for what follows a sync: the thread goes on
                 with suppress(BaseException):
                     turn.failures += 1
                     self._schedule.give_back(turn, self._backoff(turn))
@@ -283,7 +310,9 @@ class Subscribers(Closing, NotCopyable):
             self._ready.put((followed, update))
         else:
             if not followed.failures and followed in self._waited_for:
-                wait = max(wait, min(_WAITED_FOR_SECONDS, self._patience if self._several else math.inf))
+                wait = max(
+                    wait, min(_WAITED_FOR_SECONDS, self._patience if self._several else math.inf)
+                )
             self._schedule.give_back(followed, jittered(wait))
 
     def _backoff(self, followed: _Followed) -> float:
@@ -299,7 +328,8 @@ class Subscribers(Closing, NotCopyable):
         self._schedule.give_back(followed, rest, at_once=False)
 
     def _wait_for_new(self) -> None:
-        """Waits at the store for all streams; those that it does not wait for, since they came later, are polled."""
+        """Waits at the store for all streams; those that it does not wait for, since they came
+        later, are polled."""
         seconds = _SHORTEST_WAIT
         while not self._closed.is_set():
             followed = tuple(self._followed.values())
@@ -330,17 +360,22 @@ class Subscribers(Closing, NotCopyable):
             self._closed.wait(_SHORTEST_WAIT)
         finally:
             self._waited_for = frozenset()
-        return {name: each for name, each in waited_for.items() if name.rpartition("/")[0] in folders}
+        return {
+            name: each for name, each in waited_for.items() if name.rpartition("/")[0] in folders
+        }
 
     def _find(self, stream: str) -> _Followed:
         try:
             return self._followed[stream]
         except KeyError:
-            raise InputError(f"the stream {stream!r} is not followed", hint="Add it first.") from None
+            raise InputError(
+                f"the stream {stream!r} is not followed", hint="Add it first."
+            ) from None
 
 
 def _can_be_told(each: _Followed, after: str) -> bool:
-    """Whether to wait for what is behind ``after``. A stream of which that was told once is polled until it moves."""
+    """Whether to wait for what is behind ``after``. A stream of which that was told once is polled
+    until it moves."""
     return not each.failures and each.told != after and each.rests_until <= time.monotonic()
 
 

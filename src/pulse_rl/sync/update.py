@@ -1,4 +1,5 @@
-"""What a worker scatters into its live model: all that changed since it last acknowledged an update."""
+"""What a worker scatters into its live model: all that changed since it last acknowledged an
+update."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from ..stream.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What the owner of a state has not acknowledged: all ``changes`` since version ``since``, of which it knows the
-    ``aliases``, for which ``nbytes`` were fetched. ``changes`` and ``since`` are None where everything is new to it.
+    """What the owner of a state has not acknowledged: all ``changes`` since version ``since``, of
+    which it knows the ``aliases``, for which ``nbytes`` were fetched. ``changes`` and ``since`` are
+    None where everything is new to it.
 
     ``most`` elements may be pending before they are merged.
     """
@@ -36,9 +38,9 @@ class Pending:
         return cls(version, state.aliases, ())
 
     def after_patch(self, changed: StateChanges, nbytes: int, state: State) -> Pending:
-        """The same once ``state`` was patched. Elements that change again and again take no more memory: they are
-        merged whenever they are twice as many as were left by the last time; where they are most of the state,
-        everything is new."""
+        """The same once ``state`` was patched. Elements that change again and again take no more
+        memory: they are merged whenever they are twice as many as were left by the last time; where
+        they are most of the state, everything is new."""
         more = replace(self, nbytes=self.nbytes + nbytes)
         if self.changes is None:
             return more
@@ -51,11 +53,17 @@ class Pending:
         """Pending as changes if ``new`` has the tensors of ``old``, else everything is new."""
         if self.changes is None or old.specs != new.specs:
             return Pending(nbytes=self.nbytes + nbytes)
-        return replace(self, nbytes=self.nbytes + nbytes, changes=(*self.changes, difference(old, new)))
+        return replace(
+            self, nbytes=self.nbytes + nbytes, changes=(*self.changes, difference(old, new))
+        )
 
     def merged(self, state: State) -> Pending:
         """The same with each element once, with its bits in ``state``."""
-        return self if self.changes is None or len(self.changes) < 2 else self._all_in_one(self.changes, state)
+        return (
+            self
+            if self.changes is None or len(self.changes) < 2
+            else self._all_in_one(self.changes, state)
+        )
 
     def _all_in_one(self, changes: tuple[StateChanges, ...], state: State) -> Pending:
         whole = merged(changes, state)
@@ -66,11 +74,14 @@ class Pending:
 
 
 class TensorUpdate:
-    """New bits of the tensor ``spec``: ``values`` at ``indices``, or everywhere if these are None."""
+    """New bits of the tensor ``spec``: ``values`` at ``indices``, or everywhere if these are
+    None."""
 
     __slots__ = ("_changes", "spec")
 
-    def __init__(self, spec: TensorSpec, indices: npt.NDArray[np.int64] | None, values: UIntArray) -> None:
+    def __init__(
+        self, spec: TensorSpec, indices: npt.NDArray[np.int64] | None, values: UIntArray
+    ) -> None:
         self.spec = spec
         self._changes = values if indices is None else TensorChanges.at(indices, values)
 
@@ -111,8 +122,8 @@ def changes_of(update: TensorUpdate) -> TensorChanges | None:
 
 
 class Receipt:
-    """Whether the update to ``version`` was ``acknowledged``. ``source`` stands for the subscriber that delivered it,
-    None for an update made elsewhere."""
+    """Whether the update to ``version`` was ``acknowledged``. ``source`` stands for the subscriber
+    that delivered it, None for an update made elsewhere."""
 
     __slots__ = ("acknowledged", "source", "version")
 
@@ -124,16 +135,18 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Update(OneLine):
-    """All that changed from version ``previous``, the last that was acknowledged (None: everything), to ``version``,
-    verified against ``root``.
+    """All that changed from version ``previous``, the last that was acknowledged (None:
+    everything), to ``version``, verified against ``root``.
 
-    Iterating yields (name, flat indices or None, values as unsigned integers of the element's width). The next update
-    has all of this one again until this one is acknowledged: `apply_` does it, so does iterating to the end, and asking
-    `Subscriber.updates` for the next one; whoever reads ``tensors`` in another way calls `acknowledge`.
-    `Subscriber.full_update` gives a model that missed an acknowledged one the whole state. Full values are read-only
-    views of the host state, which moves on in a copy while the update is alive: let it go after use. ``aliases`` maps
-    the other names of tied tensors to the name that the update uses; ``tensors`` without changes are left out.
-    ``metadata`` is the publisher's. ``payload_bytes`` were fetched for it, in ``seconds`` of wall-clock time.
+    Iterating yields (name, flat indices or None, values as unsigned integers of the element's
+    width). The next update has all of this one again until this one is acknowledged: `apply_` does
+    it, so does iterating to the end, and asking `Subscriber.updates` for the next one; whoever
+    reads ``tensors`` in another way calls `acknowledge`. `Subscriber.full_update` gives a model
+    that missed an acknowledged one the whole state. Full values are read-only views of the host
+    state, which moves on in a copy while the update is alive: let it go after use. ``aliases`` maps
+    the other names of tied tensors to the name that the update uses; ``tensors`` without changes
+    are left out. ``metadata`` is the publisher's. ``payload_bytes`` were fetched for it, in
+    ``seconds`` of wall-clock time.
     """
 
     version: int
@@ -144,7 +157,9 @@ class Update(OneLine):
     metadata: Metadata = field(repr=False)
     payload_bytes: int
     seconds: float
-    _receipt: Receipt = field(init=False, default_factory=lambda: Receipt(-1), repr=False, compare=False)
+    _receipt: Receipt = field(
+        init=False, default_factory=lambda: Receipt(-1), repr=False, compare=False
+    )
 
     def __repr__(self) -> str:
         shown = f", changed={self.changed}, full={self.full}, metadata={self.metadata})"
@@ -166,7 +181,8 @@ class Update(OneLine):
         return sum(tensor.elements for tensor in self.tensors)
 
     def acknowledge(self) -> None:
-        """Says that the live model has taken the update over. May be called from any thread, and again."""
+        """Says that the live model has taken the update over. May be called from any thread, and
+        again."""
         self._receipt.acknowledged = True
 
     def __iter__(self) -> Iterator[tuple[str, npt.NDArray[np.int64] | None, UIntArray]]:
@@ -175,22 +191,31 @@ class Update(OneLine):
         self.acknowledge()
 
 
-def make_update(pending: Pending, state: State, manifest: Manifest, started: float, source: object = None) -> Update:
-    """The update with all that is ``pending``, merged, to the version of ``manifest``, whose verified ``state``, or the
-    part of it that the owner wants, is read-only. ``source`` stands for who delivers it.
+def make_update(
+    pending: Pending, state: State, manifest: Manifest, started: float, source: object = None
+) -> Update:
+    """The update with all that is ``pending``, merged, to the version of ``manifest``, whose
+    verified ``state``, or the part of it that the owner wants, is read-only. ``source`` stands for
+    who delivers it.
     """
     if pending.changes is None:
         tensors = [TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs]
     else:
         # A tensor that has another name since is shown whole: a live model may hold the two apart.
-        renamed = {name for alias, name in state.aliases.items() if pending.aliases.get(alias) != name}
+        renamed = {
+            name for alias, name in state.aliases.items() if pending.aliases.get(alias) != name
+        }
         tensors = [
             TensorUpdate._of(state.spec(name), changed)
             for changes in pending.changes
             for name, changed in changes.items()
             if name not in renamed and name in state
         ]
-        tensors += [TensorUpdate(state.spec(name), None, state.read(name)) for name in sorted(renamed) if name in state]
+        tensors += [
+            TensorUpdate(state.spec(name), None, state.read(name))
+            for name in sorted(renamed)
+            if name in state
+        ]
     update = Update(
         version=manifest.version,
         previous=pending.since,

@@ -1,5 +1,5 @@
-"""Tests for your own implementations of this library's interfaces: of `Store`, and of trainers that publish and engines
-that follow.
+"""Tests for your own implementations of this library's interfaces: of `Store`, and of trainers that
+publish and engines that follow.
 
 ::
 
@@ -16,9 +16,9 @@ that follow.
         def peer_of(self, store):
             return MyStore(store.address)
 
-In a file that pytest collects, this is the complete test. A fixture with ``autouse=True`` in the class can store, for
-example, ``tmp_path`` on ``self`` for ``new_store``. pytest is not required: with ``unittest.TestCase`` as a second
-base, the same class runs under unittest.
+In a file that pytest collects, this is the complete test. A fixture with ``autouse=True`` in the
+class can store, for example, ``tmp_path`` on ``self`` for ``new_store``. pytest is not required:
+with ``unittest.TestCase`` as a second base, the same class runs under unittest.
 """
 
 from __future__ import annotations
@@ -43,16 +43,38 @@ from .frameworks import EngineConformance, TrainerConformance
 __all__ = ["EngineConformance", "StoreConformance", "TrainerConformance"]
 
 BAD_NAMES = (
-    *("", ".", "..", "../x", "a/../b", "a/..", "/a", "a/", "a//b", ".a", "a/.b", "-a", "a b", "a\\b", "ü", "a\0b"),
+    *(
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/../b",
+        "a/..",
+        "/a",
+        "a/",
+        "a//b",
+        ".a",
+        "a/.b",
+        "-a",
+        "a b",
+        "a\\b",
+        "ü",
+        "a\0b",
+    ),
     *("a\n", "a:b", "a?b", "a%2e%2e", "~", "x" * (MAX_NAME + 1)),
 )
-"""Names that no object may have: they could leave the store's folder, hide in it, or read otherwise elsewhere."""
+"""Names that no object may have: they could leave the store's folder, hide in it, or read otherwise
+elsewhere."""
 
 
 class Guarantee(StrEnum):
-    """The guarantee that a failed test reports as broken: from docs/protocol.md, section 2, or a call's description."""
+    """The guarantee that a failed test reports as broken: from docs/protocol.md, section 2, or a
+    call's description."""
 
-    CREATE = "`put_new` is atomic: of any number of creates of one name, exactly one succeeds, and the others fail"
+    CREATE = (
+        "`put_new` is atomic: of any number of creates of one name, exactly one succeeds, "
+        "and the others fail"
+    )
     WHOLE = "`put` shows an object whole or not at all"
     VISIBLE = "`get`, `head` and `list` see every object whose writing call has returned"
     ORDER = "`list` returns names in ascending order"
@@ -87,7 +109,9 @@ def same_bytes(found: object, expected: bytes, what: str) -> None:
     equal(found, expected, what)
 
 
-def raises(expected: type[Exception], what: str, call: Callable[..., object], *arguments: object) -> Exception:
+def raises(
+    expected: type[Exception], what: str, call: Callable[..., object], *arguments: object
+) -> Exception:
     """The error of the call, which has to be one of ``expected``."""
     try:
         result = call(*arguments)
@@ -107,12 +131,12 @@ def _short(value: object) -> str:
 
 
 class StoreConformance(ABC):
-    """Tests of one kind of store. A subclass says how to create one; each test creates its own and leaves objects in
-    it.
+    """Tests of one kind of store. A subclass says how to create one; each test creates its own and
+    leaves objects in it.
 
-    Failures are AssertionErrors that begin with the broken `Guarantee`; what else a call raises unexpectedly is passed
-    on with the guarantee as a note. ``large_bytes``, ``many_objects`` and ``clock_seconds`` may be lowered or raised
-    to suit the store; no other difference is allowed.
+    Failures are AssertionErrors that begin with the broken `Guarantee`; what else a call raises
+    unexpectedly is passed on with the guarantee as a note. ``large_bytes``, ``many_objects`` and
+    ``clock_seconds`` may be lowered or raised to suit the store; no other difference is allowed.
     """
 
     large_bytes: ClassVar[int] = 12 << 20
@@ -127,14 +151,17 @@ class StoreConformance(ABC):
         """An empty store that nothing else uses."""
 
     def peer_of(self, store: Store) -> Store:
-        """Another client of the objects of ``store``. Override it if a client has private state, such as a cache or a
-        connection: otherwise each client reads only what it wrote.
+        """Another client of the objects of ``store``. Override it if a client has private state,
+        such as a cache or a connection: otherwise each client reads only what it wrote.
         """
         return store
 
     @checks(Guarantee.CALLS)
     def test_it_has_the_calls_of_a_store(self) -> None:
-        holds(isinstance(self.new_store(), Store), "a store without all of the calls of pulse_rl.Store")
+        holds(
+            isinstance(self.new_store(), Store),
+            "a store without all of the calls of pulse_rl.Store",
+        )
 
     # -- put_new
 
@@ -146,7 +173,11 @@ class StoreConformance(ABC):
         for client in clients:
             for data in (b"second", b"first"):
                 raises(AlreadyExists, "a second put_new of a name", client.put_new, "a/b", data)
-                equal([c.get("a/b") for c in clients], [b"first"] * 2, "the object after a put_new that was refused")
+                equal(
+                    [c.get("a/b") for c in clients],
+                    [b"first"] * 2,
+                    "the object after a put_new that was refused",
+                )
         store.delete("a/b")
         store.put_new("a/b", b"third")
         equal(store.get("a/b"), b"third", "an object that was deleted and created again")
@@ -181,7 +212,11 @@ class StoreConformance(ABC):
                 ends = [t.result() for t in tries]
                 equal(sum(won for won, _ in ends), 1, f"winners of {racers} racing creates")
                 (winner,) = (data for won, data in ends if won)
-                equal([data == winner for _, data in ends], [True] * racers, "racers that then find the winner's bytes")
+                equal(
+                    [data == winner for _, data in ends],
+                    [True] * racers,
+                    "racers that then find the winner's bytes",
+                )
                 equal(store.get(name), winner, "the object after the race")
 
     # -- put
@@ -195,7 +230,9 @@ class StoreConformance(ABC):
                 store.put(name, data)
                 same_bytes(client.get(name), data, f"get of {len(data)} bytes that were put")
                 equal(client.head(name)[:2], (name, len(data)), "name and nbytes of head")
-                holds(client.head(name) in list(client.list("a")), "head's answer is not among list's")
+                holds(
+                    client.head(name) in list(client.list("a")), "head's answer is not among list's"
+                )
 
     @checks(Guarantee.VISIBLE)
     def test_put_replaces(self) -> None:
@@ -205,7 +242,9 @@ class StoreConformance(ABC):
                 store.put("a/b", data)
                 equal(client.get("a/b"), data, "get of what was put last")
                 equal(client.head("a/b").nbytes, len(data), "nbytes of what was put last")
-                equal([(i.name, i.nbytes) for i in client.list("a")], [("a/b", len(data))], "the list")
+                equal(
+                    [(i.name, i.nbytes) for i in client.list("a")], [("a/b", len(data))], "the list"
+                )
 
     @checks(Guarantee.VISIBLE)
     def test_a_payload_is_there_under_its_digest(self) -> None:
@@ -242,7 +281,11 @@ class StoreConformance(ABC):
         store.put("a/large", (memoryview(data)[a:b] for a, b in pairwise(cuts)))
         equal(store.head("a/large").nbytes, n, "nbytes of a large object")
         same_bytes(store.get("a/large"), data, "get of a large object")
-        equal(store.get("a/large", n // 2, n // 2 + 99), data[n // 2 : n // 2 + 99], "a range of a large object")
+        equal(
+            store.get("a/large", n // 2, n // 2 + 99),
+            data[n // 2 : n // 2 + 99],
+            "a range of a large object",
+        )
 
     @checks(Guarantee.WHOLE)
     def test_a_put_in_progress_shows_nothing(self) -> None:
@@ -253,7 +296,12 @@ class StoreConformance(ABC):
         for name, old in (("a/new", None), ("a/old", b"old")):
             seen = _seen_during_put(store, peer, name, chunks)
             wrong = [len(data or b"") for data in seen if data not in (old, b"".join(chunks))]
-            equal(wrong, [], "lengths of what a reader got in the midst of a put, neither the old nor the new object")
+            equal(
+                wrong,
+                [],
+                "lengths of what a reader got in the midst of a put, neither the old nor the new "
+                "object",
+            )
             same_bytes(peer.get(name), b"".join(chunks), "get after the put")
 
     @checks(Guarantee.WHOLE)
@@ -268,7 +316,9 @@ class StoreConformance(ABC):
 
         for nbytes in (0, 1 << 20, self.large_bytes):
             for name in ("a/new", "a/old"):
-                raises(Exception, "put whose chunks end in an error", store.put, name, breaks(nbytes))
+                raises(
+                    Exception, "put whose chunks end in an error", store.put, name, breaks(nbytes)
+                )
             equal(_names(store, "a"), ["a/old"], "the names after puts that failed")
             equal(store.get("a/old"), b"old", "the object after a put that failed")
 
@@ -278,8 +328,21 @@ class StoreConformance(ABC):
     def test_ranges(self) -> None:
         store = self.new_store()
         store.put("a/b", b"0123456789")
-        for start, stop in ((0, 10), (3, 7), (9, None), (10, None), (4, 4), (0, 0), (10, 10), (0, 2)):
-            equal(store.get("a/b", start, stop), b"0123456789"[start:stop], f"get of bytes {start} to {stop} of 10")
+        for start, stop in (
+            (0, 10),
+            (3, 7),
+            (9, None),
+            (10, None),
+            (4, 4),
+            (0, 0),
+            (10, 10),
+            (0, 2),
+        ):
+            equal(
+                store.get("a/b", start, stop),
+                b"0123456789"[start:stop],
+                f"get of bytes {start} to {stop} of 10",
+            )
         equal(store.get("a/b", stop=2), b"01", "get with nothing but a stop")
 
     @checks(Guarantee.CALLS)
@@ -290,7 +353,10 @@ class StoreConformance(ABC):
         for start, stop in ((0, 11), (11, 11), (11, None), (5, 3), (-1, 3), (0, -1), (10, 12)):
             what = f"get of bytes {start} to {stop} of 10"
             error = raises(StoreError, what, store.get, "a/b", start, stop)
-            holds(not isinstance(error, NotFound | StoreUnavailable), f"{what}: raised {type(error).__name__}")
+            holds(
+                not isinstance(error, NotFound | StoreUnavailable),
+                f"{what}: raised {type(error).__name__}",
+            )
 
     @checks(Guarantee.CALLS)
     def test_what_is_absent_is_not_found(self) -> None:
@@ -304,7 +370,8 @@ class StoreConformance(ABC):
 
     @checks(Guarantee.CALLS)
     def test_the_time_of_writing(self) -> None:
-        """In Unix seconds; garbage collection keeps what was written again, so a second put must show."""
+        """In Unix seconds; garbage collection keeps what was written again, so a second put must
+        show."""
         store = self.new_store()
         store.put("a/b", b"x")
         first = store.head("a/b").modified
@@ -347,7 +414,11 @@ class StoreConformance(ABC):
         for name in everything:
             store.put(name, b"")
         for after in ("a/000", "a/021", "a/038", "A/9", "b/0"):
-            equal(_names(store, "a", after), [n for n in everything if n > after], f"the list after {after}")
+            equal(
+                _names(store, "a", after),
+                [n for n in everything if n > after],
+                f"the list after {after}",
+            )
 
     def test_a_list_of_more_than_a_page(self) -> None:
         store = self.new_store()
@@ -362,7 +433,9 @@ class StoreConformance(ABC):
             with checks(Guarantee.ORDER):
                 equal(listed, expected, "the list")
             with checks(Guarantee.CALLS):
-                equal(_names(client, "a", expected[1]), expected[2:], f"the list after {expected[1]}")
+                equal(
+                    _names(client, "a", expected[1]), expected[2:], f"the list after {expected[1]}"
+                )
 
     @checks(Guarantee.VISIBLE)
     def test_a_delete_during_a_list_hides_no_other_name(self) -> None:
@@ -385,7 +458,11 @@ class StoreConformance(ABC):
         for name in ("a/x-30", "a/x-300", "a/x-3", "a/x-30.json", "b/c/d"):
             store.put(name, b"x")
         store.delete("a/x-30")
-        equal(_names(store, "a"), ["a/x-3", "a/x-30.json", "a/x-300"], "the names after a delete of a/x-30")
+        equal(
+            _names(store, "a"),
+            ["a/x-3", "a/x-30.json", "a/x-300"],
+            "the names after a delete of a/x-30",
+        )
         raises(NotFound, "get of what was deleted", self.peer_of(store).get, "a/x-30")
         store.delete("b/c")
         equal(_names(store, "b"), ["b/c/d"], "the names after a delete of the folder b/c")
@@ -436,8 +513,11 @@ def _random_bytes(count: int) -> bytes:
     return random.Random(count).randbytes(count)
 
 
-def _seen_during_put(store: Store, peer: Store, name: str, chunks: list[bytes]) -> list[bytes | None]:
-    """What ``peer`` reads after each of the chunks was taken: the object's bytes, or None for no object.
+def _seen_during_put(
+    store: Store, peer: Store, name: str, chunks: list[bytes]
+) -> list[bytes | None]:
+    """What ``peer`` reads after each of the chunks was taken: the object's bytes, or None for no
+    object.
 
     A reader that has to wait for the put is waited for once, for a second.
     """

@@ -1,4 +1,5 @@
-"""Suites for what moves weights through a stream: a trainer that publishes, an engine that follows."""
+"""Suites for what moves weights through a stream: a trainer that publishes, an engine that
+follows."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def _root(weights: Any) -> str:
 
 
 class TrainerConformance(ABC):
-    """Tests of a trainer that publishes. A subclass says how to make one, and to train a step; each test makes its own.
-    Failures are AssertionErrors that say what was seen."""
+    """Tests of a trainer that publishes. A subclass says how to make one, and to train a step; each
+    test makes its own. Failures are AssertionErrors that say what was seen."""
 
     steps: ClassVar[int] = 3
     """That a test trains. Each must change some weights."""
@@ -42,8 +43,8 @@ class TrainerConformance(ABC):
 
     @abstractmethod
     def new_trainer(self, store: Store, stream: str) -> Any:
-        """A trainer that publishes to ``stream`` in ``store``. With a store that has the stream already it is the same
-        run, started again."""
+        """A trainer that publishes to ``stream`` in ``store``. With a store that has the stream
+        already it is the same run, started again."""
 
     @abstractmethod
     def step(self, trainer: Any) -> None:
@@ -51,9 +52,9 @@ class TrainerConformance(ABC):
 
     @abstractmethod
     def weights(self, trainer: Any) -> Any:
-        """What a worker must hold after the step of ``trainer``, by the names of the checkpoint that engines load and
-        in the dtypes in which they compute: best made without this library, as by a checkpoint that is saved. None of
-        it changes with the next step."""
+        """What a worker must hold after the step of ``trainer``, by the names of the checkpoint
+        that engines load and in the dtypes in which they compute: best made without this library,
+        as by a checkpoint that is saved. None of it changes with the next step."""
 
     def finish(self, trainer: Any) -> None:
         """Ends ``trainer``, and returns when everything is published."""
@@ -68,9 +69,15 @@ class TrainerConformance(ABC):
                 update = worker.sync(version)
                 _holds(update is not None, f"version {version} is nothing new to a worker")
                 found.append(worker.root)
-        _holds(found[-1] == trained[-1], f"the newest version is not the last step: {found[-1]}, not {trained[-1]}")
-        # A trainer may leave out steps, and publish what it starts from; an unknown state it may not.
-        unknown = [version for version, root in enumerate(found) if version > 0 and root not in trained]
+        _holds(
+            found[-1] == trained[-1],
+            f"the newest version is not the last step: {found[-1]}, not {trained[-1]}",
+        )
+        # A trainer may leave out steps, and publish what it starts from; an unknown state it may
+        # not.
+        unknown = [
+            version for version, root in enumerate(found) if version > 0 and root not in trained
+        ]
         _holds(not unknown, f"versions {unknown} are of no step")
         _holds(len(set(found)) > 1, "no step changed what is published")
 
@@ -85,7 +92,8 @@ class TrainerConformance(ABC):
             update = worker.sync()
             _holds(update is not None, "there is one version only")
             _holds(
-                update is not None and not update.full, "the newest version is new as a whole: names or shapes changed"
+                update is not None and not update.full,
+                "the newest version is new as a whole: names or shapes changed",
             )
 
     def test_a_run_that_is_started_again_goes_on(self) -> None:
@@ -96,8 +104,14 @@ class TrainerConformance(ABC):
             trained = self._run(store, 1)
             after = worker.stream.versions()
             worker.sync()
-            _holds(after[: len(before)] == before and len(after) > len(before), f"versions {before} became {after}")
-            _holds(worker.root == trained[-1], "the newest version is not what was trained after the start")
+            _holds(
+                after[: len(before)] == before and len(after) > len(before),
+                f"versions {before} became {after}",
+            )
+            _holds(
+                worker.root == trained[-1],
+                "the newest version is not what was trained after the start",
+            )
 
     def test_all_versions_can_be_verified(self) -> None:
         store = self.new_store()
@@ -119,9 +133,9 @@ class TrainerConformance(ABC):
 
 
 class EngineConformance(ABC):
-    """Tests of an engine, or any model, that follows a stream. A subclass says how to make one, to bring it to the
-    newest version, and to read its weights; each test makes its own, and publishes what it is to hold. Failures are
-    AssertionErrors that say what was seen."""
+    """Tests of an engine, or any model, that follows a stream. A subclass says how to make one, to
+    bring it to the newest version, and to read its weights; each test makes its own, and publishes
+    what it is to hold. Failures are AssertionErrors that say what was seen."""
 
     versions: ClassVar[int] = 4
     """That a test publishes."""
@@ -157,7 +171,10 @@ class EngineConformance(ABC):
             for version in range(self.versions):
                 world.publish()
                 world.sync()
-                _holds(world.is_right(), f"after version {version} it has other bits than were published")
+                _holds(
+                    world.is_right(),
+                    f"after version {version} it has other bits than were published",
+                )
 
     def test_it_catches_up_with_several_versions_at_once(self) -> None:
         with self._following() as world:
@@ -166,7 +183,10 @@ class EngineConformance(ABC):
             for _ in range(self.versions):
                 world.publish()
             world.sync()
-            _holds(world.is_right(), f"after {self.versions} versions at once it has other bits than were published")
+            _holds(
+                world.is_right(),
+                f"after {self.versions} versions at once it has other bits than were published",
+            )
 
     def test_a_newcomer_starts_at_the_newest(self) -> None:
         with self._following() as world:
@@ -180,7 +200,10 @@ class EngineConformance(ABC):
             world.publish()
             world.sync()
             world.sync()
-            _holds(world.is_right(), "after two calls for one version it has other bits than were published")
+            _holds(
+                world.is_right(),
+                "after two calls for one version it has other bits than were published",
+            )
 
     def test_what_does_not_fit_changes_nothing(self) -> None:
         with self._following() as world:
@@ -188,13 +211,18 @@ class EngineConformance(ABC):
             world.sync()
             right = world.state
             name = right.specs[0].name
-            shaped = {s.name: Bits(right.read(s.name).reshape(s.shape), s.dtype.name) for s in right.specs}
+            shaped = {
+                s.name: Bits(right.read(s.name).reshape(s.shape), s.dtype.name) for s in right.specs
+            }
             other = np.zeros(right.spec(name).elements + 1, right.spec(name).dtype.uint)
             world.publisher.publish({**shaped, name: Bits(other, right.spec(name).dtype.name)})
             try:
                 world.sync()
             except PulseError:
-                _holds(world.is_right(), f"it has refused another shape of {name!r}, and has other weights than before")
+                _holds(
+                    world.is_right(),
+                    f"it has refused another shape of {name!r}, and has other weights than before",
+                )
             else:
                 raise AssertionError(f"it has taken another shape of {name!r} without an error")
 

@@ -1,4 +1,5 @@
-"""Layers that compute with what they derive from the checkpoint: a stand-in for an engine's quantised layers."""
+"""Layers that compute with what they derive from the checkpoint: a stand-in for an engine's
+quantised layers."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def prepared(session: Any) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["derived before the pause", "in it"])
-def test_updates_write_what_is_derived(world: World, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_write_what_is_derived(
+    world: World, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = world.session()
     for number in range(1, 6):
         world.step()
@@ -98,7 +101,11 @@ def test_updates_write_what_is_derived(world: World, early: bool, monkeypatch: p
                 patched.setattr(derived, "_changes", None)
             session.update(None)
         report = session.live.report
-        assert (report["version"], report["previous"], report["full"]) == (number, number - 1, False)
+        assert (report["version"], report["previous"], report["full"]) == (
+            number,
+            number - 1,
+            False,
+        )
         assert world.live()
     assert session.audit() == []
 

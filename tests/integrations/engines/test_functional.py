@@ -40,11 +40,16 @@ def computed(model: nn.Module) -> torch.Tensor:
     return product.detach()
 
 
-def test_connect_refuses_a_model_that_computes_something_else_and_leaves_it_as_it_was(world: World) -> None:
+def test_connect_refuses_a_model_that_computes_something_else_and_leaves_it_as_it_was(
+    world: World,
+) -> None:
     world.fresh = Fresh(another, lambda model: computed(model) * (2 if model is world.model else 1))
     world.step()
     worker = Worker(lambda *_: world.session(), lambda: None)
-    init, pulse = (lambda info: worker.open(InitInfo(**info))), (lambda *asked: [worker.answer(*asked)])
+    init, pulse = (
+        (lambda info: worker.open(InitInfo(**info))),
+        (lambda *asked: [worker.answer(*asked)]),
+    )
     engine: Any = SimpleNamespace(init=init, pulse=pulse)
     before = [tensor.detach().clone() for tensor in world.model.parameters()]
     for _ in range(2):  # the second finds no session of the first
@@ -74,7 +79,10 @@ def test_a_model_that_does_not_run_is_compared_by_bits_and_that_is_said(
     world.step()
     session = world.session()
     session.update(None)
-    assert session.proof == "bits only: the model does not run by itself (RuntimeError: no such kernel)"
+    assert (
+        session.proof
+        == "bits only: the model does not run by itself (RuntimeError: no such kernel)"
+    )
     assert session.proof in caplog.text
     assert world.live()
 

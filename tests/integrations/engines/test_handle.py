@@ -1,4 +1,5 @@
-"""The handle's protocol against an engine that plays its part: order of calls, errors, restarts, following, waiting."""
+"""The handle's protocol against an engine that plays its part: order of calls, errors, restarts,
+following, waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from typing import Any
 import pytest
 
 from pulse_rl import HttpStore, PulseError
-from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable, InputError, StateMismatch, StoreUnavailable
+from pulse_rl.errors import (
+    ConcurrentUse,
+    EngineError,
+    EngineUnavailable,
+    InputError,
+    StateMismatch,
+    StoreUnavailable,
+)
 from pulse_rl.integrations.engines.handle import EngineHandle, EngineSync
 from pulse_rl.integrations.engines.transport import InitInfo
 from pulse_rl.store.server import FolderServer
@@ -32,7 +40,8 @@ REPORT = {
 
 
 class Engine:
-    """A worker and its server. ``newest`` is what the store holds; ``calls`` what was asked, without looks."""
+    """A worker and its server. ``newest`` is what the store holds; ``calls`` what was asked,
+    without looks."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -54,18 +63,43 @@ class Engine:
             self.live, self.newest = None, init_info["version"]
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[dict[str, Any]]:
-        status: dict[str, Any] = {"open": self.owner is not None, "error": self.error, "asleep": self.asleep}
+        status: dict[str, Any] = {
+            "open": self.owner is not None,
+            "error": self.error,
+            "asleep": self.asleep,
+        }
         if self.owner not in (None, owner):
-            return [status | {"failure": {"kind": "concurrent_use", "message": "another handle", "hint": "wait"}}]
+            return [
+                status
+                | {
+                    "failure": {
+                        "kind": "concurrent_use",
+                        "message": "another handle",
+                        "hint": "wait",
+                    }
+                }
+            ]
         if action == "stage":
             self.asked += 1
         if action == "close":
             self.owner = None
         if self.owner is None:
             return [status]
-        status |= {"leader": True, "version": self.live, "held": self.newest, "staged": self.newest, "derives": False}
+        status |= {
+            "leader": True,
+            "version": self.live,
+            "held": self.newest,
+            "staged": self.newest,
+            "derives": False,
+        }
         status |= {"root": f"root {self.live}", "engine": ["vllm", "0.32"]}
-        facts = {"left": 0, "asked": self.asked, "answered": self.asked, "report": REPORT, "differing": ["a"]}
+        facts = {
+            "left": 0,
+            "asked": self.asked,
+            "answered": self.asked,
+            "report": REPORT,
+            "differing": ["a"],
+        }
         return [status | facts]
 
     def recover(self) -> None:
@@ -99,7 +133,8 @@ class Engine:
         return self.cache_refuses < 0
 
     def _called(self, call: str) -> None:
-        """Notes the call; its answer is ``lost`` where that is what the call begins with, "update" for an update."""
+        """Notes the call; its answer is ``lost`` where that is what the call begins with, "update"
+        for an update."""
         if call:
             self.calls.append(call)
         if self.lost and (call or "update").startswith(self.lost):
@@ -118,8 +153,21 @@ def test_a_sync_pauses_once_and_tags_what_follows() -> None:
     engine.newest = 3
     done = handle.sync()
     assert done is not None
-    assert (done.version, done.previous, done.fetched_bytes, done.metadata) == (3, 0, 4, {"step": 1})
-    assert engine.calls == ["init", "pause keep", "start", "update", "finish 3", "reset False", "resume"]
+    assert (done.version, done.previous, done.fetched_bytes, done.metadata) == (
+        3,
+        0,
+        4,
+        {"step": 1},
+    )
+    assert engine.calls == [
+        "init",
+        "pause keep",
+        "start",
+        "update",
+        "finish 3",
+        "reset False",
+        "resume",
+    ]
     assert handle.version == 3
     assert handle.audit() == ("a",)
 
@@ -244,7 +292,9 @@ def test_an_engine_that_did_not_answer_to_the_pause_is_resumed() -> None:
 
 
 @pytest.mark.parametrize("lost", ["update", "finish"])
-def test_an_update_whose_answer_was_lost_is_tagged_and_its_cache_emptied_by_the_next_sync(lost: str) -> None:
+def test_an_update_whose_answer_was_lost_is_tagged_and_its_cache_emptied_by_the_next_sync(
+    lost: str,
+) -> None:
     engine = Engine()
     handle = handle_on(engine)
     engine.newest, engine.lost = 1, lost
@@ -283,8 +333,19 @@ def test_an_earlier_version_begins_another_session() -> None:
     done = handle.sync(3)
     assert done is not None
     assert done.version == 3
-    assert engine.calls == ["recover", "init", "pause keep", "start", "update", "finish 3", "reset False", "resume"]
-    assert engine.tagged == ["0"], "what the engine was started from, and nothing that an update has tagged"
+    assert engine.calls == [
+        "recover",
+        "init",
+        "pause keep",
+        "start",
+        "update",
+        "finish 3",
+        "reset False",
+        "resume",
+    ]
+    assert engine.tagged == ["0"], (
+        "what the engine was started from, and nothing that an update has tagged"
+    )
 
 
 def test_following_ends_with_a_word_whatever_the_engine_raises() -> None:
@@ -331,7 +392,9 @@ def asked_of_the_store(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_idle_engine_makes_four_requests_a_minute(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_makes_four_requests_a_minute(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A list, and a wait of 25 seconds (here of one)."""
     monkeypatch.setattr("pulse_rl.sync.polling.MAX_WAIT_SECONDS", 1.0)
     monkeypatch.setattr("pulse_rl.integrations.engines.staging.POLL_SECONDS", 0.05)
@@ -351,7 +414,9 @@ def test_a_version_is_staged_at_once(world: World, monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         time.sleep(0.3)
         number, started = world.step(), time.monotonic()
-        while session.staging.subscriber is not None and session.staging.subscriber.version != number:
+        while (
+            session.staging.subscriber is not None and session.staging.subscriber.version != number
+        ):
             assert time.monotonic() - started < 20
             time.sleep(0.02)
     stage(session)
@@ -360,7 +425,8 @@ def test_a_version_is_staged_at_once(world: World, monkeypatch: pytest.MonkeyPat
 
 
 class Waiting(Engine):
-    """An engine that waits at its store by itself; ``looks`` are the times at which a handle let it look."""
+    """An engine that waits at its store by itself; ``looks`` are the times at which a handle let it
+    look."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +457,11 @@ def test_a_generation_says_with_which_versions_it_began_and_ended() -> None:
     handle = handle_on(engine)
     with handle.admit() as generation:
         assert (generation.end_version, generation.end_root) == (None, None)
-    assert (generation.start_version, generation.start_root, generation.straddles) == (0, "root 0", False)
+    assert (generation.start_version, generation.start_root, generation.straddles) == (
+        0,
+        "root 0",
+        False,
+    )
     with handle.admit(minimum=0) as generation:
         engine.newest = 2
         handle.sync()
@@ -399,7 +469,9 @@ def test_a_generation_says_with_which_versions_it_began_and_ended() -> None:
     assert (generation.end_root, generation.restarted) == ("root 2", False)
 
 
-def test_a_generation_in_an_engine_that_was_restarted_within_straddles_whatever_is_live_then() -> None:
+def test_a_generation_in_an_engine_that_was_restarted_within_straddles_whatever_is_live_then() -> (
+    None
+):
     engine = Engine()
     handle = handle_on(engine)
     with handle.admit() as gone:
@@ -412,7 +484,12 @@ def test_a_generation_in_an_engine_that_was_restarted_within_straddles_whatever_
     with handle.admit(0) as mended:
         engine.owner = None
         handle.sync()
-    assert (mended.start_version, mended.end_version, mended.restarted, mended.straddles) == (0, 0, True, True)
+    assert (mended.start_version, mended.end_version, mended.restarted, mended.straddles) == (
+        0,
+        0,
+        True,
+        True,
+    )
 
 
 def test_a_generation_waits_for_its_version() -> None:
@@ -422,9 +499,14 @@ def test_a_generation_waits_for_its_version() -> None:
     assert handle.admit(minimum=1).start_version == 1, "where no thread follows, the handle syncs"
     looked = threading.Event()
     handle.follow(on_error=lambda error: looked.set(), poll_seconds=0.01)
-    engine.newest, engine.error = 2, {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
+    engine.newest, engine.error = (
+        2,
+        {"kind": "store_unavailable", "message": "no route", "hint": "wait"},
+    )
     assert looked.wait(5)
-    with pytest.raises(EngineUnavailable, match="version 1 is live, not 2, after 0 seconds") as late:
+    with pytest.raises(
+        EngineUnavailable, match="version 1 is live, not 2, after 0 seconds"
+    ) as late:
         handle.admit(2, timeout_seconds=0)
     assert "on_error" in late.value.hint
     assert handle.admit(minimum=1, timeout_seconds=0).start_version == 1
@@ -452,7 +534,9 @@ def test_an_engine_is_brought_to_just_the_version_that_is_wanted_and_not_back() 
     with pytest.raises(InputError, match="not both"):
         handle.admit(3, minimum=3)
     engine.error = {"kind": "store_unavailable", "message": "no route", "hint": "wait"}
-    with pytest.raises(EngineUnavailable, match=r"version 3 is live, not 4, after 0 seconds: no route"):
+    with pytest.raises(
+        EngineUnavailable, match=r"version 3 is live, not 4, after 0 seconds: no route"
+    ):
         handle.admit(4, timeout_seconds=0)
     engine.error = {"kind": "untrusted", "message": "a stranger", "hint": "look"}
     with pytest.raises(PulseError, match="a stranger"):

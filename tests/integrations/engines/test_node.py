@@ -77,7 +77,9 @@ def test_workers_of_two_nodes_agree_and_fail_together() -> None:
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_killed_leader_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_leader_is_removed_and_that_of_a_living_one_is_not(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / f"{nodes._PREFIX}one"
     folder.mkdir()
     (folder / "staged-1").write_bytes(b"bits")

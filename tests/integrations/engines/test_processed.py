@@ -13,7 +13,13 @@ import torch
 
 from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations.engines.derived import PreQuantLayers
-from pulse_rl.integrations.engines.processed import Group, ProcessedLayer, pre_quant_layers, remember, tensor_names
+from pulse_rl.integrations.engines.processed import (
+    Group,
+    ProcessedLayer,
+    pre_quant_layers,
+    remember,
+    tensor_names,
+)
 from pulse_rl.integrations.engines.proof import require_scales_taken
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 
@@ -71,7 +77,8 @@ def nothing(module: Model, method: Method) -> None:
 
 
 def wrap(module: Model, method: Method) -> None:
-    """The parameter, but for what loads it: as engines do with codes that their kernel takes as they are."""
+    """The parameter, but for what loads it: as engines do with codes that their kernel takes as
+    they are."""
     module.fused = torch.nn.Parameter(module.fused.data, requires_grad=False)
 
 
@@ -118,7 +125,10 @@ class Processed(Model):
 
     def reachable(self) -> dict[str, torch.Tensor]:
         """All that it computes with."""
-        found = {**self.state_dict(), **{k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}}
+        found = {
+            **self.state_dict(),
+            **{k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)},
+        }
         kernel = self.method.kernel
         if isinstance(kernel, partial):
             found["kernel"] = kernel.args[0]
@@ -127,7 +137,16 @@ class Processed(Model):
         return found
 
 
-WORK = [permute, transpose, pad, scale, copy_in_an_attribute, copy_in_a_kernel, copy_in_a_closure, product]
+WORK = [
+    permute,
+    transpose,
+    pad,
+    scale,
+    copy_in_an_attribute,
+    copy_in_a_kernel,
+    copy_in_a_closure,
+    product,
+]
 
 
 @pytest.fixture
@@ -162,7 +181,9 @@ def test_what_is_processed_is_processed_again(make: Callable[[Any], World], work
         assert expected.keys() == live.reachable().keys()
         for name, tensor in live.reachable().items():
             assert torch.equal(tensor, expected[name]), name
-            assert tensor.data_ptr() == held[name], "a graph that was captured would read the old place"
+            assert tensor.data_ptr() == held[name], (
+                "a graph that was captured would read the old place"
+            )
     assert session.audit() == []
 
 
@@ -201,13 +222,17 @@ def test_what_cannot_be_processed_again_is_refused(make: Callable[[Any], World])
     world = make(once)
     world.model.before = {}  # type: ignore[attr-defined]
     world.model.method.kernel = None  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedTensor, match="cannot process its weights again: RuntimeError: nothing is left"):
+    with pytest.raises(
+        UnsupportedTensor, match="cannot process its weights again: RuntimeError: nothing is left"
+    ):
         world.session()
 
 
 @pytest.mark.parametrize(("module", "refused"), [("", True), ("elsewhere.", False)])
 def test_scales_that_a_loader_passes_over_are_refused(module: str, refused: bool) -> None:
-    specs = tuple(TensorSpec(name, DTYPES["F32"], (1,)) for name in ("a.weight", f"{module}a.k_scale"))
+    specs = tuple(
+        TensorSpec(name, DTYPES["F32"], (1,)) for name in ("a.weight", f"{module}a.k_scale")
+    )
     unused = [{f"{module}a.k_scale", "a.weight"}, {f"{module}a.k_scale"}]
     message = r"does not take the stream's 'a\.k_scale'"
     with pytest.raises(UnsupportedTensor, match=message) if refused else nullcontext():
@@ -216,11 +241,15 @@ def test_scales_that_a_loader_passes_over_are_refused(module: str, refused: bool
 
 def test_a_number_that_depends_on_weights_is_refused(make: Callable[[Any], World]) -> None:
     world = make(number)
-    with pytest.raises(UnsupportedTensor, match=r"keeps what it derived from its weights in \.largest"):
+    with pytest.raises(
+        UnsupportedTensor, match=r"keeps what it derived from its weights in \.largest"
+    ):
         world.session()
 
 
-def test_weights_that_are_changed_behind_the_processing_are_refused(make: Callable[[Any], World]) -> None:
+def test_weights_that_are_changed_behind_the_processing_are_refused(
+    make: Callable[[Any], World],
+) -> None:
     world = make(nothing)
     with torch.no_grad():
         world.model.fused[:4] = world.model.fused[:4].flip(0)
@@ -228,6 +257,8 @@ def test_weights_that_are_changed_behind_the_processing_are_refused(make: Callab
     session = world.session()
     world.step()
     stage(session)
-    with pytest.raises(UnsupportedTensor, match=r"does not compute with the checkpoint .* 1 tensors differ, gate"):
+    with pytest.raises(
+        UnsupportedTensor, match=r"does not compute with the checkpoint .* 1 tensors differ, gate"
+    ):
         session.prepare()
     assert torch.equal(world.model.fused, before)

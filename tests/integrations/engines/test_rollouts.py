@@ -1,4 +1,5 @@
-"""Rollout records: what generates them knows their weights; what replays them finds every bit that is another one."""
+"""Rollout records: what generates them knows their weights; what replays them finds every bit that
+is another one."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ def root(version: int | None) -> str:
 
 
 class Generating(Engine):
-    """Each token is a function of the weights, the seed, and all tokens before. ``moves``: the versions that become
-    live before the token of an index. ``tells``: whether the engine says which weights generated what."""
+    """Each token is a function of the weights, the seed, and all tokens before. ``moves``: the
+    versions that become live before the token of an index. ``tells``: whether the engine says which
+    weights generated what."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +73,12 @@ def test_a_record_has_the_weights_of_each_token(engine: Generating, tmp_path: Pa
     engine.moves = {2: 4}
     made = engine.handle.generate(PROMPT, {**GREEDY, "top_p": None})
     assert made.weights == (Weights(0, root(0), 0), Weights(4, root(4), 2))
-    assert (made.engine, made.engine_version, made.seed, made.sampling) == ("vllm", "0.32", None, GREEDY)
+    assert (made.engine, made.engine_version, made.seed, made.sampling) == (
+        "vllm",
+        "0.32",
+        None,
+        GREEDY,
+    )
     for _ in range(2):
         made.append(tmp_path / "r.jsonl")
     assert list(Rollout.read(tmp_path / "r.jsonl")) == [made, made]
@@ -87,7 +94,9 @@ def test_what_is_sampled_gets_a_seed_that_is_noted(engine: Generating) -> None:
             engine.handle.generate(PROMPT, wrong)
 
 
-def test_an_engine_that_does_not_tell_has_versions_at_the_start_and_the_end(engine: Generating) -> None:
+def test_an_engine_that_does_not_tell_has_versions_at_the_start_and_the_end(
+    engine: Generating,
+) -> None:
     assert engine.handle is not None
     engine.tells = False
     assert engine.handle.generate(PROMPT, GREEDY).weights == (Weights(0, root(0), 0),)
@@ -111,7 +120,11 @@ def test_a_replay_goes_to_each_version_and_compares_every_bit(engine: Generating
     moved = engine.handle.generate(PROMPT, GREEDY)
     for made in (sampled, moved):  # 4 is live: the first is an older one
         found = engine.handle.replay(made)
-        assert (found.same, found.token_ids, found.logprobs) == (True, made.token_ids, made.logprobs)
+        assert (found.same, found.token_ids, found.logprobs) == (
+            True,
+            made.token_ids,
+            made.logprobs,
+        )
     other = replace(moved, logprobs=(*moved.logprobs[:3], -2.0))
     found = engine.handle.replay(other)
     assert (found.same, found.differing) == (False, (3,))

@@ -38,7 +38,11 @@ def test_updates_are_sparse_from_the_checkpoint_on(world: World) -> None:
         stage(session)
         session.update(None)
         report = session.live.report
-        assert (report["version"], report["previous"], report["full"]) == (number, number - 1, False)
+        assert (report["version"], report["previous"], report["full"]) == (
+            number,
+            number - 1,
+            False,
+        )
         assert (report["audit_seconds"] is not None) == (number == 1)
         assert world.live()
     session.update(None)
@@ -68,7 +72,9 @@ def test_many_versions_are_one_update(world: World) -> None:
     assert world.live()
 
 
-def test_a_failed_update_leaves_the_bits_and_the_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_update_leaves_the_bits_and_the_version(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = world.session()
     world.step()
     stage(session)
@@ -184,7 +190,8 @@ def test_another_version_than_the_staged_one_is_refused(world: World) -> None:
 def test_a_stream_recreated_is_another_one_where_its_numbers_meet(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The live version has a number that the new stream has as well; an update that fails leaves it that way."""
+    """The live version has a number that the new stream has as well; an update that fails leaves it
+    that way."""
     session = world.session(allow_recreated=True)
     world.step()
     stage(session)
@@ -221,7 +228,8 @@ def test_closing_waits_for_no_store(world: World, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_a_late_thread_stages_goes_nowhere(tmp_path: Path) -> None:
-    """A session may be closed while its thread waits for a store; the node's folder is then another session's."""
+    """A session may be closed while its thread waits for a store; the node's folder is then another
+    session's."""
     store = MemoryStore()
     publisher = Publisher(store, stream="policy")
     publisher.publish({"w": np.zeros(4, np.uint8)})
@@ -238,7 +246,13 @@ def test_what_a_late_thread_stages_goes_nowhere(tmp_path: Path) -> None:
             return super().sync(target)
 
     node.folder = first
-    late = Staging(node, lambda _: Slow(store, stream="policy"), base=None, follow=False, lay_out=lambda _: None)
+    late = Staging(
+        node,
+        lambda _: Slow(store, stream="policy"),
+        base=None,
+        follow=False,
+        lay_out=lambda _: None,
+    )
     assert asked.wait(10)
     late.close()
     shutil.rmtree(first)

@@ -39,7 +39,9 @@ def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:
     read = newest(tmp_path)
     assert read is not None
     assert (read.sequence, read.version, read.previous) == (2, 1, 0)
-    assert {name: (i.tolist(), v.tolist()) for name, (i, v) in read.changes.items() if i is not None} == {
+    assert {
+        name: (i.tolist(), v.tolist()) for name, (i, v) in read.changes.items() if i is not None
+    } == {
         tensor.spec.name: (tensor.indices.tolist(), tensor.values.tolist())
         for tensor in update.tensors
         if tensor.indices is not None
@@ -66,7 +68,9 @@ def test_whole_tensors_are_copied_because_the_host_state_moves_on(tmp_path: Path
     assert not np.shares_memory(whole.changes["a"][1], subscriber.state.read("a"))
 
 
-def test_of_a_tensor_with_a_new_name_what_differs_from_the_checkpoint_is_staged(monkeypatch: Any) -> None:
+def test_of_a_tensor_with_a_new_name_what_differs_from_the_checkpoint_is_staged(
+    monkeypatch: Any,
+) -> None:
     """Checkpoints have tied tensors under one name; the trainer's states have them under all."""
     monkeypatch.setattr(staged, "_PIECE_ELEMENTS", 4)
     store = MemoryStore()
@@ -84,8 +88,14 @@ def test_of_a_tensor_with_a_new_name_what_differs_from_the_checkpoint_is_staged(
     found = Staged.of(update, 1, State.of(base))
     ((name, (indices, values)),) = found.changes.items()
     assert indices is not None
-    assert (name, indices.tolist(), values.tolist()) == ("a", [0, 3, 4, 10], now[[0, 3, 4, 10]].tolist())
-    assert Staged.of(update, 1, State.of({"a": weight[:3]})).changes["a"][0] is None, "it is another tensor"
+    assert (name, indices.tolist(), values.tolist()) == (
+        "a",
+        [0, 3, 4, 10],
+        now[[0, 3, 4, 10]].tolist(),
+    )
+    assert Staged.of(update, 1, State.of({"a": weight[:3]})).changes["a"][0] is None, (
+        "it is another tensor"
+    )
 
 
 def test_a_full_memory_is_not_filled_by_what_could_not_be_written(

@@ -1,4 +1,5 @@
-"""The map learnt from a loader, on models with the ways of engines': fused, sliced, padded, tied, transposed."""
+"""The map learnt from a loader, on models with the ways of engines': fused, sliced, padded, tied,
+transposed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Model(torch.nn.Module):
-    """Rank ``rank`` of 2: fused rows and columns of "up" and "gate", a padded "embed", a transposed "side"."""
+    """Rank ``rank`` of 2: fused rows and columns of "up" and "gate", a padded "embed", a transposed
+    "side"."""
 
     def __init__(self, rank: int = 0) -> None:
         super().__init__()
@@ -55,7 +57,9 @@ class Model(torch.nn.Module):
 def checkpoint(seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"gate": (8, 6), "up": (8, 6), "down": (6, 8), "embed": (7, 6), "side": (5, 3)}
-    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
+    }
 
 
 def changed(old: Tensors, new: Tensors) -> Iterable[tuple[str, np.ndarray, np.ndarray]]:
@@ -66,7 +70,10 @@ def changed(old: Tensors, new: Tensors) -> Iterable[tuple[str, np.ndarray, np.nd
 
 
 def bits(model: torch.nn.Module) -> dict[str, list[int]]:
-    return {name: weight.view(torch.int16).flatten().tolist() for name, weight in model.named_parameters()}
+    return {
+        name: weight.view(torch.int16).flatten().tolist()
+        for name, weight in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -88,13 +95,16 @@ def test_scattered_changes_are_what_the_loader_would_have_loaded(rank: int) -> N
 
 
 class BiasOfOneRank(Model):
-    """As GPT-OSS loads the biases of its experts: one rank adds them, on the others they are zeros."""
+    """As GPT-OSS loads the biases of its experts: one rank adds them, on the others they are
+    zeros."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         def zeroed(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.zero_() if self.rank else tensor
 
-        super().load_weights((name, zeroed(tensor) if name == "side" else tensor) for name, tensor in weights)
+        super().load_weights(
+            (name, zeroed(tensor) if name == "side" else tensor) for name, tensor in weights
+        )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -111,8 +121,12 @@ def test_a_tensor_that_the_loader_zeroes_is_a_constant(rank: int) -> None:
     assert bits(model) == bits(fresh)
 
 
-@pytest.mark.parametrize("change", [lambda w: w[:2].zero_(), lambda w: w.mul_(2), lambda w: w.clone().zero_()])
-def test_a_tensor_that_the_loader_changes_is_refused(change: Callable[[torch.Tensor], object]) -> None:
+@pytest.mark.parametrize(
+    "change", [lambda w: w[:2].zero_(), lambda w: w.mul_(2), lambda w: w.clone().zero_()]
+)
+def test_a_tensor_that_the_loader_changes_is_refused(
+    change: Callable[[torch.Tensor], object],
+) -> None:
     class Changing(Model):
         def _load_embed(self, weight: torch.Tensor) -> None:
             change(weight)
@@ -175,12 +189,17 @@ def test_a_loader_that_copies_in_threads_writes_nothing_either() -> None:
     class Threaded(Model):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             with ThreadPoolExecutor() as pool:
-                for done in [pool.submit(super(Threaded, self).load_weights, [pair]) for pair in weights]:
+                for done in [
+                    pool.submit(super(Threaded, self).load_weights, [pair]) for pair in weights
+                ]:
                     done.result()
 
     model = Threaded()
     tensors = checkpoint()
-    assert trace_loader(model, State.of(tensors)).boxes == trace_loader(Model(), State.of(tensors)).boxes
+    assert (
+        trace_loader(model, State.of(tensors)).boxes
+        == trace_loader(Model(), State.of(tensors)).boxes
+    )
     assert all((weight == 7).all() for weight in model.parameters())
     model.load_weights(tensors.items())
     assert torch.equal(model.fused[:4], tensors["gate"][:4])
@@ -229,14 +248,21 @@ Array = npt.NDArray[np.int64]
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[Array, Array]:
-    """(source, target): two views of one shape, made by slicing and transposing arrays of flat positions."""
+    """(source, target): two views of one shape, made by slicing and transposing arrays of flat
+    positions."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
-    cut = [slice(start := draw(st.integers(0, n - 1)), draw(st.integers(start + 1, n))) for n in shape]
+    cut = [
+        slice(start := draw(st.integers(0, n - 1)), draw(st.integers(start + 1, n))) for n in shape
+    ]
     source = np.arange(np.prod(shape)).reshape(shape)[tuple(cut)]
     order = draw(st.permutations(range(len(shape))))
     outer = [n + draw(st.integers(0, 3)) for n in np.transpose(source, order).shape]
     target = np.arange(np.prod(outer)).reshape(outer)
-    target = target[tuple(slice(m - n, m) for m, n in zip(outer, np.transpose(source, order).shape, strict=True))]
+    target = target[
+        tuple(
+            slice(m - n, m) for m, n in zip(outer, np.transpose(source, order).shape, strict=True)
+        )
+    ]
     return source, np.transpose(target, np.argsort(order))
 
 
@@ -270,9 +296,13 @@ def test_the_parts_of_a_range_are_its_elements(pair: tuple[Array, Array], data: 
     found = {}
     for part in box_of(source, target).within(start, stop):
         for offsets in np.ndindex(part.sizes):
-            here = part.source + sum(c * s for c, s in zip(offsets, part.source_strides, strict=True))
+            here = part.source + sum(
+                c * s for c, s in zip(offsets, part.source_strides, strict=True)
+            )
             assert here not in found
-            found[here] = part.target + sum(c * s for c, s in zip(offsets, part.target_strides, strict=True))
+            found[here] = part.target + sum(
+                c * s for c, s in zip(offsets, part.target_strides, strict=True)
+            )
     assert found == {i: t for i, t in goes.items() if start <= i < stop}
 
 

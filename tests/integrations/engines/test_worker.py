@@ -52,7 +52,10 @@ def test_an_update_waits_for_its_version(world: World, worker: Worker) -> None:
     assert worker.open(info(world, "")) is None
     version = world.publish()
     assert worker.update(version, wait_seconds=60.0) is None
-    assert (worker.status()["version"], worker.status()["root"]) == (version, world.publisher.head().root)  # type: ignore[union-attr]
+    assert (worker.status()["version"], worker.status()["root"]) == (
+        version,
+        world.publisher.head().root,
+    )  # type: ignore[union-attr]
     assert "did not have version" in str(worker.update(version + 1, wait_seconds=0.1))
     assert worker.status()["version"] == version
 
@@ -63,7 +66,10 @@ def test_an_owner_keeps_the_worker_by_being_heard_of(
     assert worker.open(info(world, "a")) is None
     assert isinstance(worker.open(info(world, "b")), ConcurrentUse)
     assert worker.answer("hello", "b")["failure"]["kind"] == "concurrent_use"
-    assert worker.answer("status", "b")["failure"]["message"] == "another handle has taken this engine over"
+    assert (
+        worker.answer("status", "b")["failure"]["message"]
+        == "another handle has taken this engine over"
+    )
     assert "failure" not in worker.answer("status", "a")
     now = time.monotonic() + workers.LEASE_SECONDS
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -81,7 +87,8 @@ def test_a_client_names_what_the_operator_allowed(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PULSE_ENGINE_ALLOWED", f"{world.store} {cache} s3://bucket/run")
     for store in ("s3://bucket", "s3://bucket/run-2", "s3://bucket/run/../x", "s3a://bucket/run", "http://bucket/run",
-                  "/", "s3://bucket/run/%2e%2e/x", f"file://localhost{tmp_path}", f"{world.store}/..", str(link),
+                  "/", "s3://bucket/run/%2e%2e/x", f"file://localhost{tmp_path}",
+                  f"{world.store}/..", str(link),
                   f"file://{cache}/%2e%2e", "memory://", ".", 7):  # fmt: skip
         failure = worker.open(info(world, "a", store=store))
         assert isinstance(failure, PulseError), store
@@ -90,7 +97,8 @@ def test_a_client_names_what_the_operator_allowed(
         for path in (beside, tmp_path, link, f"{cache}/../x", "cache-2", f"file://{cache}", "~"):
             assert isinstance(worker.open(info(world, "a", **{name: str(path)})), InputError), path
     for places in ({}, {"cache": f"{cache}/of-mine"}, {"base": str(cache)}, {"store": f"file://{world.store}"},
-                   {"store": "s3://bucket/run"}, {"store": "s3://bucket/run/deep/"}, {"cache": "cache/x"}):  # fmt: skip
+                   {"store": "s3://bucket/run"}, {"store": "s3://bucket/run/deep/"},
+                   {"cache": "cache/x"}):  # fmt: skip
         assert worker.open(info(world, "a", **places)) is None, places
     monkeypatch.setenv("PULSE_ENGINE_ALLOWED", "")
     assert isinstance(worker.open(info(world, "a")), InputError)
@@ -129,7 +137,9 @@ def test_an_update_is_made_for_its_owner_alone(world: World, worker: Worker) -> 
     assert worker.update(None, "a") is None
 
 
-def test_a_long_call_keeps_the_lease(world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_call_keeps_the_lease(
+    world: World, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who waits for it cannot be heard of meanwhile."""
     worker.open(info(world, "a"))
     later = time.monotonic() + 2 * workers.LEASE_SECONDS

@@ -46,12 +46,15 @@ class Model(torch.nn.Module):
 
 
 class World:
-    """A trainer with its stream, and a worker that has loaded version 0; it reads the store at ``address`` if set."""
+    """A trainer with its stream, and a worker that has loaded version 0; it reads the store at
+    ``address`` if set."""
 
     def __init__(self, folder: Path, make: Callable[[], Model] = Model) -> None:
         self.make = make
         self.generator = torch.Generator().manual_seed(3)
-        self.tensors: Tensors = {n: torch.randn(s, generator=self.generator).bfloat16() for n, s in SHAPES.items()}
+        self.tensors: Tensors = {
+            n: torch.randn(s, generator=self.generator).bfloat16() for n, s in SHAPES.items()
+        }
         self.store = str(folder / "store")
         self.address: str | None = None
         self.publisher = pulse_rl.Publisher(self.store, stream="policy", threads=1)
@@ -76,16 +79,21 @@ class World:
         return self.publish()
 
     def start_over(self) -> None:
-        """The stream is deleted, and another one of its name begins with what the trainer has now."""
+        """The stream is deleted, and another one of its name begins with what the trainer has
+        now."""
         self.publisher.close()
         shutil.rmtree(self.store)
         self.publisher = pulse_rl.Publisher(self.store, stream="policy", threads=1)
         self.publish()
 
     def session(self, *, follow: bool = False, audit_every: int = 100, **settings: Any) -> Session:
-        info = InitInfo(self.address or self.store, "policy", follow=follow, audit_every=audit_every, **settings)
+        info = InitInfo(
+            self.address or self.store, "policy", follow=follow, audit_every=audit_every, **settings
+        )
         forms, base = self.model.forms(), str(self.base)
-        session = Session(self.model, info, Node(None), self.map, base, nullcontext, forms, fresh=self.fresh)
+        session = Session(
+            self.model, info, Node(None), self.map, base, nullcontext, forms, fresh=self.fresh
+        )
         self.sessions.append(session)
         stage(session)
         return session
@@ -94,7 +102,10 @@ class World:
         """Whether the model holds what the trainer published last."""
         fresh = self.make()
         fresh.load_weights(self.tensors.items())
-        return all(torch.equal(a, b) for a, b in zip(fresh.parameters(), self.model.parameters(), strict=True))
+        return all(
+            torch.equal(a, b)
+            for a, b in zip(fresh.parameters(), self.model.parameters(), strict=True)
+        )
 
 
 def stage(session: Session, version: int | None = None) -> None:

@@ -35,8 +35,8 @@ class ShardedStream:
 
 
 def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
-    """Two anchors with attestations: of version 0, and of version 5, beside its patch; and a fold over the first eight
-    versions."""
+    """Two anchors with attestations: of version 0, and of version 5, beside its patch; and a fold
+    over the first eight versions."""
     trainer.connect("stream")
     mesh = init_device_mesh("cpu", (trainer.size,))
     model = policy(rows=1501, width=70)
@@ -44,17 +44,25 @@ def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
     fully_shard(model, mesh=mesh)
     store = LocalStore(trainer.folder / "store")
     states = []
-    with ShardedPublisher(store, stream="policy", folds=(8,), signer=SIGNER, attest=True, threads=1) as publisher:
+    with ShardedPublisher(
+        store, stream="policy", folds=(8,), signer=SIGNER, attest=True, threads=1
+    ) as publisher:
         for seed in range(VERSIONS):
             state = model.state_dict()
             step(state, seed)
             files = (
-                {"rank.txt" if trainer.rank == 0 else "../no name": str(trainer.rank).encode()} if seed == 2 else None
+                {"rank.txt" if trainer.rank == 0 else "../no name": str(trainer.rank).encode()}
+                if seed == 2
+                else None
             )
             publisher.publish(state, metadata={"step": seed}, anchor=seed == 5, files=files)
             states.append(gathered(state))
     trainer.barrier("published", tuple(range(trainer.size)))
-    objects = {info.name: store.get(info.name) for info in store.list("policy")} if trainer.rank == 0 else {}
+    objects = (
+        {info.name: store.get(info.name) for info in store.list("policy")}
+        if trainer.rank == 0
+        else {}
+    )
     saved = io.BytesIO()
     torch.save(states, saved)
     return objects, saved.getvalue()

@@ -28,7 +28,8 @@ def model_of(trainer: Trainer) -> nn.Module:
 
 
 def a_listener_that_fails(trainer: Trainer) -> None:
-    """On rank 0, when the ranks have resumed a stream: the call fails there, and the next ones go on on both."""
+    """On rank 0, when the ranks have resumed a stream: the call fails there, and the next ones go
+    on on both."""
     model, store = model_of(trainer), LocalStore(trainer.folder / "listener")
     with ShardedPublisher(store, stream="policy", threads=1) as publisher:
         publisher.publish(model.state_dict())
@@ -39,19 +40,24 @@ def a_listener_that_fails(trainer: Trainer) -> None:
             raise OSError("the log's disk is full")
 
     failed: list[Event] = []
-    with ShardedPublisher(store, stream="policy", threads=1, timeout_seconds=20, on_event=listen) as publisher:
+    with ShardedPublisher(
+        store, stream="policy", threads=1, timeout_seconds=20, on_event=listen
+    ) as publisher:
         for seed in range(3):
             step(model.state_dict(), seed)
             try:
                 publisher.publish(model.state_dict())
             except OSError:
                 assert (trainer.rank, seed) == (0, 0)
-        require_equal(followed(store), gathered(model.state_dict()), publisher.publish(model.state_dict()))
+        require_equal(
+            followed(store), gathered(model.state_dict()), publisher.publish(model.state_dict())
+        )
     assert bool(failed) == (trainer.rank == 0)
 
 
 def a_version_that_was_lost(trainer: Trainer) -> None:
-    """Between the head and the last anchor: newcomers cannot pass it, so that the next version has an anchor."""
+    """Between the head and the last anchor: newcomers cannot pass it, so that the next version has
+    an anchor."""
     model, store = model_of(trainer), LocalStore(trainer.folder / "lost")
     with ShardedPublisher(store, stream="policy", threads=1, anchor_ratio=1e9) as publisher:
         for seed in range(4):
@@ -69,7 +75,8 @@ def a_version_that_was_lost(trainer: Trainer) -> None:
 
 
 def stores_of_their_own(trainer: Trainer) -> None:
-    """An address that means another folder on each node: nothing is committed of which parts are elsewhere."""
+    """An address that means another folder on each node: nothing is committed of which parts are
+    elsewhere."""
     model, store = model_of(trainer), LocalStore(trainer.folder / f"store-{trainer.rank}")
     with ShardedPublisher(store, stream="policy", threads=1) as publisher:
         with pytest.raises(InputError, match="does not find"):
@@ -94,7 +101,9 @@ def an_error_of_the_device(trainer: Trainer) -> None:
     model, store = model_of(trainer), LocalStore(trainer.folder / "device")
     with ShardedPublisher(store, stream="policy", threads=1, timeout_seconds=60) as publisher:
         began = time.monotonic()
-        with pytest.raises(RuntimeError if trainer.rank == 1 else StreamError, match="of the device"):
+        with pytest.raises(
+            RuntimeError if trainer.rank == 1 else StreamError, match="of the device"
+        ):
             publisher.publish(Fails() if trainer.rank == 1 else model.state_dict())
         assert time.monotonic() - began < 30
         assert publisher.publish(model.state_dict()).version == 0
@@ -129,14 +138,19 @@ def settings_of_their_own(trainer: Trainer) -> None:
         given = usual | (other if trainer.rank == 1 else {})
         with pytest.raises(InputError, match=reason):
             ShardedPublisher(given.pop("store"), **given)
-    with pytest.raises(TypeError if trainer.rank == 1 else StreamError, match="unexpected keyword argument 'thread'"):
-        ShardedPublisher(str(folder), stream="policy", **({"thread": 1} if trainer.rank == 1 else {}))  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError if trainer.rank == 1 else StreamError,
+        match="unexpected keyword argument 'thread'",
+    ):
+        ShardedPublisher(
+            str(folder), stream="policy", **({"thread": 1} if trainer.rank == 1 else {})
+        )  # type: ignore[call-arg]
     assert time.monotonic() - began < 30
 
 
 def calls_of_their_own(trainer: Trainer) -> None:
-    """Arguments that are not those of the others are an error on all, and the next call goes on. A rank that has missed
-    a step is told so, as are the others, before anything is committed."""
+    """Arguments that are not those of the others are an error on all, and the next call goes on. A
+    rank that has missed a step is told so, as are the others, before anything is committed."""
     model, store = model_of(trainer), LocalStore(trainer.folder / "calls")
     one = trainer.rank == 1
     with ShardedPublisher(store, stream="policy", threads=1, timeout_seconds=60) as publisher:
@@ -178,7 +192,12 @@ def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
 
 
 def test_what_one_rank_alone_meets() -> None:
-    cases = (a_listener_that_fails, a_version_that_was_lost, stores_of_their_own, an_error_of_the_device)
+    cases = (
+        a_listener_that_fails,
+        a_version_that_was_lost,
+        stores_of_their_own,
+        an_error_of_the_device,
+    )
     together(ranks_program, 2, *cases, a_store_that_does_not_open, out_of_step, seconds=90)
 
 

@@ -23,7 +23,8 @@ VERSIONS = 10
 
 
 def followed_by(trainer: Trainer, name: str, model: nn.Module) -> None:
-    """Each of the versions that rank 0 publishes is in the model, whole, and its outputs are those of a plain one."""
+    """Each of the versions that rank 0 publishes is in the model, whole, and its outputs are those
+    of a plain one."""
     store, plain = LocalStore(trainer.folder / f"store-of-{name}"), policy()
     publisher = Publisher(store, stream="policy") if trainer.rank == 0 else None
     subscriber = Subscriber(store, stream="policy")
@@ -76,7 +77,9 @@ def sums_are_refused(trainer: Trainer) -> None:
         publisher.publish({"w": torch.zeros(4)})
     update = Subscriber(store, stream="policy").sync()
     assert update is not None
-    partial = DTensor.from_local(torch.ones(4), DeviceMesh("cpu", list(range(trainer.size))), [Partial()])
+    partial = DTensor.from_local(
+        torch.ones(4), DeviceMesh("cpu", list(range(trainer.size))), [Partial()]
+    )
     with pytest.raises(UnsupportedTensor, match="Partial"):
         apply_({"w": partial}, update)
     assert torch.equal(partial.to_local(), torch.ones(4))

@@ -1,4 +1,5 @@
-"""What a rank may hold, send and store: its share, little but hashes, and no more bytes than one publisher."""
+"""What a rank may hold, send and store: its share, little but hashes, and no more bytes than one
+publisher."""
 
 from __future__ import annotations
 
@@ -26,13 +27,17 @@ CONSTANT = 48 * MIB
 """Of the documents: blocks and their code in flight, chunks of columns."""
 
 
-def weights(trainer: Trainer, rows: int, columns: int, tensors: int, *placements: Placement) -> dict[str, DTensor]:
+def weights(
+    trainer: Trainer, rows: int, columns: int, tensors: int, *placements: Placement
+) -> dict[str, DTensor]:
     """BF16 weights, ``rows`` by ``columns`` on each rank, with the spread of a trained layer."""
     mesh = init_device_mesh("cpu", (trainer.size,))
     generator = torch.Generator().manual_seed(trainer.rank)
     return {
         f"layers.{k}.weight": DTensor.from_local(
-            (torch.randn(rows, columns, generator=generator) * 0.02).bfloat16(), mesh, [placements[k % len(placements)]]
+            (torch.randn(rows, columns, generator=generator) * 0.02).bfloat16(),
+            mesh,
+            [placements[k % len(placements)]],
         )
         for k in range(tensors)
     }
@@ -72,22 +77,29 @@ def memory(trainer: Trainer) -> None:
         for seed, anchor in enumerate((True, False, True)):
             train(state, seed)
             publisher.publish(state, anchor=anchor)
-    assert most[0] <= 1.2 * share + CONSTANT, f"{most[0] / MIB:.0f} MiB for a share of {share / MIB:.0f} MiB"
+    assert most[0] <= 1.2 * share + CONSTANT, (
+        f"{most[0] / MIB:.0f} MiB for a share of {share / MIB:.0f} MiB"
+    )
     assert most[0] >= share, "the measure sees nothing"
     with peak() as most, ShardedPublisher(store, stream="policy", threads=1) as publisher:
         train(state, 4)
         published = publisher.publish(state)
         assert published.changed
-    assert most[0] <= 1.2 * share + CONSTANT, f"{most[0] / MIB:.0f} MiB to resume with {share / MIB:.0f} MiB"
+    assert most[0] <= 1.2 * share + CONSTANT, (
+        f"{most[0] / MIB:.0f} MiB to resume with {share / MIB:.0f} MiB"
+    )
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read as Linux tells it")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak is read as Linux tells it"
+)
 def test_a_rank_holds_its_share() -> None:
     together(memory, 2, seconds=90)
 
 
 def nothing_gathered(trainer: Trainer) -> None:
-    """Rows are sent to nobody: what ranks tell each other of 8 MiB of weights is hashes and sizes."""
+    """Rows are sent to nobody: what ranks tell each other of 8 MiB of weights is hashes and
+    sizes."""
     trainer.connect("messages")
     state = weights(trainer, 1000, 1001, 2, Shard(0))
     sent: Counter[str] = Counter()
@@ -107,7 +119,9 @@ def nothing_gathered(trainer: Trainer) -> None:
     DTensor.full_tensor = DTensor.redistribute = refuse  # type: ignore[method-assign]
     dist.all_gather_into_tensor = dist.all_to_all_single = dist.broadcast = refuse
     dist.all_gather, dist.isend = counted("all_gather", 1), counted("isend", 0)
-    with ShardedPublisher(LocalStore(trainer.folder / "store"), stream="policy", threads=1) as publisher:
+    with ShardedPublisher(
+        LocalStore(trainer.folder / "store"), stream="policy", threads=1
+    ) as publisher:
         for seed in range(3):
             train(state, seed)
             publisher.publish(state)
@@ -124,7 +138,10 @@ def bytes_of_patches(trainer: Trainer) -> None:
     trainer.connect("bytes")
     state = weights(trainer, 512, 2048, 12, Shard(0))
     store, plain = LocalStore(trainer.folder / "store"), MemoryStore()
-    with ShardedPublisher(store, stream="policy", threads=1) as publisher, Publisher(plain, stream="policy") as one:
+    with (
+        ShardedPublisher(store, stream="policy", threads=1) as publisher,
+        Publisher(plain, stream="policy") as one,
+    ):
         for seed in range(3):
             train(state, seed)
             published, whole = publisher.publish(state), gathered(state)

@@ -1,4 +1,5 @@
-"""FSDP1 on real ranks: what is published, gathered by one parameter at a time or not at all, is the whole state."""
+"""FSDP1 on real ranks: what is published, gathered by one parameter at a time or not at all, is the
+whole state."""
 
 from __future__ import annotations
 
@@ -46,9 +47,14 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     cast: dict[int, torch.Tensor] = {}
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        for name, tensor in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(),
+        ]:
             dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
-            found[name.replace(PREFIX, "")] = cast.setdefault(id(tensor), tensor.detach().to(dtype, copy=True))
+            found[name.replace(PREFIX, "")] = cast.setdefault(
+                id(tensor), tensor.detach().to(dtype, copy=True)
+            )
     return found
 
 
@@ -56,7 +62,9 @@ def steps_of_fsdp1(trainer: Trainer, settings: dict[str, Any], tied: bool) -> No
     """Three steps, a restart of the publishers, and a step more."""
     trainer.connect("ranks")
     if settings.get("sharding_strategy") == ShardingStrategy.HYBRID_SHARD:
-        settings |= {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))}
+        settings |= {
+            "device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        }
     model = wrapped(policy(dtype=torch.float32, tied=tied), **settings)
     assert is_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -100,12 +108,15 @@ def steps_of_fsdp1(trainer: Trainer, settings: dict[str, Any], tied: bool) -> No
         "replicas of shards",
     ],
 )
-def test_followed_bits_are_those_of_the_gathered_state(ranks: int, settings: dict[str, Any], tied: bool) -> None:
+def test_followed_bits_are_those_of_the_gathered_state(
+    ranks: int, settings: dict[str, Any], tied: bool
+) -> None:
     together(steps_of_fsdp1, ranks, settings, tied)
 
 
 def parts_of_zero3(trainer: Trainer) -> None:
-    """What DeepSpeed makes of parameters, without DeepSpeed: `tests.trainers.zero` has the real one."""
+    """What DeepSpeed makes of parameters, without DeepSpeed: `tests.trainers.zero` has the real
+    one."""
     trainer.connect("ranks")
     model = policy(tied=True)
     expected = state_root(dict(model.state_dict()))
@@ -115,10 +126,14 @@ def parts_of_zero3(trainer: Trainer) -> None:
         own = parameter.detach().flatten()[trainer.rank * size :][:size]
         part[: own.numel()] = own
         part.ds_numel, part.status = size, SimpleNamespace(name="AVAILABLE")  # type: ignore[attr-defined]
-        vars(parameter).update(ds_id=0, ds_numel=parameter.numel(), ds_shape=parameter.shape, ds_tensor=part)
+        vars(parameter).update(
+            ds_id=0, ds_numel=parameter.numel(), ds_shape=parameter.shape, ds_tensor=part
+        )
         vars(parameter).update(ds_process_group=dist.group.WORLD)
         parameter.data = torch.empty(0, dtype=parameter.dtype)
-    with ShardedPublisher(LocalStore(trainer.folder / "store"), stream="policy", threads=1) as ranks:
+    with ShardedPublisher(
+        LocalStore(trainer.folder / "store"), stream="policy", threads=1
+    ) as ranks:
         assert ranks.publish(model).root == expected
         assert state_root(policy_weights(model)) == expected
         model.embed.weight.ds_tensor.status.name = "NOT_AVAILABLE"  # type: ignore[attr-defined]

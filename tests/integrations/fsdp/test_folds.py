@@ -31,7 +31,8 @@ def model_of(trainer: Trainer, steps: int = 0) -> policy:  # type: ignore[valid-
 
 
 def spans(trainer: Trainer) -> None:
-    """Two spans; a rank that publishes without a pause, and signs. Each rank is told of each fold."""
+    """Two spans; a rank that publishes without a pause, and signs. Each rank is told of each
+    fold."""
     signer = Signer(bytes(32))
     store = LocalStore(trainer.folder / "store-of-spans")
     model, events = model_of(trainer), list[Event]()
@@ -46,7 +47,9 @@ def spans(trainer: Trainer) -> None:
         assert folds_in(store) == [(0, 2), (0, 4), (2, 4)]
         told = [(event.base, event.version) for event in events if isinstance(event, Folded)]
         assert sorted(told) == [(0, 2), (0, 4), (2, 4)]
-        assert all(event.nbytes < event.patch_bytes for event in events if isinstance(event, Folded))
+        assert all(
+            event.nbytes < event.patch_bytes for event in events if isinstance(event, Folded)
+        )
         whole = gathered(state)
     for version in (1, 2, 3) if trainer.rank == 0 else ():
         store.delete(f"policy/versions/{version:012d}.json")
@@ -57,7 +60,8 @@ def spans(trainer: Trainer) -> None:
 
 
 def restarts(trainer: Trainer) -> None:
-    """A fold whose span the ranks have not published themselves is left out; the next one is made."""
+    """A fold whose span the ranks have not published themselves is left out; the next one is
+    made."""
     store = LocalStore(trainer.folder / "store-of-restarts")
     for start, versions in ((0, 3), (3, 7)):
         model = model_of(trainer, start)
@@ -76,7 +80,9 @@ def failures(trainer: Trainer) -> None:
     plain = LocalStore(trainer.folder / "store-of-failures")
     store = FaultyStore(plain)
     model, events = model_of(trainer), list[Event]()
-    with ShardedPublisher(store, stream="policy", threads=1, folds=(2,), on_event=events.append) as publisher:
+    with ShardedPublisher(
+        store, stream="policy", threads=1, folds=(2,), on_event=events.append
+    ) as publisher:
         for seed in range(3):
             state = model.state_dict()
             step(state, seed)
@@ -84,7 +90,9 @@ def failures(trainer: Trainer) -> None:
                 store.fail(1)  # the first is for the patch
             published = publisher.publish(state)
         publisher.wait()
-        assert [type(event) for event in events if isinstance(event, Folded | CallFailed)] == [CallFailed]
+        assert [type(event) for event in events if isinstance(event, Folded | CallFailed)] == [
+            CallFailed
+        ]
         for seed in (3, 4):
             state = model.state_dict()
             step(state, seed)
@@ -96,7 +104,9 @@ def failures(trainer: Trainer) -> None:
 
 def refusals(trainer: Trainer) -> None:
     with pytest.raises(InputError, match="folds span"):
-        ShardedPublisher(LocalStore(trainer.folder / "store-of-refusals"), stream="policy", folds=(1,))
+        ShardedPublisher(
+            LocalStore(trainer.folder / "store-of-refusals"), stream="policy", folds=(1,)
+        )
 
 
 def ranks_program(trainer: Trainer, *cases: object) -> None:

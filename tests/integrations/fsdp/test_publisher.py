@@ -1,4 +1,5 @@
-"""Ranks of a sharded trainer publish together: what a subscriber holds is what the ranks would have gathered."""
+"""Ranks of a sharded trainer publish together: what a subscriber holds is what the ranks would have
+gathered."""
 
 from __future__ import annotations
 
@@ -36,11 +37,16 @@ def followed_for(
     train: Callable[[State, int], None] = step,
     **settings: Any,
 ) -> list[Published]:
-    """Publishes some steps of ``state``; a subscriber that follows, on the first rank, and one that comes new, on the
-    last, hold ``whole`` of it. What is sharded alike takes each update: a rank the elements that it has."""
+    """Publishes some steps of ``state``; a subscriber that follows, on the first rank, and one that
+    comes new, on the last, hold ``whole`` of it. What is sharded alike takes each update: a rank
+    the elements that it has."""
     store = LocalStore(trainer.folder / f"store-of-{name}")
     follower, watcher = followed(store), followed(store)
-    live = {name: torch.zeros_like(tensor) for name, tensor in state().items()} if whole is gathered else {}
+    live = (
+        {name: torch.zeros_like(tensor) for name, tensor in state().items()}
+        if whole is gathered
+        else {}
+    )
     done = []
     with ShardedPublisher(store, stream="policy", threads=2) as publisher:
         for seed in range(versions):
@@ -58,7 +64,9 @@ def followed_for(
                 update = watcher.sync()
                 assert update is not None
                 apply_(live, update)
-                assert all(torch.equal(bits(local(live[name])), bits(local(now[name]))) for name in live)
+                assert all(
+                    torch.equal(bits(local(live[name])), bits(local(now[name]))) for name in live
+                )
     return done
 
 
@@ -75,8 +83,15 @@ def fsdp2(trainer: Trainer) -> None:
 
 
 def leaves_that_ranks_share(trainer: Trainer) -> None:
-    """Rows of 700 FP32 numbers: the ranks' borders lie within leaves, and some leaves are of one rank alone."""
-    model = sharded(init_device_mesh("cpu", (trainer.size,)), rows=1501, width=700, blocks=1, dtype=torch.float32)
+    """Rows of 700 FP32 numbers: the ranks' borders lie within leaves, and some leaves are of one
+    rank alone."""
+    model = sharded(
+        init_device_mesh("cpu", (trainer.size,)),
+        rows=1501,
+        width=700,
+        blocks=1,
+        dtype=torch.float32,
+    )
     followed_for(trainer, "leaves_that_ranks_share", model.state_dict, versions=2)
 
 
@@ -105,7 +120,8 @@ def columns_and_rows(trainer: Trainer) -> None:
 
 
 def ranks_without_a_row(trainer: Trainer) -> None:
-    """FSDP2 over tensor parallelism with so few rows that some ranks of one tensor-parallel rank have none."""
+    """FSDP2 over tensor parallelism with so few rows that some ranks of one tensor-parallel rank
+    have none."""
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(5)
     model = nn.ModuleList(nn.Linear(5, rows) for rows in (1, 7, 9, 13, 37)).bfloat16()
@@ -147,7 +163,9 @@ def stages_and_experts(trainer: Trainer) -> None:
     """Plain tensors that some ranks have: a stage each, experts by twos, what all have."""
     torch.manual_seed(5)
     whole = {f"stages.{k}.weight": torch.randn(30, 20) for k in range(trainer.size)}
-    whole |= {f"experts.{k}.weight": torch.randn(9, 20) for k in range(2)} | {"norm": torch.randn(20)}
+    whole |= {f"experts.{k}.weight": torch.randn(9, 20) for k in range(2)} | {
+        "norm": torch.randn(20)
+    }
     mine = {f"stages.{trainer.rank}.weight", f"experts.{trainer.rank % 2}.weight", "norm"}
 
     def state() -> State:
@@ -168,11 +186,22 @@ def a_tensor_that_moves(trainer: Trainer) -> None:
     follower = followed(store)
     with ShardedPublisher(store, stream="policy", threads=1) as publisher:
         for seed, (rank, more, reason) in enumerate(
-            [(0, 0, ""), (0, 0, ""), (1, 0, "other slices"), (1, 0, ""), (1, 1, "'more'"), (1, 1, "")]
+            [
+                (0, 0, ""),
+                (0, 0, ""),
+                (1, 0, "other slices"),
+                (1, 0, ""),
+                (1, 1, "'more'"),
+                (1, 1, ""),
+            ]
         ):
             step(state, seed)
             whole = state | ({"more": torch.zeros(5)} if more else {})
-            mine = {name: tensor for name, tensor in whole.items() if name != "expert" or trainer.rank == rank}
+            mine = {
+                name: tensor
+                for name, tensor in whole.items()
+                if name != "expert" or trainer.rank == rank
+            }
             published = publisher.publish(mine)
             assert (published.changed is None) == (seed == 0 or bool(reason))
             assert reason in published.reason
@@ -195,7 +224,9 @@ def a_compute_dtype(trainer: Trainer) -> None:
     """FP32 parameters are published as BF16, those that are moved, too."""
 
     def cast(state: State) -> State:
-        return {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in gathered(state).items()}
+        return {
+            n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in gathered(state).items()
+        }
 
     mesh = init_device_mesh("cpu", (trainer.size,))
     model = policy(dtype=torch.float32)
@@ -208,12 +239,18 @@ def refusals(trainer: Trainer) -> None:
     """What cannot be published is refused on all ranks, in words, and the next call works."""
     mesh = init_device_mesh("cpu", (trainer.size,))
     mine = {"mine": torch.ones(3 + trainer.rank), "all": torch.ones(4)}
-    half = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], shape=(5, 4), stride=(4, 1), run_check=False)
+    half = DTensor.from_local(
+        torch.ones(2, 4), mesh, [Shard(0)], shape=(5, 4), stride=(4, 1), run_check=False
+    )
     store = LocalStore(trainer.folder / "store-of-refusals")
     with ShardedPublisher(store, stream="policy", threads=1) as publisher:
         for state, error, words in (
             (mine, StateMismatch, "'mine' is F32"),
-            ({"sum": DTensor.from_local(torch.ones(2), mesh, [Partial()])}, UnsupportedTensor, r"Partial\(sum\)"),
+            (
+                {"sum": DTensor.from_local(torch.ones(2), mesh, [Partial()])},
+                UnsupportedTensor,
+                r"Partial\(sum\)",
+            ),
             ({"half": half}, UnsupportedTensor, "'half'"),
             ({"strings": "no tensor"} if trainer.rank else {}, UnsupportedTensor, "'strings'"),
             ("no mapping" if trainer.rank == 0 else {}, InputError, "not a mapping"),
@@ -234,11 +271,28 @@ def ranks_program(trainer: Trainer, *cases: Callable[[Trainer], None]) -> None:
 
 
 def test_two_ranks() -> None:
-    together(ranks_program, 2, fsdp2, columns, ties, stages_and_experts, a_tensor_that_moves, refusals, seconds=60)
+    together(
+        ranks_program,
+        2,
+        fsdp2,
+        columns,
+        ties,
+        stages_and_experts,
+        a_tensor_that_moves,
+        refusals,
+        seconds=60,
+    )
 
 
 def test_four_ranks() -> None:
-    cases = (leaves_that_ranks_share, replicas, columns_and_rows, any_placement, ties, a_compute_dtype)
+    cases = (
+        leaves_that_ranks_share,
+        replicas,
+        columns_and_rows,
+        any_placement,
+        ties,
+        a_compute_dtype,
+    )
     together(ranks_program, 4, *cases, seconds=90)
 
 

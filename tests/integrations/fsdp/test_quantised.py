@@ -1,4 +1,5 @@
-"""Codes and scales of ranks that have parts of blocks are, to the last bit, those of the gathered state."""
+"""Codes and scales of ranks that have parts of blocks are, to the last bit, those of the gathered
+state."""
 
 from __future__ import annotations
 
@@ -36,9 +37,12 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def parts(trainer: Trainer, how: str, state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What a rank has: rows, as FSDP2 cuts; columns; ranges of elements, as ZeRO-3 does; whole tensors of its own."""
+    """What a rank has: rows, as FSDP2 cuts; columns; ranges of elements, as ZeRO-3 does; whole
+    tensors of its own."""
     if how == "stages":
-        return {name: t for k, (name, t) in enumerate(state.items()) if k % trainer.size == trainer.rank}
+        return {
+            name: t for k, (name, t) in enumerate(state.items()) if k % trainer.size == trainer.rank
+        }
     mesh, found = init_device_mesh("cpu", (trainer.size,)), dict[str, Any]()
     for name, tensor in state.items():
         cuts = tuple(tensor.numel() * k // trainer.size for k in range(trainer.size + 1))
@@ -62,10 +66,15 @@ def as_one(trainer: Trainer, wanted: Any) -> None:
     trainer.connect("ranks")
     for how in ("rows", "columns", "ranges", "stages"):
         store, other = LocalStore(trainer.folder / how), MemoryStore()
-        with ShardedPublisher(store, stream="policy", threads=1) as ranks, Publisher(other, stream="policy") as alone:
+        with (
+            ShardedPublisher(store, stream="policy", threads=1) as ranks,
+            Publisher(other, stream="policy") as alone,
+        ):
             for seed in range(2):
                 mine, given = parts(trainer, how, weights(seed)), {**GIVEN, "quantise": wanted}
-                done = ranks.publish(mine, **given) if seed else ranks.submit(mine, **given).result()
+                done = (
+                    ranks.publish(mine, **given) if seed else ranks.submit(mine, **given).result()
+                )
                 assert done.root == alone.publish(weights(seed), **given).root, (how, seed)
                 assert seed == 0 or done.changed
         if trainer.rank == 0:  # what is left out is named, whichever rank has it
@@ -83,12 +92,18 @@ def refused(trainer: Trainer) -> None:
         with pytest.raises(InputError, match="part of a group of 32 elements"):
             publisher.publish(parts(trainer, "columns", weights(0)), quantise="mxfp8")
         with pytest.raises(InputError, match="by a function"):
-            publisher.publish(parts(trainer, "rows", weights(0)), quantise=lambda name, weight: None)
+            publisher.publish(
+                parts(trainer, "rows", weights(0)), quantise=lambda name, weight: None
+            )
         with pytest.raises(InputError, match="quantise is"):
-            publisher.publish(parts(trainer, "rows", weights(0)), quantise=("mxfp8", "fp8_block")[trainer.rank])
+            publisher.publish(
+                parts(trainer, "rows", weights(0)), quantise=("mxfp8", "fp8_block")[trainer.rank]
+            )
         assert publisher.publish(parts(trainer, "rows", weights(0)), quantise="mxfp8").version == 0
         given: dict[str, Any] = {"quantise": {"quant_method": "mxfp4"}}
-        experts = {"experts.up_proj": torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(1))}
+        experts = {
+            "experts.up_proj": torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(1))
+        }
         with pytest.raises(InputError, match="part of a matrix"):
             publisher.publish(parts(trainer, "columns", experts), **given)
         done = publisher.publish(parts(trainer, "rows", experts), **given)

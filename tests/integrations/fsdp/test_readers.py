@@ -1,4 +1,5 @@
-"""Whoever reads a stream reads that of a sharded trainer: select, folds, relay, gc, verify, audit, several stores."""
+"""Whoever reads a stream reads that of a sharded trainer: select, folds, relay, gc, verify, audit,
+several stores."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pulse_rl import MemoryStore, Publisher, Relay, Subscriber, audit, fold_stream, gc_stream, state_root, verify_stream
+from pulse_rl import (
+    MemoryStore,
+    Publisher,
+    Relay,
+    Subscriber,
+    audit,
+    fold_stream,
+    gc_stream,
+    state_root,
+    verify_stream,
+)
 from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, Synced
 from pulse_rl.integrations.torch import to_torch
@@ -21,7 +32,9 @@ pytestmark = pytest.mark.slow
 
 def test_every_version_and_link_is_right(sharded_stream: ShardedStream) -> None:
     reports = list(verify_stream(sharded_stream.store(), "policy"))
-    assert [report.root for report in reports] == [state_root(state) for state in sharded_stream.states]
+    assert [report.root for report in reports] == [
+        state_root(state) for state in sharded_stream.states
+    ]
     assert all(report.ok for report in reports)
     assert [len(report.links) for report in reports] == [1, 1, 1, 1, 1, 2, 1, 1, 1]
 
@@ -34,7 +47,9 @@ def test_parts_and_shards_are_the_ranks(sharded_stream: ShardedStream) -> None:
         assert (manifest.patch is None) == (version == 0)
         assert manifest.patch is None or len(manifest.patch.parts) == 3
         assert (manifest.anchor is not None) == (version in (0, 5))
-        assert manifest.anchor is None or (len(manifest.anchor.shards) == 3 and manifest.anchor.attestation)
+        assert manifest.anchor is None or (
+            len(manifest.anchor.shards) == 3 and manifest.anchor.attestation
+        )
 
 
 def test_files_are_rank_0s(sharded_stream: ShardedStream) -> None:
@@ -54,19 +69,26 @@ def test_what_changed_is_told_exactly(sharded_stream: ShardedStream) -> None:
         assert update is not None
         for tensor in update.tensors:
             flat = first[tensor.spec.name].reshape(-1)
-            old, new = sharded_stream.states[before][tensor.spec.name], sharded_stream.states[after][tensor.spec.name]
+            old, new = (
+                sharded_stream.states[before][tensor.spec.name],
+                sharded_stream.states[after][tensor.spec.name],
+            )
             changed = torch.nonzero(old.reshape(-1) != new.reshape(-1)).reshape(-1)
             assert tensor.indices is not None
             assert set(changed.tolist()) <= set(tensor.indices.tolist())
             assert len(set(tensor.indices.tolist())) == len(tensor.indices)
-            flat[torch.from_numpy(tensor.indices)] = new.reshape(-1)[torch.from_numpy(tensor.indices)]
+            flat[torch.from_numpy(tensor.indices)] = new.reshape(-1)[
+                torch.from_numpy(tensor.indices)
+            ]
         update.acknowledge()
         for name, tensor in sharded_stream.states[after].items():
             assert torch.equal(bits(first[name]), bits(tensor)), name
 
 
 @pytest.mark.parametrize("pattern", ["blocks.0.*", "embed.weight", "*.norm.bias"])
-def test_a_selecting_subscriber_holds_its_tensors(sharded_stream: ShardedStream, pattern: str) -> None:
+def test_a_selecting_subscriber_holds_its_tensors(
+    sharded_stream: ShardedStream, pattern: str
+) -> None:
     store = sharded_stream.store()
     reader = followed(store, select=pattern)
     reader.sync(3)  # from an anchor
@@ -74,7 +96,10 @@ def test_a_selecting_subscriber_holds_its_tensors(sharded_stream: ShardedStream,
         reader.sync(version)
         held = to_torch(reader.state)
         for name, tensor in held.items():
-            assert torch.equal(bits(tensor), bits(sharded_stream.states[version][name])), (version, name)
+            assert torch.equal(bits(tensor), bits(sharded_stream.states[version][name])), (
+                version,
+                name,
+            )
     assert 0 < len(held) < len(sharded_stream.states[0])
 
 
@@ -114,7 +139,9 @@ def test_the_ranks_fold(sharded_stream: ShardedStream) -> None:
     assert fold.nbytes < sum(part.bytes for patch in patches if patch for part in patch.parts)
 
 
-def test_a_worker_that_was_cut_off_comes_back_by_the_ranks_fold(sharded_stream: ShardedStream) -> None:
+def test_a_worker_that_was_cut_off_comes_back_by_the_ranks_fold(
+    sharded_stream: ShardedStream,
+) -> None:
     """It reads less than the patches have, and no anchor; so does one that selects."""
     store = sharded_stream.store()
     fold = next(link for link in Stream(store, "policy").links() if link.base is not None)
@@ -126,7 +153,9 @@ def test_a_worker_that_was_cut_off_comes_back_by_the_ranks_fold(sharded_stream: 
         synced = [event for event in told if isinstance(event, Synced)][-1]
         assert synced.links == ("the fold 0->8",)
         # One that selects reads a little behind the parts' headers, and the tensors' digests.
-        assert synced.fetched_bytes <= fold.nbytes + (3 * 512 + 32 * len(sharded_stream.states[0]) if select else 0)
+        assert synced.fetched_bytes <= fold.nbytes + (
+            3 * 512 + 32 * len(sharded_stream.states[0]) if select else 0
+        )
         for name, tensor in to_torch(reader.state).items():
             assert torch.equal(bits(tensor), bits(sharded_stream.states[8][name])), name
     reader = followed(without_patches(store))
@@ -142,7 +171,11 @@ def test_pulse_fold_makes_no_fold_that_the_ranks_made(sharded_stream: ShardedStr
 def test_a_relay_copies_the_ranks_fold(sharded_stream: ShardedStream) -> None:
     source, target = sharded_stream.store(), MemoryStore()
     relay = Relay(source, target, stream="policy", threads=1)
-    later = {name: data for name, data in sharded_stream.objects.items() if "versions" in name and name[-6:-5] != "0"}
+    later = {
+        name: data
+        for name, data in sharded_stream.objects.items()
+        if "versions" in name and name[-6:-5] != "0"
+    }
     for name in later:
         source.delete(name)
     while relay.sync():
@@ -189,7 +222,11 @@ def test_garbage_collection_keeps_the_parts_of_folds(sharded_stream: ShardedStre
     reader.sync()
     assert reader.root == state_root(sharded_stream.states[8])
     store = sharded_stream.store()
-    parts = Stream(store, "policy").resolved(next(x for x in Stream(store, "policy").links() if x.parts)).payloads
+    parts = (
+        Stream(store, "policy")
+        .resolved(next(x for x in Stream(store, "policy").links() if x.parts))
+        .payloads
+    )
     gc_stream(store, "policy", keep=2, grace_seconds=0)
     left = {info.name for info in store.list("policy")}
     assert not [name for name in left if "/links/" in name and "-anchor-" not in name]
@@ -223,7 +260,9 @@ def test_an_audit_names_what_differs(sharded_stream: ShardedStream) -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
-def test_a_part_that_is_lost_or_damaged_is_a_broken_link(sharded_stream: ShardedStream, part: int) -> None:
+def test_a_part_that_is_lost_or_damaged_is_a_broken_link(
+    sharded_stream: ShardedStream, part: int
+) -> None:
     """The state stays where it was; an anchor leads past it."""
     for damage in (b"", b"damaged"):
         store = sharded_stream.store()

@@ -1,4 +1,5 @@
-"""Ranks that come and go: a killed one, other numbers of them, publishers of another kind in between."""
+"""Ranks that come and go: a killed one, other numbers of them, publishers of another kind in
+between."""
 
 from __future__ import annotations
 
@@ -43,9 +44,13 @@ def sharded(trainer: Trainer, size: int, steps: int) -> nn.Module:
 
 
 @contextmanager
-def publishing(store: Store | str, **settings: Any) -> Iterator[tuple[ShardedPublisher, list[Event]]]:
+def publishing(
+    store: Store | str, **settings: Any
+) -> Iterator[tuple[ShardedPublisher, list[Event]]]:
     events: list[Event] = []
-    with ShardedPublisher(store, stream="policy", threads=1, on_event=events.append, **settings) as publisher:
+    with ShardedPublisher(
+        store, stream="policy", threads=1, on_event=events.append, **settings
+    ) as publisher:
         yield publisher, events
 
 
@@ -54,7 +59,8 @@ def resumed(events: list[Event]) -> list[str]:
 
 
 def resharding(trainer: Trainer) -> None:
-    """2, 4, 1 ranks, a Publisher, and 3: each goes on with a patch from what it reads of the store."""
+    """2, 4, 1 ranks, a Publisher, and 3: each goes on with a patch from what it reads of the
+    store."""
     store = LocalStore(trainer.folder / "store")
     follower = followed(store)
     version = 0
@@ -144,11 +150,17 @@ class Deadly(LocalStore):
         self._at("put_new", name, True)
 
     def _at(self, call: str, name: str, after: bool) -> None:
-        if self.deadly is not None and self.deadly[0] == call and self.deadly[1] in name and self.deadly[2] == after:
+        if (
+            self.deadly is not None
+            and self.deadly[0] == call
+            and self.deadly[1] in name
+            and self.deadly[2] == after
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-# Who is killed, and where: at the first call for a part, in the middle of comparing, before and after the commit.
+# Who is killed, and where: at the first call for a part, in the middle of comparing, before and
+# after the commit.
 PLACES: dict[str, tuple[int, tuple[str, str, bool] | None]] = {
     "compares": (1, None),
     "stores a part": (1, ("put", ".patch", False)),
@@ -196,11 +208,14 @@ def killed(trainer: Trainer, place: str) -> None:
 
 
 def test_a_killed_rank_leaves_the_chain_whole() -> None:
-    side_by_side({place: Group(killed, 3, place, lost=(rank,)) for place, (rank, *_) in PLACES.items()})
+    side_by_side(
+        {place: Group(killed, 3, place, lost=(rank,)) for place, (rank, *_) in PLACES.items()}
+    )
 
 
 def stopped(trainer: Trainer, place: str) -> None:
-    """A rank that stands still, before others wait for its word, or for the hash of a leaf that they share."""
+    """A rank that stands still, before others wait for its word, or for the hash of a leaf that
+    they share."""
     trainer.connect("stopped")
     model = sharded(trainer, trainer.size, 0)
     with publishing(LocalStore(trainer.folder / "store"), timeout_seconds=2) as (publisher, _):
@@ -217,7 +232,9 @@ def stopped(trainer: Trainer, place: str) -> None:
 
 
 def test_a_rank_that_stands_still_is_not_waited_for() -> None:
-    side_by_side({place: Group(stopped, 2, place, lost=(0,)) for place in ("make_pending", "hash_shared")})
+    side_by_side(
+        {place: Group(stopped, 2, place, lost=(0,)) for place in ("make_pending", "hash_shared")}
+    )
 
 
 def failing(trainer: Trainer) -> None:
@@ -246,7 +263,8 @@ def test_what_fails_on_one_rank_fails_on_all() -> None:
 
 
 def interrupted(trainer: Trainer) -> None:
-    """Ctrl-C on one rank while it compares: the other is told, and both go on with the next call."""
+    """Ctrl-C on one rank while it compares: the other is told, and both go on with the next
+    call."""
     trainer.connect("interrupted")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     store = LocalStore(trainer.folder / "store")
@@ -265,7 +283,11 @@ def interrupted(trainer: Trainer) -> None:
         step(model.state_dict(), 1)
         if trainer.rank == 1:
             build_module.encode_proved = interrupt
-        expected = (StreamError, "rank 1 failed: Stopped") if trainer.rank == 0 else (KeyboardInterrupt, None)
+        expected = (
+            (StreamError, "rank 1 failed: Stopped")
+            if trainer.rank == 0
+            else (KeyboardInterrupt, None)
+        )
         with pytest.raises(expected[0], match=expected[1]):
             publisher.publish(model.state_dict())
         build_module.encode_proved = encode
@@ -301,7 +323,8 @@ def test_another_publisher_is_noticed_by_all() -> None:
 
 
 def signed(trainer: Trainer) -> None:
-    """Signed, with anchors as the ratio says; junk in the place of the next version is passed over."""
+    """Signed, with anchors as the ratio says; junk in the place of the next version is passed
+    over."""
     trainer.connect("signed")
     store = LocalStore(trainer.folder / "store")
     signer = Signer(bytes(32))
@@ -315,7 +338,9 @@ def signed(trainer: Trainer) -> None:
             step(state, seed)
             published = publisher.publish(state)
             anchored.append(published.anchored)
-            require_equal(followed(store, trusted_keys=[signer.public_key]), gathered(state), published)
+            require_equal(
+                followed(store, trusted_keys=[signer.public_key]), gathered(state), published
+            )
     assert published.version == 6
     assert anchored[0]
     assert 0 < sum(anchored[1:]) < 5
@@ -369,7 +394,9 @@ def unreadable(trainer: Trainer, damaged: str) -> None:
             assert resumed(events) == ["anchored"] * start
         trainer.barrier(f"done {start}", (0, 1))
         if trainer.rank == 0 and start == 0:
-            name = next(info.name for info in store.list("policy/payloads") if info.name.endswith(damaged))
+            name = next(
+                info.name for info in store.list("policy/payloads") if info.name.endswith(damaged)
+            )
             data = bytearray(store.get(name))
             data[-1] ^= 1
             store.put(name, bytes(data))

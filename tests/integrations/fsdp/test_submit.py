@@ -41,10 +41,13 @@ def model_of(trainer: Trainer) -> nn.Module:
 
 
 def behind(trainer: Trainer) -> None:
-    """The state changes as soon as it is taken; the versions are what it was. Folds are made behind, too."""
+    """The state changes as soon as it is taken; the versions are what it was. Folds are made
+    behind, too."""
     store, model, events = Gated(trainer, "behind"), model_of(trainer), list[Event]()
     state = model.state_dict()
-    with ShardedPublisher(store, stream="policy", threads=1, folds=(2,), on_event=events.append) as publisher:
+    with ShardedPublisher(
+        store, stream="policy", threads=1, folds=(2,), on_event=events.append
+    ) as publisher:
         store.gate.clear()
         step(state, 0)
         first = gathered(state)
@@ -87,14 +90,18 @@ def cancelled(trainer: Trainer) -> None:
             if mine and replaces:
                 assert second.cancelled()
             store.gate.set()
-            assert (first.result(20).version, third.result(20).version) == (2 * round_, 2 * round_ + 1)
+            assert (first.result(20).version, third.result(20).version) == (
+                2 * round_,
+                2 * round_ + 1,
+            )
             assert second.cancelled()
             assert not third.cancel()
         require_equal(followed(store), gathered(state), third.result())
 
 
 def failures(trainer: Trainer) -> None:
-    """On one rank: told to all by their Submissions; by `wait` where nobody asks. The next versions come."""
+    """On one rank: told to all by their Submissions; by `wait` where nobody asks. The next versions
+    come."""
     plain, events = LocalStore(trainer.folder / "store-of-failures"), list[Event]()
     store, model = FaultyStore(plain), model_of(trainer)
     state = model.state_dict()
@@ -120,9 +127,12 @@ def failures(trainer: Trainer) -> None:
 
 
 def split(trainer: Trainer) -> None:
-    """A rank that was interrupted before a call which the others made: its next one is not taken for theirs."""
+    """A rank that was interrupted before a call which the others made: its next one is not taken
+    for theirs."""
     model = model_of(trainer)
-    with ShardedPublisher(LocalStore(trainer.folder / "store-of-parted"), stream="policy", threads=1) as publisher:
+    with ShardedPublisher(
+        LocalStore(trainer.folder / "store-of-parted"), stream="policy", threads=1
+    ) as publisher:
         publisher.publish(model.state_dict())
         publisher._calls += trainer.rank
         with pytest.raises(RankLost, match="interrupted before a call"):

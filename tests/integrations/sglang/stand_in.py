@@ -1,5 +1,6 @@
-"""A stand-in for an SGLang server: its routes and rules for weights as SGLang 0.5.23 has them, with pulse's plugin and
-loader applied, on a small model. What the real package does with the same calls, tests/engines_sglang shows.
+"""A stand-in for an SGLang server: its routes and rules for weights as SGLang 0.5.23 has them, with
+pulse's plugin and loader applied, on a small model. What the real package does with the same calls,
+tests/engines_sglang shows.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def install(patch: pytest.MonkeyPatch, **parallel: int) -> None:
 class StandIn:
     """A server whose one worker holds ``model``, loaded from the checkpoint ``base``.
 
-    ``plugged``: whether the plugin is loaded; ``custom_weight_loaders``: the server's option of that name; ``running``:
-    requests in flight; ``stubborn``: how often the cache is not flushed whatever happens; ``calls``: what was asked,
-    without the looks at the status.
+    ``plugged``: whether the plugin is loaded; ``custom_weight_loaders``: the server's option of
+    that name; ``running``: requests in flight; ``stubborn``: how often the cache is not flushed
+    whatever happens; ``calls``: what was asked, without the looks at the status.
     """
 
     def __init__(self, model: torch.nn.Module, base: str) -> None:
@@ -102,7 +103,9 @@ class StandIn:
 
     def begin_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
         if self.session is not None:
-            return told(False, "a weight-update session is already open; call end_weight_update() first")
+            return told(
+                False, "a weight-update session is already open; call end_weight_update() first"
+            )
         self.calls.append("begin")
         plugin.begin_weight_update(lambda updater: None, self)
         self.session = body["selector"]
@@ -110,20 +113,31 @@ class StandIn:
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, Any]:
         if self.session is None:
-            return told(False, "update_weights_from_tensor must run between begin_weight_update() and ...")
+            return told(
+                False, "update_weights_from_tensor must run between begin_weight_update() and ..."
+            )
         assert body["selector"] == "target"
         assert len(body["serialized_named_tensors"]) == 1
         self.calls.append("update")
 
-        def original(updater: StandIn, named_tensors: Any, load_format: str | None) -> tuple[bool, str]:
+        def original(
+            updater: StandIn, named_tensors: Any, load_format: str | None
+        ) -> tuple[bool, str]:
             with torch.inference_mode():  # as SGLang's event loop
                 load(updater.get_model(), named_tensors)
             return True, "Success"
 
-        update = plugin.update_weights_from_tensor if self.plugged else lambda original, *rest: original(*rest)
+        update = (
+            plugin.update_weights_from_tensor
+            if self.plugged
+            else lambda original, *rest: original(*rest)
+        )
         success, message = update(original, self, [], body["load_format"])
         if success and body["flush_cache"] and not self.flush():
-            success, message = False, "Weights were updated, but the cache was not flushed because ..."
+            success, message = (
+                False,
+                "Weights were updated, but the cache was not flushed because ...",
+            )
         return told(success, message)
 
     def end_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
@@ -170,7 +184,11 @@ def serving(engine: StandIn) -> Iterator[str]:
         def answer(self) -> None:
             route = getattr(engine, self.path[1:].partition("?")[0], None)
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, answer = route(json.loads(body) if body else None) if route else (404, {"detail": "Not Found"})
+            status, answer = (
+                route(json.loads(body) if body else None)
+                if route
+                else (404, {"detail": "Not Found"})
+            )
             data = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

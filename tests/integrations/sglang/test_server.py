@@ -1,4 +1,5 @@
-"""A handle on a stand-in for an SGLang server, with a real model, loader, session and store behind it."""
+"""A handle on a stand-in for an SGLang server, with a real model, loader, session and store behind
+it."""
 
 from __future__ import annotations
 
@@ -10,10 +11,22 @@ import pytest
 import torch
 
 from pulse_rl import PulseError
-from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable, InputError, UnsupportedTensor
+from pulse_rl.errors import (
+    ConcurrentUse,
+    EngineError,
+    EngineUnavailable,
+    InputError,
+    UnsupportedTensor,
+)
 from pulse_rl.integrations.engines.live import LiveWeights
 from pulse_rl.integrations.sglang import EngineHandle, connect, is_sglang
-from pulse_rl.integrations.sglang.plugin import begin_weight_update, load_weights, outcome, postprocess_weights, update
+from pulse_rl.integrations.sglang.plugin import (
+    begin_weight_update,
+    load_weights,
+    outcome,
+    postprocess_weights,
+    update,
+)
 from tests.integrations.engines.test_session import World
 from tests.support.commands import Pulse
 
@@ -98,7 +111,9 @@ def test_a_failed_update_leaves_bits_and_tag_and_a_server_that_goes_on(
             broken.setattr(LiveWeights, "put", lost)
             with pytest.raises(PulseError, match="RuntimeError: lost"):
                 handle.sync()
-        assert all(torch.equal(a, b) for a, b in zip(before, served.model.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(before, served.model.parameters(), strict=True)
+        )
         assert served.server.calls[-2:] == ["end", "continue"]
         assert served.server.weight_version == "0"
         assert handle.sync() is not None
@@ -129,7 +144,11 @@ def test_a_roll_back_that_fails_as_well_leaves_no_version_until_all_is_written(
             broken.setattr(LiveWeights, "put", lost)
             with pytest.raises(PulseError, match="RuntimeError: lost"):
                 handle.sync()
-        assert (handle.version, served.server.weight_version, served.server.session) == (None, "0", None)
+        assert (handle.version, served.server.weight_version, served.server.session) == (
+            None,
+            "0",
+            None,
+        )
         done = handle.sync()
         assert done is not None
         assert (done.full, served.live(), handle.audit()) == (True, True, ())
@@ -143,7 +162,16 @@ def test_a_refused_flush_retracts_what_runs(served: Served) -> None:
         done = handle.sync()
         assert done is not None
         assert (done.version, served.live()) == (1, True)
-        expected = ["begin", "update", "end", "version 1", "flush", "pause retract", "flush", "continue"]
+        expected = [
+            "begin",
+            "update",
+            "end",
+            "version 1",
+            "flush",
+            "pause retract",
+            "flush",
+            "continue",
+        ]
         assert served.server.calls == expected
 
 
@@ -156,7 +184,13 @@ def test_a_cache_that_is_never_flushed_is_an_error_until_it_is(served: Served) -
         assert (handle.version, served.live(), served.server.paused) == (1, True, "")
         served.server.calls.clear()
         assert handle.sync() is None
-        assert served.server.calls == ["pause retract", "flush", "pause retract", "flush", "continue"]
+        assert served.server.calls == [
+            "pause retract",
+            "flush",
+            "pause retract",
+            "flush",
+            "continue",
+        ]
         served.server.calls.clear()
         assert handle.sync() is None
         assert served.server.calls == []
@@ -171,7 +205,10 @@ def test_a_session_that_a_dead_handle_left_open_is_ended(served: Served) -> None
 
 
 def test_one_handle_drives_a_server(served: Served) -> None:
-    with served.connect(), pytest.raises(ConcurrentUse, match="another handle drives this engine along 'policy'"):
+    with (
+        served.connect(),
+        pytest.raises(ConcurrentUse, match="another handle drives this engine along 'policy'"),
+    ):
         served.connect()
     served.connect().close()
 
@@ -199,8 +236,8 @@ class Negated:
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_what_is_made_of_weights_is_made_of_new_ones(served: Served, noted: bool) -> None:
-    """Once, though SGLang processes all weights at the end of an update; where the first time was missed, not at
-    all."""
+    """Once, though SGLang processes all weights at the end of an update; where the first time was
+    missed, not at all."""
     model: Any = served.model
     model.quant_method = Negated()
     postprocess_weights(processed, model) if noted else processed(model)
@@ -222,8 +259,13 @@ def test_what_is_made_of_weights_is_made_of_new_ones(served: Served, noted: bool
         assert undone == [served.server], "somebody else loads what a checkpoint has"
 
 
-def test_models_that_cannot_follow_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    for attribute, value, words in [("w_kc", torch.ones(2), "derived"), ("use_intel_amx_backend", True, "packed")]:
+def test_models_that_cannot_follow_are_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attribute, value, words in [
+        ("w_kc", torch.ones(2), "derived"),
+        ("use_intel_amx_backend", True, "packed"),
+    ]:
         layer = torch.nn.Module()
         setattr(layer, attribute, value)
         served.model.add_module("layer", layer)
@@ -235,7 +277,9 @@ def test_models_that_cannot_follow_are_refused(served: Served, monkeypatch: pyte
         served.connect()
 
 
-def test_other_models_and_tensors_are_refused_without_an_error_in_the_worker(served: Served) -> None:
+def test_other_models_and_tensors_are_refused_without_an_error_in_the_worker(
+    served: Served,
+) -> None:
     draft = torch.nn.Linear(2, 2)
     update(draft, [])
     assert "follows no stream" in str(outcome(draft))
@@ -262,7 +306,9 @@ def test_a_server_is_told_from_others_by_a_harmless_look(served: Served) -> None
     assert served.server.calls == []
 
 
-def test_the_command_finds_out_what_it_drives(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_finds_out_what_it_drives(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
     pulse = Pulse(capsys)
     served.step()
     arguments = ("follow", served.store, "--stream", "policy", "--engine", served.url, "--once")
@@ -283,6 +329,11 @@ def test_a_generation_tells_its_weights(served: Served) -> None:
     served.server.generate = generate  # type: ignore[attr-defined]
     with served.connect() as handle:
         made = handle.generate([1, 2], {"max_tokens": 1}, seed=5)
-    assert (made.token_ids, made.logprobs, made.engine, made.weights[0].version) == ((7,), (-0.5,), "sglang", 0)
+    assert (made.token_ids, made.logprobs, made.engine, made.weights[0].version) == (
+        (7,),
+        (-0.5,),
+        "sglang",
+        0,
+    )
     params = {"max_new_tokens": 1, "sampling_seed": 5}
     assert asked == [{"input_ids": [1, 2], "sampling_params": params, "return_logprob": True}]

@@ -1,4 +1,5 @@
-"""A vLLM server that plays its part: the routes that a trainer reads, by HTTP, and a handle on it."""
+"""A vLLM server that plays its part: the routes that a trainer reads, by HTTP, and a handle on
+it."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from pulse_rl.integrations.engines.handle import EngineSync
 
 
 class PretendedServer:
-    """``dtype`` is torch's name of what it computes in; ``tag`` its weight version. ``errors`` are raised one after
-    another by the handle's syncs, ``refusals`` answered by the server, before what is asked is done."""
+    """``dtype`` is torch's name of what it computes in; ``tag`` its weight version. ``errors`` are
+    raised one after another by the handle's syncs, ``refusals`` answered by the server, before what
+    is asked is done."""
 
     def __init__(self) -> None:
         self.dtype = "torch.bfloat16"
@@ -66,7 +68,19 @@ class Handle:
             return None
         update.acknowledge()
         self.server.tag = str(update.version)
-        return EngineSync(update.version, previous, update.root, update.metadata, False, 0.1, 0.1, None, 0.0, 0.0, 1)
+        return EngineSync(
+            update.version,
+            previous,
+            update.root,
+            update.metadata,
+            False,
+            0.1,
+            0.1,
+            None,
+            0.0,
+            0.0,
+            1,
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -78,7 +92,11 @@ def listening(server: PretendedServer) -> Iterator[PretendedServer]:
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             refused = server.refusals.pop(0) if server.refusals else 200
-            found = {"error": "no"} if refused != 200 else server.answer(self.path[1:], json.loads(body or b"{}"))
+            found = (
+                {"error": "no"}
+                if refused != 200
+                else server.answer(self.path[1:], json.loads(body or b"{}"))
+            )
             self.send_response(refused)
             self.end_headers()
             self.wfile.write(json.dumps(found).encode())

@@ -1,4 +1,5 @@
-"""The rollouts as TRL asks for them, without TRL: when weights are published, and what the server is asked."""
+"""The rollouts as TRL asks for them, without TRL: when weights are published, and what the server
+is asked."""
 
 from __future__ import annotations
 
@@ -28,10 +29,16 @@ class Words:
     def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[ord(c) for c in row] for row in text]}
 
-    def apply_chat_template(self, conversation: list[Any], **options: Any) -> dict[str, list[list[int]]]:
+    def apply_chat_template(
+        self, conversation: list[Any], **options: Any
+    ) -> dict[str, list[list[int]]]:
         assert options["add_generation_prompt"]
         assert options["tokenize"]
-        return {"input_ids": [[1, *self([prompt[0]["content"]])["input_ids"][0]] for prompt in conversation]}
+        return {
+            "input_ids": [
+                [1, *self([prompt[0]["content"]])["input_ids"][0]] for prompt in conversation
+            ]
+        }
 
 
 def trainer() -> Any:
@@ -63,7 +70,9 @@ def ended(rollout: PulseRollout, made: Any) -> None:
     rollout.on_train_end(made.args, made.state, None, model=made.model)  # type: ignore[arg-type]
 
 
-def test_a_version_a_step_and_a_completion_a_prompt(server: PretendedServer, tmp_path: Path) -> None:
+def test_a_version_a_step_and_a_completion_a_prompt(
+    server: PretendedServer, tmp_path: Path
+) -> None:
     made, rollout = trainer(), pulse_rollout(server.url, str(tmp_path), "policy")
     found = rollout(["ab", "c"], made)
     assert found == {
@@ -73,7 +82,15 @@ def test_a_version_a_step_and_a_completion_a_prompt(server: PretendedServer, tmp
     }
     asked = server.requests[-1]
     assert asked["prompt"] == [[97, 98], [99]]
-    settings = {"max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "seed": 3, "n": 1}
+    settings = {
+        "max_tokens": 9,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": 3,
+        "n": 1,
+    }
     assert settings.items() <= asked.items()
     assert asked["model"] == "policy"
     rollout(["ab"], made)  # the same step: an evaluation, say
@@ -122,7 +139,9 @@ def test_a_restarted_server_generates_nothing_before_it_has_caught_up(
     assert rollout.published.version == 0  # the step's weights were published for its rollouts
 
 
-def test_an_evaluation_outside_of_a_training_leaves_nothing_open(server: PretendedServer, tmp_path: Path) -> None:
+def test_an_evaluation_outside_of_a_training_leaves_nothing_open(
+    server: PretendedServer, tmp_path: Path
+) -> None:
     made, rollout = trainer(), pulse_rollout(server.url, str(tmp_path), "policy")
 
     def evaluated() -> bool:
@@ -149,7 +168,10 @@ def test_an_evaluation_outside_of_a_training_leaves_nothing_open(server: Pretend
 def test_at_the_end_an_error_is_said_and_nothing_is_lost(
     server: PretendedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, rollout = trainer(), pulse_rollout(server.url, str(tmp_path), "policy", retry_seconds=3600)
+    made, rollout = (
+        trainer(),
+        pulse_rollout(server.url, str(tmp_path), "policy", retry_seconds=3600),
+    )
     rollout(["a"], made)
     server.errors = [EngineUnavailable("gone")] * 9
     made.state.global_step = 1
@@ -198,7 +220,15 @@ def test_each_completion_is_recorded_with_its_weights_and_seed(
     assert [each.weights[0].version for each in found] == [0, 0, 1]
     assert found[2].weights[0].root == rollout.published.root if rollout.published else False
     assert [each.prompt_token_ids for each in found] == [(97,), (97,), (98,)]
-    assert (found[0].token_ids, found[0].logprobs, found[0].engine_version) == ((0, 7), (-0.5, None), "0.32.0")
+    assert (found[0].token_ids, found[0].logprobs, found[0].engine_version) == (
+        (0, 7),
+        (-0.5, None),
+        "0.32.0",
+    )
     assert "seed" not in found[0].sampling
-    assert sorted(request["seed"] for request in server.requests) == sorted(each.seed or 0 for each in found)
-    assert len({each.seed for each in found}) == (1 if seed else 3), "with one seed both of a prompt would be the same"
+    assert sorted(request["seed"] for request in server.requests) == sorted(
+        each.seed or 0 for each in found
+    )
+    assert len({each.seed for each in found}) == (1 if seed else 3), (
+        "with one seed both of a prompt would be the same"
+    )

@@ -41,7 +41,9 @@ def synced(transfer: PulseWeightTransfer, weights: Any = None) -> None:
     transfer.resume()
 
 
-def test_weights_are_published_in_the_server_s_dtype_and_made_live(server: PretendedServer, tmp_path: Path) -> None:
+def test_weights_are_published_in_the_server_s_dtype_and_made_live(
+    server: PretendedServer, tmp_path: Path
+) -> None:
     transfer = PulseWeightTransfer(server.url, str(tmp_path), "policy")
     transfer.init_weight_transfer()
     assert server.handle is not None
@@ -60,23 +62,32 @@ def test_weights_are_published_in_the_server_s_dtype_and_made_live(server: Prete
     transfer.destroy()
     assert server.handle.closed
     transfer.destroy()
-    synced(transfer, iter({**WEIGHTS, "a.weight": -WEIGHTS["a.weight"]}.items()))  # a second train() has no init
+    synced(
+        transfer, iter({**WEIGHTS, "a.weight": -WEIGHTS["a.weight"]}.items())
+    )  # a second train() has no init
     assert server.tag == "1"
     transfer.destroy()
 
 
 @pytest.mark.parametrize(("dtype", "published"), [("float16", "F16"), ("float32", "F32")])
-def test_the_server_says_the_dtype(server: PretendedServer, tmp_path: Path, dtype: str, published: str) -> None:
+def test_the_server_says_the_dtype(
+    server: PretendedServer, tmp_path: Path, dtype: str, published: str
+) -> None:
     server.dtype = f"torch.{dtype}"
     transfer = PulseWeightTransfer(server.url, str(tmp_path), "policy")
     synced(transfer)
     subscriber = Subscriber(str(tmp_path), stream="policy")
     subscriber.sync()
-    assert {spec.name: spec.dtype.name for spec in subscriber.state.specs} == {"a.weight": published, "b": "I64"}
+    assert {spec.name: spec.dtype.name for spec in subscriber.state.specs} == {
+        "a.weight": published,
+        "b": "I64",
+    }
     transfer.destroy()
 
 
-def test_the_names_are_those_of_the_model_without_wrappers(server: PretendedServer, tmp_path: Path) -> None:
+def test_the_names_are_those_of_the_model_without_wrappers(
+    server: PretendedServer, tmp_path: Path
+) -> None:
     transfer = PulseWeightTransfer(server.url, str(tmp_path), "policy")
     synced(transfer, iter({"_orig_mod.a": torch.zeros(3)}.items()))
     subscriber = Subscriber(str(tmp_path), stream="policy")
@@ -92,7 +103,12 @@ def test_the_training_waits_while_the_store_or_the_server_is_away(
     transfer = PulseWeightTransfer(server.url, str(tmp_path), "policy", retry_seconds=30)
     server.refusals = [503, 500]
     transfer.init_weight_transfer()
-    server.errors = [EngineUnavailable("gone"), EngineUnavailable("gone"), StoreUnavailable("away"), ConcurrentUse("x")]
+    server.errors = [
+        EngineUnavailable("gone"),
+        EngineUnavailable("gone"),
+        StoreUnavailable("away"),
+        ConcurrentUse("x"),
+    ]
     synced(transfer)
     assert server.tag == "0"
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
@@ -102,7 +118,9 @@ def test_the_training_waits_while_the_store_or_the_server_is_away(
     transfer.destroy()
 
 
-def test_what_stays_away_is_an_error_after_retry_seconds(server: PretendedServer, tmp_path: Path) -> None:
+def test_what_stays_away_is_an_error_after_retry_seconds(
+    server: PretendedServer, tmp_path: Path
+) -> None:
     transfer = PulseWeightTransfer(server.url, str(tmp_path), "policy", retry_seconds=0.1)
     transfer.init_weight_transfer()
     server.errors = [EngineUnavailable("gone")] * 1000
@@ -128,7 +146,9 @@ def test_a_folder_means_the_same_to_a_server_that_runs_elsewhere(
 
 
 @pytest.mark.parametrize("error", [EngineError("no"), InputError("no"), PublisherConflict("no")])
-def test_what_does_not_pass_is_raised_at_once(server: PretendedServer, tmp_path: Path, error: Any) -> None:
+def test_what_does_not_pass_is_raised_at_once(
+    server: PretendedServer, tmp_path: Path, error: Any
+) -> None:
     transfer = PulseWeightTransfer(server.url, str(tmp_path), "policy", retry_seconds=3600)
     server.errors = [error]
     with pytest.raises(type(error)):
@@ -147,7 +167,9 @@ def test_a_server_without_the_routes_is_named(server: PretendedServer, tmp_path:
         transfer.init_weight_transfer()
 
 
-def test_what_the_publisher_signs_the_server_trusts(server: PretendedServer, tmp_path: Path) -> None:
+def test_what_the_publisher_signs_the_server_trusts(
+    server: PretendedServer, tmp_path: Path
+) -> None:
     signer, other = Signer.generate(), Signer.generate().public_key
     options = {"in_flight": "wait"}
     transfer = PulseWeightTransfer(
@@ -171,4 +193,6 @@ def test_what_the_publisher_signs_the_server_trusts(server: PretendedServer, tmp
 )
 def test_settings_that_make_no_sense_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        PulseWeightTransfer(**{"server_url": "http://h:1", "store": "s", "stream": "policy", **arguments})
+        PulseWeightTransfer(
+            **{"server_url": "http://h:1", "store": "s", "stream": "policy", **arguments}
+        )

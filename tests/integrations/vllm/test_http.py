@@ -1,4 +1,5 @@
-"""What of vLLM is used: the routes of a server and what its refusals become, and the classes of its plugin."""
+"""What of vLLM is used: the routes of a server and what its refusals become, and the classes of its
+plugin."""
 
 from __future__ import annotations
 
@@ -77,7 +78,12 @@ def test_the_calls_are_those_of_the_routes(handler: tuple[type[Handler], Server]
     ("status", "answer", "words", "hint"),
     [
         (404, {"detail": "Not Found"}, "no route /resume", "VLLM_SERVER_DEV_MODE=1"),
-        (500, {"error": {"message": "'Worker' object has no attribute 'pulse'"}}, "backend pulse", "weight-transfer"),
+        (
+            500,
+            {"error": {"message": "'Worker' object has no attribute 'pulse'"}},
+            "backend pulse",
+            "weight-transfer",
+        ),
         (500, {"error": "boom\n\nand more"}, "refused /resume .500.: boom and more", ""),
         (502, b"<html>", "refused /resume .502.: <html>", ""),
     ],
@@ -99,7 +105,9 @@ def test_a_server_that_is_not_there_may_come_back() -> None:
     assert refusal.value.retryable
 
 
-def test_a_server_that_sends_elsewhere_or_speaks_no_json_is_told(handler: tuple[type[Handler], Server]) -> None:
+def test_a_server_that_sends_elsewhere_or_speaks_no_json_is_told(
+    handler: tuple[type[Handler], Server],
+) -> None:
     """A redirected POST would arrive as a GET, and look like a route that is missing."""
     kind, server = handler
     kind.answers["/resume"] = (307, {"location": "elsewhere"})
@@ -151,7 +159,9 @@ def test_contracts() -> None:
 def test_what_moves_weights_is_refused() -> None:
     def config(group: int = 0, **changes: object) -> SimpleNamespace:
         parallel = SimpleNamespace(enable_eplb=False, enable_elastic_ep=False)
-        offload = SimpleNamespace(offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=group))
+        offload = SimpleNamespace(
+            offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=group)
+        )
         facts = {"parallel_config": parallel, "offload_config": offload, "lora_config": None}
         return SimpleNamespace(**(facts | changes))
 
@@ -167,14 +177,23 @@ def test_what_moves_weights_is_refused() -> None:
             require_fixed_places(found)
 
 
-def test_generations_tell_their_weights_where_the_server_does(handler: tuple[type[Handler], Server]) -> None:
+def test_generations_tell_their_weights_where_the_server_does(
+    handler: tuple[type[Handler], Server],
+) -> None:
     kind, server = handler
     tokens = {"content": [{"logprob": -0.5}, {"logprob": -1.5}]}
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
     choice = {"token_ids": [7, 8], "logprobs": tokens, "weight_versions": spans}
     kind.answers["/inference/v1/generate"] = (200, {"choices": [choice]})
-    assert server.generate([1], {"max_tokens": 2, "seed": 5}) == ([7, 8], [-0.5, -1.5], [("3", 0), ("4", 1)])
-    assert kind.seen[-1][1] == {"token_ids": [1], "sampling_params": {"max_tokens": 2, "seed": 5, "logprobs": 0}}
+    assert server.generate([1], {"max_tokens": 2, "seed": 5}) == (
+        [7, 8],
+        [-0.5, -1.5],
+        [("3", 0), ("4", 1)],
+    )
+    assert kind.seen[-1][1] == {
+        "token_ids": [1],
+        "sampling_params": {"max_tokens": 2, "seed": 5, "logprobs": 0},
+    }
     kind.answers["/inference/v1/generate"] = (403, {"error": "disabled"})
     kind.answers["/v1/models"] = (200, {"data": [{"id": "policy"}]})
     plain = {"index": 0, "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}

@@ -1,5 +1,6 @@
-"""The trainer's side under the base classes of vLLM 0.26 and of 0.27 to 0.32, for which stand-ins do: as much of both
-as `pulse_rl.integrations.vllm.trainer` takes from them. `make test-vllm` has the real 0.32."""
+"""The trainer's side under the base classes of vLLM 0.26 and of 0.27 to 0.32, for which stand-ins
+do: as much of both as `pulse_rl.integrations.vllm.trainer` takes from them. `make test-vllm` has
+the real 0.32."""
 
 from __future__ import annotations
 
@@ -73,21 +74,37 @@ class Tagging(Client):
 
 
 @pytest.mark.parametrize(
-    ("base", "given", "client", "tag"), [(Of026, {"config": "its own"}, Client(), ""), (Of027, {}, Tagging(), " 0")]
+    ("base", "given", "client", "tag"),
+    [(Of026, {"config": "its own"}, Client(), ""), (Of027, {}, Tagging(), " 0")],
 )
 def test_both_released_shapes(
-    base: type, given: dict[str, str], client: Client, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: type,
+    given: dict[str, str],
+    client: Client,
+    tag: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = {"TrainerWeightTransferEngine": base, "TrainerInitInfo": InitInfo, "WeightSource": object}
+    names = {
+        "TrainerWeightTransferEngine": base,
+        "TrainerInitInfo": InitInfo,
+        "WeightSource": object,
+    }
     trainers = Factory()
     for path in ("vllm", "vllm.distributed", BASE.rpartition(".")[0], BASE, FACTORY):
         monkeypatch.setitem(sys.modules, path, ModuleType(path))
     for name, value in names.items():
         monkeypatch.setattr(sys.modules[BASE], name, value, raising=False)
-    monkeypatch.setattr(sys.modules[FACTORY], "WeightTransferTrainerFactory", trainers, raising=False)
-    monkeypatch.setattr(sys.modules[BASE.rpartition(".")[0]], "factory", sys.modules[FACTORY], raising=False)
+    monkeypatch.setattr(
+        sys.modules[FACTORY], "WeightTransferTrainerFactory", trainers, raising=False
+    )
+    monkeypatch.setattr(
+        sys.modules[BASE.rpartition(".")[0]], "factory", sys.modules[FACTORY], raising=False
+    )
     monkeypatch.delitem(sys.modules, TRAINER, raising=False)
-    monkeypatch.setitem(sys.modules, TRAINER, importlib.import_module(TRAINER))  # to be forgotten afterwards
+    monkeypatch.setitem(
+        sys.modules, TRAINER, importlib.import_module(TRAINER)
+    )  # to be forgotten afterwards
 
     info = sys.modules[TRAINER].PulseTrainerInitInfo(str(tmp_path), "policy", rank=0)
     kind, weight = trainers._registry["pulse"](), torch.ones(4, dtype=torch.bfloat16)

@@ -38,7 +38,8 @@ public:
         const Tables& t = tables();
         size_t i = t.start[size_t(place >> kStartShift)];
         while (t.survival[i + 1] > place) i++;
-        const uint64_t missing = t.survival[i] - place, rest = (missing * t.inverse[i]) >> kInverseShift;
+        const uint64_t missing = t.survival[i] - place,
+                       rest = (missing * t.inverse[i]) >> kInverseShift;
         return std::min(half(), (((uint64_t(i) << kRestBits) + rest) * beta_) >> (kRestBits + 10));
     }
 
@@ -59,7 +60,8 @@ private:
     }
 
     // missing is below 2^34, the longest step, so that its product with an inverse fits.
-    static constexpr int kInverseShift = 29, kStartShift = 28, kStarts = 1 << (kScaleBits - kStartShift);
+    static constexpr int kInverseShift = 29, kStartShift = 28,
+                         kStarts = 1 << (kScaleBits - kStartShift);
     struct Tables {
         uint64_t survival[kSteps + 1];  // of H = beta i / 1024
         uint32_t inverse[kSteps];       // 2^(18 + 29) / the step to the next, rounded down
@@ -71,7 +73,8 @@ private:
                 survival[i] = s;
             }
             for (int i = 0; i < kSteps; i++) {
-                inverse[i] = uint32_t((uint64_t(1) << (kRestBits + kInverseShift)) / (survival[i] - survival[i + 1]));
+                inverse[i] = uint32_t((uint64_t(1) << (kRestBits + kInverseShift)) /
+                                      (survival[i] - survival[i + 1]));
             }
             int i = kSteps - 1;
             for (int g = 0; g < kStarts; g++) {

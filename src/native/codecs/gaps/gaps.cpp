@@ -15,7 +15,8 @@ namespace {
 
 // The adaptive models of a block; the same on both sides.
 struct Models {
-    std::array<AdaptiveBit, 4> against;  // is the sign against the majority of the row's changes so far?
+    std::array<AdaptiveBit, 4>
+        against;  // is the sign against the majority of the row's changes so far?
     LevelModels levels;
     SizeModels sizes;
 };
@@ -23,8 +24,8 @@ struct Models {
 }  // namespace
 
 template <class U>
-Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementKind& kind, const std::vector<Run>& runs,
-                    HistoryEncoder* recall) {
+Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
+                    const std::vector<Run>& runs, HistoryEncoder* recall) {
     const ClassOf cls{kind.shift, kind.mask};
     const std::vector<uint32_t>& positions = changes.positions;
     Encoded result{{}, positions.size()};
@@ -44,13 +45,15 @@ Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementK
     models.sizes.expect(plan.levels);
     const Weights weights(plan.levels, plan.boost);
 
-    Writer coded = std::move(side);  // unlike `side` seen by nobody else, so that it is kept in registers
+    Writer coded =
+        std::move(side);  // unlike `side` seen by nobody else, so that it is kept in registers
     PositionWriter<U> writer(old, cls, weights, runs, recall ? recall->marks() : nullptr);
     int balance = 0;  // steps up less steps down in this row so far
     for (size_t i = 0; i < positions.size(); i++) {
         const U before = changes.before[i];
         if (writer.write(coded.coder, positions[i])) balance = 0;
-        const U step = U(to_ordered(changes.values[i], kind.floating) - to_ordered(before, kind.floating));
+        const U step =
+            U(to_ordered(changes.values[i], kind.floating) - to_ordered(before, kind.floating));
         const bool down = step >> (8 * sizeof(U) - 1);
         coded.bit(models.against[std::min(std::abs(balance), 3)], down != (balance < 0));
         balance += down ? -1 : 1;
@@ -61,8 +64,8 @@ Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementK
     return result;
 }
 
-template Encoded encode_gaps(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&, const std::vector<Run>&,
-                             HistoryEncoder*);
+template Encoded encode_gaps(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&,
+                             const std::vector<Run>&, HistoryEncoder*);
 template Encoded encode_gaps(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
                              const std::vector<Run>&, HistoryEncoder*);
 template Encoded encode_gaps(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
@@ -71,8 +74,8 @@ template Encoded encode_gaps(const uint32_t*, const BlockChanges<uint32_t>&, con
 namespace {
 
 template <class U>
-Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind, const std::vector<Run>& runs,
-               HistoryDecoder* recall) {
+Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind,
+               const std::vector<Run>& runs, HistoryDecoder* recall) {
     const ClassOf cls{kind.shift, kind.mask};
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
@@ -103,7 +106,8 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     result.values.resize(changed * sizeof(U));
     result.before.resize(changed * sizeof(U));
     uint32_t* const found = result.positions.data();
-    U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
+    U* const values =
+        reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
     U* const replaced = reinterpret_cast<U*>(result.before.data());
     Reader coded = side;  // unlike `side` seen by nobody else, so that it is kept in registers
     PositionReader<U> reader(old, cls, weights, runs, recall ? recall->marks() : nullptr);
@@ -111,9 +115,11 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     for (size_t i = 0; i < changed; i++) {
         if (reader.read(coded)) balance = 0;
         const U before = old[reader.position()];
-        const bool down = coded.bit(models.against[std::min(std::abs(balance), 3)], false) != (balance < 0);
+        const bool down =
+            coded.bit(models.against[std::min(std::abs(balance), 3)], false) != (balance < 0);
         balance += down ? -1 : 1;
-        const U length = U(code_size(coded, models.sizes, int(cls(before)), 0)), step = down ? U(-length) : length;
+        const U length = U(code_size(coded, models.sizes, int(cls(before)), 0)),
+                step = down ? U(-length) : length;
         if (length == 0) throw Malformed("a change by nothing");
         values[i] = from_ordered(U(to_ordered(before, kind.floating) + step), kind.floating);
         found[i] = uint32_t(reader.position());
@@ -130,7 +136,8 @@ Decoded decode_gaps(const uint8_t* payload, size_t size, const void* old, const 
     switch (kind.width) {
         case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs, recall);
         case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs, recall);
-        default: return decode(payload, size, static_cast<const uint32_t*>(old), kind, runs, recall);
+        default:
+            return decode(payload, size, static_cast<const uint32_t*>(old), kind, runs, recall);
     }
 }
 

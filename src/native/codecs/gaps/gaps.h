@@ -16,8 +16,8 @@ struct BlockChanges;
 class HistoryDecoder;
 class HistoryEncoder;
 template <class U>
-Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementKind& kind, const std::vector<Run>& runs,
-                    HistoryEncoder* recall = nullptr);
+Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
+                    const std::vector<Run>& runs, HistoryEncoder* recall = nullptr);
 
 // Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
 Decoded decode_gaps(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,

@@ -18,8 +18,8 @@ namespace pulse {
 template <class U>
 class PositionWriter {
 public:
-    PositionWriter(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs,
-                   MaskWords marks = nullptr)
+    PositionWriter(const U* elements, ClassOf cls, const Weights& weights,
+                   const std::vector<Run>& runs, MaskWords marks = nullptr)
         : elements_(elements), cls_(cls), weights_(weights), run_(runs.data()), marks_(marks) {}
 
     // True where `position` is the first one of its row.
@@ -58,7 +58,8 @@ public:
 
 private:
     void pass(size_t to, bool live) {
-        waited_ += weight_sum(elements_ + base_ + at_, to - at_, cls_, weights_, live, marks_, base_ + at_);
+        waited_ += weight_sum(elements_ + base_ + at_, to - at_, cls_, weights_, live, marks_,
+                              base_ + at_);
         at_ = to;
     }
 
@@ -77,8 +78,8 @@ private:
 template <class U>
 class PositionReader {
 public:
-    PositionReader(const U* elements, ClassOf cls, const Weights& weights, const std::vector<Run>& runs,
-                   MaskWords marks = nullptr)
+    PositionReader(const U* elements, ClassOf cls, const Weights& weights,
+                   const std::vector<Run>& runs, MaskWords marks = nullptr)
         : elements_(elements),
           cls_(cls),
           weights_(weights),
@@ -108,11 +109,15 @@ public:
             const U* elements = elements_ + base_;
             const size_t limit = live_ ? row_end_ : size_t(run_->elements);
             const uint32_t* weight_of = weights_.of[live_].data();
-            size_t at = at_ + weight_skip(elements + at_, limit - at_, cls_, weights_, live_, waited, target, marks_,
-                                          base_ + at_);
-            const uint64_t marked = marks_ ? marks_from(marks_, base_ + at) : 0;  // those that are looked at below
-            const auto weight_at = [&](size_t k) { return marked >> k & 1 ? 0 : weight_of[cls_(elements[at + k])]; };
-            if (at + 8 <= limit) {  // in these eight; counted without branches, which could not be predicted
+            size_t at = at_ + weight_skip(elements + at_, limit - at_, cls_, weights_, live_,
+                                          waited, target, marks_, base_ + at_);
+            const uint64_t marked =
+                marks_ ? marks_from(marks_, base_ + at) : 0;  // those that are looked at below
+            const auto weight_at = [&](size_t k) {
+                return marked >> k & 1 ? 0 : weight_of[cls_(elements[at + k])];
+            };
+            if (at + 8 <=
+                limit) {  // in these eight; counted without branches, which could not be predicted
                 const uint64_t rest = target - waited;
                 uint64_t sum = 0, passed = 0;
                 size_t before = 0;
@@ -150,7 +155,8 @@ public:
                 at_ = row_end_ = 0;
             }
         }
-        if (waited < escaped || weight == 0) throw Malformed("a change at an element that cannot change");
+        if (waited < escaped || weight == 0)
+            throw Malformed("a change at an element that cannot change");
         const uint64_t high = waiting_.survival(waited - escaped);
         if (place >= high) throw Malformed("a change outside its interval");
         side.next_symbol();

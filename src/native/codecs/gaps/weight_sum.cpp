@@ -7,7 +7,8 @@
 #endif
 #include <immintrin.h>
 #define PULSE_VBMI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi")))
-#define PULSE_VBMI_INLINE inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,avx512vbmi")))
+#define PULSE_VBMI_INLINE \
+    inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,avx512vbmi")))
 
 namespace pulse {
 namespace {
@@ -22,8 +23,9 @@ PULSE_VBMI_INLINE __m512i classes(const uint16_t* p, size_t count, __m128i shift
     const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
     const __m512i low = _mm512_maskz_loadu_epi16(__mmask32(there), p);
     const __m512i high = _mm512_maskz_loadu_epi16(__mmask32(there >> 32), p + 32);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(_mm512_srl_epi16(low, shift))),
-                              _mm512_cvtepi16_epi8(_mm512_srl_epi16(high, shift)), 1);
+    return _mm512_inserti64x4(
+        _mm512_castsi256_si512(_mm512_cvtepi16_epi8(_mm512_srl_epi16(low, shift))),
+        _mm512_cvtepi16_epi8(_mm512_srl_epi16(high, shift)), 1);
 }
 PULSE_VBMI_INLINE __m512i classes(const uint32_t* p, size_t count, __m128i shift) {
     const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
@@ -40,15 +42,16 @@ constexpr size_t kAhead = 2048;
 
 // The weights of eight eights of elements, `count` of which are there, without those that are `marked`.
 template <class U>
-PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
-                                 uint64_t marked) {
+PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const Weights& weights,
+                                 bool live, uint64_t marked) {
     const uint64_t there = (count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0)) & ~marked;
     for (size_t at = 0; at < 64 * sizeof(U); at += 64)
         __builtin_prefetch(reinterpret_cast<const uint8_t*>(p) + kAhead + at);
-    const __m512i found =
-        _mm512_and_si512(classes(p, count, _mm_cvtsi32_si128(cls.shift)), _mm512_set1_epi8(char(cls.mask)));
+    const __m512i found = _mm512_and_si512(classes(p, count, _mm_cvtsi32_si128(cls.shift)),
+                                           _mm512_set1_epi8(char(cls.mask)));
     const __m512i index = _mm512_sub_epi8(found, _mm512_set1_epi8(char(weights.first)));
-    const __mmask64 known = _mm512_cmplt_epu8_mask(index, _mm512_set1_epi8(char(sizeof(U) == 1 ? 128 : 64))) & there;
+    const __mmask64 known =
+        _mm512_cmplt_epu8_mask(index, _mm512_set1_epi8(char(sizeof(U) == 1 ? 128 : 64))) & there;
     __m512i sum = _mm512_setzero_si512();
     for (int k = 0; k < 4; k++) {
         const __m512i plane = _mm512_loadu_si512(weights.planes[live][k]);
@@ -59,14 +62,16 @@ PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const We
         } else {
             bytes = _mm512_maskz_permutexvar_epi8(known, index, plane);
         }
-        sum = _mm512_add_epi64(sum, _mm512_slli_epi64(_mm512_sad_epu8(bytes, _mm512_setzero_si512()), unsigned(8 * k)));
+        sum = _mm512_add_epi64(
+            sum,
+            _mm512_slli_epi64(_mm512_sad_epu8(bytes, _mm512_setzero_si512()), unsigned(8 * k)));
     }
     return sum;
 }
 
 template <bool kMarked, class U>
-PULSE_VBMI uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MaskWords marks,
-                           size_t first) {
+PULSE_VBMI uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                           MaskWords marks, size_t first) {
     __m512i sum = _mm512_setzero_si512();
     for (size_t at = 0; at < count; at += 64) {
         const uint64_t marked = kMarked ? marks_from(marks, first + at) : 0;
@@ -76,18 +81,20 @@ PULSE_VBMI uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights&
 }
 
 template <bool kMarked, class U>
-PULSE_VBMI size_t skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, uint64_t& waited,
-                       uint64_t target, MaskWords marks, size_t first_of_block) {
+PULSE_VBMI size_t skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                       uint64_t& waited, uint64_t target, MaskWords marks, size_t first_of_block) {
     const __m512i zero = _mm512_setzero_si512();
     size_t at = 0;
     while (at + 8 <= count) {
         const size_t here = count - at < 64 ? (count - at) & ~size_t(7) : 64;
         const uint64_t marked = kMarked ? marks_from(marks, first_of_block + at) : 0;
-        __m512i passed = eights(p + at, here, cls, weights, live, marked);  // becomes the sums up to each eight
+        __m512i passed =
+            eights(p + at, here, cls, weights, live, marked);  // becomes the sums up to each eight
         passed = _mm512_add_epi64(passed, _mm512_alignr_epi64(passed, zero, 7));
         passed = _mm512_add_epi64(passed, _mm512_alignr_epi64(passed, zero, 6));
         passed = _mm512_add_epi64(passed, _mm512_alignr_epi64(passed, zero, 4));
-        const __mmask8 reached = _mm512_cmpge_epu64_mask(passed, _mm512_set1_epi64(int64_t(target - waited)));
+        const __mmask8 reached =
+            _mm512_cmpge_epu64_mask(passed, _mm512_set1_epi64(int64_t(target - waited)));
         alignas(64) uint64_t sums[8];
         _mm512_store_si512(sums, passed);
         if (reached) {
@@ -111,14 +118,14 @@ bool has_weight_vectors() {
 }
 
 template <class U>
-uint64_t vector_weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MaskWords marks,
-                           size_t first) {
+uint64_t vector_weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                           MaskWords marks, size_t first) {
     return marks ? sum_of<true>(p, count, cls, weights, live, marks, first)
                  : sum_of<false>(p, count, cls, weights, live, marks, first);
 }
 template <class U>
-size_t vector_weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, uint64_t& waited,
-                          uint64_t target, MaskWords marks, size_t first) {
+size_t vector_weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                          uint64_t& waited, uint64_t target, MaskWords marks, size_t first) {
     return marks ? skip<true>(p, count, cls, weights, live, waited, target, marks, first)
                  : skip<false>(p, count, cls, weights, live, waited, target, marks, first);
 }
@@ -134,7 +141,8 @@ uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool, Mask
     return 0;
 }
 template <class U>
-size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, uint64_t, MaskWords, size_t) {
+size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, uint64_t,
+                          MaskWords, size_t) {
     return 0;
 }
 
@@ -145,10 +153,11 @@ namespace pulse {
 
 bool weight_vectors = has_weight_vectors();
 
-#define PULSE_FOR(U)                                                                                         \
-    template uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool, MaskWords, size_t); \
-    template size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, uint64_t, \
-                                       MaskWords, size_t);
+#define PULSE_FOR(U)                                                                               \
+    template uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool,           \
+                                        MaskWords, size_t);                                        \
+    template size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, \
+                                       uint64_t, MaskWords, size_t);
 PULSE_FOR(uint8_t)
 PULSE_FOR(uint16_t)
 PULSE_FOR(uint32_t)

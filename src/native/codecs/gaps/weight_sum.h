@@ -12,11 +12,11 @@ extern bool weight_vectors;
 // For `narrow` weights, or `wide` ones of elements of one byte. Without the marked elements, where there are marks; `first` is the
 // number of `p` in its block.
 template <class U>
-uint64_t vector_weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MaskWords marks,
-                           size_t first);
+uint64_t vector_weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                           MaskWords marks, size_t first);
 template <class U>
-size_t vector_weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, uint64_t& waited,
-                          uint64_t target, MaskWords marks, size_t first);
+size_t vector_weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                          uint64_t& waited, uint64_t target, MaskWords marks, size_t first);
 
 template <class U>
 inline bool use_weight_vectors(const Weights& weights) {
@@ -24,8 +24,8 @@ inline bool use_weight_vectors(const Weights& weights) {
 }
 
 template <class U>
-inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, MaskWords marks,
-                           size_t first) {
+inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                           MaskWords marks, size_t first) {
     if (count > 16 && use_weight_vectors<U>(weights)) {
         return vector_weight_sum(p, count, cls, weights, live, marks, first);
     }
@@ -35,8 +35,8 @@ inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const Weights&
 
 // The first eights one at a time: where changes are many, the next one is there.
 template <class U>
-inline size_t weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live, uint64_t& waited,
-                          uint64_t target, MaskWords marks, size_t first) {
+inline size_t weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                          uint64_t& waited, uint64_t target, MaskWords marks, size_t first) {
     const uint32_t* of = weights.of[live].data();
     const auto plain = [&](size_t most) {
         return marks ? plain_weight_skip(p, most, cls, of, waited, target, marks, first)
@@ -45,7 +45,8 @@ inline size_t weight_skip(const U* p, size_t count, ClassOf cls, const Weights& 
     if (count > 16 && use_weight_vectors<U>(weights)) {
         const size_t at = plain(16);
         if (at < 16) return at;
-        return at + vector_weight_skip(p + at, count - at, cls, weights, live, waited, target, marks, first + at);
+        return at + vector_weight_skip(p + at, count - at, cls, weights, live, waited, target,
+                                       marks, first + at);
     }
     return plain(count);
 }

@@ -20,9 +20,11 @@ constexpr uint8_t kBySparse = 128;     // beside the number of windows
 
 // How many of the last windows are worth their time: those that remember at most `kMostRemembered` elements for each
 // change, and none where few of the changes are remembered. Looks at the start of the block.
-size_t worthwhile(const std::vector<Window>& history, const std::vector<uint32_t>& changes, uint64_t elements) {
+size_t worthwhile(const std::vector<Window>& history, const std::vector<uint32_t>& changes,
+                  uint64_t elements) {
     uint64_t end = std::min(std::max<uint64_t>(elements / 16, 1 << 16), elements);
-    size_t changed = size_t(std::lower_bound(changes.begin(), changes.end(), end) - changes.begin());
+    size_t changed =
+        size_t(std::lower_bound(changes.begin(), changes.end(), end) - changes.begin());
     if (changed < 64) end = elements, changed = changes.size();
     const RememberedCount counts = count_remembered(history, end, changes.data(), changed);
     if (double(counts.of_changed) <= kWorthwhile * double(changed)) return 0;
@@ -46,14 +48,16 @@ struct Parted {
 };
 
 template <class U>
-PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered, size_t count, bool floating,
-                       Parted<U>& parts) {
+PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered, size_t count,
+                       bool floating, Parted<U>& parts) {
     const size_t n = all.positions.size();
     HitSteps& recalled = parts.recalled;
     BlockChanges<U>& others = parts.others;
     const auto resize = [&](size_t of_mine, size_t of_theirs) {
-        recalled.which.resize(of_mine), recalled.sizes.resize(of_mine), recalled.downs.resize(of_mine);
-        others.positions.resize(of_theirs), others.before.resize(of_theirs), others.values.resize(of_theirs);
+        recalled.which.resize(of_mine), recalled.sizes.resize(of_mine),
+            recalled.downs.resize(of_mine);
+        others.positions.resize(of_theirs), others.before.resize(of_theirs),
+            others.values.resize(of_theirs);
     };
     resize(count + 1, n - count + 1);
     const ElementMask& marks = remembered.marks;
@@ -63,7 +67,8 @@ PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered,
         const U step = U(to_ordered(all.values[i], floating) - to_ordered(all.before[i], floating));
         const bool down = step >> (8 * sizeof(U) - 1);
         recalled.which[mine] = uint32_t(marks.before(at));
-        recalled.sizes[mine] = std::max<U>(down ? U(-step) : step, 1);  // 0 if the element was written meanwhile
+        recalled.sizes[mine] =
+            std::max<U>(down ? U(-step) : step, 1);  // 0 if the element was written meanwhile
         recalled.downs[mine] = down;
         others.positions[theirs] = at;
         others.before[theirs] = all.before[i];
@@ -76,8 +81,8 @@ PULSE_CLONES void part(const BlockChanges<U>& all, const Remembered& remembered,
 
 // What is known of the others. What is remembered has no weight there.
 template <class U>
-void count_others(const BlockStatistics& all, const HistoryEncoder& recall, ClassOf cls, const std::vector<Run>& runs,
-                  BlockChanges<U>& others) {
+void count_others(const BlockStatistics& all, const HistoryEncoder& recall, ClassOf cls,
+                  const std::vector<Run>& runs, BlockChanges<U>& others) {
     others.statistics = all;
     others.statistics.changes.fill(0);
     others.statistics.live_elements = others.statistics.live_changes = 0;
@@ -126,7 +131,8 @@ struct ChangeLists {
 // turn it is, and of a choice a compiler makes a branch.
 template <class U>
 PULSE_CLONES Decoded merged(Decoded first, Decoded second) {
-    const size_t n_first = first.positions.size(), n_second = second.positions.size(), all = n_first + n_second;
+    const size_t n_first = first.positions.size(), n_second = second.positions.size(),
+                 all = n_first + n_second;
     Decoded result;
     result.positions.resize(all);
     result.values.resize(all * sizeof(U));
@@ -149,10 +155,12 @@ PULSE_CLONES Decoded merged(Decoded first, Decoded second) {
 
 // The changes that are the steps of remembered elements.
 template <class U>
-PULSE_CLONES Decoded changes_of(const HistoryHits& known, const HitSteps& steps, const U* old, bool floating) {
+PULSE_CLONES Decoded changes_of(const HistoryHits& known, const HitSteps& steps, const U* old,
+                                bool floating) {
     Decoded result;
     const size_t n = steps.which.size();
-    result.positions.resize(n), result.values.resize(n * sizeof(U)), result.before.resize(n * sizeof(U));
+    result.positions.resize(n), result.values.resize(n * sizeof(U)),
+        result.before.resize(n * sizeof(U));
     const ChangeLists<U> to(result);
     const uint32_t* const positions = known.remembered.positions.get();
     bool sane = true;
@@ -171,8 +179,8 @@ PULSE_CLONES Decoded changes_of(const HistoryHits& known, const HitSteps& steps,
 
 // The changes that a payload behind its first three bytes says, by what is known of the elements that changed lately.
 template <class U>
-Decoded decode_known(const HistoryHits& known, bool by_sparse, const uint8_t* payload, size_t size, const U* old,
-                     const ElementKind& kind, const std::vector<Run>& runs) {
+Decoded decode_known(const HistoryHits& known, bool by_sparse, const uint8_t* payload, size_t size,
+                     const U* old, const ElementKind& kind, const std::vector<Run>& runs) {
     HistoryDecoder recall(known);
     Decoded others = by_sparse ? decode_sparse(payload, size, old, kind, runs, &recall)
                                : decode_gaps(payload, size, old, kind, runs, &recall);
@@ -185,8 +193,9 @@ Decoded decode_known(const HistoryHits& known, bool by_sparse, const uint8_t* pa
 }  // namespace
 
 template <class U>
-bool encode_history(const std::vector<Window>& history, const U* old, const BlockChanges<U>& changes,
-                    const ElementKind& kind, const std::vector<Run>& runs, bool few, std::vector<uint8_t>& payload,
+bool encode_history(const std::vector<Window>& history, const U* old,
+                    const BlockChanges<U>& changes, const ElementKind& kind,
+                    const std::vector<Run>& runs, bool few, std::vector<uint8_t>& payload,
                     Decoded* proved) {
     const uint64_t elements = changes.statistics.elements;
     const ClassOf cls{kind.shift, kind.mask};
@@ -204,16 +213,20 @@ bool encode_history(const std::vector<Window>& history, const U* old, const Bloc
     for (int x : {windows, known.first, known.count - 1}) payload.push_back(uint8_t(x));
     HistoryEncoder recall(known, parts.recalled);
     count_others(changes.statistics, recall, cls, runs, parts.others);
-    const std::vector<uint8_t> rest = by_gaps ? encode_gaps(old, parts.others, kind, runs, &recall).payload
-                                              : encode_sparse(old, parts.others, kind, runs, &recall).payload;
+    const std::vector<uint8_t> rest =
+        by_gaps ? encode_gaps(old, parts.others, kind, runs, &recall).payload
+                : encode_sparse(old, parts.others, kind, runs, &recall).payload;
     payload.insert(payload.end(), rest.begin(), rest.end());
-    if (proved) *proved = decode_known(known, !by_gaps, payload.data() + 3, payload.size() - 3, old, kind, runs);
+    if (proved)
+        *proved =
+            decode_known(known, !by_gaps, payload.data() + 3, payload.size() - 3, old, kind, runs);
     return true;
 }
 
-#define PULSE_FOR(U)                                                                                               \
-    template bool encode_history(const std::vector<Window>&, const U*, const BlockChanges<U>&, const ElementKind&, \
-                                 const std::vector<Run>&, bool, std::vector<uint8_t>&, Decoded*);
+#define PULSE_FOR(U)                                                                           \
+    template bool encode_history(const std::vector<Window>&, const U*, const BlockChanges<U>&, \
+                                 const ElementKind&, const std::vector<Run>&, bool,            \
+                                 std::vector<uint8_t>&, Decoded*);
 PULSE_FOR(uint8_t)
 PULSE_FOR(uint16_t)
 PULSE_FOR(uint32_t)
@@ -240,12 +253,14 @@ Decoded decode(const std::vector<Window>& history, const uint8_t* data, size_t s
 
 }  // namespace
 
-Decoded decode_history(const std::vector<Window>& history, const uint8_t* payload, size_t size, const void* old,
-                       const ElementKind& kind, const std::vector<Run>& runs) {
+Decoded decode_history(const std::vector<Window>& history, const uint8_t* payload, size_t size,
+                       const void* old, const ElementKind& kind, const std::vector<Run>& runs) {
     switch (kind.width) {
         case 1: return decode(history, payload, size, static_cast<const uint8_t*>(old), kind, runs);
-        case 2: return decode(history, payload, size, static_cast<const uint16_t*>(old), kind, runs);
-        default: return decode(history, payload, size, static_cast<const uint32_t*>(old), kind, runs);
+        case 2:
+            return decode(history, payload, size, static_cast<const uint16_t*>(old), kind, runs);
+        default:
+            return decode(history, payload, size, static_cast<const uint32_t*>(old), kind, runs);
     }
 }
 

@@ -21,12 +21,13 @@ constexpr size_t kFewForSparse = 8192;
 // changed before, or their classes are too many to list. `few`: whether `gaps` suits the block better. `proved`, if there is
 // one, gets what the payload says.
 template <class U>
-bool encode_history(const std::vector<Window>& history, const U* old, const BlockChanges<U>& changes,
-                    const ElementKind& kind, const std::vector<Run>& runs, bool few, std::vector<uint8_t>& payload,
+bool encode_history(const std::vector<Window>& history, const U* old,
+                    const BlockChanges<U>& changes, const ElementKind& kind,
+                    const std::vector<Run>& runs, bool few, std::vector<uint8_t>& payload,
                     Decoded* proved);
 
 // Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
-Decoded decode_history(const std::vector<Window>& history, const uint8_t* payload, size_t size, const void* old,
-                       const ElementKind& kind, const std::vector<Run>& runs);
+Decoded decode_history(const std::vector<Window>& history, const uint8_t* payload, size_t size,
+                       const void* old, const ElementKind& kind, const std::vector<Run>& runs);
 
 }  // namespace pulse

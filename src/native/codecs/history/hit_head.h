@@ -33,7 +33,8 @@ private:
 struct HitHead {
     HistoryTable table;
     RecallModels<uint8_t> levels;
-    int sizes = 0, distances = 0;  // how many levels by class and length follow, from the first class on
+    int sizes = 0,
+        distances = 0;  // how many levels by class and length follow, from the first class on
 
     HitHead() {
         for (auto* all : {&levels.longer, &levels.differs, &levels.less}) all->fill(kNoChance);
@@ -45,8 +46,8 @@ struct HitHead {
 // `there` says which cells have elements, `large` whether a step above 1 is remembered; both sides know it. An encoder chooses by
 // `tallies`.
 template <class Side, class T>
-void code_recall_head(Side& side, HitHead& head, const ByCell<T>& there, bool large, int first, int count,
-                      const RecallModels<Tally>& tallies) {
+void code_recall_head(Side& side, HitHead& head, const ByCell<T>& there, bool large, int first,
+                      int count, const RecallModels<Tally>& tallies) {
     TableModels models;
     code_table(side, models, there, count, head.table);
     RecallModels<uint8_t>& levels = head.levels;
@@ -66,23 +67,28 @@ void code_recall_head(Side& side, HitHead& head, const ByCell<T>& there, bool la
     }
     expected = kNoChance;
     for (int c = first; c < first + count; c++) {
-        expected = std::min(code(longer, levels.longer, tallies.longer, size_t(c), expected) + 2, kNoChance);
+        expected = std::min(code(longer, levels.longer, tallies.longer, size_t(c), expected) + 2,
+                            kNoChance);
     }
     code_count(head.sizes);
     expected = kEven;
     for (int u = first, of_second = kEven; u < first + head.sizes; u++) {
-        expected = std::min(code(further, levels.further, tallies.further, size_t(u), expected) + 2, kNoChance);
+        expected = std::min(code(further, levels.further, tallies.further, size_t(u), expected) + 2,
+                            kNoChance);
         of_second = code(second, levels.second, tallies.second, size_t(u), of_second);
     }
     expected = kEven;
     for (int c = first, of_less = kEven; large && c < first + count; c++) {
-        expected = std::min(code(differs, levels.differs, tallies.differs, size_t(c), expected) + 2, kNoChance);
-        if (levels.differs[size_t(c)] != kNoChance) of_less = code(less, levels.less, tallies.less, size_t(c), of_less);
+        expected = std::min(code(differs, levels.differs, tallies.differs, size_t(c), expected) + 2,
+                            kNoChance);
+        if (levels.differs[size_t(c)] != kNoChance)
+            of_less = code(less, levels.less, tallies.less, size_t(c), of_less);
     }
     if (large) code_count(head.distances);
     expected = kEven;
     for (int u = first; u < first + head.distances; u++) {
-        expected = std::min(code(apart, levels.apart, tallies.apart, size_t(u), expected) + 2, kNoChance);
+        expected =
+            std::min(code(apart, levels.apart, tallies.apart, size_t(u), expected) + 2, kNoChance);
     }
 }
 

@@ -16,13 +16,15 @@ namespace pulse {
 template <class T>
 struct RecallModels {
     std::array<T, 2 * kClasses>
-        turned;                      // does it change in the other direction? By whether it changed in the last version
-    std::array<T, kClasses> longer;  // is a size above 1?
+        turned;  // does it change in the other direction? By whether it changed in the last version
+    std::array<T, kClasses> longer;         // is a size above 1?
     std::array<T, kClasses> differs, less;  // is it other than the last one; is it less?
     std::array<T, kClasses + kMostLength> further, second, apart;
 };
 
-inline size_t turn_of(State state) { return state.cls() + (state.group() > kLastVersion ? size_t(kClasses) : 0); }
+inline size_t turn_of(State state) {
+    return state.cls() + (state.group() > kLastVersion ? size_t(kClasses) : 0);
+}
 
 // The size that is expected of a step, above 1, or 0 where only 1 is likely.
 inline uint32_t expected_size(State state, bool turned) {
@@ -38,7 +40,11 @@ T& unlikely_model(RecallModels<T>& models, size_t cls, uint32_t expected) {
 
 // A size that is other than what is likely: a number, of which the lowest bits are plain.
 struct Unlikely {
-    enum Kind : uint8_t { size, less, more };  // it is the size, or how far this is from the expected one
+    enum Kind : uint8_t {
+        size,
+        less,
+        more
+    };  // it is the size, or how far this is from the expected one
     uint32_t number;
     Kind kind;
     uint8_t plain;  // so many bits
@@ -52,14 +58,16 @@ struct Unlikely {
     // Throws Malformed.
     uint32_t size_near(uint32_t expected) const {
         if (kind == less && number >= expected) throw Malformed("a change by nothing");
-        if (kind == more && number > UINT32_MAX - expected) throw Malformed("a step is out of range");
+        if (kind == more && number > UINT32_MAX - expected)
+            throw Malformed("a step is out of range");
         return kind == less ? expected - number : expected + number;
     }
 };
 
 // All but its plain bits, which are 0 in what is returned. `side` takes models of this kind.
 template <class Side, class T>
-Unlikely code_unlikely(Side& side, RecallModels<T>& models, size_t cls, uint32_t expected, Unlikely value) {
+Unlikely code_unlikely(Side& side, RecallModels<T>& models, size_t cls, uint32_t expected,
+                       Unlikely value) {
     const int length = 31 - __builtin_clz(value.number | 1);
     if (!expected) {
         int n = 1;

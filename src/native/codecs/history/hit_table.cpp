@@ -16,7 +16,9 @@ struct Cell {
     double there, changed;
 };
 
-double bounded_step(double gradient, double curvature) { return std::clamp(gradient / (curvature + 0.3), -2.0, 2.0); }
+double bounded_step(double gradient, double curvature) {
+    return std::clamp(gradient / (curvature + 0.3), -2.0, 2.0);
+}
 
 // Logistic regression on group and class, by Newton's steps on either in turn.
 void fit(const std::vector<Cell>& cells, HistoryTable& table) {
@@ -35,15 +37,19 @@ void fit(const std::vector<Cell>& cells, HistoryTable& table) {
         std::array<double, kGroups> group_gradient{}, group_curvature{};
         for (const Cell& c : cells) {
             const double p = 1 / (1 + std::exp(-(group[c.group] + cls[c.cls])));
-            group_gradient[c.group] += c.changed - c.there * p, group_curvature[c.group] += c.there * p * (1 - p);
+            group_gradient[c.group] += c.changed - c.there * p,
+                group_curvature[c.group] += c.there * p * (1 - p);
         }
-        for (size_t g = 1; g < kGroups; g++) group[g] += bounded_step(group_gradient[g], group_curvature[g]);
+        for (size_t g = 1; g < kGroups; g++)
+            group[g] += bounded_step(group_gradient[g], group_curvature[g]);
         std::array<double, kMostClasses> class_gradient{}, class_curvature{};
         for (const Cell& c : cells) {
             const double p = 1 / (1 + std::exp(-(group[c.group] + cls[c.cls])));
-            class_gradient[c.cls] += c.changed - c.there * p, class_curvature[c.cls] += c.there * p * (1 - p);
+            class_gradient[c.cls] += c.changed - c.there * p,
+                class_curvature[c.cls] += c.there * p * (1 - p);
         }
-        for (size_t k = 0; k < kMostClasses; k++) cls[k] += bounded_step(class_gradient[k], class_curvature[k]);
+        for (size_t k = 0; k < kMostClasses; k++)
+            cls[k] += bounded_step(class_gradient[k], class_curvature[k]);
     }
     const auto rounded = [](double odds) {
         return std::clamp(int(std::lround(odds / kHalfOctave)), -kMostOdds, kMostOdds);
@@ -65,12 +71,14 @@ int level_of_cell(double there, double changed, int usual) {
 
 }  // namespace
 
-void plan_table(const ByCell<uint32_t>& there, const ByCell<uint32_t>& changed, int count, HistoryTable& table) {
+void plan_table(const ByCell<uint32_t>& there, const ByCell<uint32_t>& changed, int count,
+                HistoryTable& table) {
     std::vector<Cell> cells;
     for (size_t g = 1; g < kGroups; g++) {
         for (size_t k = 0; k < size_t(count); k++) {
             if (there[cell_of(g, k)])
-                cells.push_back({g, k, double(there[cell_of(g, k)]), double(changed[cell_of(g, k)])});
+                cells.push_back(
+                    {g, k, double(there[cell_of(g, k)]), double(changed[cell_of(g, k)])});
             table.changes[g] = table.changes[g] || changed[cell_of(g, k)];
         }
     }

@@ -48,7 +48,8 @@ inline int level_of_odds(int odds) { return std::clamp(kEven - odds, 0, kNoChanc
 
 // `there` says which cells have elements, and is known to both sides.
 template <class Side, class T>
-void code_table(Side& side, TableModels& models, const ByCell<T>& there, int count, HistoryTable& table) {
+void code_table(Side& side, TableModels& models, const ByCell<T>& there, int count,
+                HistoryTable& table) {
     const auto bounded = [](int odds) { return std::clamp(odds, -kMostOdds, kMostOdds); };
     int expected = 0;
     for (int k = 0; k < count; k++) {
@@ -82,6 +83,7 @@ void code_table(Side& side, TableModels& models, const ByCell<T>& there, int cou
 }
 
 // What an encoder chooses, by how many elements of each cell there are and how many of them changed.
-void plan_table(const ByCell<uint32_t>& there, const ByCell<uint32_t>& changed, int count, HistoryTable& table);
+void plan_table(const ByCell<uint32_t>& there, const ByCell<uint32_t>& changed, int count,
+                HistoryTable& table);
 
 }  // namespace pulse

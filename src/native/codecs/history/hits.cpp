@@ -13,7 +13,8 @@ struct Listed {
     size_t count;
     int most;
 };
-PULSE_CLONES Listed find_cells(const State* states, size_t n, int first, int count, uint16_t* cells) {
+PULSE_CLONES Listed find_cells(const State* states, size_t n, int first, int count,
+                               uint16_t* cells) {
     uint32_t listed = 0;
     int most = 0;
     for (size_t i = 0; i < n; i++) {

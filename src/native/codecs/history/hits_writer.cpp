@@ -27,7 +27,8 @@ struct LevelWriter {
 template <class T>
 int behind_last(const T& tallies, int first) {
     int behind = 0;
-    for (size_t u = size_t(first); u < tallies.size(); u++) behind = tallies[u].asked ? int(u) + 1 - first : behind;
+    for (size_t u = size_t(first); u < tallies.size(); u++)
+        behind = tallies[u].asked ? int(u) + 1 - first : behind;
     return behind;
 }
 
@@ -43,13 +44,15 @@ Step step_at(const HistoryHits& known, const HitSteps& steps, size_t i) {
     const State state = known.state(steps.which[i]);
     const bool turned = bool(steps.downs[i]) != (state.last() < 0);
     const uint32_t expected = expected_size(state, turned), size = steps.sizes[i];
-    return {
-        state.cls(), turn_of(state), turned, size != std::max(expected, 1u), expected, Unlikely::of(expected, size)};
+    return {state.cls(), turn_of(state),
+            turned,      size != std::max(expected, 1u),
+            expected,    Unlikely::of(expected, size)};
 }
 
 }  // namespace
 
-HistoryEncoder::HistoryEncoder(const HistoryHits& known, const HitSteps& steps) : known_(known), steps_(steps) {
+HistoryEncoder::HistoryEncoder(const HistoryHits& known, const HitSteps& steps)
+    : known_(known), steps_(steps) {
     const auto changed = std::make_unique<ByCell<uint32_t>>();
     for (uint16_t cell : known.cells) there_[cell]++;
     for (uint32_t i : steps.which) (*changed)[known.cells[i]]++;
@@ -59,7 +62,8 @@ HistoryEncoder::HistoryEncoder(const HistoryHits& known, const HitSteps& steps) 
 std::array<uint32_t, kClasses> HistoryEncoder::marked() const {
     std::array<uint32_t, kClasses> of_class{};
     for (size_t g = 1; g < kGroups; g++) {
-        for (size_t k = 0; k < size_t(known_.count); k++) of_class[size_t(known_.first) + k] += there_[cell_of(g, k)];
+        for (size_t k = 0; k < size_t(known_.count); k++)
+            of_class[size_t(known_.first) + k] += there_[cell_of(g, k)];
     }
     return of_class;
 }
@@ -100,7 +104,8 @@ void HistoryEncoder::put_head(std::vector<uint8_t>& out) {
         code_unlikely(tally, *tallies, step.cls, step.expected, step.value);
         unlikely_.push_back({uint8_t(step.cls), step.expected, step.value});
     }
-    head_.sizes = std::max(behind_last(tallies->further, known_.first), behind_last(tallies->second, known_.first));
+    head_.sizes = std::max(behind_last(tallies->further, known_.first),
+                           behind_last(tallies->second, known_.first));
     head_.distances = behind_last(tallies->apart, known_.first);
     Writer side;
     code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, *tallies);
@@ -141,7 +146,8 @@ void HistoryEncoder::put(RansWriter& coder) {
         }
         for (size_t i = begin; i < end; i++) frequencies[i - begin] = of_cells[known_.cells[i]];
         const size_t batches = (end - begin + kRansStates - 1) / kRansStates;
-        std::fill(frequencies.data() + (end - begin), frequencies.data() + batches * kRansStates, uint16_t(0));
+        std::fill(frequencies.data() + (end - begin), frequencies.data() + batches * kRansStates,
+                  uint16_t(0));
         put_bits(coder, frequencies.data(), changes.data(), batches);
         end = begin;
     }

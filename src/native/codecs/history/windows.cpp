@@ -19,7 +19,8 @@ class RecordWriter {
 public:
     // Room for so many changes of a block of so many elements.
     RecordWriter(size_t changes, uint64_t elements)
-        : records_((changes + size_t(elements / kLongestGap) + 1) * kRecordBytes), at_(records_.data()) {}
+        : records_((changes + size_t(elements / kLongestGap) + 1) * kRecordBytes),
+          at_(records_.data()) {}
 
     void put(uint32_t position, uint8_t step, uint8_t cls) {
         for (; position - next_ >= kLongestGap; next_ += kLongestGap) write(kLongestGap, 0, 0);
@@ -142,12 +143,17 @@ size_t most_remembered(const std::vector<Window>& windows, uint64_t elements) {
     return size_t(std::min<uint64_t>(most, elements));
 }
 
-constexpr int kLarge = 5;  // the activity of an element whose last step had a size above 1, at least
+constexpr int kLarge =
+    5;  // the activity of an element whose last step had a size above 1, at least
 
-int group_of(int age, int activity, bool turned) { return 1 + (age * kVigours + activity) * 2 + turned; }
+int group_of(int age, int activity, bool turned) {
+    return 1 + (age * kVigours + activity) * 2 + turned;
+}
 
 // The value of a State, but for its class.
-uint32_t known(int group, int last) { return uint32_t(group | (last < 0) << 7 | uint8_t(last) << 8); }
+uint32_t known(int group, int last) {
+    return uint32_t(group | (last < 0) << 7 | uint8_t(last) << 8);
+}
 
 // What a record of a window of one version makes of a State.
 class Transition {
@@ -164,9 +170,10 @@ public:
             }
             for (int k = 0; k < 8; k++) {
                 const bool large = k & 4, down = k & 2, was_down = k & 1;
-                const int group =
-                    group_of(age, large ? std::max(activity, kLarge) : activity, before && down != was_down);
-                next_[2 * large + down][before + 128 * was_down] = uint8_t(known(group, down ? -1 : 1));
+                const int group = group_of(age, large ? std::max(activity, kLarge) : activity,
+                                           before && down != was_down);
+                next_[2 * large + down][before + 128 * was_down] =
+                    uint8_t(known(group, down ? -1 : 1));
             }
         }
     }
@@ -176,7 +183,8 @@ public:
     }
 
 private:
-    std::array<std::array<uint8_t, 256>, 4> next_{};  // of step and state, the lowest byte of the next one
+    std::array<std::array<uint8_t, 256>, 4>
+        next_{};  // of step and state, the lowest byte of the next one
 };
 
 // What the record of a window of several versions makes of it: the same of any.
@@ -187,7 +195,8 @@ public:
             const int net = int8_t(step), size = std::abs(net), n = int(span);
             const int each = std::max(1, (2 * size + n) / (2 * n));
             const int activity = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
-            next_[size_t(step)] = uint16_t(known(group_of(kAges - 1, activity, false), net < 0 ? -each : each));
+            next_[size_t(step)] =
+                uint16_t(known(group_of(kAges - 1, activity, false), net < 0 ? -each : each));
         }
     }
     PULSE_INLINE uint32_t of(uint32_t, Record record) const {
@@ -229,7 +238,8 @@ std::vector<uint8_t> records(const uint32_t* positions, size_t count, const U* o
     const ClassOf cls{kind.shift, kind.mask};
     RecordWriter writer(count, count ? positions[count - 1] : 0);
     for (size_t i = 0; i < count; i++) {
-        const uint8_t step = uint8_t(to_ordered(now[i], kind.floating) - to_ordered(old[i], kind.floating));
+        const uint8_t step =
+            uint8_t(to_ordered(now[i], kind.floating) - to_ordered(old[i], kind.floating));
         writer.put(positions[i], step, uint8_t(cls(now[i])));
     }
     return writer.finish();
@@ -237,16 +247,18 @@ std::vector<uint8_t> records(const uint32_t* positions, size_t count, const U* o
 
 }  // namespace
 
-std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now,
-                                const ElementKind& kind) {
+std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old,
+                                const void* now, const ElementKind& kind) {
     const auto of = [&](auto zero) {
         using U = decltype(zero);
-        return records(positions, count, static_cast<const U*>(old), static_cast<const U*>(now), kind);
+        return records(positions, count, static_cast<const U*>(old), static_cast<const U*>(now),
+                       kind);
     };
     return kind.width == 1 ? of(uint8_t()) : kind.width == 2 ? of(uint16_t()) : of(uint32_t());
 }
 
-PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Window>& windows, uint64_t elements) {
+PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Window>& windows,
+                                                 uint64_t elements) {
     struct Net {
         uint32_t position;
         uint8_t step, cls;
@@ -269,8 +281,8 @@ PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Window>& wind
     return writer.finish();
 }
 
-RememberedCount count_remembered(const std::vector<Window>& windows, uint64_t end, const uint32_t* positions,
-                                 size_t changed) {
+RememberedCount count_remembered(const std::vector<Window>& windows, uint64_t end,
+                                 const uint32_t* positions, size_t changed) {
     std::vector<uint64_t> seen(size_t(end / 64 + 1));
     RememberedCount found{{0}};
     std::vector<size_t>& counts = found.by_last;
@@ -284,7 +296,8 @@ RememberedCount count_remembered(const std::vector<Window>& windows, uint64_t en
         });
         counts.push_back(count);
     }
-    for (size_t i = 0; i < changed; i++) found.of_changed += seen[positions[i] / 64] >> (positions[i] % 64) & 1;
+    for (size_t i = 0; i < changed; i++)
+        found.of_changed += seen[positions[i] / 64] >> (positions[i] % 64) & 1;
     return found;
 }
 

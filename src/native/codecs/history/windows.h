@@ -45,8 +45,8 @@ struct Remembered {
 };
 
 // The records of what changed. `old` and `now` are the elements at the positions.
-std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old, const void* now,
-                                const ElementKind& kind);
+std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old,
+                                const void* now, const ElementKind& kind);
 
 // One window in place of several that follow each other.
 std::vector<uint8_t> merged_records(const std::vector<Window>& windows, uint64_t elements);
@@ -57,8 +57,8 @@ struct RememberedCount {
     std::vector<size_t> by_last;
     size_t of_changed = 0;
 };
-RememberedCount count_remembered(const std::vector<Window>& windows, uint64_t end, const uint32_t* positions,
-                                 size_t changed);
+RememberedCount count_remembered(const std::vector<Window>& windows, uint64_t end,
+                                 const uint32_t* positions, size_t changed);
 
 // `windows` are in order; the last one ends at the block's old elements.
 Remembered remember(const std::vector<Window>& windows, uint64_t elements);

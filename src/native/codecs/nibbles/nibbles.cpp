@@ -45,7 +45,8 @@ template <class U>
 std::vector<Run> runs_of_nibbles(const std::vector<Run>& runs) {
     std::vector<Run> found;
     for (const Run& run : runs) {
-        found.push_back({kNibbles<U> * run.elements, kNibbles<U> * run.row, kNibbles<U> * run.phase});
+        found.push_back(
+            {kNibbles<U> * run.elements, kNibbles<U> * run.row, kNibbles<U> * run.phase});
     }
     return found;
 }
@@ -85,26 +86,32 @@ std::vector<uint8_t> encode_nibbles(const U* old, const U* now, const BlockChang
                                     const std::vector<Run>& runs, bool asked) {
     const NibbleSteps steps = steps_of(changes);
     // Of an integer that is one number nearly all of its low nibble and some of the next change.
-    if (!asked && 2 * steps.changed > 3 * changes.positions.size() * (sizeof(U) == 1 ? 1 : 2)) return {};
+    if (!asked && 2 * steps.changed > 3 * changes.positions.size() * (sizeof(U) == 1 ? 1 : 2))
+        return {};
     const bool is_signed = steps.single[true] > steps.single[false];
     const size_t count = changes.statistics.elements;
-    const Buffer<uint8_t> before = unpacked(old, count, is_signed), after = unpacked(now, count, is_signed);
+    const Buffer<uint8_t> before = unpacked(old, count, is_signed),
+                          after = unpacked(now, count, is_signed);
     const std::vector<Run> of_nibbles = runs_of_nibbles<U>(runs);
-    const BlockChanges<uint8_t> found = compare_block(before.data.get(), after.data.get(), before.size, of_nibbles,
-                                                      ClassOf{kNibble.shift, kNibble.mask});
+    const BlockChanges<uint8_t> found =
+        compare_block(before.data.get(), after.data.get(), before.size, of_nibbles,
+                      ClassOf{kNibble.shift, kNibble.mask});
     if (found.positions.empty()) return {};
     const bool few = suits_gaps(found.statistics);
-    const std::vector<uint8_t> rest = few ? encode_gaps(before.data.get(), found, kNibble, of_nibbles).payload
-                                          : encode_sparse(before.data.get(), found, kNibble, of_nibbles).payload;
+    const std::vector<uint8_t> rest =
+        few ? encode_gaps(before.data.get(), found, kNibble, of_nibbles).payload
+            : encode_sparse(before.data.get(), found, kNibble, of_nibbles).payload;
     std::vector<uint8_t> payload = {uint8_t((is_signed ? kSigned : 0) | (few ? 0 : kBySparse))};
     payload.insert(payload.end(), rest.begin(), rest.end());
     return payload;
 }
 
-template std::vector<uint8_t> encode_nibbles(const uint8_t*, const uint8_t*, const BlockChanges<uint8_t>&,
-                                             const std::vector<Run>&, bool);
-template std::vector<uint8_t> encode_nibbles(const uint32_t*, const uint32_t*, const BlockChanges<uint32_t>&,
-                                             const std::vector<Run>&, bool);
+template std::vector<uint8_t> encode_nibbles(const uint8_t*, const uint8_t*,
+                                             const BlockChanges<uint8_t>&, const std::vector<Run>&,
+                                             bool);
+template std::vector<uint8_t> encode_nibbles(const uint32_t*, const uint32_t*,
+                                             const BlockChanges<uint32_t>&, const std::vector<Run>&,
+                                             bool);
 
 namespace {
 
@@ -116,8 +123,10 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const std::vector
     const bool is_signed = mode & kSigned;
     const Buffer<uint8_t> before = unpacked(old, elements_of(runs), is_signed);
     const std::vector<Run> of_nibbles = runs_of_nibbles<U>(runs);
-    const Decoded codes = mode & kBySparse ? decode_sparse(data + at, size - at, before.data.get(), kNibble, of_nibbles)
-                                           : decode_gaps(data + at, size - at, before.data.get(), kNibble, of_nibbles);
+    const Decoded codes =
+        mode & kBySparse
+            ? decode_sparse(data + at, size - at, before.data.get(), kNibble, of_nibbles)
+            : decode_gaps(data + at, size - at, before.data.get(), kNibble, of_nibbles);
     // Codes of one element are one change.
     Decoded result;
     const size_t most = codes.positions.size();
@@ -145,8 +154,8 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const std::vector
 
 }  // namespace
 
-Decoded decode_nibbles(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
-                       const std::vector<Run>& runs) {
+Decoded decode_nibbles(const uint8_t* payload, size_t size, const void* old,
+                       const ElementKind& kind, const std::vector<Run>& runs) {
     if (!may_be_nibbles(kind)) throw Malformed("the elements are no packed codes");
     if (kind.width == 1) return decode(payload, size, static_cast<const uint8_t*>(old), runs);
     return decode(payload, size, static_cast<const uint32_t*>(old), runs);

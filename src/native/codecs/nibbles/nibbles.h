@@ -23,7 +23,7 @@ std::vector<uint8_t> encode_nibbles(const U* old, const U* now, const BlockChang
                                     const std::vector<Run>& runs, bool asked);
 
 // Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
-Decoded decode_nibbles(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
-                       const std::vector<Run>& runs);
+Decoded decode_nibbles(const uint8_t* payload, size_t size, const void* old,
+                       const ElementKind& kind, const std::vector<Run>& runs);
 
 }  // namespace pulse

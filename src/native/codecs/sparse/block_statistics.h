@@ -34,7 +34,8 @@ struct BlockStatistics {
         constexpr size_t kSample = 64;
         const size_t stride = elements > (1 << 21) ? 16 : elements > (1 << 18) ? 8 : 1;
         for (size_t at = from; at < to; at += kSample * stride, group_++) {
-            const size_t start = std::min(at + kSample * ((group_ * 2654435769u >> 16) % stride), to),
+            const size_t start =
+                             std::min(at + kSample * ((group_ * 2654435769u >> 16) % stride), to),
                          end = std::min(start + kSample, to);
             for (size_t k = start; k + 2 <= end; k += 2) {
                 seen[0][cls(block[k])]++;
@@ -47,7 +48,8 @@ struct BlockStatistics {
     // How many elements a class has, but for those that are marked.
     double elements_of(size_t cls) const {
         const double scale = double(elements) / double(std::max<uint64_t>(sampled, 1));
-        return std::max<double>(changes[cls], double(seen[0][cls] + seen[1][cls]) * scale - double(marked[cls]));
+        return std::max<double>(changes[cls],
+                                double(seen[0][cls] + seen[1][cls]) * scale - double(marked[cls]));
     }
 
     void count_live(const std::vector<uint32_t>& positions, const std::vector<Run>& runs) {
@@ -55,7 +57,8 @@ struct BlockStatistics {
         uint64_t base = 0;
         size_t i = 0;
         for (const Run& run : runs) {
-            for (size_t row_end = 0; i < positions.size() && positions[i] < base + run.elements; i++) {
+            for (size_t row_end = 0; i < positions.size() && positions[i] < base + run.elements;
+                 i++) {
                 const size_t p = positions[i] - base;
                 if (p < row_end) {
                     live_changes++;
@@ -83,15 +86,17 @@ struct BlockChanges {
 // One walk over old and new, in tiles that stay in the first-level cache: a second look at the new values of the changes
 // would miss the cache once a change.
 template <class U>
-BlockChanges<U> compare_block(const U* old, const U* now, uint64_t elements, const std::vector<Run>& runs,
-                              ClassOf cls) {
+BlockChanges<U> compare_block(const U* old, const U* now, uint64_t elements,
+                              const std::vector<Run>& runs, ClassOf cls) {
     constexpr size_t kWindow = 1 << 13;
     BlockChanges<U> block;
     block.statistics.elements = elements;
     for (size_t tile = 0; tile < elements; tile += kWindow) {
-        const size_t end = std::min<size_t>(tile + kWindow, elements), known = block.positions.size();
-        differing(reinterpret_cast<const uint8_t*>(old + tile), reinterpret_cast<const uint8_t*>(now + tile),
-                  (end - tile) * sizeof(U), int(sizeof(U)), uint32_t(tile), block.positions);
+        const size_t end = std::min<size_t>(tile + kWindow, elements),
+                     known = block.positions.size();
+        differing(reinterpret_cast<const uint8_t*>(old + tile),
+                  reinterpret_cast<const uint8_t*>(now + tile), (end - tile) * sizeof(U),
+                  int(sizeof(U)), uint32_t(tile), block.positions);
         block.before.resize(block.positions.size());
         block.values.resize(block.positions.size());
         for (size_t i = known; i < block.positions.size(); i++) {
@@ -110,9 +115,12 @@ inline CodePlan plan_code(const BlockStatistics& s) {
     plan.levels.fill(kAbsent);
     if (s.live_changes > 8) {
         const double there = double(s.live_changes) / double(s.live_elements + 1);
-        const double elsewhere = double(s.changed - s.live_changes) / double(s.elements - s.live_elements + 1);
-        if (there > 3 * elsewhere) {  // below that it may be the mix of tensors in the block, and a boost would cost
-            while (plan.boost < kMostBoost && there / elsewhere > 1.4142 * double(1 << plan.boost)) plan.boost++;
+        const double elsewhere =
+            double(s.changed - s.live_changes) / double(s.elements - s.live_elements + 1);
+        if (there >
+            3 * elsewhere) {  // below that it may be the mix of tensors in the block, and a boost would cost
+            while (plan.boost < kMostBoost && there / elsewhere > 1.4142 * double(1 << plan.boost))
+                plan.boost++;
         }
     }
     const double live = double(s.live_elements) / double(s.elements);
@@ -122,7 +130,8 @@ inline CodePlan plan_code(const BlockStatistics& s) {
         if (!s.changes[c]) continue;
         last = std::max(last, c);
         plan.first = c;
-        const double nats = -std::log(1 - std::min(s.changes[c] / s.elements_of(size_t(c)), 0.98)) / scale;
+        const double nats =
+            -std::log(1 - std::min(s.changes[c] / s.elements_of(size_t(c)), 0.98)) / scale;
         plan.levels[c] = uint8_t(std::clamp(int(2 * (2 - std::log2(nats)) + 0.5), 0, kMostLevel));
     }
     plan.count = last - plan.first + 1;

@@ -16,9 +16,10 @@
 namespace pulse {
 
 constexpr size_t kBatch = kGroup * kRansStates;  // elements whose groups are said together
-constexpr size_t kTile = size_t(1) << 18;        // elements of which all is said before the next ones
+constexpr size_t kTile = size_t(1) << 18;  // elements of which all is said before the next ones
 constexpr size_t kBatchesOfTile = kTile / kBatch;
-constexpr size_t kBytesInStates = 2 * kRansStates;  // of the plain bits: what the states are at the end of a decoder
+constexpr size_t kBytesInStates =
+    2 * kRansStates;  // of the plain bits: what the states are at the end of a decoder
 
 inline size_t batches_of(size_t count) { return (count + kRansStates - 1) / kRansStates; }
 
@@ -62,6 +63,8 @@ inline MaskWords marks_of_batch(MaskWords marks, size_t batch) {
     return marks ? marks + batch * (kBatch / 64) : nullptr;
 }
 
-inline size_t majority_of(int balance) { return size_t(std::min(std::abs(balance), kMajorities - 1)); }
+inline size_t majority_of(int balance) {
+    return size_t(std::min(std::abs(balance), kMajorities - 1));
+}
 
 }  // namespace pulse

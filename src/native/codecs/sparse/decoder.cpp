@@ -16,8 +16,9 @@ namespace {
 template <class U>
 class TileDecoder {
 public:
-    TileDecoder(RansReader& coder, const U* old, size_t elements, const ElementKind& kind, const std::vector<Run>& runs,
-                const SparseHead& head, const std::vector<int8_t>& shifts, MaskWords marks, size_t changes)
+    TileDecoder(RansReader& coder, const U* old, size_t elements, const ElementKind& kind,
+                const std::vector<Run>& runs, const SparseHead& head,
+                const std::vector<int8_t>& shifts, MaskWords marks, size_t changes)
         : coder_(coder),
           old_(old),
           elements_(elements),
@@ -28,10 +29,12 @@ public:
           weights_(head.rarities),
           balance_(runs) {
         for (size_t c = 0; c < kClasses; c++) longer_[c] = chance(head.longer[c]);
-        positions.resize(changes), before.resize(changes), sizes.resize(changes), downs.resize(changes);
+        positions.resize(changes), before.resize(changes), sizes.resize(changes),
+            downs.resize(changes);
     }
 
-    std::vector<uint32_t> positions, large;  // of changes; the numbers of those whose sizes lack plain bits
+    std::vector<uint32_t> positions,
+        large;  // of changes; the numbers of those whose sizes lack plain bits
     std::vector<U> before, sizes;
     std::vector<uint8_t> downs;
     size_t found = 0;
@@ -46,13 +49,15 @@ public:
 
 private:
     void read_groups(size_t tile) {
-        const size_t first = tile * kBatchesOfTile, end = std::min(first + kBatchesOfTile, shifts_.size());
+        const size_t first = tile * kBatchesOfTile,
+                     end = std::min(first + kBatchesOfTile, shifts_.size());
         groups_.resize((end - first + 1) * kRansStates);
         size_t count = 0;
         for (size_t b = first; b < end; b++) {
             group_frequencies(old_ + b * kBatch, elements_ - b * kBatch, cls_, weights_, shifts_[b],
                               marks_of_batch(marks_, b), frequencies_);
-            count += put_ones(take_bits(coder_, frequencies_), uint32_t(b * kRansStates), &groups_[count]);
+            count += put_ones(take_bits(coder_, frequencies_), uint32_t(b * kRansStates),
+                              &groups_[count]);
         }
         groups_.resize(count);
     }
@@ -71,7 +76,8 @@ private:
         turn_bits(changed, places);
         for (size_t g = 0; g < here; g++) {
             for (uint32_t left = places[g]; left; left &= left - 1) {
-                if (found == positions.size()) throw Malformed("there are more changes than announced");
+                if (found == positions.size())
+                    throw Malformed("there are more changes than announced");
                 const uint32_t at = groups[g] * uint32_t(kGroup) + uint32_t(__builtin_ctz(left));
                 before[found] = old_[at];
                 positions[found++] = at;
@@ -130,20 +136,24 @@ private:
 
 // The plain bits of the sizes: the first bytes are what is left in the states.
 template <class U>
-void add_plain_bits(std::vector<U>& sizes, const std::vector<uint32_t>& large, const RansReader& coder,
-                    const uint8_t* behind, size_t size, HistoryDecoder* recall) {
+void add_plain_bits(std::vector<U>& sizes, const std::vector<uint32_t>& large,
+                    const RansReader& coder, const uint8_t* behind, size_t size,
+                    HistoryDecoder* recall) {
     std::vector<uint8_t> bytes(kBytesInStates + size);
     for (size_t i = 0; i < kRansStates; i++) {
-        if (coder.states[i] >> 16 != 1) throw Malformed("the code is longer or shorter than its elements");
+        if (coder.states[i] >> 16 != 1)
+            throw Malformed("the code is longer or shorter than its elements");
         bytes[2 * i] = uint8_t(coder.states[i]);
         bytes[2 * i + 1] = uint8_t(coder.states[i] >> 8);
     }
     std::copy_n(behind, size, bytes.begin() + kBytesInStates);
     BitReader bits(bytes.data(), bytes.size());
     if (recall) recall->take_plain(bits);
-    for (uint32_t i : large) sizes[i] = U(sizes[i] | bits.take(30 - __builtin_clz(uint32_t(sizes[i]))));
+    for (uint32_t i : large)
+        sizes[i] = U(sizes[i] | bits.take(30 - __builtin_clz(uint32_t(sizes[i]))));
     uint64_t used = bits.taken();
-    if (size && (used + 7) / 8 != bytes.size()) throw Malformed("the plain bits are longer than the sizes");
+    if (size && (used + 7) / 8 != bytes.size())
+        throw Malformed("the plain bits are longer than the sizes");
     for (; used < 8 * uint64_t(bytes.size()); used += 8 - used % 8) {
         if (bytes[used / 8] >> used % 8) throw Malformed("bits behind the last size are not 0");
     }
@@ -158,13 +168,14 @@ size_t take_states(RansReader& coder, const uint8_t* data, size_t size) {
         x = kRansLow << further | bits.take(16 + further);
         used += size_t(20 + further);
     }
-    if (used % 8 && bits.take(int(8 - used % 8))) throw Malformed("bits behind the last state are not 0");
+    if (used % 8 && bits.take(int(8 - used % 8)))
+        throw Malformed("bits behind the last state are not 0");
     return (used + 7) / 8;
 }
 
 template <class U>
-Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind, const std::vector<Run>& runs,
-               HistoryDecoder* recall) {
+Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind,
+               const std::vector<Run>& runs, HistoryDecoder* recall) {
     uint64_t total = 0;
     for (const Run& run : runs) total += run.elements;
     size_t at = 0;
@@ -187,7 +198,8 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     coder.end = words.data() + (size - at);
     const std::vector<int8_t> shifts = batches.by_batch(head.shifts);
     if (recall) recall->take(coder);
-    TileDecoder<U> tiles(coder, old, total, kind, runs, head, shifts, recall ? recall->marks() : nullptr, changed);
+    TileDecoder<U> tiles(coder, old, total, kind, runs, head, shifts,
+                         recall ? recall->marks() : nullptr, changed);
     for (size_t tile = 0; tile * kTile < total; tile++) tiles.read(tile);
     if (tiles.found != changed) throw Malformed("there are fewer changes than announced");
     if (coder.next != coder.end) throw Malformed("the code is longer or shorter than its elements");
@@ -197,12 +209,14 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     result.positions = std::move(tiles.positions);
     result.values.resize(changed * sizeof(U));
     result.before.resize(changed * sizeof(U));
-    U* const values = reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
+    U* const values =
+        reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
     std::copy(tiles.before.begin(), tiles.before.begin() + std::ptrdiff_t(changed),
               reinterpret_cast<U*>(result.before.data()));
     for (size_t i = 0; i < changed; i++) {
         const U step = tiles.downs[i] ? U(-tiles.sizes[i]) : tiles.sizes[i];
-        values[i] = from_ordered(U(to_ordered(tiles.before[i], kind.floating) + step), kind.floating);
+        values[i] =
+            from_ordered(U(to_ordered(tiles.before[i], kind.floating) + step), kind.floating);
     }
     return result;
 }
@@ -214,7 +228,8 @@ Decoded decode_sparse(const uint8_t* payload, size_t size, const void* old, cons
     switch (kind.width) {
         case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs, recall);
         case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs, recall);
-        default: return decode(payload, size, static_cast<const uint32_t*>(old), kind, runs, recall);
+        default:
+            return decode(payload, size, static_cast<const uint32_t*>(old), kind, runs, recall);
     }
 }
 

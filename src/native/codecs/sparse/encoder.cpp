@@ -13,7 +13,8 @@
 namespace pulse {
 namespace {
 
-constexpr size_t kFewChanges = 4096, kManyOf = 16;  // at least so many, and at most one of so many elements
+constexpr size_t kFewChanges = 4096,
+                 kManyOf = 16;  // at least so many, and at most one of so many elements
 constexpr size_t kFewRows = 16;
 
 // The steps of a block's changes.
@@ -27,12 +28,13 @@ struct Steps {
         sizes.resize(n), majorities.resize(n), against.resize(n);
         RowBalance balance(runs);
         for (size_t i = 0; i < n; i++) {
-            const U step =
-                U(to_ordered(changes.values[i], kind.floating) - to_ordered(changes.before[i], kind.floating));
+            const U step = U(to_ordered(changes.values[i], kind.floating) -
+                             to_ordered(changes.before[i], kind.floating));
             const bool down = step >> (8 * sizeof(U) - 1);
             const int majority = balance.at(changes.positions[i]);
             balance.step(down);
-            sizes[i] = std::max<U>(down ? U(-step) : step, 1);  // 0 if the element was written meanwhile
+            sizes[i] =
+                std::max<U>(down ? U(-step) : step, 1);  // 0 if the element was written meanwhile
             majorities[i] = uint8_t(majority_of(majority));
             against[i] = down != (majority < 0);
         }
@@ -40,7 +42,8 @@ struct Steps {
 };
 
 template <class U>
-void choose_chances(SparseHead& head, const BlockChanges<U>& changes, const Steps<U>& steps, ClassOf cls) {
+void choose_chances(SparseHead& head, const BlockChanges<U>& changes, const Steps<U>& steps,
+                    ClassOf cls) {
     std::array<uint32_t, kClasses> longer{};
     std::array<uint32_t, kClasses + kMostLength> asked{}, went_on{}, ended{}, set{};
     uint32_t all[kMajorities] = {}, against[kMajorities] = {};
@@ -64,7 +67,9 @@ void choose_chances(SparseHead& head, const BlockChanges<U>& changes, const Step
         if (!asked[k]) continue;
         head.lengths = u - head.first;
         head.further[k] = uint8_t(level_of(went_on[k], asked[k]));
-        if (ended[k]) head.second[k] = uint8_t(std::min(level_of(set[k] + 0.25, ended[k] + 0.5), kNoChance - 1));
+        if (ended[k])
+            head.second[k] =
+                uint8_t(std::min(level_of(set[k] + 0.25, ended[k] + 0.5), kNoChance - 1));
     }
     for (size_t m = 0; m < kMajorities; m++) {
         head.against[m] = uint8_t(std::min(level_of(against[m] + 0.5, all[m] + 1), kNoChance - 1));
@@ -79,15 +84,16 @@ void choose_rarities(SparseHead& head, const BlockStatistics& s) {
         last = std::max(last, c);
         head.first = c;
         const double nats = -std::log(1 - std::min(changes / s.elements_of(size_t(c)), 0.98));
-        head.rarities[size_t(c)] = uint8_t(std::clamp(int(std::lround(4 * (2 - std::log2(nats)))), 0, kMostRarity));
+        head.rarities[size_t(c)] =
+            uint8_t(std::clamp(int(std::lround(4 * (2 - std::log2(nats)))), 0, kMostRarity));
     }
     head.count = last - head.first + 1;
 }
 
 // How much more often each run changes than its weights say, by a sample of its batches.
 template <class U>
-void choose_shifts(SparseHead& head, const Batches& batches, const U* old, size_t elements, ClassOf cls,
-                   MaskWords marks, const std::vector<uint32_t>& positions) {
+void choose_shifts(SparseHead& head, const Batches& batches, const U* old, size_t elements,
+                   ClassOf cls, MaskWords marks, const std::vector<uint32_t>& positions) {
     constexpr size_t kStride = 8, kFewHits = 8;
     const GroupWeights weights(head.rarities);
     size_t batch = 0, i = 0;
@@ -102,14 +108,16 @@ void choose_shifts(SparseHead& head, const Batches& batches, const U* old, size_
         size_t sampled = 0;
         uint64_t expected = 0;
         for (size_t b = batch; b < end; b += stride, sampled++) {
-            group_frequencies(old + b * kBatch, elements - b * kBatch, cls, weights, 0, marks_of_batch(marks, b),
-                              frequencies);
+            group_frequencies(old + b * kBatch, elements - b * kBatch, cls, weights, 0,
+                              marks_of_batch(marks, b), frequencies);
             for (uint16_t f : frequencies) expected += f;
         }
         int shift = 0;
         if (hits >= kFewHits) {
-            const double all = double(expected) / kRansScale * double(end - batch) / double(sampled);
-            shift = std::clamp(int(std::lround(4 * std::log2(double(hits) / (all + 0.01)))), -kMostShift, kMostShift);
+            const double all =
+                double(expected) / kRansScale * double(end - batch) / double(sampled);
+            shift = std::clamp(int(std::lround(4 * std::log2(double(hits) / (all + 0.01)))),
+                               -kMostShift, kMostShift);
         }
         head.shifts.push_back(int8_t(shift));
         batch = end;
@@ -120,8 +128,9 @@ void choose_shifts(SparseHead& head, const Batches& batches, const U* old, size_
 template <class U>
 class TileEncoder {
 public:
-    TileEncoder(const U* old, size_t elements, ClassOf cls, const BlockChanges<U>& changes, const Steps<U>& steps,
-                const SparseHead& head, const std::vector<int8_t>& shifts, MaskWords marks)
+    TileEncoder(const U* old, size_t elements, ClassOf cls, const BlockChanges<U>& changes,
+                const Steps<U>& steps, const SparseHead& head, const std::vector<int8_t>& shifts,
+                MaskWords marks)
         : old_(old),
           elements_(elements),
           cls_(cls),
@@ -171,7 +180,8 @@ private:
     }
 
     void groups(size_t tile, size_t from, size_t to) {
-        const size_t first = tile * kBatchesOfTile, end = std::min(first + kBatchesOfTile, shifts_.size());
+        const size_t first = tile * kBatchesOfTile,
+                     end = std::min(first + kBatchesOfTile, shifts_.size());
         of_groups_.resize((end - first) * kRansStates);
         for (size_t b = first; b < end; b++) {
             group_frequencies(old_ + b * kBatch, elements_ - b * kBatch, cls_, weights_, shifts_[b],
@@ -256,7 +266,8 @@ std::vector<uint8_t> plain_bits_of(const HistoryEncoder* recall, const std::vect
 
 bool suits_gaps(const BlockStatistics& s) {
     if (s.changed < kFewChanges || s.changed > s.elements / kManyOf) return true;
-    const uint64_t rows = s.changed - s.live_changes;  // with a change: too few say nothing of how rows differ
+    const uint64_t rows =
+        s.changed - s.live_changes;  // with a change: too few say nothing of how rows differ
     return rows >= kFewRows && plan_code(s).boost > 0;
 }
 
@@ -283,7 +294,8 @@ Encoded encode_sparse(const U* old, const BlockChanges<U>& changes, const Elemen
 
     // Bits take 2 bytes at most: one for each group, eight more for those with a change, one for size and sign, and up to 32
     // for a large size.
-    size_t most = 2 * kRansStates * (batches.count() + (kGroup + 2) * (total / kTile + 1)) + kInFront;
+    size_t most =
+        2 * kRansStates * (batches.count() + (kGroup + 2) * (total / kTile + 1)) + kInFront;
     for (U size : steps.sizes) most += 2 * (kGroup + 2 + (size > 1 ? 32 : 0));
     if (recall) most += recall->most_bytes();
     const Buffer<uint8_t> code(most);
@@ -295,7 +307,8 @@ Encoded encode_sparse(const U* old, const BlockChanges<U>& changes, const Elemen
     TileEncoder<U> encoder(old, total, cls, changes, steps, head, shifts, marks);
     size_t to = n;
     for (size_t tile = (total + kTile - 1) / kTile; tile-- > 0;) {
-        const auto first = std::lower_bound(positions.begin(), positions.begin() + std::ptrdiff_t(to), tile * kTile);
+        const auto first = std::lower_bound(positions.begin(),
+                                            positions.begin() + std::ptrdiff_t(to), tile * kTile);
         const size_t from = size_t(first - positions.begin());
         encoder.write(coder, tile, from, to);
         to = from;

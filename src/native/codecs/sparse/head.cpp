@@ -28,7 +28,8 @@ void code_head(Side& side, SparseHead& head) {
         expected = std::min(level + 2, kNoChance);
     }
     side.next_symbol();
-    head.lengths = std::min(int(side.plain(uint32_t(head.lengths), 9)), head.count + kMostLength - 2);
+    head.lengths =
+        std::min(int(side.plain(uint32_t(head.lengths), 9)), head.count + kMostLength - 2);
     expected = kEven;
     int expected_second = kEven;
     for (int u = head.first + 1; u <= head.first + head.lengths; u++) {
@@ -43,7 +44,8 @@ void code_head(Side& side, SparseHead& head) {
         level = uint8_t(code_within(side, against, level, expected, 0, kNoChance - 1));
         expected = level;
     }
-    for (int8_t& shift : head.shifts) shift = int8_t(code_within(side, shifts, shift, 0, -kMostShift, kMostShift));
+    for (int8_t& shift : head.shifts)
+        shift = int8_t(code_within(side, shifts, shift, 0, -kMostShift, kMostShift));
 }
 
 }  // namespace
@@ -58,11 +60,13 @@ void SparseHead::put(std::vector<uint8_t>& out) {
     out.insert(out.end(), code.begin(), code.end());
 }
 
-SparseHead SparseHead::take(const uint8_t* data, size_t size, size_t& at, const ElementKind& kind, size_t runs) {
+SparseHead SparseHead::take(const uint8_t* data, size_t size, size_t& at, const ElementKind& kind,
+                            size_t runs) {
     SparseHead head;
     head.first = take_byte(data, size, at);
     head.count = take_byte(data, size, at) + 1;
-    if (uint32_t(head.first + head.count - 1) > kind.mask) throw Malformed("the block's head is out of range");
+    if (uint32_t(head.first + head.count - 1) > kind.mask)
+        throw Malformed("the block's head is out of range");
     const uint64_t length = take_count(data, size, at);
     if (length > size - at) throw Malformed("the block ends inside its head");
     head.shifts.resize(runs);

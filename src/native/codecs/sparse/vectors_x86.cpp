@@ -8,7 +8,8 @@
 namespace pulse {
 namespace {
 
-PULSE_RANS void put(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits, size_t batches) {
+PULSE_RANS void put(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits,
+                    size_t batches) {
     const __m512i scale = _mm512_set1_epi32(int(kRansScale));
     __m512i x[kVectors];
     for (int v = 0; v < kVectors; v++) x[v] = _mm512_load_si512(coder.states + 16 * v);
@@ -17,11 +18,13 @@ PULSE_RANS void put(RansWriter& coder, const uint16_t* frequencies, const uint64
         __m512i start[kVectors], length[kVectors];
         for (int v = kVectors - 1; v >= 0; v--) {
             const uint16_t* const of = frequencies + b * kRansStates + size_t(16 * v);
-            const __m512i f = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(of)));
+            const __m512i f =
+                _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(of)));
             const __mmask16 here = __mmask16(bits[b] >> (16 * v));
             length[v] = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, f), here, f);
             start[v] = _mm512_mask_mov_epi32(f, here, _mm512_setzero_si512());
-            const __mmask16 full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[v], 32 - kRansBits), length[v]);
+            const __mmask16 full =
+                _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[v], 32 - kRansBits), length[v]);
             put_words(next, full, x[v]);
             x[v] = _mm512_mask_srli_epi32(x[v], full, x[v], 16);
         }
@@ -33,7 +36,8 @@ PULSE_RANS void put(RansWriter& coder, const uint16_t* frequencies, const uint64
 
 // Without branches: nobody can foresee which states want a word.
 PULSE_RANS uint64_t take(RansReader& coder, const uint16_t* frequencies) {
-    const __m512i scale = _mm512_set1_epi32(int(kRansScale)), slots = _mm512_set1_epi32(int(kRansScale - 1));
+    const __m512i scale = _mm512_set1_epi32(int(kRansScale)),
+                  slots = _mm512_set1_epi32(int(kRansScale - 1));
     const __m512i lowest = _mm512_set1_epi32(int(kRansLow));
     __m512i x[kVectors];
     __mmask16 empty[kVectors];
@@ -47,7 +51,8 @@ PULSE_RANS uint64_t take(RansReader& coder, const uint16_t* frequencies) {
         bits |= uint64_t(one) << (16 * v);
         const __m512i length = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, f), one, f);
         const __m512i rest = _mm512_mask_sub_epi32(slot, __mmask16(~one), slot, f);
-        x[v] = _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x[v], kRansBits)), rest);
+        x[v] =
+            _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x[v], kRansBits)), rest);
         empty[v] = _mm512_cmplt_epu32_mask(x[v], lowest);
     }
     const uint8_t* next = coder.next;
@@ -63,7 +68,8 @@ PULSE_RANS uint64_t take(RansReader& coder, const uint16_t* frequencies) {
 
 // The low bits of (x >> shift) of 32 elements.
 PULSE_RANS_INLINE __m512i shifted(const uint8_t* p, __m128i shift) {
-    return _mm512_srl_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), shift);
+    return _mm512_srl_epi16(
+        _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), shift);
 }
 PULSE_RANS_INLINE __m512i shifted(const uint16_t* p, __m128i shift) {
     return _mm512_srl_epi16(_mm512_loadu_si512(p), shift);
@@ -98,12 +104,14 @@ struct Lookup {
         __m512i found = _mm512_maskz_permutex2var_epi16(known, low[0], index, high[0]);
         const __mmask32 odd = known & _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
         if constexpr (kTables > 1) {
-            found = _mm512_mask_mov_epi16(found, odd, _mm512_permutex2var_epi16(low[1], index, high[1]));
+            found = _mm512_mask_mov_epi16(found, odd,
+                                          _mm512_permutex2var_epi16(low[1], index, high[1]));
         }
         if constexpr (kTables == 4) {
             const __mmask32 upper = known & _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
             __m512i other = _mm512_permutex2var_epi16(low[2], index, high[2]);
-            other = _mm512_mask_mov_epi16(other, odd, _mm512_permutex2var_epi16(low[3], index, high[3]));
+            other = _mm512_mask_mov_epi16(other, odd,
+                                          _mm512_permutex2var_epi16(low[3], index, high[3]));
             found = _mm512_mask_mov_epi16(found, upper, other);
         }
         return found;
@@ -115,25 +123,29 @@ struct Frequencies {
     __m512i low, high, base;  // the first 32 and the last 32 of kHazardFrequencies
 
     PULSE_RANS_INLINE static Frequencies from(const GroupWeights& weights, int shift) {
-        return {_mm512_loadu_si512(kHazardFrequencies.data()), _mm512_loadu_si512(kHazardFrequencies.data() + 32),
+        return {_mm512_loadu_si512(kHazardFrequencies.data()),
+                _mm512_loadu_si512(kHazardFrequencies.data() + 32),
                 _mm512_set1_epi32(weights.base() + shift - 4 * 127)};
     }
     PULSE_RANS_INLINE __m256i index(__m512i sums) const {
-        const __m512i quarters = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(sums)), 21);
-        const __m512i of = _mm512_max_epi32(_mm512_add_epi32(quarters, base), _mm512_setzero_si512());
+        const __m512i quarters =
+            _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(sums)), 21);
+        const __m512i of =
+            _mm512_max_epi32(_mm512_add_epi32(quarters, base), _mm512_setzero_si512());
         return _mm512_cvtepi32_epi16(_mm512_min_epi32(of, _mm512_set1_epi32(kHazards - 1)));
     }
     PULSE_RANS_INLINE __m512i of(__m512i first, __m512i second) const {
-        const __m512i indices = _mm512_inserti64x4(_mm512_castsi256_si512(index(first)), index(second), 1);
-        const __mmask32 some =
-            __mmask32(_mm512_test_epi32_mask(first, first)) | __mmask32(_mm512_test_epi32_mask(second, second)) << 16;
+        const __m512i indices =
+            _mm512_inserti64x4(_mm512_castsi256_si512(index(first)), index(second), 1);
+        const __mmask32 some = __mmask32(_mm512_test_epi32_mask(first, first)) |
+                               __mmask32(_mm512_test_epi32_mask(second, second)) << 16;
         return _mm512_maskz_permutex2var_epi16(some, low, indices, high);
     }
 };
 
 template <int kTables, bool kMarked, class U>
-PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weights, int shift, MaskWords marks,
-                          uint16_t* frequencies) {
+PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weights, int shift,
+                          MaskWords marks, uint16_t* frequencies) {
     const auto lookup = Lookup<kTables>::from(cls, weights);
     const Frequencies of = Frequencies::from(weights, shift);
     const __m512i ones = _mm512_set1_epi16(1);
@@ -143,13 +155,15 @@ PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weigh
         __m512i pairs[4];
         for (int k = 0; k < 4; k++) {
             const uint32_t marked = kMarked ? uint32_t(marks[2 * v + k / 2] >> (32 * (k % 2))) : 0;
-            pairs[k] = _mm512_madd_epi16(lookup.of(shifted(first + 128 * v + 32 * k, lookup.shift), marked), ones);
+            pairs[k] = _mm512_madd_epi16(
+                lookup.of(shifted(first + 128 * v + 32 * k, lookup.shift), marked), ones);
         }
-        const __m512i a =
-            _mm512_add_epi32(_mm512_unpacklo_epi32(pairs[0], pairs[1]), _mm512_unpackhi_epi32(pairs[0], pairs[1]));
-        const __m512i b =
-            _mm512_add_epi32(_mm512_unpacklo_epi32(pairs[2], pairs[3]), _mm512_unpackhi_epi32(pairs[2], pairs[3]));
-        const __m512i both = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+        const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(pairs[0], pairs[1]),
+                                           _mm512_unpackhi_epi32(pairs[0], pairs[1]));
+        const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(pairs[2], pairs[3]),
+                                           _mm512_unpackhi_epi32(pairs[2], pairs[3]));
+        const __m512i both =
+            _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
         sums[v] = _mm512_permutexvar_epi32(in_order, both);
     }
     _mm512_storeu_si512(frequencies, of.of(sums[0], sums[1]));
@@ -158,18 +172,20 @@ PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weigh
 
 // Eight elements, widened to 16 bits.
 PULSE_RANS_INLINE __m128i eight(const uint8_t* p, __m128i shift) {
-    return _mm_srl_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), shift);
+    return _mm_srl_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))),
+                         shift);
 }
 PULSE_RANS_INLINE __m128i eight(const uint16_t* p, __m128i shift) {
     return _mm_srl_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), shift);
 }
 PULSE_RANS_INLINE __m128i eight(const uint32_t* p, __m128i shift) {
-    return _mm256_cvtepi32_epi16(_mm256_srl_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), shift));
+    return _mm256_cvtepi32_epi16(
+        _mm256_srl_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), shift));
 }
 
 template <int kTables, bool kMarked, class U>
-PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights, MaskWords marks,
-                            const uint32_t* groups) {
+PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls,
+                            const GroupWeights& weights, MaskWords marks, const uint32_t* groups) {
     const auto lookup = Lookup<kTables>::from(cls, weights);
     for (size_t half = 0; half < kRansStates; half += 32) {
         // Row r of four squares of 8 groups by 8 elements; then columns.
@@ -182,7 +198,8 @@ PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls, const
             row = _mm512_inserti32x4(row, eight(block + of[24] * kGroup, lookup.shift), 3);
             uint32_t marked = 0;
             if constexpr (kMarked) {
-                for (size_t k = 0; k < 4; k++) marked |= marks_of_eight(marks, of[8 * k]) << (8 * k);
+                for (size_t k = 0; k < 4; k++)
+                    marked |= marks_of_eight(marks, of[8 * k]) << (8 * k);
             }
             x[r] = lookup.of(row, marked);
         }
@@ -204,39 +221,45 @@ PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls, const
         for (size_t k = 0; k < kGroup; k++) {
             _mm512_store_si512(open.weights[k] + half, y[k]);
             low = _mm512_add_epi32(low, _mm512_cvtepu16_epi32(_mm512_castsi512_si256(y[k])));
-            high = _mm512_add_epi32(high, _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(y[k], 1)));
+            high =
+                _mm512_add_epi32(high, _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(y[k], 1)));
         }
         _mm512_store_si512(open.rest + half, low);
         _mm512_store_si512(open.rest + half + 16, high);
     }
 }
 
-PULSE_RANS void of_open(const OpenGroups& open, size_t k, const GroupWeights& weights, uint16_t* out) {
+PULSE_RANS void of_open(const OpenGroups& open, size_t k, const GroupWeights& weights,
+                        uint16_t* out) {
     const Frequencies of = Frequencies::from(weights, 0);
     const __m512 scale = _mm512_set1_ps(float(kRansScale)), unit = _mm512_set1_ps(1);
-    const __m512 excess = _mm512_set1_ps(weights.excess()), most_excess = _mm512_set1_ps(kMostExcess);
+    const __m512 excess = _mm512_set1_ps(weights.excess()),
+                 most_excess = _mm512_set1_ps(kMostExcess);
     const __m512i one = _mm512_set1_epi32(1), most = _mm512_set1_epi32(int(kRansScale - 1));
     for (size_t half = 0; half < kRansStates; half += 32) {
         __m512i weight[2];
         __m256i share[2];
         for (size_t q = 0; q < 2; q++) {
             const size_t at = half + 16 * q;
-            weight[q] =
-                _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(open.weights[k] + at)));
+            weight[q] = _mm512_cvtepu16_epi32(
+                _mm256_load_si256(reinterpret_cast<const __m256i*>(open.weights[k] + at)));
             const __m512i rest = _mm512_load_si512(open.rest + at);
             const __mmask16 some = _mm512_test_epi32_mask(weight[q], weight[q]);
-            const __m512 ratio = _mm512_maskz_div_ps(some, _mm512_cvtepi32_ps(weight[q]), _mm512_cvtepi32_ps(rest));
+            const __m512 ratio =
+                _mm512_maskz_div_ps(some, _mm512_cvtepi32_ps(weight[q]), _mm512_cvtepi32_ps(rest));
             const __m512 behind = _mm512_cvtepi32_ps(_mm512_sub_epi32(rest, weight[q]));
             const __m512 more = _mm512_min_ps(_mm512_mul_ps(behind, excess), most_excess);
             const __m512 likely = _mm512_mul_ps(ratio, _mm512_add_ps(unit, more));
             __m512i f = _mm512_cvttps_epi32(_mm512_mul_ps(likely, scale));
             f = _mm512_min_epi32(_mm512_max_epi32(f, one), most);
-            f = _mm512_mask_mov_epi32(f, _mm512_cmpeq_epi32_mask(weight[q], rest), _mm512_set1_epi32(int(kCertain)));
+            f = _mm512_mask_mov_epi32(f, _mm512_cmpeq_epi32_mask(weight[q], rest),
+                                      _mm512_set1_epi32(int(kCertain)));
             share[q] = _mm512_cvtepi32_epi16(_mm512_maskz_mov_epi32(some, f));
         }
         const __m512i shares = _mm512_inserti64x4(_mm512_castsi256_si512(share[0]), share[1], 1);
         const __mmask32 seen = __mmask32(open.seen >> half);
-        _mm512_storeu_si512(out + half, _mm512_mask_mov_epi16(shares, seen, of.of(weight[0], weight[1])));
+        _mm512_storeu_si512(out + half,
+                            _mm512_mask_mov_epi16(shares, seen, of.of(weight[0], weight[1])));
     }
 }
 
@@ -252,13 +275,15 @@ PULSE_RANS void ones(uint64_t bits, uint32_t first, uint32_t* out) {
 
 PULSE_RANS void turn(const uint64_t* bits, uint8_t* bytes) {
     __m512i all = _mm512_setzero_si512();
-    for (int k = 0; k < 8; k++) all = _mm512_or_si512(all, _mm512_maskz_set1_epi8(bits[k], char(1 << k)));
+    for (int k = 0; k < 8; k++)
+        all = _mm512_or_si512(all, _mm512_maskz_set1_epi8(bits[k], char(1 << k)));
     _mm512_storeu_si512(bytes, all);
 }
 
 }  // namespace
 
-bool vector_put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits, size_t batches) {
+bool vector_put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits,
+                     size_t batches) {
     if (rans_vectors) put(coder, frequencies, bits, batches);
     return rans_vectors;
 }
@@ -275,8 +300,8 @@ bool vector_turn_bits(const uint64_t* bits, uint8_t* bytes) {
     return rans_vectors;
 }
 template <class U>
-bool vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& weights, int shift, MaskWords marks,
-                              uint16_t* frequencies) {
+bool vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& weights, int shift,
+                              MaskWords marks, uint16_t* frequencies) {
     if (!rans_vectors) return false;
     const auto of = [&](auto plain, auto marked) {
         (marks ? marked : plain)(first, cls, weights, shift, marks, frequencies);
@@ -289,8 +314,8 @@ bool vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& w
     return true;
 }
 template <class U>
-bool vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights, MaskWords marks,
-                 const uint32_t* groups) {
+bool vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights,
+                 MaskWords marks, const uint32_t* groups) {
     if (!rans_vectors) return false;
     const auto of = [&](auto plain, auto marked) {
         (marks ? marked : plain)(open, block, cls, weights, marks, groups);
@@ -302,7 +327,8 @@ bool vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeigh
     }
     return true;
 }
-bool vector_open_frequencies(const OpenGroups& open, size_t k, const GroupWeights& weights, uint16_t* out) {
+bool vector_open_frequencies(const OpenGroups& open, size_t k, const GroupWeights& weights,
+                             uint16_t* out) {
     if (rans_vectors) of_open(open, k, weights, out);
     return rans_vectors;
 }
@@ -323,16 +349,20 @@ template <class U>
 bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MaskWords, const uint32_t*) {
     return false;
 }
-bool vector_open_frequencies(const OpenGroups&, size_t, const GroupWeights&, uint16_t*) { return false; }
+bool vector_open_frequencies(const OpenGroups&, size_t, const GroupWeights&, uint16_t*) {
+    return false;
+}
 
 }  // namespace pulse
 #endif
 
 namespace pulse {
 
-#define PULSE_GROUPS_OF(U)                                                                                     \
-    template bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MaskWords, uint16_t*); \
-    template bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MaskWords, const uint32_t*);
+#define PULSE_GROUPS_OF(U)                                                                         \
+    template bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MaskWords, \
+                                           uint16_t*);                                             \
+    template bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MaskWords,      \
+                              const uint32_t*);
 PULSE_GROUPS_OF(uint8_t)
 PULSE_GROUPS_OF(uint16_t)
 PULSE_GROUPS_OF(uint32_t)

@@ -5,8 +5,8 @@
 namespace pulse {
 
 template <class U>
-void group_frequencies(const U* first, size_t elements, ClassOf cls, const GroupWeights& weights, int shift,
-                       MaskWords marks, uint16_t* frequencies) {
+void group_frequencies(const U* first, size_t elements, ClassOf cls, const GroupWeights& weights,
+                       int shift, MaskWords marks, uint16_t* frequencies) {
     const bool whole = elements >= kGroup * kRansStates;
     if (whole && vector_group_frequencies(first, cls, weights, shift, marks, frequencies)) return;
     for (size_t g = 0; g < kRansStates; g++) {
@@ -20,8 +20,8 @@ void group_frequencies(const U* first, size_t elements, ClassOf cls, const Group
 }
 
 template <class U>
-void OpenGroups::open(const U* block, size_t elements, ClassOf cls, const GroupWeights& of, MaskWords marks,
-                      const uint32_t* groups, size_t count) {
+void OpenGroups::open(const U* block, size_t elements, ClassOf cls, const GroupWeights& of,
+                      MaskWords marks, const uint32_t* groups, size_t count) {
     seen = 0;
     const bool whole = count == kRansStates && (groups[count - 1] + 1) * kGroup <= elements;
     if (whole && vector_open(*this, block, cls, of, marks, groups)) return;
@@ -59,9 +59,11 @@ void OpenGroups::passed(size_t k, uint64_t changed) {
     seen |= changed;
 }
 
-#define PULSE_FOR(U)                                                                                            \
-    template void group_frequencies(const U*, size_t, ClassOf, const GroupWeights&, int, MaskWords, uint16_t*); \
-    template void OpenGroups::open(const U*, size_t, ClassOf, const GroupWeights&, MaskWords, const uint32_t*, size_t);
+#define PULSE_FOR(U)                                                                          \
+    template void group_frequencies(const U*, size_t, ClassOf, const GroupWeights&, int,      \
+                                    MaskWords, uint16_t*);                                    \
+    template void OpenGroups::open(const U*, size_t, ClassOf, const GroupWeights&, MaskWords, \
+                                   const uint32_t*, size_t);
 PULSE_FOR(uint8_t)
 PULSE_FOR(uint16_t)
 PULSE_FOR(uint32_t)

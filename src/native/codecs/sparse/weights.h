@@ -30,11 +30,12 @@ inline int quarter_octaves(uint64_t x) {
     return 4 * octave + int((x << 2 >> octave) & 3);
 }
 
-constexpr int kMostRarity = 88;  // in quarters of octaves: a rarity of r stands for 2^(2 - r / 4) nats
+constexpr int kMostRarity =
+    88;  // in quarters of octaves: a rarity of r stands for 2^(2 - r / 4) nats
 constexpr uint8_t kNever = 255;  // the rarity of a class in which nothing changes
 
 constexpr int kQuarters[4] = {16384, 13777, 11585, 9742};  // 2^14, 2^13.75, …
-constexpr float kMostExcess = 2;                           // more of a chance than this is never added
+constexpr float kMostExcess = 2;  // more of a chance than this is never added
 
 struct GroupWeights {
     std::array<uint16_t, kClasses> of{};
@@ -46,7 +47,8 @@ struct GroupWeights {
 
     explicit GroupWeights(const std::array<uint8_t, kClasses>& rarities) : least(kMostRarity) {
         int last = 0;
-        for (uint8_t rarity : rarities) least = rarity == kNever ? least : std::min(least, int(rarity));
+        for (uint8_t rarity : rarities)
+            least = rarity == kNever ? least : std::min(least, int(rarity));
         for (int c = kClasses - 1; c >= 0; c--) {
             if (rarities[size_t(c)] == kNever) continue;
             const int further = rarities[size_t(c)] - least;
@@ -66,15 +68,16 @@ struct GroupWeights {
     // The frequency of what has a weight; `shift`: how much more than that, in quarters of octaves.
     uint16_t frequency(uint32_t weight, int shift) const {
         if (weight == 0) return 0;
-        return kHazardFrequencies[size_t(std::clamp(quarter_octaves(weight) + shift + base(), 0, kHazards - 1))];
+        return kHazardFrequencies[size_t(
+            std::clamp(quarter_octaves(weight) + shift + base(), 0, kHazards - 1))];
     }
 };
 
 // Of 64 groups: their weights, and the frequency with which something in them changes. `elements` are those that are left
 // in the block; there is no weight behind them, and none where `marks`, if there are any, have a bit.
 template <class U>
-void group_frequencies(const U* first, size_t elements, ClassOf cls, const GroupWeights& weights, int shift,
-                       MaskWords marks, uint16_t* frequencies);
+void group_frequencies(const U* first, size_t elements, ClassOf cls, const GroupWeights& weights,
+                       int shift, MaskWords marks, uint16_t* frequencies);
 
 // What is still to be said of 64 groups in which something changes, element by element.
 struct OpenGroups {

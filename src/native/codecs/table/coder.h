@@ -12,7 +12,8 @@
 
 namespace pulse {
 
-constexpr size_t kWordsOfGroup = 3 * kRansStates;  // at most: a symbol and two pieces of plain bits for each state
+constexpr size_t kWordsOfGroup =
+    3 * kRansStates;  // at most: a symbol and two pieces of plain bits for each state
 
 struct RansEncoder : RansWriter {
     const RansEntries& entries;

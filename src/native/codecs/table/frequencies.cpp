@@ -28,13 +28,14 @@ RansTables RansTables::take(const uint8_t* data, size_t size, size_t& at, const 
     RansTables tables;
     tables.alphabet = take_byte(data, size, at);
     tables.count = take_byte(data, size, at);
-    if (tables.alphabet <= kFirstLong || tables.alphabet > most_alphabet(kind.width) || tables.count < 1 ||
-        tables.count > kRansTables) {
+    if (tables.alphabet <= kFirstLong || tables.alphabet > most_alphabet(kind.width) ||
+        tables.count < 1 || tables.count > kRansTables) {
         throw Malformed("the number of symbols or tables is out of range");
     }
     for (int t = 1; t < tables.count; t++) {
         tables.first[size_t(t)] = take_byte(data, size, at);
-        if (tables.first[size_t(t)] <= tables.first[size_t(t - 1)] || tables.first[size_t(t)] > kind.mask) {
+        if (tables.first[size_t(t)] <= tables.first[size_t(t - 1)] ||
+            tables.first[size_t(t)] > kind.mask) {
             throw Malformed("the classes of the tables are not ascending or out of range");
         }
     }
@@ -162,7 +163,8 @@ RansTables choose_tables(const StepCounts& counts, int width) {
         size_t best = 0;
         double least = INFINITY;
         for (size_t i = 0; i + 1 < segments.size(); i++) {
-            const double more = joined(segments[i], segments[i + 1]).bits - segments[i].bits - segments[i + 1].bits;
+            const double more =
+                joined(segments[i], segments[i + 1]).bits - segments[i].bits - segments[i + 1].bits;
             if (more < least) least = more, best = i;
         }
         if (segments.size() <= size_t(kRansTables) && least * scale > table_bits) break;

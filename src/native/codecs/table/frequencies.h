@@ -19,7 +19,8 @@ constexpr int kRansAlphabet = 34;  // at most: that of elements of 4 bytes
 
 // Entries say where a symbol's interval starts and how long it is, in one word, so that entries of one table are in the
 // order of their intervals: start (12 bits), 2 free bits, length - 1 (12 bits), symbol (6 bits).
-constexpr uint32_t kLowOfSlot = 0x7ffff;  // slot << 20 | this is at least any entry that starts at the slot
+constexpr uint32_t kLowOfSlot =
+    0x7ffff;  // slot << 20 | this is at least any entry that starts at the slot
 inline uint32_t rans_entry(uint32_t start, uint32_t length, int symbol) {
     return start << 20 | (length - 1) << 6 | uint32_t(symbol);
 }
@@ -28,9 +29,11 @@ inline uint32_t entry_length(uint32_t entry) { return ((entry >> 6) & (kRansScal
 inline int entry_symbol(uint32_t entry) { return int(entry & 63); }
 
 struct RansTables {
-    int alphabet = 0, count = 0;                     // symbols; tables
-    std::array<uint8_t, kRansTables> first{};        // the first class of each table; the first table's is 0
-    uint16_t lengths[kRansTables][kRansAlphabet]{};  // frequencies; the sum of each table is kRansScale
+    int alphabet = 0, count = 0;  // symbols; tables
+    std::array<uint8_t, kRansTables>
+        first{};  // the first class of each table; the first table's is 0
+    uint16_t lengths[kRansTables]
+                    [kRansAlphabet]{};  // frequencies; the sum of each table is kRansScale
 
     std::array<uint8_t, kClasses> by_class() const;
     void put(std::vector<uint8_t>& out) const;

@@ -12,7 +12,8 @@ namespace {
 constexpr int kMostPiece = 16;  // plain bits at once
 
 template <class U>
-void count_steps(StepCounts& counts, const U* old, const U* now, size_t elements, const ElementKind& kind) {
+void count_steps(StepCounts& counts, const U* old, const U* now, size_t elements,
+                 const ElementKind& kind) {
     constexpr size_t kGroup = 64, kSample = size_t(1) << 17;
     const ClassOf cls{kind.shift, kind.mask};
     const size_t stride = kGroup * std::max<size_t>(1, elements / kSample);
@@ -54,7 +55,8 @@ void encode_group(RansEncoder& coder, const U* old, const U* now, size_t element
         }
         most_bits = std::max(most_bits, bits[i]);
     }
-    for (int from = most_bits > kMostPiece ? kMostPiece : 0; most_bits && from >= 0; from -= kMostPiece) {
+    for (int from = most_bits > kMostPiece ? kMostPiece : 0; most_bits && from >= 0;
+         from -= kMostPiece) {
         for (size_t i = elements; i-- > 0;) {
             const int count = std::clamp(bits[i] - from, 0, kMostPiece);
             uint32_t& x = coder.states[i];
@@ -79,7 +81,8 @@ Slots slots_of(const RansEntries& entries, int tables) {
     for (int t = 0; t < tables; t++) {
         for (int s = 0; s < entries.alphabet; s++) {
             const uint32_t entry = entries.of[s][t];
-            std::fill_n(slots.begin() + t * int(kRansScale) + int(entry_start(entry)), entry_length(entry), entry);
+            std::fill_n(slots.begin() + t * int(kRansScale) + int(entry_start(entry)),
+                        entry_length(entry), entry);
         }
     }
     return slots;
@@ -93,7 +96,8 @@ inline uint32_t entry_of(const RansEntries& entries, const Slots& slots, int tab
 }
 
 template <class U>
-void decode_group(RansDecoder& coder, const Slots& slots, const U* old, size_t base, size_t elements) {
+void decode_group(RansDecoder& coder, const Slots& slots, const U* old, size_t base,
+                  size_t elements) {
     const ElementKind& kind = coder.kind;
     const ClassOf cls{kind.shift, kind.mask};
     uint32_t plain[kRansStates];
@@ -101,8 +105,8 @@ void decode_group(RansDecoder& coder, const Slots& slots, const U* old, size_t b
     int most_bits = 0;
     for (size_t i = 0; i < elements; i++) {
         uint32_t& x = coder.states[i];
-        const uint32_t entry =
-            entry_of(coder.entries, slots, coder.entries.table[cls(old[base + i])], RansReader::slot(x));
+        const uint32_t entry = entry_of(
+            coder.entries, slots, coder.entries.table[cls(old[base + i])], RansReader::slot(x));
         coder.symbol(x, entry_start(entry), entry_length(entry));
         symbols[i] = uint8_t(entry_symbol(entry));
         most_bits = std::max(most_bits, plain_bits(symbols[i], coder.entries.escape, kind.width));
@@ -135,7 +139,8 @@ void decode_group(RansDecoder& coder, const Slots& slots, const U* old, size_t b
         }
         coder.positions[coder.found] = uint32_t(base + i);
         before[coder.found] = old[base + i];
-        values[coder.found++] = from_ordered(U(to_ordered(old[base + i], kind.floating) + step), kind.floating);
+        values[coder.found++] =
+            from_ordered(U(to_ordered(old[base + i], kind.floating) + step), kind.floating);
     }
     if (coder.found > coder.most) throw Malformed("there are more changes than announced");
 }
@@ -156,7 +161,8 @@ Encoded encode(const U* old, const U* now, size_t elements, const ElementKind& k
     encode_group(coder, old + groups * kRansStates, now + groups * kRansStates, rest);
     size_t left = groups;
     if (rans_vectors) left -= vector_encode(coder, old, now, 0, groups);
-    while (left-- > 0) encode_group(coder, old + left * kRansStates, now + left * kRansStates, kRansStates);
+    while (left-- > 0)
+        encode_group(coder, old + left * kRansStates, now + left * kRansStates, kRansStates);
 
     Encoded result{{}, coder.changed};
     if (coder.changed == 0) return result;
@@ -170,16 +176,19 @@ Encoded encode(const U* old, const U* now, size_t elements, const ElementKind& k
 }
 
 template <class U>
-DecodedSteps decode(const uint8_t* data, size_t size, const U* old, size_t elements, const ElementKind& kind) {
+DecodedSteps decode(const uint8_t* data, size_t size, const U* old, size_t elements,
+                    const ElementKind& kind) {
     size_t at = 0;
     const uint64_t changed = take_count(data, size, at);
-    if (changed == 0 || changed > elements) throw Malformed("the number of changes is 0 or exceeds the elements");
+    if (changed == 0 || changed > elements)
+        throw Malformed("the number of changes is 0 or exceeds the elements");
     const RansTables tables = RansTables::take(data, size, at, kind);
     const RansEntries entries = RansEntries::for_decoding(tables);
     if (size - at < 4 * kRansStates) throw Malformed("the block ends inside its states");
 
     const size_t room = changed + kRansStates;
-    DecodedSteps result{Buffer<uint32_t>(room), Buffer<uint8_t>(room * sizeof(U)), Buffer<uint8_t>(room * sizeof(U))};
+    DecodedSteps result{Buffer<uint32_t>(room), Buffer<uint8_t>(room * sizeof(U)),
+                        Buffer<uint8_t>(room * sizeof(U))};
     RansDecoder coder{{{}, data + at + 4 * kRansStates, data + size},
                       entries,
                       kind,
@@ -197,11 +206,12 @@ DecodedSteps decode(const uint8_t* data, size_t size, const U* old, size_t eleme
     if (rans_vectors) group += vector_decode(coder, old, 0, groups);
     const bool many = (groups - group) * kRansStates >= size_t(tables.count) * kRansScale;
     const Slots slots = many ? slots_of(entries, tables.count) : Slots();
-    for (; group < groups; group++) decode_group(coder, slots, old, group * kRansStates, kRansStates);
+    for (; group < groups; group++)
+        decode_group(coder, slots, old, group * kRansStates, kRansStates);
     decode_group(coder, slots, old, groups * kRansStates, elements % kRansStates);
     if (coder.found != changed) throw Malformed("there are fewer changes than announced");
-    if (coder.next != coder.end ||
-        std::any_of(coder.states, coder.states + kRansStates, [](uint32_t x) { return x != kRansLow; })) {
+    if (coder.next != coder.end || std::any_of(coder.states, coder.states + kRansStates,
+                                               [](uint32_t x) { return x != kRansLow; })) {
         throw Malformed("the code is longer or shorter than its elements");
     }
     result.positions.size = changed;
@@ -214,7 +224,9 @@ DecodedSteps decode(const uint8_t* data, size_t size, const U* old, size_t eleme
 Spread sampled_spread(const void* old, const void* now, size_t elements, int width) {
     constexpr size_t kGroup = 64, kGroups = 256;
     const auto bits = [](double share) {
-        return share > 0 && share < 1 ? -share * std::log2(share) - (1 - share) * std::log2(1 - share) : 0;
+        return share > 0 && share < 1
+                   ? -share * std::log2(share) - (1 - share) * std::log2(1 - share)
+                   : 0;
     };
     const auto* a = static_cast<const uint8_t*>(old);
     const auto* b = static_cast<const uint8_t*>(now);
@@ -230,7 +242,8 @@ Spread sampled_spread(const void* old, const void* now, size_t elements, int wid
         changed += found.size();
         // The entropy of a small sample is too low by half a nat (Miller and Madow).
         const bool mixed = !found.empty() && found.size() < count;
-        known += double(count) * bits(double(found.size()) / double(count)) + (mixed ? 0.5 / std::log(2.0) : 0);
+        known += double(count) * bits(double(found.size()) / double(count)) +
+                 (mixed ? 0.5 / std::log(2.0) : 0);
     }
     if (changed == 0) return {0, 1};
     const double density = double(changed) / double(seen), all = double(seen) * bits(density);
@@ -239,9 +252,15 @@ Spread sampled_spread(const void* old, const void* now, size_t elements, int wid
 
 Encoded encode_steps(const void* old, const void* now, size_t elements, const ElementKind& kind) {
     switch (kind.width) {
-        case 1: return encode(static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now), elements, kind);
-        case 2: return encode(static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now), elements, kind);
-        default: return encode(static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now), elements, kind);
+        case 1:
+            return encode(static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now),
+                          elements, kind);
+        case 2:
+            return encode(static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now),
+                          elements, kind);
+        default:
+            return encode(static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now),
+                          elements, kind);
     }
 }
 

@@ -54,9 +54,11 @@ PULSE_RANS_INLINE Constants<U> constants_of(const RansEntries& entries, const El
 template <class U>
 PULSE_RANS_INLINE void tables_of(const Constants<U>& c, const __m512i* old, __m512i* tables) {
     __m128i quarter[kVectors];
-    for (int v = 0; v < kVectors; v++) quarter[v] = _mm512_cvtepi32_epi8(_mm512_srl_epi32(old[v], c.shift));
-    const __m512i raw = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(quarter[1], quarter[0])),
-                                           _mm256_set_m128i(quarter[3], quarter[2]), 1);
+    for (int v = 0; v < kVectors; v++)
+        quarter[v] = _mm512_cvtepi32_epi8(_mm512_srl_epi32(old[v], c.shift));
+    const __m512i raw =
+        _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(quarter[1], quarter[0])),
+                           _mm256_set_m128i(quarter[3], quarter[2]), 1);
     const __m512i classes = _mm512_and_si512(raw, c.class_mask);
     c.table.of(classes, tables);
 }
@@ -86,7 +88,8 @@ PULSE_RANS size_t encode(RansEncoder& coder, const U* old, const U* now, size_t 
     uint8_t* next = coder.next;
     size_t changed = 0;
     for (size_t group = to; group-- > from;) {
-        __m512i before[kVectors], tables[kVectors], step[kVectors], symbol[kVectors], entry[kVectors];
+        __m512i before[kVectors], tables[kVectors], step[kVectors], symbol[kVectors],
+            entry[kVectors];
         const size_t first = group * kRansStates;
         for (size_t i = 0; i < kRansStates; i += 64 / sizeof(U)) {
             __builtin_prefetch(old + first - std::min(first, kAhead) + i);
@@ -97,17 +100,20 @@ PULSE_RANS size_t encode(RansEncoder& coder, const U* old, const U* now, size_t 
         for (int v = 0; v < kVectors; v++) {
             const __m512i after = load(now + group * kRansStates + 16 * v);
             step[v] = _mm512_sub_epi32(ordered(c, after), ordered(c, before[v]));
-            if (kWidth < 32) step[v] = _mm512_srai_epi32(_mm512_slli_epi32(step[v], 32 - kWidth), 32 - kWidth);
+            if (kWidth < 32)
+                step[v] = _mm512_srai_epi32(_mm512_slli_epi32(step[v], 32 - kWidth), 32 - kWidth);
             changed += size_t(__builtin_popcount(_mm512_test_epi32_mask(step[v], step[v])));
             const __m512i size = _mm512_abs_epi32(step[v]);
-            const __m512i small = _mm512_sub_epi32(size, _mm512_srai_epi32(step[v], 31));  // 0, 1, or 2 for -1
+            const __m512i small =
+                _mm512_sub_epi32(size, _mm512_srai_epi32(step[v], 31));  // 0, 1, or 2 for -1
             const __m512i large = _mm512_sub_epi32(_mm512_set1_epi32(33), _mm512_lzcnt_epi32(size));
             symbol[v] = _mm512_mask_mov_epi32(small, _mm512_cmpgt_epu32_mask(size, one), large);
             symbol[v] = _mm512_min_epu32(symbol[v], escape);
             entry[v] = _mm512_permutexvar_epi32(tables[v], _mm512_load_si512(coder.entries.of[0]));
         }
         for (int s = 1; s < coder.entries.alphabet; s++) {
-            const __m512i of_symbol = _mm512_load_si512(coder.entries.of[s]), wanted = _mm512_set1_epi32(s);
+            const __m512i of_symbol = _mm512_load_si512(coder.entries.of[s]),
+                          wanted = _mm512_set1_epi32(s);
             for (int v = 0; v < kVectors; v++) {
                 const __mmask16 here = _mm512_cmpeq_epi32_mask(symbol[v], wanted);
                 entry[v] = _mm512_mask_permutexvar_epi32(entry[v], here, tables[v], of_symbol);
@@ -126,8 +132,10 @@ PULSE_RANS size_t encode(RansEncoder& coder, const U* old, const U* now, size_t 
             for (int v = 0; v < kVectors; v++) {
                 const __mmask16 escaped = _mm512_cmpeq_epi32_mask(symbol[v], escape);
                 bits[v] = _mm512_maskz_sub_epi32(longer[v], symbol[v], one);
-                const __m512i top = _mm512_maskz_sllv_epi32(longer[v], one, _mm512_sub_epi32(bits[v], one));
-                const __m512i size = _mm512_and_si512(_mm512_abs_epi32(step[v]), _mm512_sub_epi32(top, one));
+                const __m512i top =
+                    _mm512_maskz_sllv_epi32(longer[v], one, _mm512_sub_epi32(bits[v], one));
+                const __m512i size =
+                    _mm512_and_si512(_mm512_abs_epi32(step[v]), _mm512_sub_epi32(top, one));
                 plain[v] = _mm512_mask_or_epi32(size, _mm512_movepi32_mask(step[v]), size, top);
                 plain[v] = _mm512_mask_and_epi32(plain[v], escaped, step[v], c.mask);
                 bits[v] = _mm512_mask_mov_epi32(bits[v], escaped, _mm512_set1_epi32(kWidth));
@@ -141,19 +149,22 @@ PULSE_RANS size_t encode(RansEncoder& coder, const U* old, const U* now, size_t 
                     }
                     count = _mm512_min_epu32(count, piece);
                     const __mmask16 here = _mm512_test_epi32_mask(count, count);
-                    const __m512i out =
-                        _mm512_maskz_srlv_epi32(here, x[v], _mm512_sub_epi32(_mm512_set1_epi32(32), count));
+                    const __m512i out = _mm512_maskz_srlv_epi32(
+                        here, x[v], _mm512_sub_epi32(_mm512_set1_epi32(32), count));
                     const __mmask16 full = _mm512_test_epi32_mask(out, out);
                     put_words(next, full, x[v]);
                     x[v] = _mm512_mask_srli_epi32(x[v], full, x[v], 16);
                     const __m512i low = _mm512_sub_epi32(_mm512_sllv_epi32(one, count), one);
-                    x[v] = _mm512_or_si512(_mm512_sllv_epi32(x[v], count), _mm512_and_si512(value, low));
+                    x[v] = _mm512_or_si512(_mm512_sllv_epi32(x[v], count),
+                                           _mm512_and_si512(value, low));
                 }
             }
         }
         for (int v = kVectors - 1; v >= 0; v--) {
-            const __m512i length = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(entry[v], 6), length_mask), one);
-            const __mmask16 full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[v], 32 - kRansBits), length);
+            const __m512i length = _mm512_add_epi32(
+                _mm512_and_si512(_mm512_srli_epi32(entry[v], 6), length_mask), one);
+            const __mmask16 full =
+                _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[v], 32 - kRansBits), length);
             put_words(next, full, x[v]);
             x[v] = _mm512_mask_srli_epi32(x[v], full, x[v], 16);
             x[v] = put_symbol(x[v], length, _mm512_srli_epi32(entry[v], 20));
@@ -168,9 +179,12 @@ PULSE_RANS size_t encode(RansEncoder& coder, const U* old, const U* now, size_t 
 template <class U>
 PULSE_RANS size_t decode(RansDecoder& coder, const U* old, size_t from, size_t to) {
     const Constants<U> c = constants_of<U>(coder.entries, coder.kind);
-    const __m512i one = _mm512_set1_epi32(1), two = _mm512_set1_epi32(2), piece = _mm512_set1_epi32(16);
-    const __m512i escape = _mm512_set1_epi32(coder.entries.escape), lowest = _mm512_set1_epi32(int(kRansLow));
-    const __m512i length_mask = _mm512_set1_epi32(int(kRansScale - 1)), low_of_slot = _mm512_set1_epi32(kLowOfSlot);
+    const __m512i one = _mm512_set1_epi32(1), two = _mm512_set1_epi32(2),
+                  piece = _mm512_set1_epi32(16);
+    const __m512i escape = _mm512_set1_epi32(coder.entries.escape),
+                  lowest = _mm512_set1_epi32(int(kRansLow));
+    const __m512i length_mask = _mm512_set1_epi32(int(kRansScale - 1)),
+                  low_of_slot = _mm512_set1_epi32(kLowOfSlot);
     const __m512i iota = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     constexpr int kWidth = 8 * int(sizeof(U));
     __m512i x[kVectors];
@@ -192,16 +206,19 @@ PULSE_RANS size_t decode(RansDecoder& coder, const U* old, size_t from, size_t t
             const __m512i of_symbol = _mm512_load_si512(coder.entries.of[s]);
             for (int v = 0; v < kVectors; v++) {
                 const __m512i candidate = _mm512_permutexvar_epi32(tables[v], of_symbol);
-                entry[v] = _mm512_mask_mov_epi32(entry[v], _mm512_cmpge_epu32_mask(key[v], candidate), candidate);
+                entry[v] = _mm512_mask_mov_epi32(
+                    entry[v], _mm512_cmpge_epu32_mask(key[v], candidate), candidate);
             }
         }
         __m512i symbol[kVectors];
         __mmask16 longer[kVectors];
         int any = 0;
         for (int v = 0; v < kVectors; v++) {
-            const __m512i length = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(entry[v], 6), length_mask), one);
+            const __m512i length = _mm512_add_epi32(
+                _mm512_and_si512(_mm512_srli_epi32(entry[v], 6), length_mask), one);
             const __m512i rest = _mm512_srli_epi32(_mm512_sub_epi32(key[v], entry[v]), 20);
-            x[v] = _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x[v], kRansBits)), rest);
+            x[v] = _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x[v], kRansBits)),
+                                    rest);
             const __mmask16 empty = _mm512_cmplt_epu32_mask(x[v], lowest);
             const __m512i words = take_words(next, empty);
             x[v] = _mm512_mask_or_epi32(x[v], empty, _mm512_slli_epi32(x[v], 16), words);
@@ -209,7 +226,8 @@ PULSE_RANS size_t decode(RansDecoder& coder, const U* old, size_t from, size_t t
             longer[v] = _mm512_cmpgt_epu32_mask(symbol[v], two);
             any |= longer[v];
             // 0, 1, -1 of the symbols 0, 1, 2
-            step[v] = _mm512_sub_epi32(_mm512_and_si512(symbol[v], one), _mm512_srli_epi32(symbol[v], 1));
+            step[v] =
+                _mm512_sub_epi32(_mm512_and_si512(symbol[v], one), _mm512_srli_epi32(symbol[v], 1));
         }
         if (any) {
             __m512i plain[kVectors], bits[kVectors];
@@ -225,7 +243,8 @@ PULSE_RANS size_t decode(RansDecoder& coder, const U* old, size_t from, size_t t
                     const __m512i count = _mm512_min_epu32(left, piece);
                     const __m512i low = _mm512_sub_epi32(_mm512_sllv_epi32(one, count), one);
                     const __m512i value = _mm512_and_si512(x[v], low);
-                    plain[v] = _mm512_or_si512(plain[v], from_bit ? _mm512_slli_epi32(value, 16) : value);
+                    plain[v] =
+                        _mm512_or_si512(plain[v], from_bit ? _mm512_slli_epi32(value, 16) : value);
                     x[v] = _mm512_srlv_epi32(x[v], count);
                     const __mmask16 empty = _mm512_cmplt_epu32_mask(x[v], lowest);
                     const __m512i words = take_words(next, empty);
@@ -235,19 +254,23 @@ PULSE_RANS size_t decode(RansDecoder& coder, const U* old, size_t from, size_t t
             for (int v = 0; v < kVectors; v++) {
                 const __mmask16 escaped = _mm512_cmpeq_epi32_mask(symbol[v], escape);
                 const __m512i top = _mm512_sllv_epi32(one, _mm512_sub_epi32(bits[v], one));
-                const __m512i size = _mm512_or_si512(top, _mm512_and_si512(plain[v], _mm512_sub_epi32(top, one)));
+                const __m512i size =
+                    _mm512_or_si512(top, _mm512_and_si512(plain[v], _mm512_sub_epi32(top, one)));
                 const __mmask16 down = _mm512_test_epi32_mask(plain[v], top);
-                const __m512i moved = _mm512_mask_sub_epi32(size, down, _mm512_setzero_si512(), size);
+                const __m512i moved =
+                    _mm512_mask_sub_epi32(size, down, _mm512_setzero_si512(), size);
                 step[v] = _mm512_mask_mov_epi32(step[v], longer[v], moved);
                 step[v] = _mm512_mask_mov_epi32(step[v], escaped, plain[v]);
-                if (_mm512_mask_testn_epi32_mask(escaped, plain[v], plain[v])) throw Malformed("a change by nothing");
+                if (_mm512_mask_testn_epi32_mask(escaped, plain[v], plain[v]))
+                    throw Malformed("a change by nothing");
             }
         }
         for (int v = 0; v < kVectors; v++) {
-            const __m512i after =
-                unordered(c, _mm512_and_si512(_mm512_add_epi32(ordered(c, before[v]), step[v]), c.mask));
+            const __m512i after = unordered(
+                c, _mm512_and_si512(_mm512_add_epi32(ordered(c, before[v]), step[v]), c.mask));
             const __mmask16 changed = _mm512_test_epi32_mask(symbol[v], symbol[v]);
-            const __m512i place = _mm512_add_epi32(iota, _mm512_set1_epi32(int(group * kRansStates) + 16 * v));
+            const __m512i place =
+                _mm512_add_epi32(iota, _mm512_set1_epi32(int(group * kRansStates) + 16 * v));
             _mm512_storeu_si512(positions + found, _mm512_maskz_compress_epi32(changed, place));
             store(values + found, _mm512_maskz_compress_epi32(changed, after));
             store(replaced + found, _mm512_maskz_compress_epi32(changed, before[v]));

@@ -1,7 +1,9 @@
-"""Parameters that an engine derives from checkpoint weights when it loads them: quantised, transposed, scaled.
+"""Parameters that an engine derives from checkpoint weights when it loads them: quantised,
+transposed, scaled.
 
-The map leads into the form in which such a layer is loaded. For a new version the layer gets that form aside, from the
-host state, and is derived again by the engine's own code. What then differs from the live bits is written.
+The map leads into the form in which such a layer is loaded. For a new version the layer gets that
+form aside, from the host state, and is derived again by the engine's own code. What then differs
+from the live bits is written.
 """
 
 from __future__ import annotations
@@ -45,15 +47,16 @@ class DerivedLayer(Protocol):
         ...
 
     def derive(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the engine makes of ``loaded``, by the names of `live`, aside of the live layer. All workers of an
-        engine call it for the same layers in the same order. Raises UnsupportedTensor."""
+        """What the engine makes of ``loaded``, by the names of `live`, aside of the live layer. All
+        workers of an engine call it for the same layers in the same order. Raises
+        UnsupportedTensor."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PreQuantLayers:
-    """A model's derived ``layers``. Within ``within()`` these have the parameters of the loaded form, whose memory
-    must not be touched."""
+    """A model's derived ``layers``. Within ``within()`` these have the parameters of the loaded
+    form, whose memory must not be touched."""
 
     layers: Sequence[DerivedLayer] = ()
     within: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -66,8 +69,8 @@ class PreQuantLayers:
 
 @dataclass(slots=True)
 class _Step:
-    """From the live version ``before`` to the host's version ``target``: the ``changes`` of the layers derived so far,
-    and the layers that are ``left``."""
+    """From the live version ``before`` to the host's version ``target``: the ``changes`` of the
+    layers derived so far, and the layers that are ``left``."""
 
     target: int
     before: int | None
@@ -91,8 +94,8 @@ class DerivedLayers:
         return len(step.left) if step is not None else len(self._forms.layers)
 
     def advance(self, loader_map: LoaderMap, live: int | None, most: int = SLICE_ELEMENTS) -> None:
-        """Derives layers of about ``most`` elements from the host state, which is held from now on. Does nothing while
-        that is still on the move, or is not the same on all nodes."""
+        """Derives layers of about ``most`` elements from the host state, which is held from now on.
+        Does nothing while that is still on the move, or is not the same on all nodes."""
         if not self._forms.layers:
             return
         held = self._node.gathered((self._node.leader, self._staging.hold()))
@@ -120,17 +123,22 @@ class DerivedLayers:
         return step.changes
 
     def all_changes(self, loader_map: LoaderMap, state: State | None) -> list[Change]:
-        """What has to be written for all layers to hold what they derive from the leader's ``state``."""
+        """What has to be written for all layers to hold what they derive from the leader's
+        ``state``."""
         touched = self._touched(loader_map, None)
-        return [change for layer, boxes in touched for change in _changes(self._node, layer, boxes, state)]
+        return [
+            change
+            for layer, boxes in touched
+            for change in _changes(self._node, layer, boxes, state)
+        ]
 
     def forget(self) -> None:
         """The step was made."""
         self._step = None
 
     def differing(self, loader_map: LoaderMap, state: State | None) -> list[str]:
-        """The checkpoint tensors of those layers that are not what the engine derives from the leader's ``state``, on
-        any worker."""
+        """The checkpoint tensors of those layers that are not what the engine derives from the
+        leader's ``state``, on any worker."""
         wrong: set[str] = set()
         for layer, boxes in self._touched(loader_map, None):
             if any(self._node.gathered(bool(_changes(self._node, layer, boxes, state)))):
@@ -142,16 +150,26 @@ class DerivedLayers:
         return step if step is not None and (step.target, step.before) == (target, live) else None
 
     def _changed_names(self, target: int, live: int | None) -> list[str] | None:
-        """The tensors that differ between the live version and ``target``, None if unknown; leader only."""
+        """The tensors that differ between the live version and ``target``, None if unknown; leader
+        only."""
         prepared = self._staging.prepared
         if prepared is None or live is None or prepared.staged.version != target:
             return None
         staged = prepared.staged
-        return list(staged.changes) if staged.previous is not None and staged.previous <= live else None
+        return (
+            list(staged.changes)
+            if staged.previous is not None and staged.previous <= live
+            else None
+        )
 
-    def _touched(self, loader_map: LoaderMap, names: Collection[str] | None) -> list[tuple[DerivedLayer, Rectangles]]:
-        """The layers that hold elements of the tensors ``names``, None: all; and the boxes that lead there."""
-        owner = {name: place for place, layer in enumerate(self._forms.layers) for name in layer.loaded}
+    def _touched(
+        self, loader_map: LoaderMap, names: Collection[str] | None
+    ) -> list[tuple[DerivedLayer, Rectangles]]:
+        """The layers that hold elements of the tensors ``names``, None: all; and the boxes that
+        lead there."""
+        owner = {
+            name: place for place, layer in enumerate(self._forms.layers) for name in layer.loaded
+        }
         found: list[dict[str, list[Rectangle]]] = [{} for _ in self._forms.layers]
         for name, boxes in loader_map.derived.items():
             for box in boxes:
@@ -163,8 +181,11 @@ class DerivedLayers:
         ]
 
 
-def _changes(node: Node, layer: DerivedLayer, boxes: Rectangles, state: State | None) -> list[Change]:
-    """What has to be written for ``layer`` to hold what it derives from the leader's ``state``. Collective."""
+def _changes(
+    node: Node, layer: DerivedLayer, boxes: Rectangles, state: State | None
+) -> list[Change]:
+    """What has to be written for ``layer`` to hold what it derives from the leader's ``state``.
+    Collective."""
     loaded = {
         name: torch.zeros_like(meta, device=next(iter(layer.live.values())).device)
         for name, meta in layer.loaded.items()
@@ -188,7 +209,8 @@ def _changes(node: Node, layer: DerivedLayer, boxes: Rectangles, state: State | 
 def _difference(name: str, live: torch.Tensor, derived: torch.Tensor) -> list[Change]:
     if (live.shape, live.dtype) != (derived.shape, derived.dtype):
         raise UnsupportedTensor(
-            f"the engine derives {tuple(derived.shape)} {derived.dtype} for {name!r}, which is {tuple(live.shape)} "
+            f"the engine derives {tuple(derived.shape)} {derived.dtype} for {name!r}, which is "
+            f"{tuple(live.shape)} "
             f"{live.dtype}"
         )
     width = live.element_size()
@@ -208,4 +230,6 @@ def _difference(name: str, live: torch.Tensor, derived: torch.Tensor) -> list[Ch
     values = new[tuple(places.T)].cpu().numpy().view(f"<u{width}")
     steps = torch.tensor(live.stride(), dtype=torch.int64, device=places.device)
     positions = (places * steps).sum(-1) + int(live.storage_offset())
-    return [Scattered(name, np.ascontiguousarray(positions.cpu().numpy()), np.ascontiguousarray(values))]
+    return [
+        Scattered(name, np.ascontiguousarray(positions.cpu().numpy()), np.ascontiguousarray(values))
+    ]

@@ -12,7 +12,14 @@ from typing import Any, Literal, Self
 
 from ..._util.serial import Closing
 from ..._util.settings import checked_number
-from ...errors import EmptyStream, EngineError, EngineUnavailable, InputError, PulseError, StateMismatch
+from ...errors import (
+    EmptyStream,
+    EngineError,
+    EngineUnavailable,
+    InputError,
+    PulseError,
+    StateMismatch,
+)
 from ...events import Metadata
 from ...rollouts import Rollout, Weights, new_seed
 from ...store.http import MAX_WAIT_SECONDS
@@ -30,13 +37,14 @@ _MOST_ROOTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class EngineSync:
-    """An engine moved from version ``previous`` (None: from weights that are no version of the stream) to ``version``,
-    with its ``root`` and the publisher's ``metadata``.
+    """An engine moved from version ``previous`` (None: from weights that are no version of the
+    stream) to ``version``, with its ``root`` and the publisher's ``metadata``.
 
-    ``pause_seconds``: during which nothing was generated; of these, ``apply_seconds`` wrote the live parameters and
-    ``audit_seconds`` (None: not this time) read them back. Before the pause, while the engine generated:
-    ``fetch_seconds`` were spent waiting for the store, for ``fetched_bytes``, and ``verify_seconds`` on decoding,
-    hashing and laying out. ``full``: all elements were written, not only those that changed.
+    ``pause_seconds``: during which nothing was generated; of these, ``apply_seconds`` wrote the
+    live parameters and ``audit_seconds`` (None: not this time) read them back. Before the pause,
+    while the engine generated: ``fetch_seconds`` were spent waiting for the store, for
+    ``fetched_bytes``, and ``verify_seconds`` on decoding, hashing and laying out. ``full``: all
+    elements were written, not only those that changed.
     """
 
     version: int
@@ -54,11 +62,12 @@ class EngineSync:
 
 @dataclass(slots=True, repr=False)
 class Generation:
-    """Some use of an engine, from `EngineHandle.admit` to `end`, which the end of a ``with`` block calls.
+    """Some use of an engine, from `EngineHandle.admit` to `end`, which the end of a ``with`` block
+    calls.
 
-    ``start_version`` with its ``start_root`` was live when it was admitted, ``end_version`` with its ``end_root`` at
-    its end; None where no version was proved to be live, and before the end. ``restarted``: whether the engine was,
-    meanwhile.
+    ``start_version`` with its ``start_root`` was live when it was admitted, ``end_version`` with
+    its ``end_root`` at its end; None where no version was proved to be live, and before the end.
+    ``restarted``: whether the engine was, meanwhile.
     """
 
     _handle: EngineHandle
@@ -71,8 +80,8 @@ class Generation:
 
     @property
     def straddles(self) -> bool:
-        """Whether what was generated may come from other weights than those of ``start_version``: from those of two
-        versions, or of none. To be asked after the end."""
+        """Whether what was generated may come from other weights than those of ``start_version``:
+        from those of two versions, or of none. To be asked after the end."""
         start, end = (self.start_version, self.start_root), (self.end_version, self.end_root)
         return self.restarted or None in start or start != end
 
@@ -93,17 +102,22 @@ class Generation:
 
 
 class EngineHandle(Closing):
-    """Made by `connect`. A context manager; see `close`. May be used by several threads, one call at a time."""
+    """Made by `connect`. A context manager; see `close`. May be used by several threads, one call
+    at a time."""
 
     @classmethod
-    def _on(cls, transport: EngineTransport, info: InitInfo, in_flight: str, timeout_seconds: float) -> Self:
-        """A handle that has opened a session in the engine as its owner. Raises InputError, and UnsupportedTensor where
-        the engine cannot follow the stream."""
+    def _on(
+        cls, transport: EngineTransport, info: InitInfo, in_flight: str, timeout_seconds: float
+    ) -> Self:
+        """A handle that has opened a session in the engine as its owner. Raises InputError, and
+        UnsupportedTensor where the engine cannot follow the stream."""
         self = cls.__new__(cls)
         self._begin(transport, info, in_flight, timeout_seconds)
         return self
 
-    def _begin(self, transport: EngineTransport, info: InitInfo, in_flight: str, timeout_seconds: float) -> None:
+    def _begin(
+        self, transport: EngineTransport, info: InitInfo, in_flight: str, timeout_seconds: float
+    ) -> None:
         if not isinstance(info.store, str):
             raise InputError(
                 f"the store must be an address, not a {type(info.store).__name__}",
@@ -148,16 +162,19 @@ class EngineHandle(Closing):
     def sync(self, version: int | None = None) -> EngineSync | None:
         """Moves the engine to ``version``, or to the newest one; None if that is live already.
 
-        Fetches and verifies while the engine generates, then pauses it, writes what changed, empties the prefix cache,
-        tags later outputs with the version, and resumes. An engine that sleeps in part, its weights awake, is neither
-        paused nor resumed. An older ``version`` is restored from the engine's checkpoint or an anchor, and written as
-        a whole; the engine stays at a ``version`` until another call.
+        Fetches and verifies while the engine generates, then pauses it, writes what changed,
+        empties the prefix cache, tags later outputs with the version, and resumes. An engine that
+        sleeps in part, its weights awake, is neither paused nor resumed. An older ``version`` is
+        restored from the engine's checkpoint or an anchor, and written as a whole; the engine stays
+        at a ``version`` until another call.
 
-        When this raises, the engine goes on with the weights that it has; what is kept in the prefix cache was then
-        computed with these. If the error is that the engine refuses to empty it, the next sync begins with that.
+        When this raises, the engine goes on with the weights that it has; what is kept in the
+        prefix cache was then computed with these. If the error is that the engine refuses to empty
+        it, the next sync begins with that.
         """
         with self._lock:
-            # 1. Before the pause: what failed calls left, then fetch, verify and lay out in the engine's workers.
+            # 1. Before the pause: what failed calls left, then fetch, verify and lay out in the
+            # engine's workers.
             if not any(status["open"] for status in self._ask("status")):
                 self._open()  # the server was restarted
             self._settle()
@@ -170,12 +187,16 @@ class EngineHandle(Closing):
                 self._tag_held(leader)
                 return None
             if version is not None and version != newest:
-                # The engine's host state only ever moves forward: another session begins from its checkpoint.
+                # The engine's host state only ever moves forward: another session begins from its
+                # checkpoint.
                 self._open(version)
                 leader = self._stage(version)
                 if leader["held"] != version:
-                    raise StateMismatch(f"version {leader['held']} is staged, not {version}", hint="Sync again.")
-            # 2. The map is traced and layers are derived, in pieces between two steps of the engine.
+                    raise StateMismatch(
+                        f"version {leader['held']} is staged, not {version}", hint="Sync again."
+                    )
+            # 2. The map is traced and layers are derived, in pieces between two steps of the
+            # engine.
             deadline = time.monotonic() + self._timeout
             while leader["left"]:
                 before, leader = leader, self._leader(self._ask("prepare"))
@@ -184,18 +205,25 @@ class EngineHandle(Closing):
                     return None
                 if leader["left"] == before["left"]:
                     if time.monotonic() > deadline:
-                        raise EngineError(f"the engine was not prepared in {self._timeout:.0f} seconds")
+                        raise EngineError(
+                            f"the engine was not prepared in {self._timeout:.0f} seconds"
+                        )
                     time.sleep(_POLL_SECONDS)
             # 3. The pause.
             return self._switch(version)
 
     def wait_for_version(self, poll_seconds: float = 1.0) -> None:
-        """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less. Where the engine follows an
-        `HttpStore`, which it waits for by itself: until it has staged something, for at most 25 seconds; the engine is
-        asked every ``poll_seconds`` then, the store is not. Ends with `close`."""
+        """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less. Where
+        the engine follows an `HttpStore`, which it waits for by itself: until it has staged
+        something, for at most 25 seconds; the engine is asked every ``poll_seconds`` then, the
+        store is not. Ends with `close`."""
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
         stop = time.monotonic() + MAX_WAIT_SECONDS
-        while not self._closing.wait(jittered(poll_seconds)) and self._waits and time.monotonic() < stop:
+        while (
+            not self._closing.wait(jittered(poll_seconds))
+            and self._waits
+            and time.monotonic() < stop
+        ):
             try:
                 with self._lock:
                     leader = self._leader(self._ask("status"))
@@ -205,22 +233,28 @@ class EngineHandle(Closing):
                 return
 
     def admit(
-        self, version: int | None = None, *, minimum: int | None = None, timeout_seconds: float = 60.0
+        self,
+        version: int | None = None,
+        *,
+        minimum: int | None = None,
+        timeout_seconds: float = 60.0,
     ) -> Generation:
-        """Waits until ``version`` is live, or one of at least the number ``minimum``; without either, for nothing.
-        Returns what notes the versions at the start and at the end of the caller's generation::
+        """Waits until ``version`` is live, or one of at least the number ``minimum``; without
+        either, for nothing. Returns what notes the versions at the start and at the end of the
+        caller's generation::
 
             with handle.admit(minimum=trained - 2) as generation:
                 outputs = llm.generate(prompts)
             if generation.straddles: ...
 
-        Where no thread follows (`follow`), it syncs by itself meanwhile: where the handle has ``follow=False``, to
-        just that ``version``. The engine is not kept from moving on before the end: with ``in_flight="wait"`` of
-        `connect` requests end first. Asks the engine's workers twice, so that many requests are better admitted
-        together. May be called by several threads, also during a sync.
+        Where no thread follows (`follow`), it syncs by itself meanwhile: where the handle has
+        ``follow=False``, to just that ``version``. The engine is not kept from moving on before the
+        end: with ``in_flight="wait"`` of `connect` requests end first. Asks the engine's workers
+        twice, so that many requests are better admitted together. May be called by several threads,
+        also during a sync.
 
-        Raises StateMismatch where the engine is past ``version``, EngineUnavailable where it is not there within
-        ``timeout_seconds``, InputError, and what `sync` raises that does not pass.
+        Raises StateMismatch where the engine is past ``version``, EngineUnavailable where it is not
+        there within ``timeout_seconds``, InputError, and what `sync` raises that does not pass.
         """
         if version is not None and minimum is not None:
             raise InputError("give a version or a minimum, not both")
@@ -241,8 +275,10 @@ class EngineHandle(Closing):
                 doubt = f": {error}"
             if time.monotonic() > deadline:
                 raise EngineUnavailable(
-                    f"version {live} is live, not {least}, after {timeout_seconds:g} seconds{doubt}",
-                    hint="See whether the trainer publishes, and what sync() raises, or follow() hands to on_error.",
+                    f"version {live} is live, not {least}, after {timeout_seconds:g} "
+                    f"seconds{doubt}",
+                    hint="See whether the trainer publishes, and what sync() raises, or follow() "
+                    "hands to on_error.",
                 )
             if self._closing.wait(jittered(pause)):
                 raise InputError("the handle was closed")
@@ -255,17 +291,18 @@ class EngineHandle(Closing):
         return Generation(self, session, live, root)
 
     def audit(self, *, functional: bool = False) -> tuple[str, ...]:
-        """Reads all live parameters back and compares them with the digests of the live version. Returns the names of
-        the tensors that differ: none, if all is well. Otherwise the next sync writes all of them again. The engine
-        generates nothing meanwhile. Raises InputError before the first sync.
+        """Reads all live parameters back and compares them with the digests of the live version.
+        Returns the names of the tensors that differ: none, if all is well. Otherwise the next sync
+        writes all of them again. The engine generates nothing meanwhile. Raises InputError before
+        the first sync.
 
-        What an engine derives from its weights is compared with what it derives from its host state: such an engine is
-        moved to the newest version first.
+        What an engine derives from its weights is compared with what it derives from its host
+        state: such an engine is moved to the newest version first.
 
-        ``functional``: the names of modules are returned as well that do not compute with the live parameters. For that
-        the engine makes another model, for which it needs the memory, and both get weights of trial; the live ones are
-        restored then. Done once by itself, by `connect` or before the first update; the next sync mends nothing of
-        it."""
+        ``functional``: the names of modules are returned as well that do not compute with the live
+        parameters. For that the engine makes another model, for which it needs the memory, and both
+        get weights of trial; the live ones are restored then. Done once by itself, by `connect` or
+        before the first update; the next sync mends nothing of it."""
         with self._lock:
             if self._leader(self._ask("status"))["derives"]:
                 self.sync()
@@ -282,21 +319,26 @@ class EngineHandle(Closing):
         seed: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Generates one completion of the token ids ``prompt``, and returns its record, with the weights of each part:
-        a sync may come between.
+        """Generates one completion of the token ids ``prompt``, and returns its record, with the
+        weights of each part: a sync may come between.
 
-        ``sampling``: parameters in the engine's terms, but for "max_tokens", which every engine takes. ``seed``: of the
-        request; drawn where it is None and tokens are sampled. ``metadata``: goes into the record. May be called by
-        several threads, but on a ``vllm.LLM``. Raises InputError, EngineUnavailable, and EngineError, also where some
-        tokens come from weights that are no known version: of an engine that another handle, or nobody, has synced.
+        ``sampling``: parameters in the engine's terms, but for "max_tokens", which every engine
+        takes. ``seed``: of the request; drawn where it is None and tokens are sampled.
+        ``metadata``: goes into the record. May be called by several threads, but on a ``vllm.LLM``.
+        Raises InputError, EngineUnavailable, and EngineError, also where some tokens come from
+        weights that are no known version: of an engine that another handle, or nobody, has synced.
         """
         wanted = {name: value for name, value in (sampling or {}).items() if value is not None}
         if wanted.pop("n", 1) != 1 or "seed" in wanted or not prompt:
-            raise InputError("a generation has one prompt, one completion, and the seed as an argument")
+            raise InputError(
+                "a generation has one prompt, one completion, and the seed as an argument"
+            )
         if seed is None and wanted.get("temperature", 1.0) != 0:
             seed = new_seed()
         before = self._tagged
-        found = self._transport.generate(list(prompt), wanted if seed is None else wanted | {"seed": seed})
+        found = self._transport.generate(
+            list(prompt), wanted if seed is None else wanted | {"seed": seed}
+        )
         return Rollout.of(
             prompt,
             stream=self._info.stream,
@@ -311,8 +353,8 @@ class EngineHandle(Closing):
         )
 
     def _weights_of(self, found: Generated, before: int | None) -> tuple[Weights, ...]:
-        """Which weights have generated it. An engine that does not tell has had those of ``before`` first, and those of
-        now last; it does not tell from which token on."""
+        """Which weights have generated it. An engine that does not tell has had those of ``before``
+        first, and those of now last; it does not tell from which token on."""
         after = self._tagged
         tags: list[tuple[str, int | None]] = [*(found.tags or [(str(before), 0)])]
         if not found.tags and after != before:
@@ -324,16 +366,19 @@ class EngineHandle(Closing):
         ]
         if len(weights) < len(tags):
             raise EngineError(
-                f"tokens come from weights with the tag {', '.join(tag for tag, _ in tags)!r}, no known version of "
+                f"tokens come from weights with the tag {', '.join(tag for tag, _ in tags)!r}, "
+                "no known version of "
                 f"{self._info.stream!r}",
-                hint="Call sync() first. One handle drives an engine, and knows the versions that it has made live.",
+                hint="Call sync() first. One handle drives an engine, and knows the versions "
+                "that it has made live.",
             )
         return tuple(weights)
 
     def replay(self, rollout: Rollout) -> Replay:
-        """Moves the engine to the exact weights of ``rollout``, generates it again, each part with its own, and
-        compares (docs/replay.md). The engine stays at the last of these weights. Nothing else should be generated
-        meanwhile. Raises what `sync` and `generate` raise; why something cannot be repeated is a `Replay.reason`."""
+        """Moves the engine to the exact weights of ``rollout``, generates it again, each part with
+        its own, and compares (docs/replay.md). The engine stays at the last of these weights.
+        Nothing else should be generated meanwhile. Raises what `sync` and `generate` raise; why
+        something cannot be repeated is a `Replay.reason`."""
         return replay(self, rollout)
 
     def follow(
@@ -343,11 +388,11 @@ class EngineHandle(Closing):
         on_error: Callable[[PulseError], None] | None = None,
         poll_seconds: float = 1.0,
     ) -> None:
-        """Starts a thread that keeps the engine at the newest version, until `close`. Between looks it pauses as
-        `wait_for_version` does, with ``poll_seconds``.
+        """Starts a thread that keeps the engine at the newest version, until `close`. Between looks
+        it pauses as `wait_for_version` does, with ``poll_seconds``.
 
-        ``on_sync`` is called after each step, ``on_error`` with errors; the thread goes on after those that may pass
-        (`PulseError.retryable`), and ends with any other.
+        ``on_sync`` is called after each step, ``on_error`` with errors; the thread goes on after
+        those that may pass (`PulseError.retryable`), and ends with any other.
         """
         if self._closing.is_set():
             raise InputError("the handle was closed")
@@ -356,7 +401,9 @@ class EngineHandle(Closing):
         if poll_seconds <= 0:
             raise InputError(f"poll_seconds must be more than 0, not {poll_seconds}")
         arguments = (on_sync, on_error, poll_seconds)
-        self._follower = threading.Thread(target=self._keep_up, args=arguments, name="pulse-follow", daemon=True)
+        self._follower = threading.Thread(
+            target=self._keep_up, args=arguments, name="pulse-follow", daemon=True
+        )
         self._follower.start()
 
     def close(self) -> None:
@@ -377,16 +424,21 @@ class EngineHandle(Closing):
         return self._follower is not None and self._follower.is_alive()
 
     def _live(self) -> tuple[int, int | None, str | None]:
-        """(which session it is of this handle, the version that is live, its root). The latter are None in an engine
-        that was restarted, until the next sync. Needs no lock: nothing is changed."""
+        """(which session it is of this handle, the version that is live, its root). The latter are
+        None in an engine that was restarted, until the next sync. Needs no lock: nothing is
+        changed."""
         session = self._sessions
         statuses = self._ask("status")
         leader = next((status for status in statuses if status.get("leader")), None)
-        return (session, None, None) if leader is None else (session, leader["version"], leader["root"])
+        return (
+            (session, None, None)
+            if leader is None
+            else (session, leader["version"], leader["root"])
+        )
 
     def _open(self, version: int | None = None) -> None:
-        """Starts a session in the engine, unless another handle has one. It stages ``version`` first, None: the
-        newest."""
+        """Starts a session in the engine, unless another handle has one. It stages ``version``
+        first, None: the newest."""
         self._tagged = None
         if any(status["open"] for status in self._ask("hello")) and not self._asleep:
             with suppress(PulseError):  # there may be nothing to end
@@ -398,8 +450,8 @@ class EngineHandle(Closing):
         self._sessions += 1
 
     def _prove(self) -> None:
-        """Has the engine learn and prove its map for the tensors of the stream. Left to the first sync where nothing
-        can be staged yet, which says why."""
+        """Has the engine learn and prove its map for the tensors of the stream. Left to the first
+        sync where nothing can be staged yet, which says why."""
         try:
             leader = self._staged(self._leader(self._ask("status"))["asked"])
         except PulseError:  # an empty stream, a store that is away
@@ -413,7 +465,8 @@ class EngineHandle(Closing):
         return self._staged(self._leader(self._ask("stage", version))["asked"])
 
     def _staged(self, asked: int) -> Status:
-        """Waits until the engine's workers have looked ``asked`` times at the store, and hold what they found."""
+        """Waits until the engine's workers have looked ``asked`` times at the store, and hold what
+        they found."""
         deadline = time.monotonic() + self._timeout
         while True:
             statuses = self._ask("status")
@@ -476,7 +529,8 @@ class EngineHandle(Closing):
         self._paused = False
 
     def _settle(self) -> None:
-        """Finishes what failed calls have left: the tag of the live version, the prefix cache, the end of a pause."""
+        """Finishes what failed calls have left: the tag of the live version, the prefix cache, the
+        end of a pause."""
         if self._stale or self._untagged:
             with self._pause():
                 if self._untagged:
@@ -486,7 +540,8 @@ class EngineHandle(Closing):
             self._resume()
 
     def _tag(self) -> None:
-        """Ends an update of which it is not known whether it was made, with the version that is live."""
+        """Ends an update of which it is not known whether it was made, with the version that is
+        live."""
         leader = self._leader(self._ask("status"))
         live = leader["version"]
         if live is not None:
@@ -501,7 +556,8 @@ class EngineHandle(Closing):
         self._untagged = False
 
     def _tag_held(self, leader: Status) -> None:
-        """Tags what comes from a version that the engine holds without an update: that of its checkpoint."""
+        """Tags what comes from a version that the engine holds without an update: that of its
+        checkpoint."""
         if leader["version"] not in (None, self._tagged):
             self._note(leader)
             self._transport.tag(str(leader["version"]))
@@ -516,7 +572,9 @@ class EngineHandle(Closing):
             del self._roots[next(iter(self._roots))]
 
     def _reset_cache(self) -> None:
-        if not self._transport.reset_prefix_cache(False) and not self._transport.reset_prefix_cache(True):
+        if not self._transport.reset_prefix_cache(False) and not self._transport.reset_prefix_cache(
+            True
+        ):
             raise EngineError(
                 "the engine did not empty its prefix cache, which was filled by the old weights",
                 hint="The new weights are live. The next sync tries again.",
@@ -524,7 +582,8 @@ class EngineHandle(Closing):
         self._stale = False
 
     def _reason(self, error: Exception) -> PulseError:
-        """What the workers say of a call that failed, and have undone then; the error itself if they say nothing."""
+        """What the workers say of a call that failed, and have undone then; the error itself if
+        they say nothing."""
         statuses: list[Status] = []
         try:
             statuses = self._ask("status")
@@ -533,7 +592,11 @@ class EngineHandle(Closing):
             if any(status.get("failed") for status in statuses):
                 self._stale = self._untagged = False
             return known
-        return error if isinstance(error, PulseError) else EngineError(f"{type(error).__name__}: {error}")
+        return (
+            error
+            if isinstance(error, PulseError)
+            else EngineError(f"{type(error).__name__}: {error}")
+        )
 
     def _ask(self, action: str, version: int | None = None) -> list[Status]:
         statuses = self._transport.pulse(action, self._owner, version)
@@ -545,7 +608,10 @@ class EngineHandle(Closing):
         for status in statuses:
             if status.get("leader"):
                 return status
-        raise EngineError("the engine follows no stream any more", hint="It was restarted, or closed: connect again.")
+        raise EngineError(
+            "the engine follows no stream any more",
+            hint="It was restarted, or closed: connect again.",
+        )
 
     def _keep_up(
         self,
@@ -558,8 +624,14 @@ class EngineHandle(Closing):
         while not self._closing.is_set():
             try:
                 done = self.sync()
-            except Exception as error:  # of the engine as well: a thread that ends in silence would go unnoticed
-                known = error if isinstance(error, PulseError) else EngineError(f"{type(error).__name__}: {error}")
+            except (
+                Exception
+            ) as error:  # of the engine as well: a thread that ends in silence would go unnoticed
+                known = (
+                    error
+                    if isinstance(error, PulseError)
+                    else EngineError(f"{type(error).__name__}: {error}")
+                )
                 if on_error is not None:
                     on_error(known)
                 if not known.retryable:

@@ -19,7 +19,8 @@ _NATIVE_LIMIT = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """``values``, unsigned integers of the element's width, for ``positions`` in the memory of ``parameter``."""
+    """``values``, unsigned integers of the element's width, for ``positions`` in the memory of
+    ``parameter``."""
 
     parameter: str
     positions: Indices
@@ -27,7 +28,8 @@ class Scattered:
 
 
 class WholeRectangle(NamedTuple):
-    """All elements of ``box``, with the bits ``values`` of its checkpoint tensor, of which all are given."""
+    """All elements of ``box``, with the bits ``values`` of its checkpoint tensor, of which all are
+    given."""
 
     box: Rectangle
     values: UIntArray
@@ -37,16 +39,23 @@ Change = Scattered | WholeRectangle
 
 
 class LiveWeights:
-    """The memory of a model's parameters and buffers, and of ``others``, by name, as flat integers of the element's
-    width.
+    """The memory of a model's parameters and buffers, and of ``others``, by name, as flat integers
+    of the element's width.
 
-    Positions count from the start of the memory (torch: storage) that a tensor lies in, as those of a `Rectangle` do.
+    Positions count from the start of the memory (torch: storage) that a tensor lies in, as those of
+    a `Rectangle` do.
     """
 
-    def __init__(self, model: torch.nn.Module, others: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, others: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         self.flat: dict[str, torch.Tensor] = {}
         self._host: dict[str, UIntArray] = {}
-        for name, tensor in {**(others or {}), **dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        for name, tensor in {
+            **(others or {}),
+            **dict(model.named_parameters()),
+            **dict(model.named_buffers()),
+        }.items():
             if not tensor.numel():
                 continue
             flat = self.flat[name] = as_flat(tensor)
@@ -103,7 +112,8 @@ class Journal:
 
     @torch.no_grad()
     def write(self, box: Rectangle, source: torch.Tensor) -> None:
-        """Writes ``source``, integers of the element's width in the order of the box's axes, where it differs."""
+        """Writes ``source``, integers of the element's width in the order of the box's axes, where
+        it differs."""
         view = self._live.view(box)
         value = source.to(view.device)
         if not torch.equal(view, value):
@@ -112,7 +122,8 @@ class Journal:
 
     @torch.no_grad()
     def keep_all(self) -> None:
-        """Copies all live parameters, to the host: a device has no room for them beside the keys of its requests."""
+        """Copies all live parameters, to the host: a device has no room for them beside the keys of
+        its requests."""
         self._whole = {name: flat.to("cpu", copy=True) for name, flat in self._live.flat.items()}
 
     @torch.no_grad()
@@ -127,8 +138,11 @@ class Journal:
         self._live.synchronize()
 
 
-def located(loader_map: LoaderMap, name: str, indices: Indices | None, values: UIntArray) -> Iterable[Change]:
-    """Where the elements ``indices``, ascending, of the checkpoint tensor ``name`` go on this rank; None: all."""
+def located(
+    loader_map: LoaderMap, name: str, indices: Indices | None, values: UIntArray
+) -> Iterable[Change]:
+    """Where the elements ``indices``, ascending, of the checkpoint tensor ``name`` go on this rank;
+    None: all."""
     for box in loader_map.boxes.get(name, ()):
         if indices is None:
             yield WholeRectangle(box, values)
@@ -141,11 +155,16 @@ def located(loader_map: LoaderMap, name: str, indices: Indices | None, values: U
 def as_flat(tensor: torch.Tensor) -> torch.Tensor:
     """The whole memory that ``tensor`` lies in, as integers of its elements' width."""
     width = tensor.element_size()
-    return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // width,), (1,), 0).view(_INTS[width])
+    return (
+        tensor.detach()
+        .as_strided((tensor.untyped_storage().nbytes() // width,), (1,), 0)
+        .view(_INTS[width])
+    )
 
 
 def as_ints(values: UIntArray) -> torch.Tensor:
-    """The same bits in torch's integer type of that width; a copy of read-only memory, of which torch would warn."""
+    """The same bits in torch's integer type of that width; a copy of read-only memory, of which
+    torch would warn."""
     ints = values.view(f"<i{values.itemsize}") if values.itemsize > 1 else values
     return torch.from_numpy(ints if ints.flags.writeable else ints.copy())
 

@@ -1,9 +1,11 @@
-"""The map of a model: where the elements of checkpoint tensors lie in live parameters, traced through its own loader.
+"""The map of a model: where the elements of checkpoint tensors lie in live parameters, traced
+through its own loader.
 
-A loader copies rectangles: a tensor-parallel slice, one part of a fused parameter, a transpose. Each is a `Rectangle`,
-however many elements it has. To learn them, the loader is given empty tensors of the checkpoint's names and shapes. Its
-copies into live parameters are noted as boxes and not carried out: nothing is read or written, whatever the size of the
-model, and the engine may go on generating.
+A loader copies rectangles: a tensor-parallel slice, one part of a fused parameter, a transpose.
+Each is a `Rectangle`, however many elements it has. To learn them, the loader is given empty
+tensors of the checkpoint's names and shapes. Its copies into live parameters are noted as boxes and
+not carried out: nothing is read or written, whatever the size of the model, and the engine may go
+on generating.
 """
 
 from __future__ import annotations
@@ -27,17 +29,23 @@ from ..torch import _TORCH
 
 Indices = npt.NDArray[np.int64]
 _OTHER_MODEL = (
-    "Is the stream that of this model? Compare `pulse digest --tensors` of both checkpoints. Of a model of "
-    "transformers the trainer publishes checkpoint_weights(model): its state_dict has fused experts and more names."
+    "Is the stream that of this model? Compare `pulse digest --tensors` of both checkpoints. Of "
+    "a model of "
+    "transformers the trainer publishes checkpoint_weights(model): its state_dict has fused "
+    "experts and more names."
 )
 _CAST = "Let the trainer publish what the engine computes in: publish(state, dtype='BF16')."
-_QUANTISE = "Let the trainer publish what the engine has loaded: publish(state, quantise=…), docs/quantised.md."
+_QUANTISE = (
+    "Let the trainer publish what the engine has loaded: publish(state, quantise=…), "
+    "docs/quantised.md."
+)
 _ALIASES = {"clone", "_to_copy", "contiguous"}
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """``size`` elements that lie ``source`` elements apart in the checkpoint tensor, ``target`` in the parameter."""
+    """``size`` elements that lie ``source`` elements apart in the checkpoint tensor, ``target`` in
+    the parameter."""
 
     size: int
     source: int
@@ -46,10 +54,12 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """The elements ``source + sum(c * axis.source)`` of a flattened checkpoint tensor go to the elements
-    ``target + sum(c * axis.target)`` of the memory of ``parameter``, for all ``0 <= c < axis.size``.
+    """The elements ``source + sum(c * axis.source)`` of a flattened checkpoint tensor go to the
+    elements ``target + sum(c * axis.target)`` of the memory of ``parameter``, for all ``0 <= c <
+    axis.size``.
 
-    ``axes`` go from the widest step in the source to the narrowest. No two elements share a place. Made by `make`.
+    ``axes`` go from the widest step in the source to the narrowest. No two elements share a place.
+    Made by `make`.
     """
 
     parameter: str
@@ -65,15 +75,22 @@ class Rectangle:
         source: tuple[int, Sequence[int]],
         target: tuple[int, Sequence[int]],
     ) -> Rectangle:
-        """The box of a copy between two views of ``sizes``, of which ``source`` and ``target`` are (offset, strides).
+        """The box of a copy between two views of ``sizes``, of which ``source`` and ``target`` are
+        (offset, strides).
 
         Raises ValueError where elements of a view share a place.
         """
-        axes = [Axis(n, s, t) for n, s, t in zip(sizes, source[1], target[1], strict=True) if n != 1]
+        axes = [
+            Axis(n, s, t) for n, s, t in zip(sizes, source[1], target[1], strict=True) if n != 1
+        ]
         axes.sort(key=lambda axis: -axis.source)
         joined: list[Axis] = []
         for axis in axes:
-            if joined and joined[-1].source == axis.size * axis.source and joined[-1].target == axis.size * axis.target:
+            if (
+                joined
+                and joined[-1].source == axis.size * axis.source
+                and joined[-1].target == axis.size * axis.target
+            ):
                 joined[-1] = Axis(joined[-1].size * axis.size, axis.source, axis.target)
             else:
                 joined.append(axis)
@@ -102,8 +119,8 @@ class Rectangle:
         return tuple(axis.target for axis in self.axes)
 
     def locate(self, indices: Indices) -> tuple[npt.NDArray[np.bool_] | slice, Indices]:
-        """Which of ``indices``, ascending flat positions in the checkpoint tensor, lie in the box, and the positions in
-        the parameter's memory to which those go."""
+        """Which of ``indices``, ascending flat positions in the checkpoint tensor, lie in the box,
+        and the positions in the parameter's memory to which those go."""
         first, last = np.searchsorted(indices, [self.source, self.source + _reach(self.axes) + 1])
         within = slice(int(first), int(last))
         rest = indices[within] - self.source
@@ -145,8 +162,14 @@ class Rectangle:
 
     def _part(self, low: int, high: int) -> Rectangle:
         first, *inner = self.axes
-        axes = tuple(inner) if high - low == 1 else (Axis(high - low, first.source, first.target), *inner)
-        return Rectangle(self.parameter, self.source + low * first.source, self.target + low * first.target, axes)
+        axes = (
+            tuple(inner)
+            if high - low == 1
+            else (Axis(high - low, first.source, first.target), *inner)
+        )
+        return Rectangle(
+            self.parameter, self.source + low * first.source, self.target + low * first.target, axes
+        )
 
 
 def _reach(axes: Sequence[Axis]) -> int:
@@ -157,9 +180,9 @@ def _reach(axes: Sequence[Axis]) -> int:
 class LoaderMap:
     """Where the elements of the checkpoint tensors go on this rank.
 
-    ``boxes`` by the tensor's name; ``derived``: such that lead into parameters which the engine then derives others
-    from (`derived`); ``padding``: the constants with which the loader fills elements, by parameter; ``unused``:
-    tensors of which this rank holds nothing.
+    ``boxes`` by the tensor's name; ``derived``: such that lead into parameters which the engine
+    then derives others from (`derived`); ``padding``: the constants with which the loader fills
+    elements, by parameter; ``unused``: tensors of which this rank holds nothing.
     """
 
     boxes: dict[str, tuple[Rectangle, ...]]
@@ -169,10 +192,12 @@ class LoaderMap:
 
 
 def trace_loader(model: torch.nn.Module, state: State, derived: Collection[str] = ()) -> LoaderMap:
-    """The map of ``state``'s names and shapes into the parameters and buffers of ``model``, by its ``load_weights``.
+    """The map of ``state``'s names and shapes into the parameters and buffers of ``model``, by its
+    ``load_weights``.
 
-    Raises StateMismatch if the model does not take the tensors or needs others as well, and UnsupportedTensor for
-    parameters that hold something else than elements of the checkpoint (packed, quantised, derived).
+    Raises StateMismatch if the model does not take the tensors or needs others as well, and
+    UnsupportedTensor for parameters that hold something else than elements of the checkpoint
+    (packed, quantised, derived).
     """
     tracer = _Tracer(model, state)
     held = [(tensor, tensor.data) for tensor in tracer.tensors.values()]
@@ -185,7 +210,8 @@ def trace_loader(model: torch.nn.Module, state: State, derived: Collection[str] 
         where = f" at {tracer.last!r}" if tracer.last else ""
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise StateMismatch(
-            f"the engine's model does not take the stream's tensors{where}: {reason}", hint=_OTHER_MODEL
+            f"the engine's model does not take the stream's tensors{where}: {reason}",
+            hint=_OTHER_MODEL,
         ) from error
     finally:
         for tensor, data in held:
@@ -196,10 +222,13 @@ def trace_loader(model: torch.nn.Module, state: State, derived: Collection[str] 
 
 @contextmanager
 def _in_this_thread() -> Iterator[None]:
-    """What a loader gives to a pool of threads is done at once: the tracer does not see what other threads copy."""
+    """What a loader gives to a pool of threads is done at once: the tracer does not see what other
+    threads copy."""
     submit, here = ThreadPoolExecutor.submit, threading.get_ident()
 
-    def at_once(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def at_once(
+        pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
         if threading.get_ident() != here:
             return submit(pool, work, *args, **kwargs)
         future: Future[Any] = Future()
@@ -266,7 +295,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._alter(source, written, operation, args)
                     return written
         result = func(*args, **kwargs)
-        if operation in _ALIASES and (source := self._source(args[0])) and result.dtype == args[0].dtype:
+        if (
+            operation in _ALIASES
+            and (source := self._source(args[0]))
+            and result.dtype == args[0].dtype
+        ):
             self._copied.add(source)
             return args[0].view(args[0].shape)
         return result
@@ -294,7 +327,9 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written.constants.add(self._constant[source])
             return
         if source in self._altered:
-            written.odd = written.odd or f"{self._altered[source]} changes {source!r} before it is copied"
+            written.odd = (
+                written.odd or f"{self._altered[source]} changes {source!r} before it is copied"
+            )
             return
         if source is None:
             written.odd = written.odd or f"{operation} of something else than a checkpoint tensor"
@@ -302,8 +337,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = args[1].expand(target.shape)
         if value.dtype != target.dtype:
             raise UnsupportedTensor(
-                f"the stream's {source!r} is {_short(value.dtype)}, the engine's {name!r} {_short(target.dtype)}",
-                hint=_CAST if target.dtype.is_floating_point and target.element_size() > 1 else _QUANTISE,
+                f"the stream's {source!r} is {_short(value.dtype)}, the engine's {name!r} "
+                f"{_short(target.dtype)}",
+                hint=_CAST
+                if target.dtype.is_floating_point and target.element_size() > 1
+                else _QUANTISE,
             )
         try:
             box = Rectangle.make(
@@ -318,10 +356,13 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written.boxes.setdefault(box, source) != source:
             written.odd = f"{source!r} and {written.boxes[box]!r} go to the same place"
 
-    def _alter(self, source: str, written: torch.Tensor, operation: str, args: Sequence[Any]) -> None:
-        """Notes that the loader writes into what it was given: all of it becomes a constant, as a bias that only one of
-        several ranks may add, or it is no part of the checkpoint any more. A copy that the loader made of it stands for
-        the tensor itself here, so that it cannot be told which of the two is written."""
+    def _alter(
+        self, source: str, written: torch.Tensor, operation: str, args: Sequence[Any]
+    ) -> None:
+        """Notes that the loader writes into what it was given: all of it becomes a constant, as a
+        bias that only one of several ranks may add, or it is no part of the checkpoint any more. A
+        copy that the loader made of it stands for the tensor itself here, so that it cannot be told
+        which of the two is written."""
         whole = written.untyped_storage().nbytes() == written.numel() * written.element_size()
         if operation in ("fill_", "zero_") and whole and source not in self._copied:
             self._constant[source] = _constant(args)
@@ -335,8 +376,10 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, written in self._written.items():
             if written.odd:
                 raise UnsupportedTensor(
-                    f"the loader does not copy into the engine's {name!r} but computes it: {written.odd}",
-                    hint="Packed and quantised parameters cannot follow a stream yet; load the model unquantised.",
+                    f"the loader does not copy into the engine's {name!r} but computes it: "
+                    f"{written.odd}",
+                    hint="Packed and quantised parameters cannot follow a stream yet; load the "
+                    "model unquantised.",
                 )
         for name, parameter in model.named_parameters():
             stored = self._name(parameter)
@@ -348,14 +391,19 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 missing.append(f"{name!r} ({filled} of {parameter.numel()} elements)")
         if missing:
             raise StateMismatch(
-                f"the stream does not fill {len(missing)} of the engine's parameters: {missing[0]}", hint=_OTHER_MODEL
+                f"the stream does not fill {len(missing)} of the engine's parameters: {missing[0]}",
+                hint=_OTHER_MODEL,
             )
         for written in self._written.values():
             for box, source in written.boxes.items():
-                (into_derived if box.parameter in derived else plain).setdefault(source, []).append(box)
+                (into_derived if box.parameter in derived else plain).setdefault(source, []).append(
+                    box
+                )
         padding = {name: frozenset(w.constants) for name, w in self._written.items() if w.padding}
         held = plain.keys() | into_derived.keys()
-        unused = tuple(spec.name for spec in self.state.specs if spec.name not in held and spec.elements)
+        unused = tuple(
+            spec.name for spec in self.state.specs if spec.name not in held and spec.elements
+        )
         return LoaderMap(_frozen(plain), _frozen(into_derived), padding, unused)
 
 
@@ -371,7 +419,9 @@ def _frozen(boxes: dict[str, list[Rectangle]]) -> dict[str, tuple[Rectangle, ...
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
     """torch's dtype of the tensor; raises UnsupportedTensor."""
     if spec.dtype.name not in _TORCH:
-        raise UnsupportedTensor(f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})")
+        raise UnsupportedTensor(
+            f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})"
+        )
     dtype: torch.dtype = _TORCH[spec.dtype.name]
     return dtype
 

@@ -1,7 +1,7 @@
 """The workers of one engine on one node: who leads, what they share, how they agree.
 
-One worker, the leader, follows the stream. The others read what it staged from files in shared memory, so that a node
-fetches, verifies and decodes each version once and holds one host state.
+One worker, the leader, follows the stream. The others read what it staged from files in shared
+memory, so that a node fetches, verifies and decodes each version once and holds one host state.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ _TIMEOUT_SECONDS = 1800.0  # a large model is loaded, packed and compared betwee
 
 
 class Node:
-    """This worker among those of its node. ``leader``: whether it is the one that follows the stream.
+    """This worker among those of its node. ``leader``: whether it is the one that follows the
+    stream.
 
-    ``world``: the group of the engine's workers, with ``ranks`` and ``world_size`` as the engines' own have; None: this
-    worker is the only one. All methods are collective: every worker of the engine calls them in the same order.
+    ``world``: the group of the engine's workers, with ``ranks`` and ``world_size`` as the engines'
+    own have; None: this worker is the only one. All methods are collective: every worker of the
+    engine calls them in the same order.
     """
 
     def __init__(self, world: Any) -> None:
@@ -46,7 +48,11 @@ class Node:
         if world is not None and world.world_size > 1:
             self._engine = _group(world.ranks)
             places = self.gathered((socket.gethostname(), _boot()))
-            here = [rank for rank, place in zip(world.ranks, places, strict=True) if place == places[self._engine.rank]]
+            here = [
+                rank
+                for rank, place in zip(world.ranks, places, strict=True)
+                if place == places[self._engine.rank]
+            ]
             if len(here) == self._engine.size:
                 self._node = self._engine
             elif len(here) > 1:
@@ -72,7 +78,11 @@ class Node:
         if self.size > 1:
             made = ""
             if self.leader:
-                parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+                parent = (
+                    _SHARED_MEMORY
+                    if os.access(_SHARED_MEMORY, os.W_OK)
+                    else Path(tempfile.gettempdir())
+                )
                 _remove_abandoned(parent)
                 made = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
                 self._owned = _locked(Path(made))
@@ -107,7 +117,9 @@ class Node:
         failure = _reserve(file, nbytes) if self.leader else None
         failure = self.shared(failure)
         if failure is not None:
-            raise PulseError(failure, hint="Give the container more shared memory (docker: --shm-size).")
+            raise PulseError(
+                failure, hint="Give the container more shared memory (docker: --shm-size)."
+            )
         view = np.memmap(file, np.uint8, "r+", shape=(nbytes,))
         self.barrier()
         if self.leader:
@@ -115,7 +127,8 @@ class Node:
         return view
 
     def together(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on this worker; raises on all of the engine's if it raises on one."""
+        """What ``work`` returns on this worker; raises on all of the engine's if it raises on
+        one."""
         done: list[T] = []
 
         def run() -> bytes:
@@ -123,8 +136,11 @@ class Node:
                 done.append(work())
             except PulseError:
                 raise
-            except Exception as error:  # of torch, or of the model: a worker that ends in silence would be waited for
-                raise PulseError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+            # of torch, or of the model: a worker that ends in silence would be waited for
+            except Exception as error:
+                raise PulseError(
+                    f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                ) from error
             return b""
 
         self._engine.run_on_all(run)
@@ -157,7 +173,8 @@ def _of_all(group: RankGroup, value: T) -> list[T]:
 
 
 def _reserve(file: Path, nbytes: int) -> str | None:
-    """Makes a file of that size; why not, if there is no room: writing to what is not there would kill the process."""
+    """Makes a file of that size; why not, if there is no room: writing to what is not there would
+    kill the process."""
     try:
         with file.open("wb") as handle:
             handle.truncate(nbytes)

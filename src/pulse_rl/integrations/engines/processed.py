@@ -1,10 +1,12 @@
-"""Modules whose weights an engine processes after it has loaded them: packed, shuffled, padded, quantised, multiplied.
+"""Modules whose weights an engine processes after it has loaded them: packed, shuffled, padded,
+quantised, multiplied.
 
-What such a module computes with need not be what its loader wrote, even where names and shapes are the same. The
-engine's own processing is therefore run aside, on a copy of the module in the state before its first processing, and
-every tensor that the module can reach afterwards is compared with the live module's: parameters, buffers, attributes,
-what its methods and kernels hold. Where random weights come out as they went in, the map of the loader is right as it
-is. All other modules are `derived` again for each version.
+What such a module computes with need not be what its loader wrote, even where names and shapes are
+the same. The engine's own processing is therefore run aside, on a copy of the module in the state
+before its first processing, and every tensor that the module can reach afterwards is compared with
+the live module's: parameters, buffers, attributes, what its methods and kernels hold. Where random
+weights come out as they went in, the map of the loader is right as it is. All other modules are
+`derived` again for each version.
 """
 
 from __future__ import annotations
@@ -30,23 +32,25 @@ HOOK = "process_weights_after_loading"
 """What engines call a quantisation method's processing of a module."""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _TILE = 1_000_003
-"""Random values that repeat with this period, a prime: a permutation by a multiple of it is no layout."""
+"""Random values that repeat with this period, a prime: a permutation by a multiple of it is no
+layout."""
 _MAX_OBJECTS = 200_000
 _BITS = " bits"
 _MISSING = object()
 
 
 class _Parameter(NamedTuple):
-    """Stands for a parameter or buffer of the model in a `Before`, so that its memory can be freed."""
+    """Stands for a parameter or buffer of the model in a `Before`, so that its memory can be
+    freed."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A module, or an object that processes its weights, before the processing: its ``attributes``, the ``forms`` of
-    its parameters as meta tensors, the names of those that are ``unset``, its ``buffers`` and the ``modules`` right
-    under it."""
+    """A module, or an object that processes its weights, before the processing: its ``attributes``,
+    the ``forms`` of its parameters as meta tensors, the names of those that are ``unset``, its
+    ``buffers`` and the ``modules`` right under it."""
 
     attributes: dict[str, Any]
     forms: dict[str, torch.Tensor]
@@ -57,8 +61,9 @@ class Before:
 
 @dataclass(slots=True)
 class Group:
-    """``modules``: a module with those under it that are copied with it, by their first names in the model; ``owners``:
-    other objects that process their weights and keep something of it; ``process`` does it."""
+    """``modules``: a module with those under it that are copied with it, by their first names in
+    the model; ``owners``: other objects that process their weights and keep something of it;
+    ``process`` does it."""
 
     name: str
     modules: dict[str, nn.Module]
@@ -72,8 +77,9 @@ def group_of(
     processing: Sequence[nn.Module],
     at_last: Callable[[Callable[[Any], Any]], None] | None = None,
 ) -> Group:
-    """The group of ``modules``, the first of which gives it its name, in which the methods of those that are
-    ``processing`` do it, and then ``at_last``. ``names``: of the model's modules, by id."""
+    """The group of ``modules``, the first of which gives it its name, in which the methods of those
+    that are ``processing`` do it, and then ``at_last``. ``names``: of the model's modules, by
+    id."""
     owners: list[Any] = []
 
     def own(value: Any) -> None:
@@ -101,12 +107,14 @@ def group_of(
         if at_last is not None:
             at_last(copy_of)
 
-    return Group(names[id(modules[0])], {names[id(module)]: module for module in modules}, owners, process)
+    return Group(
+        names[id(modules[0])], {names[id(module)]: module for module in modules}, owners, process
+    )
 
 
 def remember(subjects: Sequence[Any], names: dict[int, str]) -> dict[int, Before]:
-    """The state of modules and other objects before the first processing, by their ids. ``names``: of the model's
-    parameters and buffers, by id. What is kept holds no parameter's memory."""
+    """The state of modules and other objects before the first processing, by their ids. ``names``:
+    of the model's parameters and buffers, by id. What is kept holds no parameter's memory."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and id(value) in names:
@@ -115,9 +123,13 @@ def remember(subjects: Sequence[Any], names: dict[int, str]) -> dict[int, Before
 
     found = {}
     for subject in subjects:
-        attributes = {key: kept(value) for key, value in vars(subject).items() if key not in _REGISTERED}
+        attributes = {
+            key: kept(value) for key, value in vars(subject).items() if key not in _REGISTERED
+        }
         is_module = isinstance(subject, nn.Module)
-        parameters, buffers, modules = (getattr(subject, key) if is_module else {} for key in _REGISTERED)
+        parameters, buffers, modules = (
+            getattr(subject, key) if is_module else {} for key in _REGISTERED
+        )
         found[id(subject)] = Before(
             attributes,
             {key: as_meta(value) for key, value in parameters.items() if value is not None},
@@ -131,7 +143,10 @@ def remember(subjects: Sequence[Any], names: dict[int, str]) -> dict[int, Before
 def tensor_names(model: nn.Module) -> dict[int, str]:
     """The first name of each parameter and buffer, by the tensor's id."""
     names: dict[int, str] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
         names.setdefault(id(tensor), name)
     return names
 
@@ -149,10 +164,11 @@ def like(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ProcessedLayer:
-    """One `Group` of ``model`` as a layer of `derived`. ``before``: what `remember` found for its modules and owners,
-    as far as it was there in time; ``context`` surrounds the processing.
+    """One `Group` of ``model`` as a layer of `derived`. ``before``: what `remember` found for its
+    modules and owners, as far as it was there in time; ``context`` surrounds the processing.
 
-    Raises UnsupportedTensor where the processing keeps something that depends on the weights and is no tensor."""
+    Raises UnsupportedTensor where the processing keeps something that depends on the weights and is
+    no tensor."""
 
     def __init__(
         self,
@@ -165,7 +181,9 @@ class ProcessedLayer:
         self._names = tensor_names(model)
         self._tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         subjects = [*group.modules.values(), *group.owners]
-        self._before = {id(s): before.get(id(s)) or remember([s], self._names)[id(s)] for s in subjects}
+        self._before = {
+            id(s): before.get(id(s)) or remember([s], self._names)[id(s)] for s in subjects
+        }
         self._swapped: list[tuple[nn.Module, dict[str, Any]]] = []
         self._forms = self._pre_quant_layers()
         self._paths: dict[str, str] = {}
@@ -182,15 +200,18 @@ class ProcessedLayer:
         return self._live
 
     def derive(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        pairs = self._processed({name: like(meta, loaded[name]) for name, meta in self._forms.items()})
+        pairs = self._processed(
+            {name: like(meta, loaded[name]) for name, meta in self._forms.items()}
+        )
         missing = self._paths.keys() - pairs.keys()
         if missing:
             raise self._unsupported(sorted(missing))
         return {key: pairs[path][1].detach() for path, key in self._paths.items()}
 
     def put_loaded(self) -> None:
-        """Gives the live modules parameters of the loaded form where theirs have another one, for their loader to be
-        watched. A plain module's have lost their loaders, if anything, and the map leads to the same places."""
+        """Gives the live modules parameters of the loaded form where theirs have another one, for
+        their loader to be watched. A plain module's have lost their loaders, if anything, and the
+        map leads to the same places."""
         if self.plain and not self._unloadable():
             return
         for module in self._group.modules.values():
@@ -214,9 +235,12 @@ class ProcessedLayer:
     # -- the parts
 
     def _probe(self) -> bool:
-        """Learns from random weights which tensors depend on them; whether these are just the weights."""
+        """Learns from random weights which tensors depend on them; whether these are just the
+        weights."""
         own = (t for m in self._group.modules.values() for t in m.parameters(recurse=False))
-        device = next((tensor.device for tensor in (*own, *self._tensors.values())), torch.device("cpu"))
+        device = next(
+            (tensor.device for tensor in (*own, *self._tensors.values())), torch.device("cpu")
+        )
         probe = {name: _random(meta, device) for name, meta in self._forms.items()}
         given = {name: tensor.detach().clone() for name, tensor in probe.items()}
         plain, places = True, set()
@@ -227,15 +251,23 @@ class ProcessedLayer:
                 continue  # known already, or of no weight
             places.add(place)
             key = name or f"{self._group.name}{path}"
-            plain = plain and name in given and self._in_order(name, live) and _same_bits(given[name], derived)
+            plain = (
+                plain
+                and name in given
+                and self._in_order(name, live)
+                and _same_bits(given[name], derived)
+            )
             self._paths[path], self._live[key] = key, live
         for name in self._forms.keys() - self._live.keys():
             plain = plain and name in self._tensors  # else it was replaced by others
         return plain
 
     def _in_order(self, name: str, live: torch.Tensor) -> bool:
-        """Whether what the loader writes into the loaded form has the same places in the live parameter."""
-        return (live.is_contiguous() and not live.storage_offset()) or _loads_as(live, self._forms[name])
+        """Whether what the loader writes into the loaded form has the same places in the live
+        parameter."""
+        return (live.is_contiguous() and not live.storage_offset()) or _loads_as(
+            live, self._forms[name]
+        )
 
     def _unloadable(self) -> bool:
         """Whether a parameter is not what its loader expects."""
@@ -261,7 +293,11 @@ class ProcessedLayer:
                 forms[self._parameter_name(module, key)] = meta
         for before in self._before.values():
             for value in before.attributes.values():
-                if isinstance(value, _Parameter) and value.name in self._tensors and value.name not in forms:
+                if (
+                    isinstance(value, _Parameter)
+                    and value.name in self._tensors
+                    and value.name not in forms
+                ):
                     forms[value.name] = as_meta(self._tensors[value.name])
         return forms
 
@@ -270,13 +306,19 @@ class ProcessedLayer:
         if id(live) in self._names:
             return self._names[id(live)]
         for name, tensor in self._tensors.items():
-            if tensor.numel() and tensor.data_ptr() == live.data_ptr() and _same_layout(tensor, live):
+            if (
+                tensor.numel()
+                and tensor.data_ptr() == live.data_ptr()
+                and _same_layout(tensor, live)
+            ):
                 return name
         return None
 
-    def _processed(self, loaded: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters of the live group and of a copy that has processed ``loaded``, and all tensors that the
-        processing made or changed, by path."""
+    def _processed(
+        self, loaded: dict[str, torch.Tensor]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The parameters of the live group and of a copy that has processed ``loaded``, and all
+        tensors that the processing made or changed, by path."""
         subjects = [*self._group.modules.values(), *self._group.owners]
         copies: dict[int, Any] = {id(subject): copy.copy(subject) for subject in subjects}
         begun = {id(subject): self._begin(subject, copies, loaded) for subject in subjects}
@@ -285,14 +327,19 @@ class ProcessedLayer:
                 self._group.process(lambda live: copies.get(id(live), live))
         except PulseError:
             raise
-        except Exception as error:  # an engine's own: what it processes only once, or needs of its surroundings
+        except (
+            Exception
+        ) as error:  # an engine's own: what it processes only once, or needs of its surroundings
             raise UnsupportedTensor(
-                f"the engine's {self._group.name!r} cannot process its weights again: {type(error).__name__}: {error}"
+                f"the engine's {self._group.name!r} cannot process its weights again: "
+                f"{type(error).__name__}: {error}"
             ) from error
         walk = _Walk()
         for subject in subjects:
             if isinstance(subject, nn.Module) and subject in self._group.modules.values():
-                path = next(path for path, module in self._group.modules.items() if module is subject)
+                path = next(
+                    path for path, module in self._group.modules.items() if module is subject
+                )
                 path = path.removeprefix(self._group.name)
             else:
                 path = f".{type(subject).__name__}"
@@ -301,7 +348,9 @@ class ProcessedLayer:
             raise self._unsupported(walk.odd)
         return walk.pairs
 
-    def _begin(self, subject: Any, copies: dict[int, Any], loaded: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def _begin(
+        self, subject: Any, copies: dict[int, Any], loaded: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
         """Gives the copy of ``subject`` the state before the processing, and returns that."""
         before = self._before[id(subject)]
 
@@ -321,23 +370,30 @@ class ProcessedLayer:
             forms = {key: loaded[self._parameter_name(subject, key)] for key in before.forms}
             now["_parameters"] = dict.fromkeys(before.unset) | forms
             now["_buffers"] = {key: fresh(value) for key, value in before.buffers.items()}
-            now["_modules"] = {key: copies.get(id(value), value) for key, value in before.modules.items()}
+            now["_modules"] = {
+                key: copies.get(id(value), value) for key, value in before.modules.items()
+            }
         shadow = copies[id(subject)]
         shadow.__dict__ = dict(now)
         for key in _REGISTERED if isinstance(subject, nn.Module) else ():
             shadow.__dict__[key] = dict(now[key])
-        now = {key: copy.copy(value) if type(value) in (dict, list, set) else value for key, value in now.items()}
+        now = {
+            key: copy.copy(value) if type(value) in (dict, list, set) else value
+            for key, value in now.items()
+        }
         values = [*now.values(), *now.get("_buffers", {}).values()]
         now[_BITS] = {
             id(value): value.detach().clone()
             for value in values
-            if isinstance(value, torch.Tensor) and not any(value is held for held in loaded.values())
+            if isinstance(value, torch.Tensor)
+            and not any(value is held for held in loaded.values())
         }
         return now
 
     def _unsupported(self, places: Sequence[str]) -> UnsupportedTensor:
         return UnsupportedTensor(
-            f"the engine's {self._group.name!r} keeps what it derived from its weights in {', '.join(places[:3])}",
+            f"the engine's {self._group.name!r} keeps what it derived from its weights in "
+            f"{', '.join(places[:3])}",
             hint="Only tensors that a module reaches can follow a stream: see docs/vllm.md.",
         )
 
@@ -372,8 +428,8 @@ def pre_quant_layers(layers: Sequence[Layer]) -> PreQuantLayers:
 
 
 class _Walk:
-    """Compares live objects with copies that were processed aside. ``pairs``: (live, copy) of the tensors that are not
-    the same object, by path; ``odd``: what else differs."""
+    """Compares live objects with copies that were processed aside. ``pairs``: (live, copy) of the
+    tensors that are not the same object, by path; ``odd``: what else differs."""
 
     def __init__(self) -> None:
         self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -386,12 +442,21 @@ class _Walk:
         if isinstance(live, nn.Module):
             self._dict(live._parameters, made._parameters, path)
             for key in ("_buffers", "_modules"):
-                self._changed(getattr(live, key), getattr(made, key), begun[key], begun[_BITS], path)
-        own, now = ({k: v for k, v in vars(one).items() if k not in _REGISTERED} for one in (live, made))
+                self._changed(
+                    getattr(live, key), getattr(made, key), begun[key], begun[_BITS], path
+                )
+        own, now = (
+            {k: v for k, v in vars(one).items() if k not in _REGISTERED} for one in (live, made)
+        )
         self._changed(own, now, begun, begun[_BITS], path)
 
     def _changed(
-        self, live: dict[str, Any], made: dict[str, Any], begun: dict[str, Any], bits: dict[int, Any], path: str
+        self,
+        live: dict[str, Any],
+        made: dict[str, Any],
+        begun: dict[str, Any],
+        bits: dict[int, Any],
+        path: str,
     ) -> None:
         for key, value in made.items():
             was = begun.get(key, _MISSING)
@@ -423,13 +488,17 @@ class _Walk:
             for number, (one, other) in enumerate(zip(live, made, strict=False)):
                 self.compare(one, other, f"{path}[{number}]")
         elif isinstance(live, functools.partial):
-            self.compare((live.func, live.args, live.keywords), (made.func, made.args, made.keywords), path)
+            self.compare(
+                (live.func, live.args, live.keywords), (made.func, made.args, made.keywords), path
+            )
         elif isinstance(live, types.MethodType):
             self.compare((live.__func__, live.__self__), (made.__func__, made.__self__), path)
         elif isinstance(live, types.FunctionType):
             if live.__code__ is not made.__code__:
                 self.odd.append(path)
-            cells = [[_cell(cell) for cell in function.__closure__ or ()] for function in (live, made)]
+            cells = [
+                [_cell(cell) for cell in function.__closure__ or ()] for function in (live, made)
+            ]
             self.compare((*cells[:1], live.__defaults__), (*cells[1:], made.__defaults__), path)
         elif _equal(live, made):
             return
@@ -439,7 +508,10 @@ class _Walk:
             self.odd.append(path)
 
     def _dict(self, live: dict[Any, Any], made: dict[Any, Any], path: str) -> None:
-        live, made = ({k: v for k, v in one.items() if v is not None and k != "training"} for one in (live, made))
+        live, made = (
+            {k: v for k, v in one.items() if v is not None and k != "training"}
+            for one in (live, made)
+        )
         self.odd += [f"{path}.{key}" for key in sorted(map(str, live.keys() ^ made.keys()))]
         for key in live.keys() & made.keys():
             label = path if key in _REGISTERED else f"{path}.{key}"
@@ -481,14 +553,25 @@ def _same_parts(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, dict):
         return all(key in other and one[key] is other[key] for key in one)
-    return one == other if isinstance(one, set) else all(a is b for a, b in zip(one, other, strict=True))
+    return (
+        one == other
+        if isinstance(one, set)
+        else all(a is b for a, b in zip(one, other, strict=True))
+    )
 
 
 def _loads_as(live: torch.Tensor, meta: torch.Tensor) -> bool:
     """Whether a loader treats both the same."""
-    if live.storage_offset() or live.untyped_storage().nbytes() != live.numel() * live.element_size():
+    if (
+        live.storage_offset()
+        or live.untyped_storage().nbytes() != live.numel() * live.element_size()
+    ):
         return False
-    return _same_layout(live, meta) and isinstance(live, type(meta)) and vars(meta).keys() <= vars(live).keys()
+    return (
+        _same_layout(live, meta)
+        and isinstance(live, type(meta))
+        and vars(meta).keys() <= vars(live).keys()
+    )
 
 
 def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -508,7 +591,9 @@ def _random(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     if meta.dtype.is_floating_point:
         tile = torch.randn(min(_TILE, max(1, meta.numel())), generator=generator).to(meta.dtype)
     else:
-        tile = torch.randint(0, 100, (min(_TILE, max(1, meta.numel())),), generator=generator).to(meta.dtype)
+        tile = torch.randint(0, 100, (min(_TILE, max(1, meta.numel())),), generator=generator).to(
+            meta.dtype
+        )
     flat = torch.empty(meta.numel(), dtype=meta.dtype, device=device)
     tile = tile.to(device)
     for start in range(0, flat.numel(), len(tile)):

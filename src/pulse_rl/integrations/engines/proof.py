@@ -1,9 +1,11 @@
-"""Proofs that the engine computes with what the stream says, and the writes of whole states that they need.
+"""Proofs that the engine computes with what the stream says, and the writes of whole states that
+they need.
 
-Through the map: the live parameters are read back and hashed. Not through the map: weights that mean nothing are
-written to the live model as an update would be, and loaded by another model of the same class as its first checkpoint
-would be. Then all parameters must have the same bits, and each module the same outputs. What reads a copy of its own,
-or weights in another place, is as far off as can be. The live bits are restored.
+Through the map: the live parameters are read back and hashed. Not through the map: weights that
+mean nothing are written to the live model as an update would be, and loaded by another model of the
+same class as its first checkpoint would be. Then all parameters must have the same bits, and each
+module the same outputs. What reads a copy of its own, or weights in another place, is as far off as
+can be. The live bits are restored.
 """
 
 from __future__ import annotations
@@ -39,17 +41,22 @@ _CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Where a container's limit of memory is. What it has used counts its cache of files, so that less seems free."""
+"""Where a container's limit of memory is. What it has used counts its cache of files, so that less
+seems free."""
 _SLACK = 1 << 28
-"""What making a model takes beside its weights: one weight twice while it is processed, code, outputs."""
+"""What making a model takes beside its weights: one weight twice while it is processed, code,
+outputs."""
 
 
-def differing(node: Node, live: LiveWeights, loader_map: LoaderMap, digest: StateDigest | None) -> list[str]:
-    """The checkpoint tensors whose live elements are not those of the version with ``digest``, on any worker.
+def differing(
+    node: Node, live: LiveWeights, loader_map: LoaderMap, digest: StateDigest | None
+) -> list[str]:
+    """The checkpoint tensors whose live elements are not those of the version with ``digest``, on
+    any worker.
 
-    Each worker puts its elements into a window that all share; where several hold an element, all must agree. The
-    leader, which alone needs ``digest``, hashes the window. Tensors that the model does not hold are passed over.
-    Collective.
+    Each worker puts its elements into a window that all share; where several hold an element, all
+    must agree. The leader, which alone needs ``digest``, hashes the window. Tensors that the model
+    does not hold are passed over. Collective.
     """
     specs = node.shared(digest.specs if digest else ())
     held = {name for names in node.on_node(list(loader_map.boxes)) for name in names}
@@ -57,8 +64,12 @@ def differing(node: Node, live: LiveWeights, loader_map: LoaderMap, digest: Stat
     wrong: set[str] = set()
     failure: Exception | None = None
     for spec, start, stop in _pieces(specs, held):
-        here = torch.from_numpy(window[: (stop - start) * spec.dtype.width]).view(_INTS[spec.dtype.width])
-        parts = [part for box in loader_map.boxes.get(spec.name, ()) for part in box.within(start, stop)]
+        here = torch.from_numpy(window[: (stop - start) * spec.dtype.width]).view(
+            _INTS[spec.dtype.width]
+        )
+        parts = [
+            part for box in loader_map.boxes.get(spec.name, ()) for part in box.within(start, stop)
+        ]
         try:
             for part in parts:
                 _in_window(here, part, start).copy_(live.view(part))
@@ -67,7 +78,10 @@ def differing(node: Node, live: LiveWeights, loader_map: LoaderMap, digest: Stat
         node.barrier()
         try:
             shared = node.size > 1 or len(parts) > 1
-            if shared and any(not torch.equal(_in_window(here, part, start), live.view(part).cpu()) for part in parts):
+            if shared and any(
+                not torch.equal(_in_window(here, part, start), live.view(part).cpu())
+                for part in parts
+            ):
                 wrong.add(spec.name)
             if digest is not None and node.leader:
                 first = start * spec.dtype.width // LEAF_BYTES
@@ -83,30 +97,40 @@ def differing(node: Node, live: LiveWeights, loader_map: LoaderMap, digest: Stat
     return sorted({name for names in node.gathered(sorted(wrong)) for name in names})
 
 
-def require_whole(specs: tuple[TensorSpec, ...], workers: Sequence[Mapping[str, tuple[Rectangle, ...]]]) -> None:
-    """Raises UnsupportedTensor where the ``workers`` of a node, given by their boxes, hold a part of a tensor only: no
-    digest of it could be computed there."""
+def require_whole(
+    specs: tuple[TensorSpec, ...], workers: Sequence[Mapping[str, tuple[Rectangle, ...]]]
+) -> None:
+    """Raises UnsupportedTensor where the ``workers`` of a node, given by their boxes, hold a part
+    of a tensor only: no digest of it could be computed there."""
     for spec in specs:
         boxes = {box for boxes in workers for box in boxes.get(spec.name, ())}
-        parts = {(box.source, *((axis.size, axis.source) for axis in box.axes)): box.elements for box in boxes}
+        parts = {
+            (box.source, *((axis.size, axis.source) for axis in box.axes)): box.elements
+            for box in boxes
+        }
         if parts and sum(parts.values()) < spec.elements:
             raise UnsupportedTensor(
                 f"the workers of this node hold only a part of {spec.name!r}",
-                hint="Keep tensor parallelism within a node; pipeline stages and replicas may be on several.",
+                hint="Keep tensor parallelism within a node; pipeline stages and replicas may be "
+                "on several.",
             )
 
 
 def require_scales_taken(specs: tuple[TensorSpec, ...], unused: Sequence[Collection[str]]) -> None:
-    """Raises UnsupportedTensor for scales that no worker's loader takes, given what each leaves ``unused``, though it
-    takes other tensors of the same module: they would be without effect."""
+    """Raises UnsupportedTensor for scales that no worker's loader takes, given what each leaves
+    ``unused``, though it takes other tensors of the same module: they would be without effect."""
     left = set.intersection(*map(set, unused))
     used = {spec.name for spec in specs} - left
     modules = {name[: at.start()] for name in used for at in re.finditer(r"\.", name)}
     for name in sorted(left):
-        if re.search(r"scale(s|_inv|_2)?$|zero_point$", name) and name.rpartition(".")[0] in modules:
+        if (
+            re.search(r"scale(s|_inv|_2)?$|zero_point$", name)
+            and name.rpartition(".")[0] in modules
+        ):
             raise UnsupportedTensor(
                 f"the engine does not take the stream's {name!r}",
-                hint="Scales of keys and values become numbers when an engine loads them, and cannot follow a stream.",
+                hint="Scales of keys and values become numbers when an engine loads them, and "
+                "cannot follow a stream.",
             )
 
 
@@ -121,8 +145,8 @@ def broadcast(
     state: State | None,
     write: Callable[[Rectangle, torch.Tensor], None],
 ) -> None:
-    """Calls ``write`` on each worker for all parts of its ``boxes``, by the checkpoint tensor's name, with their bits
-    in the leader's ``state`` as integers. Collective."""
+    """Calls ``write`` on each worker for all parts of its ``boxes``, by the checkpoint tensor's
+    name, with their bits in the leader's ``state`` as integers. Collective."""
     specs = node.shared(state.specs if state is not None else ())
     held = {name for names in node.on_node(list(boxes)) for name in names}
     window = node.window(_WINDOW_BYTES) if node.size > 1 else None
@@ -154,8 +178,9 @@ def load_all(
     reloading: Callable[[], AbstractContextManager[None]],
     state: State | None,
 ) -> None:
-    """Lets the model load the leader's ``state`` as it would load a checkpoint, within ``reloading``, which does what
-    the engine does around that. For live weights that are not those of a known checkpoint. Collective."""
+    """Lets the model load the leader's ``state`` as it would load a checkpoint, within
+    ``reloading``, which does what the engine does around that. For live weights that are not those
+    of a known checkpoint. Collective."""
     named = node.shared([(name, state.spec(name)) for name in state] if state is not None else [])
     node.together(journal.keep_all)
 
@@ -165,7 +190,10 @@ def load_all(
             if state is not None:
                 window[: spec.nbytes] = state.read(name).view(np.uint8)
             node.barrier()
-            yield name, torch.from_numpy(window[: spec.nbytes]).view(torch_dtype(spec)).reshape(spec.shape)
+            yield (
+                name,
+                torch.from_numpy(window[: spec.nbytes]).view(torch_dtype(spec)).reshape(spec.shape),
+            )
             node.barrier()
 
     supply, failure = tensors(), None
@@ -205,20 +233,25 @@ def raise_first(node: Node, failure: Exception | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """How an engine makes another model: ``make`` loads the named tensors into one and processes it as the engine's
-    first load did; ``run`` lets a model compute something on fixed tokens, and returns its last outputs."""
+    """How an engine makes another model: ``make`` loads the named tensors into one and processes it
+    as the engine's first load did; ``run`` lets a model compute something on fixed tokens, and
+    returns its last outputs."""
 
     make: Callable[[Iterator[tuple[str, torch.Tensor]]], nn.Module]
     run: Callable[[nn.Module], torch.Tensor | None]
 
 
 def shortage(weights: Iterable[torch.Tensor], workers: int) -> str | None:
-    """Which memory does not clearly suffice for another model of as many bytes as ``weights``, for the old bits of the
-    live one, and for derived parameters; None where all does. ``workers``: so many of this host do it at once."""
+    """Which memory does not clearly suffice for another model of as many bytes as ``weights``, for
+    the old bits of the live one, and for derived parameters; None where all does. ``workers``: so
+    many of this host do it at once."""
     sizes = {
-        tensor.untyped_storage().data_ptr(): (tensor.device, tensor.untyped_storage().nbytes()) for tensor in weights
+        tensor.untyped_storage().data_ptr(): (tensor.device, tensor.untyped_storage().nbytes())
+        for tensor in weights
     }
-    needed: dict[torch.device, int] = {torch.device("cpu"): 2 * workers * sum(size for _, size in sizes.values())}
+    needed: dict[torch.device, int] = {
+        torch.device("cpu"): 2 * workers * sum(size for _, size in sizes.values())
+    }
     for device, size in sizes.values():
         needed[device] = needed.get(device, 0) + size * (workers if device.type == "cpu" else 1)
     for device, size in needed.items():
@@ -246,8 +279,8 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def trial_state(specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> State:
-    """A state with the tensors ``specs``, whose floating-point values are noise, the same in all processes; others
-    are 0. It takes next to no memory."""
+    """A state with the tensors ``specs``, whose floating-point values are noise, the same in all
+    processes; others are 0. It takes next to no memory."""
     return State(specs, {spec.name: _Noise(spec) for spec in specs}, aliases)
 
 
@@ -281,18 +314,25 @@ def unlike(
     run: Callable[[nn.Module], torch.Tensor | None],
     weights: Mapping[str, torch.Tensor],
 ) -> tuple[list[str], str | None]:
-    """The modules of ``live`` whose parameters or outputs are not those of ``other``; and why outputs could not be
-    compared, None if they were. ``weights``: which elements of parameters, by name, are no padding. Collective."""
+    """The modules of ``live`` whose parameters or outputs are not those of ``other``; and why
+    outputs could not be compared, None if they were. ``weights``: which elements of parameters, by
+    name, are no padding. Collective."""
     wrong = _unlike_bits(live, other, weights)
     try:
         first, again, expected = (_observed(model, run) for model in (live, live, other))
     except _CannotRun as error:
-        return sorted(set(wrong)), " ".join(f"{type(error.__cause__).__name__}: {error.__cause__}".split())[:200]
+        return sorted(set(wrong)), " ".join(
+            f"{type(error.__cause__).__name__}: {error.__cause__}".split()
+        )[:200]
     for name, outputs in first.items():
         steady = _apart(outputs, again.get(name, [])) == 0
         if steady and _apart(outputs, expected.get(name, [])) > _NOISE:
             wrong.append(name)
-    innermost = {name for name in wrong if not any(other.startswith(f"{name}.") for other in wrong) or not name}
+    innermost = {
+        name
+        for name in wrong
+        if not any(other.startswith(f"{name}.") for other in wrong) or not name
+    }
     return sorted(innermost), None
 
 
@@ -312,13 +352,17 @@ def padded(loader_map: LoaderMap, model: nn.Module) -> dict[str, torch.Tensor]:
     return masks
 
 
-def _unlike_bits(live: nn.Module, other: nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
+def _unlike_bits(
+    live: nn.Module, other: nn.Module, weights: Mapping[str, torch.Tensor]
+) -> list[str]:
     wrong, expected = [], dict(other.named_parameters())
     for name, tensor in live.named_parameters():
         found = expected.get(name)
         same = found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
         if same:
-            apart = tensor.detach().view(ints := _INTS[tensor.element_size()]) != found.detach().view(ints)  # type: ignore[union-attr]
+            apart = tensor.detach().view(
+                ints := _INTS[tensor.element_size()]
+            ) != found.detach().view(ints)  # type: ignore[union-attr]
             same = not bool((apart & weights[name] if name in weights else apart).any())
         if not same:
             wrong.append(name.rpartition(".")[0])
@@ -331,7 +375,9 @@ class _Observed:
     calls: dict[str, int] = field(default_factory=dict)
 
 
-def _observed(model: nn.Module, run: Callable[[nn.Module], torch.Tensor | None]) -> dict[str, list[torch.Tensor]]:
+def _observed(
+    model: nn.Module, run: Callable[[nn.Module], torch.Tensor | None]
+) -> dict[str, list[torch.Tensor]]:
     with _noise_as_input(model) as observed, torch.no_grad():
         try:
             last = run(model)
@@ -344,12 +390,14 @@ def _observed(model: nn.Module, run: Callable[[nn.Module], torch.Tensor | None])
 
 @contextmanager
 def _noise_as_input(model: nn.Module) -> Iterator[_Observed]:
-    """Within, each module that has weights gets noise in place of its floating-point arguments, the same noise for the
-    same name, so that a difference stays where it arises. Yields the outputs."""
+    """Within, each module that has weights gets noise in place of its floating-point arguments, the
+    same noise for the same name, so that a difference stays where it arises. Yields the outputs."""
     observed, handles = _Observed(), []
     for name, module in model.named_modules():
         if name and any(True for _ in module.parameters()):
-            handles.append(module.register_forward_pre_hook(_noisy(observed, name), with_kwargs=True))
+            handles.append(
+                module.register_forward_pre_hook(_noisy(observed, name), with_kwargs=True)
+            )
             handles.append(module.register_forward_hook(_noting(observed, name)))
     try:
         yield observed
@@ -368,7 +416,9 @@ def _noisy(observed: _Observed, name: str) -> Callable[..., Any]:
                 return torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
             return value
 
-        return tuple(noise(value) for value in args), {key: noise(value) for key, value in kwargs.items()}
+        return tuple(noise(value) for value in args), {
+            key: noise(value) for key, value in kwargs.items()
+        }
 
     return before
 
@@ -376,7 +426,9 @@ def _noisy(observed: _Observed, name: str) -> Callable[..., Any]:
 def _noting(observed: _Observed, name: str) -> Callable[..., None]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         flat = output if isinstance(output, (tuple, list)) else [output]
-        tensors = [value.detach().float().cpu() for value in flat if isinstance(value, torch.Tensor)]
+        tensors = [
+            value.detach().float().cpu() for value in flat if isinstance(value, torch.Tensor)
+        ]
         observed.outputs.setdefault(name, []).extend(tensors)
 
     return after

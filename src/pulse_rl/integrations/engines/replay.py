@@ -11,16 +11,23 @@ from ...rollouts import Rollout
 if TYPE_CHECKING:
     from .handle import EngineHandle
 
-_OF_THE_OUTPUT = ("presence_penalty", "frequency_penalty", "logit_bias", "stop", "structured_outputs")
-"""Parameters that look at what was generated so far, or may: a request that begins in the middle sees none of it."""
+_OF_THE_OUTPUT = (
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop",
+    "structured_outputs",
+)
+"""Parameters that look at what was generated so far, or may: a request that begins in the middle
+sees none of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """How a ``rollout`` came out when it was generated again. ``token_ids`` and ``logprobs`` have one entry for each of
-    its tokens, None where none was generated. ``differing``: the indices at which the token, or any bit of its logprob,
-    is another one. ``reason``: why some could not be generated; empty, if all were. ``engine_version``: of the engine
-    that has done it."""
+    """How a ``rollout`` came out when it was generated again. ``token_ids`` and ``logprobs`` have
+    one entry for each of its tokens, None where none was generated. ``differing``: the indices at
+    which the token, or any bit of its logprob, is another one. ``reason``: why some could not be
+    generated; empty, if all were. ``engine_version``: of the engine that has done it."""
 
     rollout: Rollout
     token_ids: tuple[int | None, ...]
@@ -50,24 +57,37 @@ def replay(handle: EngineHandle, rollout: Rollout) -> Replay:
         reason = _hindrance_within(rollout) if start else ""
         if reason or rollout.prompt_token_ids is None:
             break
-        # 1. The exact weights: what sync has verified is a version's root, which must be the record's.
+        # 1. The exact weights: what sync has verified is a version's root, which must be the
+        # record's.
         handle.sync(weights.version)
         prompt = rollout.prompt_token_ids + rollout.token_ids[:start]
         sampling = dict(rollout.sampling) | {"max_tokens": end - start}
-        sampling |= {"min_tokens": max(0, sampling["min_tokens"] - start)} if sampling.get("min_tokens") else {}
+        sampling |= (
+            {"min_tokens": max(0, sampling["min_tokens"] - start)}
+            if sampling.get("min_tokens")
+            else {}
+        )
         again = handle.generate(prompt, sampling, seed=rollout.seed)
         if [found.root for found in again.weights] != [weights.root]:
             raise StateMismatch(
-                f"version {weights.version} of {rollout.stream!r} has the root {again.weights[-1].root[:16]}…, not "
+                f"version {weights.version} of {rollout.stream!r} has the root "
+                f"{again.weights[-1].root[:16]}…, not "
                 f"{weights.root[:16]}…",
-                hint="The record is of another stream of this name, or the engine was synced meanwhile.",
+                hint="The record is of another stream of this name, or the engine was synced "
+                "meanwhile.",
             )
         # 2. Token by token: one that is missing differs, and so does one more bit of a logprob.
         version = again.engine_version
         for index in range(start, end):
             if index - start < len(again.token_ids):
-                tokens[index], logprobs[index] = again.token_ids[index - start], again.logprobs[index - start]
-            if (tokens[index], logprobs[index]) != (rollout.token_ids[index], rollout.logprobs[index]):
+                tokens[index], logprobs[index] = (
+                    again.token_ids[index - start],
+                    again.logprobs[index - start],
+                )
+            if (tokens[index], logprobs[index]) != (
+                rollout.token_ids[index],
+                rollout.logprobs[index],
+            ):
                 differing.append(index)
     return Replay(rollout, tuple(tokens), tuple(logprobs), tuple(differing), reason, version)
 
@@ -90,4 +110,6 @@ def _hindrance_within(rollout: Rollout) -> str:
     if rollout.sampling.get("temperature", 1.0) != 0:
         return "a sync came between, and the random numbers after it are not those of a new request"
     found = next((name for name in _OF_THE_OUTPUT if rollout.sampling.get(name)), None)
-    return "" if found is None else f"a sync came between, and {found} looks at the tokens before it"
+    return (
+        "" if found is None else f"a sync came between, and {found} looks at the tokens before it"
+    )

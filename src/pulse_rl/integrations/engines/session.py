@@ -1,7 +1,8 @@
-"""One stream followed by one worker: what is live, what is staged, and the step from one to the other.
+"""One stream followed by one worker: what is live, what is staged, and the step from one to the
+other.
 
-The methods that touch live parameters are collective: they are called on all workers of an engine. Where one of these
-fails, all do, and all roll back.
+The methods that touch live parameters are collective: they are called on all workers of an engine.
+Where one of these fails, all do, and all roll back.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ _TAKE_OVER_SECONDS = 60.0
 
 @dataclass(slots=True)
 class ProvedMap:
-    """What a worker knows of its model beyond one session: the map for the tensors ``specs``, whether it has been
-    proved by the checkpoint that the model's own loader had read, and whether an update, or something else, has
-    ``written`` to it. ``lost``: whether the engine has dropped what was in the parameters. ``proof``: how far that by
-    a second model went: "computed", "bits only: ...", "left out: ..."; empty before it."""
+    """What a worker knows of its model beyond one session: the map for the tensors ``specs``,
+    whether it has been proved by the checkpoint that the model's own loader had read, and whether
+    an update, or something else, has ``written`` to it. ``lost``: whether the engine has dropped
+    what was in the parameters. ``proof``: how far that by a second model went: "computed", "bits
+    only: ...", "left out: ..."; empty before it."""
 
     loader_map: LoaderMap | None = None
     specs: object = None
@@ -72,7 +74,8 @@ class _Version(NamedTuple):
 
 
 class LeaderStep(NamedTuple):
-    """What the leader decided: ``kind`` is "none", "sparse" or "full", from the ``live`` version to ``version``."""
+    """What the leader decided: ``kind`` is "none", "sparse" or "full", from the ``live`` version to
+    ``version``."""
 
     kind: str
     version: int
@@ -82,8 +85,8 @@ class LeaderStep(NamedTuple):
 
 @dataclass(slots=True)
 class Live:
-    """``version`` is None while the live parameters are not proved to be one. The leader alone has ``digest``, of that
-    version, and ``stream_id``, of its stream. See `Session.live_version`."""
+    """``version`` is None while the live parameters are not proved to be one. The leader alone has
+    ``digest``, of that version, and ``stream_id``, of its stream. See `Session.live_version`."""
 
     version: int | None = None
     stream_id: str | None = None
@@ -93,9 +96,10 @@ class Live:
 
 
 class Session:
-    """``base``: the path of the checkpoint that the engine was started from, None if unknown; ``loaded``: whether it
-    has loaded that, and not dummy weights; ``reloading``: see `proof.load_all`; ``forms``: the layers that compute
-    with what they derive from the checkpoint; ``fresh``: how to make another model, for a proof by that."""
+    """``base``: the path of the checkpoint that the engine was started from, None if unknown;
+    ``loaded``: whether it has loaded that, and not dummy weights; ``reloading``: see
+    `proof.load_all`; ``forms``: the layers that compute with what they derive from the checkpoint;
+    ``fresh``: how to make another model, for a proof by that."""
 
     def __init__(
         self,
@@ -118,7 +122,9 @@ class Session:
         self._reloading = reloading
         self._node = node
         self._map = known
-        self._weights = LiveWeights(model, {n: t for layer in self._forms.layers for n, t in layer.live.items()})
+        self._weights = LiveWeights(
+            model, {n: t for layer in self._forms.layers for n, t in layer.live.items()}
+        )
         self._audit_every = max(1, info.audit_every)
         node.open_folder()
 
@@ -136,7 +142,12 @@ class Session:
 
         try:
             self.staging = Staging(
-                node, make, base=base, follow=info.follow, lay_out=self._lay_out, version=info.version
+                node,
+                make,
+                base=base,
+                follow=info.follow,
+                lay_out=self._lay_out,
+                version=info.version,
             )
         except BaseException:
             node.close_folder()
@@ -145,8 +156,8 @@ class Session:
 
     @property
     def live_version(self) -> int | None:
-        """The version that is live, None while none is proved to be. To the leader, a version of another stream of the
-        name, which was recreated since, is none."""
+        """The version that is live, None while none is proved to be. To the leader, a version of
+        another stream of the name, which was recreated since, is none."""
         subscriber = self.staging.subscriber
         if subscriber is not None and self.live.stream_id not in (None, subscriber.stream_id):
             return None
@@ -187,16 +198,17 @@ class Session:
     # -- before the pause
 
     def prepare(self) -> None:
-        """Learns the map, if that has not been done, and derives some of the layers that are derived. May return with
-        something `left`. Collective."""
+        """Learns the map, if that has not been done, and derives some of the layers that are
+        derived. May return with something `left`. Collective."""
         self._trace_map()
         if self._map.loader_map is not None:
             self._derived.advance(self._map.loader_map, self._node.common(self.live_version))
 
     def _trace_map(self) -> None:
-        """Once for the tensors of the stream; and proves the map by the checkpoint that the engine loaded. Without such
-        a checkpoint the version of the live parameters is unknown, and the next update writes all. Raises
-        UnsupportedTensor where the engine computes with something else than the checkpoint that it has loaded."""
+        """Once for the tensors of the stream; and proves the map by the checkpoint that the engine
+        loaded. Without such a checkpoint the version of the live parameters is unknown, and the
+        next update writes all. Raises UnsupportedTensor where the engine computes with something
+        else than the checkpoint that it has loaded."""
         specs = self._node.common(self._node.together(self._held_tensors))
         if self._map.specs == specs:
             return
@@ -205,7 +217,8 @@ class Session:
         if not self._node.alone:
             boxes = self._node.on_node(loader_map.boxes | loader_map.derived)
             self._node.together(lambda: require_whole(specs[0], boxes))
-        # The first proof: what the engine loaded itself, read back through the map, is its checkpoint.
+        # The first proof: what the engine loaded itself, read back through the map, is its
+        # checkpoint.
         base = self.staging.base_digest
         comparable = self._node.common(base is not None and _covers(base, specs[0]))
         self._map.loader_map = loader_map
@@ -224,8 +237,9 @@ class Session:
             self.live.digest, self.live.stream_id = base, self._stream_id()
 
     def _pad(self) -> None:
-        """Where all that was in the parameters is lost, or they never had what a loader leaves, fills those again of
-        which the loader fills a part with a constant, for the stream to be written over it."""
+        """Where all that was in the parameters is lost, or they never had what a loader leaves,
+        fills those again of which the loader fills a part with a constant, for the stream to be
+        written over it."""
         loader_map = self._map.loader_map
         dummy = not self._loaded and not self._map.proved
         if not (self._map.lost or dummy) or loader_map is None:
@@ -234,19 +248,22 @@ class Session:
             constants = loader_map.padding.get(name, frozenset())
             if len(constants) > 1:
                 raise UnsupportedTensor(
-                    f"the engine has lost its {name!r}, which its loader pads with {sorted(constants)}",
+                    f"the engine has lost its {name!r}, which its loader pads with "
+                    f"{sorted(constants)}",
                     hint="Restart the engine.",
                 )
             for constant in constants:
                 parameter.data.fill_(constant)
 
     def _unlike_fresh(self, stream: State) -> list[str]:
-        """The modules that compute something else than those of a fresh model, once both have weights of trial for the
-        tensors of ``stream``. The live weights are what they were then. Notes the ``proof``. Collective."""
+        """The modules that compute something else than those of a fresh model, once both have
+        weights of trial for the tensors of ``stream``. The live weights are what they were then.
+        Notes the ``proof``. Collective."""
         loader_map = self._map.loader_map
         if self._fresh is None or loader_map is None:
             return self._say("left out: this kind of engine makes no second model")
-        # What is allocated below is bounded here, before: a process that the kernel kills takes its requests with it.
+        # What is allocated below is bounded here, before: a process that the kernel kills takes its
+        # requests with it.
         short = self._node.together(lambda: shortage(self._weights.flat.values(), self._node.size))
         short = next((found for found in self._node.gathered(short) if found is not None), None)
         if short is not None:
@@ -261,15 +278,22 @@ class Session:
             write_all(self._node, journal, loader_map, leading)
             self._node.together(lambda: journal.apply(derived))
             weights = padded(loader_map, self._model)
-            wrong, failed = self._node.together(lambda: unlike(self._model, other, fresh.run, weights))
+            wrong, failed = self._node.together(
+                lambda: unlike(self._model, other, fresh.run, weights)
+            )
         finally:
             journal.roll_back()
         failed = next((found for found in self._node.gathered(failed) if found is not None), None)
-        self._say("computed" if failed is None else f"bits only: the model does not run by itself ({failed})")
+        self._say(
+            "computed"
+            if failed is None
+            else f"bits only: the model does not run by itself ({failed})"
+        )
         return sorted({name for names in self._node.gathered(wrong) for name in names})
 
     def _say(self, proof: str) -> list[str]:
-        """Notes how far the proof by a second model went, in the log too unless it was whole. Returns no names."""
+        """Notes how far the proof by a second model went, in the log too unless it was whole.
+        Returns no names."""
         self._map.proof = proof
         if proof != "computed" and self._node.leader:
             _log.warning("proof of the engine by a second model %s", proof)
@@ -291,7 +315,8 @@ class Session:
         return staging.held.specs, staging.held.aliases
 
     def _base_version(self) -> int | None:
-        """The version of the stream that the engine's checkpoint is, None if it is none of them; leader only."""
+        """The version of the stream that the engine's checkpoint is, None if it is none of them;
+        leader only."""
         staging = self.staging
         if staging.base_digest is None or staging.held is None:
             return None
@@ -310,15 +335,15 @@ class Session:
         ]
 
     def stage(self, version: int, seconds: float) -> None:
-        """Waits until ``version`` is staged, for at most ``seconds``. Collective; raises EngineError after that, or
-        what the look at the store raised."""
+        """Waits until ``version`` is staged, for at most ``seconds``. Collective; raises
+        EngineError after that, or what the look at the store raised."""
         self._node.together(lambda: self.staging.wait_for(version, seconds))
 
     # -- in the pause
 
     def update(self, version: int | None) -> None:
-        """Moves the live parameters to ``version``, None: what is staged. They are at the version before when this
-        raises. Collective."""
+        """Moves the live parameters to ``version``, None: what is staged. They are at the version
+        before when this raises. Collective."""
         started = time.perf_counter()
         self._trace_map()
         with self._steady():
@@ -336,11 +361,14 @@ class Session:
         with self.staging.gate:
             step: LeaderStep = self._node.shared(self._node.together(lambda: self._decide(version)))
             if len(set(self._node.gathered((step.kind, step.version)))) > 1:
-                raise StateMismatch("the engine's nodes have staged different versions", hint="Sync again.")
+                raise StateMismatch(
+                    "the engine's nodes have staged different versions", hint="Sync again."
+                )
             prepared = self._node.together(lambda: self._awaited(step))
         if step.kind == "none":
             return
-        # 2. What is derived is made aside; the journal keeps the old bits of all that is written from here on.
+        # 2. What is derived is made aside; the journal keeps the old bits of all that is written
+        # from here on.
         derived = self._derived_changes(step)
         journal = Journal(self._weights)
         self._map.written = True
@@ -361,7 +389,9 @@ class Session:
             if due:
                 wrong = self._differing(now.digest, self.staging.host_state)
                 if wrong:
-                    before = None  # wrong since an unknown version: the next update writes everything
+                    before = (
+                        None  # wrong since an unknown version: the next update writes everything
+                    )
                     raise _not_equal(now, wrong)
                 self._map.proved = True
         except BaseException:
@@ -369,9 +399,14 @@ class Session:
             self.live.version = before
             raise
         self._map.lost = self._map.lost and prepared is not None  # not after a whole state
-        # 5. The version is live: the subscriber's update is acknowledged, and the report says what it cost.
+        # 5. The version is live: the subscriber's update is acknowledged, and the report says what
+        # it cost.
         self._derived.forget()
-        self.live.version, self.live.digest, self.live.stream_id = now.number, now.digest, now.stream_id
+        self.live.version, self.live.digest, self.live.stream_id = (
+            now.number,
+            now.digest,
+            now.stream_id,
+        )
         self.live.updates += 1
         self.staging.acknowledge(now.number)
         cost = self.staging.state.cost
@@ -390,8 +425,8 @@ class Session:
         }
 
     def audit(self) -> list[str]:
-        """The names of tensors whose live elements are not those of the live version. Collective; raises InputError
-        while no version is live."""
+        """The names of tensors whose live elements are not those of the live version. Collective;
+        raises InputError while no version is live."""
         live = self._node.common(self.live_version)
         if live is None:
             raise InputError("no version is live yet", hint="Call sync() first.")
@@ -403,8 +438,8 @@ class Session:
         return wrong
 
     def prove(self) -> list[str]:
-        """The names of modules that do not compute with what an update writes. Collective; raises InputError where
-        nothing is staged, or the engine cannot make another model."""
+        """The names of modules that do not compute with what an update writes. Collective; raises
+        InputError where nothing is staged, or the engine cannot make another model."""
         if self._fresh is None:
             raise InputError("this engine cannot be compared with a fresh model")
         specs = self._node.common(self._node.together(self._held_tensors))
@@ -412,7 +447,9 @@ class Session:
         with self._steady():
             wrong = self._unlike_fresh(State(specs[0], {}, specs[1]))
         if self._map.proof.startswith("left out"):
-            raise InputError(f"the engine cannot be compared with a second model, which was {self._map.proof}")
+            raise InputError(
+                f"the engine cannot be compared with a second model, which was {self._map.proof}"
+            )
         return wrong
 
     def _stream_id(self) -> str | None:
@@ -425,13 +462,15 @@ class Session:
         return self._derived.changes(loader_map, step.live, step.version)
 
     def _require_host_at(self, live: int) -> None:
-        """What is derived can be compared with what the host state derives to, and so for the host's version only."""
+        """What is derived can be compared with what the host state derives to, and so for the
+        host's version only."""
         subscriber = self.staging.subscriber
         host = self._node.common(subscriber.version if subscriber is not None else None)
         if self._forms.layers and host != live:
             raise StateMismatch(
                 f"version {live} is live, and the host holds version {host} already",
-                hint="Quantised layers are audited against the host state: call sync(), then audit().",
+                hint="Quantised layers are audited against the host state: call sync(), then "
+                "audit().",
             )
 
     def _decide(self, version: int | None) -> LeaderStep:
@@ -446,38 +485,52 @@ class Session:
         if version is not None and version != newest and version != live:
             raise StateMismatch(
                 f"version {newest} is staged, not {version}",
-                hint="Stage a version before the update to it; to an older one only another session goes.",
+                hint="Stage a version before the update to it; to an older one only another "
+                "session goes.",
             )
         if live is not None and (live == version or live >= newest):
             return LeaderStep("none", live, live)
-        if staged is not None and staged.previous is not None and live is not None and staged.previous <= live:
+        if (
+            staged is not None
+            and staged.previous is not None
+            and live is not None
+            and staged.previous <= live
+        ):
             return LeaderStep("sparse", staged.version, live, staged.sequence)
         return LeaderStep("full", newest, live)
 
     def _awaited(self, step: LeaderStep) -> Prepared | None:
-        """The staged update that the leader decided on: this worker's thread is about to take it over."""
+        """The staged update that the leader decided on: this worker's thread is about to take it
+        over."""
         deadline = time.monotonic() + _TAKE_OVER_SECONDS
         while step.kind == "sparse":
             prepared = self.staging.prepared
             if prepared is not None and prepared.staged.sequence == step.sequence:
                 return prepared
             if time.monotonic() > deadline:
-                raise self.staging.state.error or StateMismatch("a worker did not take over what its node has staged")
+                raise self.staging.state.error or StateMismatch(
+                    "a worker did not take over what its node has staged"
+                )
             time.sleep(0.001)
         return None
 
     def _scatter(self, journal: Journal, prepared: Prepared) -> None:
         def write() -> None:
-            changes = prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)
+            changes = (
+                prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)
+            )
             journal.apply(changes or [])
 
         self._node.together(write)
 
     def _write_all(self, journal: Journal) -> _Version:
-        """Writes the whole host state: through the map if it is proved, or leads into forms that layers are derived
-        from; else the model's loader does, and the audit that follows proves the map by that."""
+        """Writes the whole host state: through the map if it is proved, or leads into forms that
+        layers are derived from; else the model's loader does, and the audit that follows proves the
+        map by that."""
         assert self._map.loader_map is not None
-        with self.staging.lock:  # the version is the one that the host holds now, which may have moved on since
+        with (
+            self.staging.lock
+        ):  # the version is the one that the host holds now, which may have moved on since
             follower = self.staging.subscriber
             state = follower.state if follower else None
             if self._map.proved or self._forms.layers:
@@ -491,8 +544,11 @@ class Session:
             number = self._node.shared(follower.version)
             return _Version(number, follower.digest, follower.manifest.metadata, follower.stream_id)
 
-    def _differing(self, digest: StateDigest | None, state: Callable[[], State | None]) -> list[str]:
-        """The tensors that are not those of the version with ``digest``, of which ``state`` is; leader only."""
+    def _differing(
+        self, digest: StateDigest | None, state: Callable[[], State | None]
+    ) -> list[str]:
+        """The tensors that are not those of the version with ``digest``, of which ``state`` is;
+        leader only."""
         loader_map = self._map.loader_map
         assert loader_map is not None
         wrong = differing(self._node, self._weights, loader_map, digest)
@@ -504,36 +560,44 @@ class Session:
 def _not_equal(now: _Version, wrong: list[str]) -> StateMismatch:
     return StateMismatch(
         f"{len(wrong)} live tensors are not those of version {now.number}: {', '.join(wrong[:3])}",
-        hint="The update was rolled back, and the next one writes all weights. If no one else writes to the engine's "
+        hint="The update was rolled back, and the next one writes all weights. If no one else "
+        "writes to the engine's "
         "weights, please report this.",
     )
 
 
 def _covers(base: StateDigest, specs: tuple[TensorSpec, ...]) -> bool:
     """Whether the checkpoint has the tensors ``specs`` of the stream, as they are in it."""
-    return {(spec.name, spec.dtype, spec.shape) for spec in specs} <= {(s.name, s.dtype, s.shape) for s in base.specs}
+    return {(spec.name, spec.dtype, spec.shape) for spec in specs} <= {
+        (s.name, s.dtype, s.shape) for s in base.specs
+    }
 
 
 def _not_the_checkpoint(wrong: list[str]) -> UnsupportedTensor:
     return UnsupportedTensor(
-        f"the engine does not compute with the checkpoint that it was started from: {len(wrong)} tensors differ, "
+        f"the engine does not compute with the checkpoint that it was started from: {len(wrong)} "
+        "tensors differ, "
         f"{', '.join(wrong[:3])}",
-        hint="Something changes these weights when they are loaded, or has changed them since: such an engine cannot "
+        hint="Something changes these weights when they are loaded, or has changed them since: "
+        "such an engine cannot "
         "follow a stream. If it was started from another checkpoint, name that as base.",
     )
 
 
 def _not_what_it_computes(strange: list[str]) -> UnsupportedTensor:
     return UnsupportedTensor(
-        f"the engine's {', '.join(map(repr, strange[:3]))} do not compute with the weights that an update would write "
+        f"the engine's {', '.join(map(repr, strange[:3]))} do not compute with the weights that "
+        "an update would write "
         f"({len(strange)} modules)",
-        hint="Something keeps copies of these weights, or changes them, outside of what the engine does to each module "
+        hint="Something keeps copies of these weights, or changes them, outside of what the "
+        "engine does to each module "
         "when it is loaded: start it without.",
     )
 
 
 def local_checkpoint(model: str, revision: str | None) -> str | None:
-    """Where the checkpoint ``model``, a path or a name on the Hugging Face hub, lies on this machine."""
+    """Where the checkpoint ``model``, a path or a name on the Hugging Face hub, lies on this
+    machine."""
     if Path(model).exists():
         return model
     from huggingface_hub import try_to_load_from_cache

@@ -1,5 +1,5 @@
-"""What a node prepares while the engine generates: the leader's background thread fetches, verifies and lays out a
-version on the host; the other workers take it over as one file in shared memory.
+"""What a node prepares while the engine generates: the leader's background thread fetches, verifies
+and lays out a version on the host; the other workers take it over as one file in shared memory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ _CLOSE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The step from version ``previous`` (None: from anything) to ``version``, verified on the host.
+    """The step from version ``previous`` (None: from anything) to ``version``, verified on the
+    host.
 
-    ``changes``: flat indices (int64, ascending; None: all elements) and new bits by the checkpoint tensor's name.
-    Empty for a whole state, which is written from the host state. ``sequence`` grows with each staged update.
+    ``changes``: flat indices (int64, ascending; None: all elements) and new bits by the checkpoint
+    tensor's name. Empty for a whole state, which is written from the host state. ``sequence`` grows
+    with each staged update.
     """
 
     sequence: int
@@ -49,12 +51,18 @@ class Staged:
 
     @classmethod
     def of(cls, update: Update, sequence: int, before: State | None = None) -> Staged:
-        """``before``: the state that the update starts from, where it is at hand. Of a tensor that has got another name
-        since, which an update has as a whole, only what differs is staged then."""
+        """``before``: the state that the update starts from, where it is at hand. Of a tensor that
+        has got another name since, which an update has as a whole, only what differs is staged
+        then."""
         changes: dict[str, tuple[npt.NDArray[np.int64] | None, UIntArray]] = {}
         for tensor in update.tensors if not update.full else ():
             name, indices, values = tensor.spec.name, tensor.indices, tensor.values
-            if indices is None and before is not None and name in before and before.spec(name) == tensor.spec:
+            if (
+                indices is None
+                and before is not None
+                and name in before
+                and before.spec(name) == tensor.spec
+            ):
                 indices = _differing(before, tensor)
                 values = values[indices]
             elif indices is None:
@@ -98,14 +106,21 @@ class Staged:
         sequence, version, previous, entries = json.loads(bytes(raw[8:start]))
         changes: dict[str, tuple[npt.NDArray[np.int64] | None, UIntArray]] = {}
         for name, count, width, at, values_at in entries:
-            indices = None if at is None else np.asarray(raw[start + at : start + at + 8 * count]).view(np.int64)
-            values = np.asarray(raw[start + values_at : start + values_at + width * count]).view(f"<u{width}")
+            indices = (
+                None
+                if at is None
+                else np.asarray(raw[start + at : start + at + 8 * count]).view(np.int64)
+            )
+            values = np.asarray(raw[start + values_at : start + values_at + width * count]).view(
+                f"<u{width}"
+            )
             changes[name] = (indices, values)
         return cls(sequence, version, previous, changes)
 
 
 def publish_staged(file: Path) -> None:
-    """Lets `newest` find the written file, and removes older ones; those that are mapped stay mapped."""
+    """Lets `newest` find the written file, and removes older ones; those that are mapped stay
+    mapped."""
     file.rename(file.with_name(f"staged-{file.name[1:]}"))
     for old in sorted(file.parent.glob("staged-*"))[:-1]:
         old.unlink(missing_ok=True)
@@ -132,8 +147,9 @@ def _differing(before: State, tensor: TensorUpdate) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A staged update and, on this worker, where its changes go; ``changes`` is None until the map is known.
-    ``digest``, ``metadata`` and stream's ``stream_id`` of the version that it leads to has the leader alone."""
+    """A staged update and, on this worker, where its changes go; ``changes`` is None until the map
+    is known. ``digest``, ``metadata`` and stream's ``stream_id`` of the version that it leads to
+    has the leader alone."""
 
     staged: Staged
     changes: list[Change] | None
@@ -153,7 +169,8 @@ class HeldVersion(NamedTuple):
 
 @dataclass(slots=True)
 class Cost:
-    """What the staged update took, in seconds and bytes: waiting for the store, and all else on the host."""
+    """What the staged update took, in seconds and bytes: waiting for the store, and all else on the
+    host."""
 
     fetch_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -162,8 +179,8 @@ class Cost:
 
 @dataclass(slots=True)
 class Answers:
-    """Where the thread is: how often it was ``asked`` to look at the store, how many of these it has ``answered``, and
-    the ``error`` of its last look."""
+    """Where the thread is: how often it was ``asked`` to look at the store, how many of these it
+    has ``answered``, and the ``error`` of its last look."""
 
     asked: int = 1
     answered: int = 0
@@ -174,8 +191,9 @@ class Answers:
 class Staging:
     """Follows the stream on the node's leader, and what the leader stages on the other workers.
 
-    ``lay_out`` turns a staged update into this rank's changes, None while the map is unknown. ``follow``: whether to
-    look for new versions without being asked. ``version``: which one is looked for until another is asked for.
+    ``lay_out`` turns a staged update into this rank's changes, None while the map is unknown.
+    ``follow``: whether to look for new versions without being asked. ``version``: which one is
+    looked for until another is asked for.
     """
 
     def __init__(
@@ -189,7 +207,9 @@ class Staging:
         version: int | None = None,
     ) -> None:
         self._node = node
-        self._folder = node.folder  # that of this session: the next one must not find what a late thread stages
+        self._folder = (
+            node.folder
+        )  # that of this session: the next one must not find what a late thread stages
         self._lay_out = lay_out
         self._follow = follow
         self._base = base
@@ -201,10 +221,16 @@ class Staging:
         self.lock = threading.RLock()
         """Held while the host state moves."""
         self.gate = threading.Lock()
-        """Held while something is staged: what all workers take over must not be replaced meanwhile."""
+        """Held while something is staged: what all workers take over must not be replaced
+        meanwhile."""
         self.subscriber = make_subscriber(self._heard) if node.leader else None
-        self.waits = follow and self.subscriber is not None and notifier_of(self.subscriber.stream.store) is not None
-        """Whether the thread looks when the store says that there is something new, not at its own pace."""
+        self.waits = (
+            follow
+            and self.subscriber is not None
+            and notifier_of(self.subscriber.stream.store) is not None
+        )
+        """Whether the thread looks when the store says that there is something new, not at its own
+        pace."""
         self._receipt: Receipt | None = None
         self._sequence = 0
         self._wanted = version
@@ -226,14 +252,17 @@ class Staging:
         self._wake.set()
 
     def wait_for(self, version: int, seconds: float) -> None:
-        """Lets the thread look until it holds ``version``; returns at once where another process of the node leads.
-        Raises what it last met in the store, or EngineError, once ``seconds`` have passed."""
+        """Lets the thread look until it holds ``version``; returns at once where another process of
+        the node leads. Raises what it last met in the store, or EngineError, once ``seconds`` have
+        passed."""
         deadline, again = time.monotonic() + seconds, 0.0
         while self.subscriber is not None and (self.held is None or self.held.version != version):
             now, answered = time.monotonic(), self.state.answered >= self.state.asked
             failure = self.state.error
             if now > deadline or (answered and failure is not None and not failure.retryable):
-                raise failure or EngineError(f"the store did not have version {version} within {seconds:g} s")
+                raise failure or EngineError(
+                    f"the store did not have version {version} within {seconds:g} s"
+                )
             if answered and now >= again:
                 self.ask(None)
                 again = now + POLL_SECONDS
@@ -248,8 +277,8 @@ class Staging:
         return as_state(self._base) if self._node.leader and self._base is not None else None
 
     def hold(self) -> int | None:
-        """Keeps the host state where it is, until `release`, or for half a minute; leader only. Returns its version,
-        None while it is still on the move."""
+        """Keeps the host state where it is, until `release`, or for half a minute; leader only.
+        Returns its version, None while it is still on the move."""
         self._held_until = time.monotonic() + _HOLD_SECONDS
         if self.subscriber is None or not self.lock.acquire(blocking=False):
             return None
@@ -278,7 +307,9 @@ class Staging:
         while not self._closed:
             if self.subscriber is None:
                 self._take_over()
-            elif (self.state.asked > self.state.answered or (self._follow and self._due)) and not self._held:
+            elif (
+                self.state.asked > self.state.answered or (self._follow and self._due)
+            ) and not self._held:
                 asked = self.state.asked
                 self._due = not self.waits
                 if self._look(self._wanted):
@@ -317,11 +348,14 @@ class Staging:
                     self._stage(update)
                 if self.subscriber.version is not None:
                     state = self.subscriber.state
-                    self.held = HeldVersion(self.subscriber.version, self.subscriber.root, state.specs, state.aliases)
+                    self.held = HeldVersion(
+                        self.subscriber.version, self.subscriber.root, state.specs, state.aliases
+                    )
             self.state.error = None
         except PulseError as error:
             self.state.error = error
-        except Exception as error:  # part of the status: a thread that ends in silence would look like a quiet stream
+        # part of the status: a thread that ends in silence would look like a quiet stream
+        except Exception as error:
             self.state.error = PulseError(f"{type(error).__name__}: {error}")
         return True
 
@@ -333,7 +367,9 @@ class Staging:
         prepared = self.prepared
         if prepared is None or prepared.digest is None or prepared.staged.version != update.version:
             return False
-        return prepared.digest.root == update.root  # a stream that was recreated counts from 0 again
+        return (
+            prepared.digest.root == update.root
+        )  # a stream that was recreated counts from 0 again
 
     def _stage(self, update: Update) -> None:
         assert self.subscriber is not None
@@ -344,7 +380,9 @@ class Staging:
             file = staged.write(self._folder)
             staged = Staged.load(file)  # so that all workers hold one copy
         subscriber = self.subscriber
-        prepared = Prepared(staged, self._lay_out(staged), subscriber.digest, update.metadata, subscriber.stream_id)
+        prepared = Prepared(
+            staged, self._lay_out(staged), subscriber.digest, update.metadata, subscriber.stream_id
+        )
         with self.gate:
             if file is not None:
                 publish_staged(file)

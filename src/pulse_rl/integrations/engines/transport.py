@@ -1,5 +1,5 @@
-"""How a handle reaches an engine: the calls that all forms of an engine have, and the HTTP client of those that are
-servers."""
+"""How a handle reaches an engine: the calls that all forms of an engine have, and the HTTP client
+of those that are servers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class SubscriberOptions(TypedDict, total=False):
 
 @dataclass
 class InitInfo:
-    """What a handle tells an engine's workers. ``store``: its address; ``stream``: its name; ``base``: a checkpoint's
-    path (None: the one that the engine was started from); ``follow``: whether new versions are staged without being
-    asked for; ``audit_every``: updates from one audit to the next; `SubscriberOptions`; ``owner``: any string that
-    stands for who drives the engine; ``version``: which one is staged until another is asked for (None: the newest)."""
+    """What a handle tells an engine's workers. ``store``: its address; ``stream``: its name;
+    ``base``: a checkpoint's path (None: the one that the engine was started from); ``follow``:
+    whether new versions are staged without being asked for; ``audit_every``: updates from one audit
+    to the next; `SubscriberOptions`; ``owner``: any string that stands for who drives the engine;
+    ``version``: which one is staged until another is asked for (None: the newest)."""
 
     store: str
     stream: str
@@ -53,8 +54,8 @@ class InitInfo:
 
 
 class Generated(NamedTuple):
-    """What an engine has generated. ``tags``: of the weights and the index of the first token that they generated, in
-    their order; None, if the engine does not say it."""
+    """What an engine has generated. ``tags``: of the weights and the index of the first token that
+    they generated, in their order; None, if the engine does not say it."""
 
     tokens: list[int]
     logprobs: list[float | None]
@@ -94,18 +95,20 @@ class EngineTransport(Protocol):
         ...
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
-        """One completion of the token ids ``prompt``. ``sampling``: as the engine has it, but for the names
-        "max_tokens" and "seed"."""
+        """One completion of the token ids ``prompt``. ``sampling``: as the engine has it, but for
+        the names "max_tokens" and "seed"."""
         ...
 
     def reset_prefix_cache(self, running: bool) -> bool:
-        """Whether nothing of it is left. ``running``: requests in flight start over with the new weights."""
+        """Whether nothing of it is left. ``running``: requests in flight start over with the new
+        weights."""
         ...
 
 
 def asleep() -> EngineUnavailable:
     return EngineUnavailable(
-        "the engine sleeps, without its weights in memory", hint="Wake it up, its weights at least, and sync then."
+        "the engine sleeps, without its weights in memory",
+        hint="Wake it up, its weights at least, and sync then.",
     )
 
 
@@ -119,7 +122,11 @@ def raise_reported(field: str, statuses: list[Status]) -> None:
 
 def _class_of(kind: str) -> type[PulseError]:
     for candidate in vars(errors).values():
-        if isinstance(candidate, type) and issubclass(candidate, PulseError) and vars(candidate).get("kind") == kind:
+        if (
+            isinstance(candidate, type)
+            and issubclass(candidate, PulseError)
+            and vars(candidate).get("kind") == kind
+        ):
             return candidate
     return PulseError
 
@@ -135,14 +142,20 @@ class Answer(NamedTuple):
         try:
             return json.loads(self.body)
         except ValueError:
-            raise EngineError(f"the engine answered with something else than JSON: {self.words!r}") from None
+            raise EngineError(
+                f"the engine answered with something else than JSON: {self.words!r}"
+            ) from None
 
     @property
     def words(self) -> str:
         """What a refusal says, in one line."""
         try:
             answer = json.loads(self.body)
-            error = answer.get("error", answer.get("message", answer)) if isinstance(answer, dict) else answer
+            error = (
+                answer.get("error", answer.get("message", answer))
+                if isinstance(answer, dict)
+                else answer
+            )
             message = error["message"] if isinstance(error, dict) and "message" in error else error
         except ValueError:
             message = self.body.decode(errors="replace")
@@ -150,19 +163,24 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """``address``: the server's URL, without a path. ``timeout_seconds`` holds for each call. Raises InputError."""
+    """``address``: the server's URL, without a path. ``timeout_seconds`` holds for each call.
+    Raises InputError."""
 
     def __init__(self, address: str, timeout_seconds: float) -> None:
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise InputError(f"{address!r} is no URL of a server", hint="Give it as http://host:port.")
+            raise InputError(
+                f"{address!r} is no URL of a server", hint="Give it as http://host:port."
+            )
         self.address = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._timeout = timeout_seconds
 
     def post(self, route: str, body: object = None) -> Answer:
         """Sends ``body`` as JSON. Raises EngineUnavailable without an answer."""
         data = b"" if body is None else json.dumps(body).encode()
-        return self._ask(urllib.request.Request(f"{self.address}/{route}", data, _JSON, method="POST"))
+        return self._ask(
+            urllib.request.Request(f"{self.address}/{route}", data, _JSON, method="POST")
+        )
 
     def get(self, route: str) -> Answer:
         """Raises EngineUnavailable without an answer."""

@@ -18,14 +18,16 @@ from .transport import WEIGHTS, InitInfo, Status, asleep
 
 LEASE_SECONDS = 15.0
 ALLOWED = "PULSE_ENGINE_ALLOWED"
-"""Of the environment in which an engine is started: addresses of stores and folders, divided by spaces."""
+"""Of the environment in which an engine is started: addresses of stores and folders, divided by
+spaces."""
 _PLAIN = re.compile(r"[A-Za-z0-9._:/-]*")
 
 
 def require_allowed(info: InitInfo) -> None:
-    """Raises InputError where a client names a store, a cache or a checkpoint that the operator did not allow: another
-    than the addresses in `ALLOWED`, and what lies below them. Where that is not set, any store may be read, and no
-    folder of this machine be written or loaded: whoever reaches the engine may not be its operator."""
+    """Raises InputError where a client names a store, a cache or a checkpoint that the operator did
+    not allow: another than the addresses in `ALLOWED`, and what lies below them. Where that is not
+    set, any store may be read, and no folder of this machine be written or loaded: whoever reaches
+    the engine may not be its operator."""
     allowed = os.environ.get(ALLOWED)
     roots = [_place(address) for address in (allowed or "").split()]
     named = {
@@ -47,7 +49,8 @@ def _path(path: object) -> tuple[str, ...]:
 
 
 def _place(address: object) -> tuple[str, ...]:
-    """The parts of a store's address, of which the first ones are what it lies in. Raises InputError and StoreError."""
+    """The parts of a store's address, of which the first ones are what it lies in. Raises
+    InputError and StoreError."""
     if not isinstance(address, str):
         raise InputError(f"{type(address).__name__} is not a store's address")
     scheme, found, rest = address.partition("://")
@@ -57,13 +60,15 @@ def _place(address: object) -> tuple[str, ...]:
         return _path(opened.root)
     parts = tuple(rest.rstrip("/").split("/"))
     if not {"", ".", ".."}.isdisjoint(parts) or not _PLAIN.fullmatch(rest):
-        raise InputError(f"{address[:200]!r} is not a plain address", hint="Write it as scheme://bucket/prefix.")
+        raise InputError(
+            f"{address[:200]!r} is not a plain address", hint="Write it as scheme://bucket/prefix."
+        )
     return (f"{scheme}:", *parts)
 
 
 class Worker:
-    """``open_session`` makes the session for an `InitInfo`. ``workers``: returns the group for `Node`; called once, by
-    all workers at the same time. ``engine``: its name and version."""
+    """``open_session`` makes the session for an `InitInfo`. ``workers``: returns the group for
+    `Node`; called once, by all workers at the same time. ``engine``: its name and version."""
 
     def __init__(
         self,
@@ -100,9 +105,11 @@ class Worker:
         """Forgets the error of the last update."""
         self._error = None
 
-    def update(self, version: int | None, owner: str = "", wait_seconds: float = 0.0) -> PulseError | None:
-        """`Session.update`, or why it failed, on all workers. ``owner``: of the handle that asks, if one does.
-        ``wait_seconds``: how long to wait for a ``version`` that is not staged yet."""
+    def update(
+        self, version: int | None, owner: str = "", wait_seconds: float = 0.0
+    ) -> PulseError | None:
+        """`Session.update`, or why it failed, on all workers. ``owner``: of the handle that asks,
+        if one does. ``wait_seconds``: how long to wait for a ``version`` that is not staged yet."""
 
         def work() -> None:
             if owner:
@@ -111,7 +118,9 @@ class Worker:
             if version is not None and wait_seconds > 0:
                 session.stage(version, wait_seconds)
             session.update(version)
-            self._heard_of_owner = time.monotonic()  # its owner waited for it, and could not renew the lease
+            self._heard_of_owner = (
+                time.monotonic()
+            )  # its owner waited for it, and could not renew the lease
 
         return self._noting(work)
 
@@ -124,7 +133,8 @@ class Worker:
     # -- what the engine does to its weights besides
 
     def sleep(self, parts: Iterable[str], *, lost: bool) -> None:
-        """The memory of ``parts`` is taken away until `wake_up`; ``lost``: that of the weights comes back empty."""
+        """The memory of ``parts`` is taken away until `wake_up`; ``lost``: that of the weights
+        comes back empty."""
         self._asleep.update(parts)
         if lost:
             self._map.lost = True
@@ -135,7 +145,8 @@ class Worker:
         self._asleep.difference_update(self._asleep if parts is None else set(parts))
 
     def forget(self) -> None:
-        """Something else writes to the weights, or they are lost: the next update writes all of them."""
+        """Something else writes to the weights, or they are lost: the next update writes all of
+        them."""
         self._map.written = True
         if self._session is not None:
             self._session.forget()
@@ -145,8 +156,9 @@ class Worker:
     def answer(self, action: str, owner: str = "", version: int | None = None) -> Status:
         """One of the actions "hello", "status", "stage", "prepare", "audit", "prove" and "close".
 
-        The answer is the status: "failure" is the error of this call, if it has one; "error" that of the last update,
-        or of the last look at the store. They are part of the answer because not every transport carries errors.
+        The answer is the status: "failure" is the error of this call, if it has one; "error" that
+        of the last update, or of the last look at the store. They are part of the answer because
+        not every transport carries errors.
         """
         actions: dict[str, Callable[[], object]] = {
             "hello": lambda: _raise(self._refused(owner)),
@@ -212,7 +224,9 @@ class Worker:
 
     def _opened(self) -> Session:
         if self._session is None:
-            raise InputError("the engine follows no stream", hint="Open a session first, as connect() does.")
+            raise InputError(
+                "the engine follows no stream", hint="Open a session first, as connect() does."
+            )
         return self._session
 
     def _awake(self) -> Session:
@@ -231,14 +245,16 @@ class Worker:
             return None
         return ConcurrentUse(
             f"another handle drives this engine along {self._info.stream!r}",
-            hint=f"Close the other handle; one that died is forgotten after {LEASE_SECONDS:.0f} seconds.",
+            hint=f"Close the other handle; one that died is forgotten after {LEASE_SECONDS:.0f} "
+            "seconds.",
         )
 
     def _hear(self, owner: str) -> None:
         """Raises ConcurrentUse unless ``owner`` drives the engine."""
         if self._info is not None and self._info.owner != owner:
             raise ConcurrentUse(
-                "another handle has taken this engine over", hint="One handle drives an engine: close this one."
+                "another handle has taken this engine over",
+                hint="One handle drives an engine: close this one.",
             )
         self._heard_of_owner = time.monotonic()
 
@@ -258,7 +274,12 @@ class Worker:
 
 def described(error: PulseError) -> dict[str, Any]:
     """What a status says of an error."""
-    return {"kind": error.kind, "message": str(error), "hint": error.hint, "retryable": error.retryable}
+    return {
+        "kind": error.kind,
+        "message": str(error),
+        "hint": error.hint,
+        "retryable": error.retryable,
+    }
 
 
 def _raise(error: PulseError | None) -> None:

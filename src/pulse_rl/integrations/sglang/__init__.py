@@ -1,7 +1,8 @@
 """SGLang: servers that follow a stream, and the handle that drives them (docs/sglang.md).
 
-Installing pulse-rl next to SGLang makes its plugin ``pulse`` known; `load` is the custom weight loader. Only what runs
-inside of SGLang's own processes imports SGLang or torch: `connect` needs neither.
+Installing pulse-rl next to SGLang makes its plugin ``pulse`` known; `load` is the custom weight
+loader. Only what runs inside of SGLang's own processes imports SGLang or torch: `connect` needs
+neither.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import Any, Unpack
 
 from ...errors import EngineError
 from ..engines.handle import EngineHandle, InFlight
-from ..engines.transport import Answer, Client, Generated, InitInfo, Status, SubscriberOptions, raise_reported, tags_of
+from ..engines.transport import (
+    Answer,
+    Client,
+    Generated,
+    InitInfo,
+    Status,
+    SubscriberOptions,
+    raise_reported,
+    tags_of,
+)
 
 __all__ = ["EngineHandle", "connect", "load"]
 
@@ -28,10 +38,12 @@ _MODES = {"keep": "retract", "abort": "abort"}
 
 
 def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
-    """Moves the live parameters of ``model`` to the version that is staged. Called by SGLang, in every worker, for
-    ``/update_weights_from_tensor`` with this function's name as ``load_format``; ``named_tensors`` is empty.
+    """Moves the live parameters of ``model`` to the version that is staged. Called by SGLang, in
+    every worker, for ``/update_weights_from_tensor`` with this function's name as ``load_format``;
+    ``named_tensors`` is empty.
 
-    Never raises: an error in a worker ends SGLang's server. The plugin lets the request answer with it instead.
+    Never raises: an error in a worker ends SGLang's server. The plugin lets the request answer with
+    it instead.
     """
     from .plugin import update
 
@@ -50,15 +62,17 @@ def connect(
     timeout_seconds: float = 600.0,
     **subscriber: Unpack[SubscriberOptions],
 ) -> EngineHandle:
-    """A handle on an SGLang server that was started with ``--custom-weight-loader pulse_rl.integrations.sglang.load``.
+    """A handle on an SGLang server that was started with ``--custom-weight-loader
+    pulse_rl.integrations.sglang.load``.
 
-    ``url``: the server's. ``in_flight``: what becomes of requests in flight: they are kept, and go on with the
-    new weights from the start of their prompt; aborted; or waited for, in which case new ones wait. ``store``,
-    ``stream``, ``base``, ``follow``, ``audit_every``, ``timeout_seconds`` and the keywords of `pulse_rl.Subscriber` are
-    those of `pulse_rl.integrations.vllm.connect`.
+    ``url``: the server's. ``in_flight``: what becomes of requests in flight: they are kept, and go
+    on with the new weights from the start of their prompt; aborted; or waited for, in which case
+    new ones wait. ``store``, ``stream``, ``base``, ``follow``, ``audit_every``, ``timeout_seconds``
+    and the keywords of `pulse_rl.Subscriber` are those of `pulse_rl.integrations.vllm.connect`.
 
-    Raises InputError, EngineError, EngineUnavailable, ConcurrentUse while another handle drives the server, and
-    UnsupportedTensor for an engine that does not compute with the checkpoint that it was started from.
+    Raises InputError, EngineError, EngineUnavailable, ConcurrentUse while another handle drives the
+    server, and UnsupportedTensor for an engine that does not compute with the checkpoint that it
+    was started from.
     """
     info = InitInfo(store, stream, base, follow, audit_every, **subscriber)
     return EngineHandle._on(Server(url, timeout_seconds), info, in_flight, timeout_seconds)
@@ -122,22 +136,29 @@ class Server:
                 with suppress(EngineError):
                     self._post("end_weight_update", {})
                 raise
-            # The weights are written, and SGLang refused to flush its cache: see `reset_prefix_cache`.
+            # The weights are written, and SGLang refused to flush its cache: see
+            # `reset_prefix_cache`.
 
     def finish(self, weight_version: str) -> None:
         self._post("end_weight_update", {})
         self.tag(weight_version)
 
     def tag(self, weight_version: str) -> None:
-        self._post("update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
+        self._post(
+            "update_weight_version", {"new_version": weight_version, "abort_all_requests": False}
+        )
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
         params = {names.get(name, name): value for name, value in sampling.items()}
-        answer = self._post("generate", {"input_ids": prompt, "sampling_params": params, "return_logprob": True})
+        answer = self._post(
+            "generate", {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        )
         meta = answer["meta_info"]
         tokens = [(token, logprob) for logprob, token, *_ in meta["output_token_logprobs"]]
-        return Generated([t for t, _ in tokens], [x for _, x in tokens], tags_of(meta.get("weight_versions")))
+        return Generated(
+            [t for t, _ in tokens], [x for _, x in tokens], tags_of(meta.get("weight_versions"))
+        )
 
     def reset_prefix_cache(self, running: bool) -> bool:
         if self._flushed and not running:
@@ -152,11 +173,15 @@ class Server:
         self._post("pause_generation", {"mode": mode})
 
     def _control(self, asked: dict[str, Any]) -> list[Status]:
-        answer = self._post("weights_checker", {"action": ACTION, "skip_tensor_list": [json.dumps(asked)]})
+        answer = self._post(
+            "weights_checker", {"action": ACTION, "skip_tensor_list": [json.dumps(asked)]}
+        )
         try:
             statuses: list[Status] = json.loads(answer["message"])
         except (ValueError, KeyError, TypeError):
-            raise EngineError(f"{self._client.address} answered without a status", hint=_START) from None
+            raise EngineError(
+                f"{self._client.address} answered without a status", hint=_START
+            ) from None
         self._workers = len(statuses)
         self._live = next((status["version"] for status in statuses if status.get("leader")), None)
         return statuses
@@ -169,7 +194,8 @@ class Server:
 
 
 def is_sglang(address: str, timeout_seconds: float) -> bool:
-    """Whether an SGLang server answers at ``address``. Raises EngineUnavailable without an answer."""
+    """Whether an SGLang server answers at ``address``. Raises EngineUnavailable without an
+    answer."""
     answer = Client(address, timeout_seconds).get("model_info")
     try:
         return answer.status == 200 and "weight_version" in json.loads(answer.body)
@@ -181,5 +207,7 @@ def _refused(address: str, route: str, answer: Answer) -> EngineError:
     if answer.status in (404, 405):
         return EngineError(f"{address} has no route /{route}", hint="Use SGLang 0.5.23. " + _START)
     if f"action='{ACTION}'" in answer.words:
-        return EngineError(f"the server at {address} was started without the plugin pulse", hint=_START)
+        return EngineError(
+            f"the server at {address} was started without the plugin pulse", hint=_START
+        )
     return EngineError(f"{address} refused /{route} ({answer.status}): {answer.words}")

@@ -1,8 +1,8 @@
-"""The entry point in ``sglang.srt.plugins``, the custom weight loader, and what runs in SGLang's workers, one for each
-model that follows a stream.
+"""The entry point in ``sglang.srt.plugins``, the custom weight loader, and what runs in SGLang's
+workers, one for each model that follows a stream.
 
-A custom weight loader cannot answer: SGLang ignores what it returns, and ends when it raises. The checks of weights can
-be asked for while the server generates, by any text, and answer with a text.
+A custom weight loader cannot answer: SGLang ignores what it returns, and ends when it raises. The
+checks of weights can be asked for while the server generates, by any text, and answer with a text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ import torch
 
 from ...errors import EngineError, InputError, PulseError, UnsupportedTensor
 from ..engines.node import Node
-from ..engines.processed import HOOK, Before, Group, ProcessedLayer, group_of, pre_quant_layers, remember, tensor_names
+from ..engines.processed import (
+    HOOK,
+    Before,
+    Group,
+    ProcessedLayer,
+    group_of,
+    pre_quant_layers,
+    remember,
+    tensor_names,
+)
 from ..engines.session import ProvedMap, Session, local_checkpoint
 from ..engines.transport import WEIGHTS, InitInfo, Status
 from ..engines.worker import Worker, described
@@ -41,23 +50,32 @@ def register() -> None:
     HookRegistry.register(f"{_MANAGER}.release_memory_occupation", release_memory, HookType.AROUND)
     HookRegistry.register(f"{_MANAGER}.resume_memory_occupation", resume_memory, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.begin_weight_update", begin_weight_update, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", update_weights_from_tensor, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.load_weights_from_distributed", load_weights, HookType.AROUND)
+    HookRegistry.register(
+        f"{_UPDATER}.update_weights_from_tensor", update_weights_from_tensor, HookType.AROUND
+    )
+    HookRegistry.register(
+        f"{_UPDATER}.load_weights_from_distributed", load_weights, HookType.AROUND
+    )
     HookRegistry.register(f"{_UPDATER}.end_weight_update", end_weight_update, HookType.AROUND)
     HookRegistry.register(f"{_LOADER}.postprocess_weights", postprocess_weights, HookType.AROUND)
 
 
-def postprocess_weights(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def postprocess_weights(
+    original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     """Notes the state of the modules before their weights are processed for the first time."""
     if model not in _before:
-        subjects = [part for group in _groups(model) for part in (*group.modules.values(), *group.owners)]
+        subjects = [
+            part for group in _groups(model) for part in (*group.modules.values(), *group.owners)
+        ]
         _before[model] = remember(subjects, tensor_names(model))
     return original(model, *args, **kwargs)
 
 
 def begin_weight_update(original: Callable[[Any], None], updater: Any) -> None:
-    """SGLang undoes here what it made of the weights, and makes it again at the end. What follows a stream is written
-    as it is computed with: for it, that waits until somebody else loads something."""
+    """SGLang undoes here what it made of the weights, and makes it again at the end. What follows a
+    stream is written as it is computed with: for it, that waits until somebody else loads
+    something."""
     followed = _models.get(updater.get_model())
     if followed is None:
         original(updater)
@@ -83,7 +101,8 @@ def load_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwarg
 
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Answers the requests of a handle, with all workers' statuses as JSON; leaves other checks to SGLang."""
+    """Answers the requests of a handle, with all workers' statuses as JSON; leaves other checks to
+    SGLang."""
     if request.action != ACTION:
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
@@ -93,11 +112,14 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         statuses = answer(manager.tp_worker.model_runner, asked)
         return CheckWeightsReqOutput(success=True, message=json.dumps(statuses))
     except Exception as error:  # whatever is raised here ends the server
-        return CheckWeightsReqOutput(success=False, message=f"pulse: {type(error).__name__}: {error}")
+        return CheckWeightsReqOutput(
+            success=False, message=f"pulse: {type(error).__name__}: {error}"
+        )
 
 
 def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Notes what is taken away: weights come back with what they had only under some of SGLang's options."""
+    """Notes what is taken away: weights come back with what they had only under some of SGLang's
+    options."""
     parts = request.tags or _PARTS
     _followed(manager.tp_worker.model_runner).worker.sleep(parts, lost=WEIGHTS in parts)
     return original(manager, request)
@@ -112,7 +134,8 @@ def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> A
 def update_weights_from_tensor(
     original: Callable[..., tuple[bool, str]], updater: Any, *args: Any, **kwargs: Any
 ) -> tuple[bool, str]:
-    """(whether the weights were updated, a message): with what `load` made of it. Leaves other updates to SGLang."""
+    """(whether the weights were updated, a message): with what `load` made of it. Leaves other
+    updates to SGLang."""
     if LOADER not in (kwargs.get("load_format"), *args[1:]):
         answer: tuple[bool, str] = load_weights(original, updater, *args, **kwargs)
         return answer
@@ -126,8 +149,8 @@ def update_weights_from_tensor(
 
 @dataclass(slots=True)
 class _Followed:
-    """``wanted``: the version that was asked for last; ``failure``: of the last update; ``undo``: what SGLang does
-    at the beginning of an update, while that waits."""
+    """``wanted``: the version that was asked for last; ``failure``: of the last update; ``undo``:
+    what SGLang does at the beginning of an update, while that waits."""
 
     worker: Worker
     wanted: int | None = None
@@ -145,12 +168,15 @@ def _followed(runner: Any) -> _Followed:
 def _worker(runner: Any) -> Worker:
     import sglang
 
-    return Worker(lambda *parts: _open_session(runner, *parts), _workers, ("sglang", sglang.__version__))
+    return Worker(
+        lambda *parts: _open_session(runner, *parts), _workers, ("sglang", sglang.__version__)
+    )
 
 
 def answer(runner: Any, asked: dict[str, Any]) -> list[Status]:
-    """What all workers say to a request of a handle: ``action``, ``owner``, and ``version`` as of `Worker.answer`, or
-    the action "open" with an ``init_info``. ``runner``: SGLang's runner of the target model. Collective."""
+    """What all workers say to a request of a handle: ``action``, ``owner``, and ``version`` as of
+    `Worker.answer`, or the action "open" with an ``init_info``. ``runner``: SGLang's runner of the
+    target model. Collective."""
     followed = _followed(runner)
     worker, action = followed.worker, asked["action"]
     if action == "open":
@@ -170,7 +196,8 @@ def update(model: torch.nn.Module, named_tensors: list[tuple[str, Any]]) -> None
         return
     if named_tensors:
         followed.failure = InputError(
-            "the loader of pulse takes no tensors: it reads a stream", hint="Send an empty list of named tensors."
+            "the loader of pulse takes no tensors: it reads a stream",
+            hint="Send an empty list of named tensors.",
         )
         return
     followed.worker.begin_update()
@@ -181,7 +208,10 @@ def outcome(model: torch.nn.Module) -> PulseError | None:
     """Why the last update of ``model`` failed."""
     followed = _models.get(model)
     if followed is None:
-        return InputError("this model follows no stream", hint="Call connect(), and update with the selector 'target'.")
+        return InputError(
+            "this model follows no stream",
+            hint="Call connect(), and update with the selector 'target'.",
+        )
     return followed.failure
 
 
@@ -211,7 +241,10 @@ def _processed_layers(model: torch.nn.Module, dtype: torch.dtype) -> list[Proces
 
 def _groups(model: torch.nn.Module) -> Iterator[Group]:
     """The modules whose method processes their weights."""
-    names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+    names = {
+        id(module): name
+        for name, module in reversed(list(model.named_modules(remove_duplicate=False)))
+    }
     for module in model.modules():
         if _processes(method := getattr(module, "quant_method", None)):
             yield group_of(names, [module, *(m for m in module.modules() if m is method)], [module])
@@ -232,17 +265,21 @@ def _require_one_group() -> None:
     parallel = get_parallel()
     if parallel.pp_size > 1 or parallel.dp_size > 1:
         raise EngineError(
-            f"the server has {parallel.dp_size} data-parallel replicas and {parallel.pp_size} pipeline stages",
-            hint="Start one server for each replica, without pipeline stages, and follow with each.",
+            f"the server has {parallel.dp_size} data-parallel replicas and {parallel.pp_size} "
+            "pipeline stages",
+            hint="Start one server for each replica, without pipeline stages, and follow with "
+            "each.",
         )
     if get_model().weight_cache_mode != "off":
         raise EngineError(
-            "the server shares its weights with other servers", hint="Start it with --weight-cache-mode off."
+            "the server shares its weights with other servers",
+            hint="Start it with --weight-cache-mode off.",
         )
 
 
 def _require_own_weights(model: torch.nn.Module) -> None:
-    """Raises UnsupportedTensor where a layer computes with something else than the parameters that were loaded."""
+    """Raises UnsupportedTensor where a layer computes with something else than the parameters that
+    were loaded."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import (
         _unsupported_derived_weight_cache_error as derived,
     )
@@ -256,7 +293,9 @@ def _require_own_weights(model: torch.nn.Module) -> None:
                 f"the engine computes {name!r} with matrices that it derived from its weights",
                 hint="Multi-head latent attention cannot follow a stream yet.",
             )
-        if getattr(layer, "use_intel_amx_backend", False) and not _processes(getattr(layer, "quant_method", None)):
+        if getattr(layer, "use_intel_amx_backend", False) and not _processes(
+            getattr(layer, "quant_method", None)
+        ):
             raise UnsupportedTensor(
                 f"the engine computes {name!r} with a packed copy of its weight",
                 hint="SGLang packs weights for AMX on CPUs; such a server cannot follow a stream.",

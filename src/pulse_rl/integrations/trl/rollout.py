@@ -34,24 +34,28 @@ def pulse_rollout(
     records: str | Path | None = None,
     **publisher: Unpack[PublisherSettings],
 ) -> PulseRollout:
-    """A ``rollout_func`` that has a vLLM server generate with the trainer's newest weights: ``GRPOTrainer(...,
-    rollout_func=pulse_rollout("http://localhost:8000", "s3://bucket/run", "policy"))``, without ``use_vllm``.
+    """A ``rollout_func`` that has a vLLM server generate with the trainer's newest weights:
+    ``GRPOTrainer(..., rollout_func=pulse_rollout("http://localhost:8000", "s3://bucket/run",
+    "policy"))``, without ``use_vllm``.
 
-    Where the step has changed, the weights are taken as `PulseCallback` takes them (DDP, FSDP2, PEFT adapters merged
-    aside), cast to the server's dtype, published and made live before the prompts are sent. All ranks send theirs, the
-    first one publishes. After the last step the final weights are published and made live as well. The trainer's log
-    gets ``pulse/version``, ``pulse/density``, ``pulse/bytes`` (of what the server fetches) and
-    ``pulse/pause_seconds``.
+    Where the step has changed, the weights are taken as `PulseCallback` takes them (DDP, FSDP2,
+    PEFT adapters merged aside), cast to the server's dtype, published and made live before the
+    prompts are sent. All ranks send theirs, the first one publishes. After the last step the final
+    weights are published and made live as well. The trainer's log gets ``pulse/version``,
+    ``pulse/density``, ``pulse/bytes`` (of what the server fetches) and ``pulse/pause_seconds``.
 
     ``server_url``, ``store``, ``stream``, ``engine`` and all other keywords are those of
-    `PulseWeightTransfer`, and so is what happens while the store or the server is away: the training waits, at most for
-    ``retry_seconds``. A server that was restarted generates nothing for it before it has the newest weights again. At
-    ``records``: a file to which a `pulse_rl.rollouts.Rollout` is added for each completion, with the ``step`` as its
-    metadata; each prompt is then a request with a seed of its own, so that ``pulse replay`` can generate it again. At
-    the end of the training errors are logged, not raised. An evaluation outside of a training publishes what it
-    evaluates. Raises InputError.
+    `PulseWeightTransfer`, and so is what happens while the store or the server is away: the
+    training waits, at most for ``retry_seconds``. A server that was restarted generates nothing for
+    it before it has the newest weights again. At ``records``: a file to which a
+    `pulse_rl.rollouts.Rollout` is added for each completion, with the ``step`` as its metadata;
+    each prompt is then a request with a seed of its own, so that ``pulse replay`` can generate it
+    again. At the end of the training errors are logged, not raised. An evaluation outside of a
+    training publishes what it evaluates. Raises InputError.
     """
-    link = ServerLink(server_url, store, stream, retry_seconds=retry_seconds, engine=engine, publisher=publisher)
+    link = ServerLink(
+        server_url, store, stream, retry_seconds=retry_seconds, engine=engine, publisher=publisher
+    )
     return PulseRollout(link, records)
 
 
@@ -69,7 +73,8 @@ class PulseRollout(TrainerCallback):
 
     @property
     def published(self) -> Published | None:
-        """The newest version that was committed, on the first rank; its metadata has the ``step``."""
+        """The newest version that was committed, on the first rank; its metadata has the
+        ``step``."""
         return self._link.published
 
     @property
@@ -80,12 +85,14 @@ class PulseRollout(TrainerCallback):
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """One completion for each of ``prompts``, which repeat for the generations of a group.
 
-        Returns ``prompt_ids`` and ``completion_ids``, lists of token ids, and ``logprobs``, those of the completion's
-        tokens. Raises PulseError.
+        Returns ``prompt_ids`` and ``completion_ids``, lists of token ids, and ``logprobs``, those
+        of the completion's tokens. Raises PulseError.
         """
         callbacks = trainer.callback_handler.callbacks
         if self not in callbacks:
-            callbacks.insert(0, self)  # what reports the log comes later, and so reports these figures too
+            callbacks.insert(
+                0, self
+            )  # what reports the log comes later, and so reports these figures too
         self._training = trainer.is_in_train
         if self._model is None:
             self._begin(trainer)
@@ -103,7 +110,9 @@ class PulseRollout(TrainerCallback):
 
     # -- the trainer's callbacks
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Adds this object's figures to the log.
 
         ``args``, ``state`` and ``control`` are the Trainer's.
@@ -146,7 +155,9 @@ class PulseRollout(TrainerCallback):
                 )
         self._close(state)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Lets the server go after an evaluation outside of a training, which nothing else ends.
 
         ``args``, ``state`` and ``control`` are the Trainer's.
@@ -186,20 +197,28 @@ class PulseRollout(TrainerCallback):
             raise outcome
         self._weights = outcome
 
-    def _complete(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> list[Generated]:
-        """By the weights that are tagged so: a server that comes back has those of its checkpoint at first."""
+    def _complete(
+        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> list[Generated]:
+        """By the weights that are tagged so: a server that comes back has those of its checkpoint
+        at first."""
         wanted = {"model": self._model, **sampling}
         server, link = self._link.server, self._link
         if self._records is None:
-            return link.patiently(lambda: self._by_these_weights(lambda: server.complete(prompts, wanted)))
-        # A seed is a request's: with one for several prompts all completions of a prompt would be the same.
+            return link.patiently(
+                lambda: self._by_these_weights(lambda: server.complete(prompts, wanted))
+            )
+        # A seed is a request's: with one for several prompts all completions of a prompt would be
+        # the same.
         seeds = [sampling["seed"] if "seed" in sampling else new_seed() for _ in prompts]
 
         def one(prompt: Sequence[int], seed: int) -> Generated:
             return server.complete([prompt], wanted | {"seed": seed})[0]
 
         with ThreadPoolExecutor(len(prompts)) as pool:
-            found = link.patiently(lambda: self._by_these_weights(lambda: [*pool.map(one, prompts, seeds)]))
+            found = link.patiently(
+                lambda: self._by_these_weights(lambda: [*pool.map(one, prompts, seeds)])
+            )
         weights = self._weights
         assert weights is not None
         append(
@@ -232,7 +251,9 @@ class PulseRollout(TrainerCallback):
     def _require_these_weights(self) -> None:
         server, weights = self._link.server, self._weights
         if weights is None or server.weight_version() != str(weights.version):
-            raise EngineUnavailable(f"the server at {server.url} was restarted, and has not caught up yet")
+            raise EngineUnavailable(
+                f"the server at {server.url} was restarted, and has not caught up yet"
+            )
 
 
 def _from_first(value: Any, trainer: Any) -> Any:
@@ -271,8 +292,13 @@ def _tokenized(prompts: list[Any], trainer: Any) -> list[list[int]]:
     if getattr(trainer, "environment_factories", None):
         raise InputError("pulse_rollout has no environments", hint="Leave environment_factory out.")
     contents = [message["content"] for prompt in prompts for message in prompt]
-    if any(isinstance(content, list) and any(part["type"] != "text" for part in content) for content in contents):
-        raise InputError("pulse_rollout takes text only", hint="Write a rollout_func of your own for images.")
+    if any(
+        isinstance(content, list) and any(part["type"] != "text" for part in content)
+        for content in contents
+    ):
+        raise InputError(
+            "pulse_rollout takes text only", hint="Write a rollout_func of your own for images."
+        )
     templated = trainer.processing_class.apply_chat_template(
         conversation=prompts,
         tools=trainer.tools or None,

@@ -1,5 +1,5 @@
-"""The weight transfer of TRL's AsyncGRPOTrainer; what it shares with the rollouts of GRPOTrainer: a stream and the vLLM
-server that follows it, and what a trainer asks of that server."""
+"""The weight transfer of TRL's AsyncGRPOTrainer; what it shares with the rollouts of GRPOTrainer: a
+stream and the vLLM server that follows it, and what a trainer asks of that server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from typing import Any, TypeVar, Unpack
 import torch
 
 from ..._util.settings import checked_number
-from ...errors import ConcurrentUse, EmptyStream, EngineError, EngineUnavailable, InputError, PulseError
+from ...errors import (
+    ConcurrentUse,
+    EmptyStream,
+    EngineError,
+    EngineUnavailable,
+    InputError,
+    PulseError,
+)
 from ...events import Metadata, Published, checked_listener
 from ...rollouts import Weights
 from ...state.checkpoint import unwrapped
@@ -35,7 +42,8 @@ _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": No
 
 
 class ServerLink:
-    """The settings of `PulseWeightTransfer` and `pulse_rollout`. Made on every rank; opened and used by the first."""
+    """The settings of `PulseWeightTransfer` and `pulse_rollout`. Made on every rank; opened and
+    used by the first."""
 
     def __init__(
         self,
@@ -48,16 +56,23 @@ class ServerLink:
         publisher: PublisherSettings,
     ) -> None:
         if not isinstance(server_url, str):
-            raise InputError(f"{server_url!r} is no URL of a server", hint="Give it as http://host:port.")
+            raise InputError(
+                f"{server_url!r} is no URL of a server", hint="Give it as http://host:port."
+            )
         if not isinstance(store, str):
-            raise InputError(f"the store must be an address, not a {type(store).__name__}: the server opens it as well")
+            raise InputError(
+                f"the store must be an address, not a {type(store).__name__}: the server opens "
+                "it as well"
+            )
         self.stream = stream
         self.published: Published | None = None
         self.synced: EngineSync | None = None
         self._retry_seconds = checked_number("retry_seconds", retry_seconds)
         self._engine = dict(engine or {})
         self.server = VllmServer(server_url, self._engine.get("timeout_seconds", 600.0))
-        self._store = store if "://" in store else str(Path(store).absolute())  # the server runs in another folder
+        self._store = (
+            store if "://" in store else str(Path(store).absolute())
+        )  # the server runs in another folder
         listener = logged(log, checked_listener(publisher.get("on_event")))
         self._settings: dict[str, Any] = {**publisher, "stream": stream, "on_event": listener}
         if keys := keys_of(publisher.get("signer"), publisher.get("trusted_keys")):
@@ -67,8 +82,8 @@ class ServerLink:
         self._dtype: tuple[str | None] | None = None
 
     def open(self) -> None:
-        """Finds wrong settings before the first step: opens the store, and waits for the server. Does nothing if it is
-        open."""
+        """Finds wrong settings before the first step: opens the store, and waits for the server.
+        Does nothing if it is open."""
         if self._publisher is None:
             publisher = Publisher(self._store, **self._settings)
             self.patiently(publisher.head)
@@ -76,7 +91,9 @@ class ServerLink:
         self.dtype()
         if self._handle is None:
             self._handle = self.patiently(
-                lambda: connect(self.server.url, store=self._store, stream=self.stream, **self._engine)
+                lambda: connect(
+                    self.server.url, store=self._store, stream=self.stream, **self._engine
+                )
             )
             self._handle.follow(on_sync=self._note, poll_seconds=_POLL_SECONDS)
 
@@ -86,19 +103,25 @@ class ServerLink:
             self._dtype = (self.patiently(self.server.compute_dtype),)
         return self._dtype[0]
 
-    def push(self, weights: Mapping[str, torch.Tensor], metadata: Metadata, *, patient: bool = True) -> Weights:
-        """Publishes ``weights`` and makes them live. Their version is the tag of outputs from then on. The server is
-        paused for the write alone, after the upload and its own fetch. If not ``patient``, nothing is repeated."""
+    def push(
+        self, weights: Mapping[str, torch.Tensor], metadata: Metadata, *, patient: bool = True
+    ) -> Weights:
+        """Publishes ``weights`` and makes them live. Their version is the tag of outputs from then
+        on. The server is paused for the write alone, after the upload and its own fetch. If not
+        ``patient``, nothing is repeated."""
         self.open()
         publisher, handle = self._publisher, self._handle
         assert publisher is not None
         assert handle is not None
-        done = self.patiently(lambda: publisher.publish(weights, metadata=metadata, dtype=self.dtype()), patient)
+        done = self.patiently(
+            lambda: publisher.publish(weights, metadata=metadata, dtype=self.dtype()), patient
+        )
         self.published = done
         self._note(self.patiently(lambda: self._moved(handle), patient))
         moved = self.synced is not None and self.synced.version == done.version
         log.info(
-            "stream %s: version %d is live (%d bytes, %.2f%% changed, %.3f s to publish, paused for %.3f s)",
+            "stream %s: version %d is live (%d bytes, %.2f%% changed, %.3f s to publish, paused "
+            "for %.3f s)",
             self.stream,
             done.version,
             done.patch_bytes or done.anchor_bytes,
@@ -117,7 +140,8 @@ class ServerLink:
         self._handle = self._publisher = None
 
     def patiently(self, call: Callable[[], T], patient: bool = True) -> T:
-        """The result of ``call``, which is repeated for ``retry_seconds`` while a store or a server is away."""
+        """The result of ``call``, which is repeated for ``retry_seconds`` while a store or a server
+        is away."""
         until = time.monotonic() + (self._retry_seconds if patient else 0.0)
         wait = _FIRST_WAIT_SECONDS
         said = ""
@@ -151,8 +175,10 @@ class ServerLink:
             return handle.sync()
         except EmptyStream:
             raise EngineUnavailable(
-                f"the server finds no version of {self.stream!r} in {self._store}, where the trainer has published",
-                hint="Both must open the same store: give an address that means the same on both machines.",
+                f"the server finds no version of {self.stream!r} in {self._store}, where the "
+                "trainer has published",
+                hint="Both must open the same store: give an address that means the same on both "
+                "machines.",
             ) from None
 
     def _note(self, done: EngineSync | None) -> None:
@@ -172,7 +198,10 @@ class VllmServer:
         facts = self._ask("server_info?config_format=json")
         name = str(facts["vllm_config"]["model_config"]["dtype"])
         if name not in _DTYPES:
-            raise EngineError(f"the server at {self.url} computes in {name}", hint="Start it with --dtype bfloat16.")
+            raise EngineError(
+                f"the server at {self.url} computes in {name}",
+                hint="Start it with --dtype bfloat16.",
+            )
         return _DTYPES[name]
 
     def weight_version(self) -> str:
@@ -186,7 +215,9 @@ class VllmServer:
         """The name under which the server serves its model."""
         return str(self._ask("v1/models")["data"][0]["id"])
 
-    def complete(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> list[Generated]:
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> list[Generated]:
         """One completion for each of ``prompts``, which are token ids."""
         wanted = {"prompt": [list(prompt) for prompt in prompts], **sampling, **COMPLETED}
         return completions(self._ask("v1/completions", wanted))
@@ -204,23 +235,26 @@ class VllmServer:
 
 
 class PulseWeightTransfer:
-    """Brings each policy to a vLLM server through a stream: ``AsyncGRPOTrainer(..., weight_transfer=
-    PulseWeightTransfer("http://localhost:8000", "s3://bucket/run", "policy"))``. AsyncDistillationTrainer has the
-    same protocol.
+    """Brings each policy to a vLLM server through a stream: ``AsyncGRPOTrainer(...,
+    weight_transfer= PulseWeightTransfer("http://localhost:8000", "s3://bucket/run", "policy"))``.
+    AsyncDistillationTrainer has the same protocol.
 
-    ``server_url`` is that of the trainer's ``vllm_server_base_url``; the server runs with the backend ``pulse``
-    (docs/vllm.md). ``store``, an address that the server opens as well, ``stream`` and all other
-    keywords are those of `Publisher`; what ``signer`` signs, the server trusts. ``engine`` are keywords of
-    `pulse_rl.integrations.vllm.connect` (``in_flight``, ``audit_every`` …).
+    ``server_url`` is that of the trainer's ``vllm_server_base_url``; the server runs with the
+    backend ``pulse`` (docs/vllm.md). ``store``, an address that the server opens as well,
+    ``stream`` and all other keywords are those of `Publisher`; what ``signer`` signs, the server
+    trusts. ``engine`` are keywords of `pulse_rl.integrations.vllm.connect` (``in_flight``,
+    ``audit_every`` …).
 
-    TRL waits until the weights are live, as it does with its own transfer. The server generates while they are cast to
-    its dtype, published, fetched and verified, and is paused for the write of what changed. Every version is tagged
-    (``weight_version``), and a server that was restarted is brought back to the newest one while TRL trains. The
-    metadata of a version are its ``sync``, 1, 2 …
+    TRL waits until the weights are live, as it does with its own transfer. The server generates
+    while they are cast to its dtype, published, fetched and verified, and is paused for the write
+    of what changed. Every version is tagged (``weight_version``), and a server that was restarted
+    is brought back to the newest one while TRL trains. The metadata of a version are its ``sync``,
+    1, 2 …
 
-    While the store or the server is away, the training waits and says so; after ``retry_seconds`` the error is raised
-    and ends it, since rollouts of old weights would pass for new ones. All other errors are raised at once:
-    PublisherConflict, EngineError, StateMismatch. Raises InputError.
+    While the store or the server is away, the training waits and says so; after ``retry_seconds``
+    the error is raised and ends it, since rollouts of old weights would pass for new ones. All
+    other errors are raised at once: PublisherConflict, EngineError, StateMismatch. Raises
+    InputError.
     """
 
     def __init__(
@@ -263,11 +297,12 @@ class PulseWeightTransfer:
         self._link.open()
 
     def pause(self) -> None:
-        """Nothing: TRL calls it before the upload. `send_weights` pauses the server when all is there."""
+        """Nothing: TRL calls it before the upload. `send_weights` pauses the server when all is
+        there."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publishes all pairs of name and weights of ``iterator``, and returns when they are live. The iterator is
-        consumed first, since each of its steps may be a collective."""
+        """Publishes all pairs of name and weights of ``iterator``, and returns when they are live.
+        The iterator is consumed first, since each of its steps may be a collective."""
         target = torch_dtype(self._link.dtype())
         weights = {name: cast_to_host(tensor, target) for name, tensor in iterator}
         self._syncs += 1

@@ -1,7 +1,7 @@
 """vLLM: engines that follow a stream, and the handle that drives them (docs/vllm.md).
 
-Installing pulse-rl next to vLLM makes the weight-transfer backend ``pulse`` known. Only what runs inside of vLLM's own
-processes imports vLLM or torch: `connect` to a server needs neither.
+Installing pulse-rl next to vLLM makes the weight-transfer backend ``pulse`` known. Only what runs
+inside of vLLM's own processes imports vLLM or torch: `connect` to a server needs neither.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ def connect(
 ) -> EngineHandle:
     """A handle on a live engine that was started with the weight-transfer backend ``pulse``.
 
-    ``engine``: a ``vllm.LLM``, an ``AsyncLLM`` (from another thread than its event loop's), or the URL of a server.
-    ``store`` (an address), ``stream`` and the other keywords ``trusted_keys``, ``stream_id``, ``allow_recreated`` and
-    ``cache`` are those of `pulse_rl.Subscriber`, and are used on the engine's machine. ``base``: the checkpoint that
-    the engine was started from, where its own path does not say so. ``follow``: whether the engine fetches and verifies
-    new versions while it generates, without being asked. ``in_flight``: what becomes of requests in flight:
-    they are kept, and go on with the new weights from the start of their prompt; aborted; or waited for.
-    ``audit_every``: updates from one audit to the next; the first update is always audited. ``timeout_seconds``: for
-    each wait.
+    ``engine``: a ``vllm.LLM``, an ``AsyncLLM`` (from another thread than its event loop's), or the
+    URL of a server. ``store`` (an address), ``stream`` and the other keywords ``trusted_keys``,
+    ``stream_id``, ``allow_recreated`` and ``cache`` are those of `pulse_rl.Subscriber`, and are
+    used on the engine's machine. ``base``: the checkpoint that the engine was started from, where
+    its own path does not say so. ``follow``: whether the engine fetches and verifies new versions
+    while it generates, without being asked. ``in_flight``: what becomes of requests in flight: they
+    are kept, and go on with the new weights from the start of their prompt; aborted; or waited for.
+    ``audit_every``: updates from one audit to the next; the first update is always audited.
+    ``timeout_seconds``: for each wait.
 
-    Where the stream has a version already, the engine stages it and proves that it computes with what an update writes
-    (docs/vllm.md); else the first sync begins with that.
+    Where the stream has a version already, the engine stages it and proves that it computes with
+    what an update writes (docs/vllm.md); else the first sync begins with that.
 
-    Raises InputError, EngineError, EngineUnavailable, ConcurrentUse while another handle drives the engine, and
-    UnsupportedTensor, which names tensors or modules, for one that computes with something else. That engine follows
-    nothing, and its weights are what they were.
+    Raises InputError, EngineError, EngineUnavailable, ConcurrentUse while another handle drives the
+    engine, and UnsupportedTensor, which names tensors or modules, for one that computes with
+    something else. That engine follows nothing, and its weights are what they were.
     """
     transport = transport_to(engine, timeout_seconds)
     info = InitInfo(store, stream, base, follow, audit_every, **subscriber)
@@ -105,10 +106,15 @@ class Offline:
     def update(self, version: int | None, owner: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        self._call("update_weights", WeightTransferUpdateRequest(update_info={"version": version, "owner": owner}))
+        self._call(
+            "update_weights",
+            WeightTransferUpdateRequest(update_info={"version": version, "owner": owner}),
+        )
 
     def finish(self, weight_version: str) -> None:
-        tagged = inspect.signature(self._engine.finish_weight_update).parameters  # not in vLLM 0.26 and 0.27
+        tagged = inspect.signature(
+            self._engine.finish_weight_update
+        ).parameters  # not in vLLM 0.26 and 0.27
         self._call("finish_weight_update", *((weight_version,) if tagged else ()))
 
     def tag(self, weight_version: str) -> None:
@@ -134,7 +140,8 @@ class Async(Offline):
         handler = getattr(engine, "output_handler", None)
         if handler is None:
             raise InputError(
-                "the AsyncLLM has no event loop yet", hint="Make it inside of the running loop that it shall use."
+                "the AsyncLLM has no event loop yet",
+                hint="Make it inside of the running loop that it shall use.",
             )
         self._timeout = timeout_seconds
         self._loop: asyncio.AbstractEventLoop = handler.get_loop()
@@ -155,7 +162,9 @@ class Async(Offline):
         try:
             return asyncio.run_coroutine_threadsafe(call(), self._loop).result(self._timeout)
         except concurrent.futures.TimeoutError:
-            raise EngineUnavailable(f"the AsyncLLM did not answer in {self._timeout:.0f} seconds") from None
+            raise EngineUnavailable(
+                f"the AsyncLLM did not answer in {self._timeout:.0f} seconds"
+            ) from None
 
     def pause(self, mode: str) -> None:
         self._call("pause_generation", mode=mode, clear_cache=True)
@@ -165,7 +174,9 @@ class Async(Offline):
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         async def last() -> Any:
-            outputs = self._engine.generate({"prompt_token_ids": prompt}, _sampling(sampling), uuid.uuid4().hex)
+            outputs = self._engine.generate(
+                {"prompt_token_ids": prompt}, _sampling(sampling), uuid.uuid4().hex
+            )
             return [output async for output in outputs][-1]
 
         return _generated(self._wait(last))
@@ -181,9 +192,13 @@ def _generated(output: Any) -> Generated:
     """Of the one completion that a RequestOutput has."""
     found = output.outputs[0]
     tokens = list(found.token_ids)
-    logprobs = [plain(step[token].logprob) for step, token in zip(found.logprobs, tokens, strict=True)]
+    logprobs = [
+        plain(step[token].logprob) for step, token in zip(found.logprobs, tokens, strict=True)
+    ]
     spans = getattr(found, "weight_versions", None)  # older ones have none
-    return Generated(tokens, logprobs, None if spans is None else [(span.version, span.start) for span in spans])
+    return Generated(
+        tokens, logprobs, None if spans is None else [(span.version, span.start) for span in spans]
+    )
 
 
 def require() -> Any:
@@ -192,13 +207,19 @@ def require() -> Any:
     try:
         import vllm
     except ImportError:
-        raise InputError("vLLM is not installed here", hint="Give the URL of a server, as --engine.") from None
+        raise InputError(
+            "vLLM is not installed here", hint="Give the URL of a server, as --engine."
+        ) from None
     return vllm
 
 
 def start(checkpoint: str) -> Any:
     """A `vllm.LLM` within this process, which answers one request at a time."""
-    options = {"weight_transfer_config": {"backend": "pulse"}, "enforce_eager": True, "max_num_seqs": 1}
+    options = {
+        "weight_transfer_config": {"backend": "pulse"},
+        "enforce_eager": True,
+        "max_num_seqs": 1,
+    }
     return require().LLM(checkpoint, **options)
 
 
@@ -209,7 +230,10 @@ COMPLETED = {"n": 1, "logprobs": 0, "return_token_ids": True, "return_tokens_as_
 def completions(answer: Any) -> list[Generated]:
     """One for each prompt, in their order; the logprob is None where vLLM computed NaN."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    return [Generated(choice["token_ids"], choice["logprobs"]["token_logprobs"], None) for choice in choices]
+    return [
+        Generated(choice["token_ids"], choice["logprobs"]["token_logprobs"], None)
+        for choice in choices
+    ]
 
 
 def transport_to(engine: Any, timeout_seconds: float) -> EngineTransport:
@@ -222,9 +246,13 @@ def transport_to(engine: Any, timeout_seconds: float) -> EngineTransport:
         return Offline(engine)
     if hasattr(engine, "generate"):
         raise EngineError(
-            f"this {type(engine).__name__} has no weight transfer", hint="Use vLLM 0.26 or later, up to 0.33."
+            f"this {type(engine).__name__} has no weight transfer",
+            hint="Use vLLM 0.26 or later, up to 0.33.",
         )
-    raise InputError(f"{type(engine).__name__} is no engine", hint="Pass a vllm.LLM, an AsyncLLM, or a server's URL.")
+    raise InputError(
+        f"{type(engine).__name__} is no engine",
+        hint="Pass a vllm.LLM, an AsyncLLM, or a server's URL.",
+    )
 
 
 class Server:
@@ -275,7 +303,9 @@ class Server:
 
     def _completed(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         """By the route that every server has, which does not tell the weights."""
-        self._model = self._model or self._read("v1/models", self._client.get("v1/models"))["data"][0]["id"]
+        self._model = (
+            self._model or self._read("v1/models", self._client.get("v1/models"))["data"][0]["id"]
+        )
         wanted = {"model": self._model, "prompt": [prompt], **sampling, **COMPLETED}
         return completions(self._post("v1/completions", wanted))[0]
 
@@ -284,7 +314,9 @@ class Server:
         return bool((self._post("reset_prefix_cache", query=query) or {}).get("success", True))
 
     def _post(self, route: str, body: object = None, query: dict[str, str] | None = None) -> Any:
-        return self._read(route, self._client.post(route + (f"?{urlencode(query)}" if query else ""), body))
+        return self._read(
+            route, self._client.post(route + (f"?{urlencode(query)}" if query else ""), body)
+        )
 
     def _read(self, route: str, answer: Answer) -> Any:
         if answer.status >= 300:
@@ -296,5 +328,7 @@ def _refused(address: str, route: str, answer: Answer) -> EngineError:
     if answer.status in (404, 405):
         return EngineError(f"{address} has no route /{route}", hint=_ROUTES)
     if "no attribute 'pulse'" in answer.words or "not configured" in answer.words:
-        return EngineError(f"the engine at {address} was not started with the backend pulse", hint=_ROUTES)
+        return EngineError(
+            f"the engine at {address} was not started with the backend pulse", hint=_ROUTES
+        )
     return EngineError(f"{address} refused /{route} ({answer.status}): {answer.words}")

@@ -33,7 +33,12 @@ from ..engines.proof import Fresh
 from ..engines.session import ProvedMap, Session, local_checkpoint
 from ..engines.transport import WEIGHTS, InitInfo
 from ..engines.worker import Worker
-from .plugin import require_caches_that_empty, require_fixed_places, require_known, require_plain_weights
+from .plugin import (
+    require_caches_that_empty,
+    require_fixed_places,
+    require_known,
+    require_plain_weights,
+)
 from .processing import processed_layers, quantised_layers
 
 require_known(WeightTransferEngine, vllm.__version__)
@@ -47,9 +52,9 @@ class PulseInitInfo(InitInfo, WeightTransferInitInfo):
 
 @dataclass
 class PulseUpdateInfo(WeightTransferUpdateInfo):
-    """``version``: which to go to; None: the newest that is staged. ``owner``: of the handle that asks, if one does.
-    ``wait_seconds``: how long to wait for a ``version`` that is not staged yet; an engine generates nothing
-    meanwhile."""
+    """``version``: which to go to; None: the newest that is staged. ``owner``: of the handle that
+    asks, if one does. ``wait_seconds``: how long to wait for a ``version`` that is not staged yet;
+    an engine generates nothing meanwhile."""
 
     version: int | None = None
     owner: str = ""
@@ -57,7 +62,8 @@ class PulseUpdateInfo(WeightTransferUpdateInfo):
 
 
 class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateInfo]):
-    """Follows a stream in the background; between start and finish it scatters the staged update."""
+    """Follows a stream in the background; between start and finish it scatters the staged
+    update."""
 
     init_info_cls = PulseInitInfo
     update_info_cls = PulseUpdateInfo
@@ -81,7 +87,9 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PulseUpdateInfo) -> None:
-        self._raise_on_the_last(self.worker.update(update_info.version, update_info.owner, update_info.wait_seconds))
+        self._raise_on_the_last(
+            self.worker.update(update_info.version, update_info.owner, update_info.wait_seconds)
+        )
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: `update_weights` returns when the device has the bits."""
@@ -102,7 +110,9 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         alone = staged or self.model_config.quantization
         another = None if alone else fresh(self.model, self.vllm_config, self.device)
         loaded = self.vllm_config.load_config.load_format != "dummy"
-        return Session(self.model, info, node, known, base, around, forms, loaded=loaded, fresh=another)
+        return Session(
+            self.model, info, node, known, base, around, forms, loaded=loaded, fresh=another
+        )
 
     def _pre_quant_layers(self) -> PreQuantLayers:
         quantised = quantised_layers(self.model, self.model_config.quantization, self._as_at_load)
@@ -123,8 +133,9 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
     def _raise_on_the_last(self, failure: PulseError | None) -> None:
         """Raises ``failure``, which all workers have noted, on the last one.
 
-        vLLM's executor reads the workers' replies in order up to the first failure, and takes what it left for the
-        replies to the next call. The workers that do not raise keep the session of vLLM open; see `_pulse`.
+        vLLM's executor reads the workers' replies in order up to the first failure, and takes what
+        it left for the replies to the next call. The workers that do not raise keep the session of
+        vLLM open; see `_pulse`.
         """
         if failure is None:
             return
@@ -156,8 +167,9 @@ _WRITES = ("reload_weights", "reset_weights")
 
 
 def watch_workers(kind: type) -> None:
-    """Lets the workers of all classes under ``kind`` tell our engine of what else they do to the weights: sleep, which
-    takes the memory away, and at level 2 what is in it; and loading. May be called again."""
+    """Lets the workers of all classes under ``kind`` tell our engine of what else they do to the
+    weights: sleep, which takes the memory away, and at level 2 what is in it; and loading. May be
+    called again."""
     for name in ("sleep", "wake_up", "discard", *_WRITES):
         call = vars(kind).get(name)
         if call is not None and not hasattr(call, "_pulse"):
@@ -192,7 +204,10 @@ def _told(name: str, call: Any) -> Any:
 @contextmanager
 def reloading(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
     """Weights loaded within are processed layer by layer, as after the first load."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     initialize_layerwise_reload(model)
     try:
@@ -202,7 +217,8 @@ def reloading(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
 
 
 def fresh(live: nn.Module, config: VllmConfig, device: torch.device) -> Fresh:
-    """How to make and run a second model for ``config``, which knows nothing of the modules of the ``live`` one."""
+    """How to make and run a second model for ``config``, which knows nothing of the modules of the
+    ``live`` one."""
     apart = copy.copy(config)
     apart.compilation_config = copy.copy(config.compilation_config)
     model_config = config.model_config
@@ -225,7 +241,9 @@ def fresh(live: nn.Module, config: VllmConfig, device: torch.device) -> Fresh:
             positions = positions.expand(3, _TOKENS)
         tokens = torch.arange(_TOKENS, device=device)
         with set_forward_context(None, used, num_tokens=_TOKENS, skip_compiled=True):
-            hidden: Any = model(input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+            hidden: Any = model(
+                input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None
+            )
             noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
             logits: torch.Tensor | None = model.compute_logits(noise)
         return logits

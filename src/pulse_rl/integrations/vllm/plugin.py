@@ -1,4 +1,5 @@
-"""The entry point in ``vllm.general_plugins``: makes the weight-transfer backend ``pulse`` known to a vLLM process."""
+"""The entry point in ``vllm.general_plugins``: makes the weight-transfer backend ``pulse`` known to
+a vLLM process."""
 
 from __future__ import annotations
 
@@ -13,12 +14,19 @@ BACKEND = "pulse"
 _LINEAR = "cpu_linear"
 _ARGUMENTS = ("config", "vllm_config", "device", "model")
 _METHODS = frozenset(
-    {"init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update", "shutdown"}
+    {
+        "init_transfer_engine",
+        "start_weight_update",
+        "receive_weights",
+        "finish_weight_update",
+        "shutdown",
+    }
 )
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, possibly more than once. Imports nothing but vLLM's own factory."""
+    """Called by vLLM in each of its processes, possibly more than once. Imports nothing but vLLM's
+    own factory."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     except ImportError:  # a vLLM without weight transfer: there is nothing to register with
@@ -26,7 +34,9 @@ def register() -> None:
     from .processing import remember_before_processing
 
     if BACKEND not in Factory._registry:
-        Factory.register_engine(BACKEND, "pulse_rl.integrations.vllm.engine", "PulseWeightTransferEngine")
+        Factory.register_engine(
+            BACKEND, "pulse_rl.integrations.vllm.engine", "PulseWeightTransferEngine"
+        )
     register_trainer()
     keep_plain_weights()
     remember_before_processing()
@@ -38,7 +48,9 @@ def register_trainer() -> None:
 
     trainers = getattr(factory, "WeightTransferTrainerFactory", None)  # older ones have none
     if trainers is not None and BACKEND not in trainers._registry:
-        trainers.register_engine(BACKEND, "pulse_rl.integrations.vllm.trainer", "PulseTrainerEngine")
+        trainers.register_engine(
+            BACKEND, "pulse_rl.integrations.vllm.trainer", "PulseTrainerEngine"
+        )
 
 
 def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -46,7 +58,8 @@ def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def keep_plain_weights() -> None:
-    """Makes layers that are loaded for the backend ``pulse`` on a CPU keep their weights. May be called again."""
+    """Makes layers that are loaded for the backend ``pulse`` on a CPU keep their weights. May be
+    called again."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -75,7 +88,8 @@ def require_plain_weights(model: torch.nn.Module) -> None:
         if linear is not None and linear not in (_plain_linear, torch.nn.functional.linear):
             raise UnsupportedTensor(
                 f"the engine computes {name!r} with a packed copy of its weight",
-                hint="Start the engine with the plugin 'pulse' (see VLLM_PLUGINS) and the backend 'pulse'.",
+                hint="Start the engine with the plugin 'pulse' (see VLLM_PLUGINS) and the "
+                "backend 'pulse'.",
             )
 
 
@@ -87,12 +101,14 @@ def for_pulse() -> bool:
 
 
 def require_fixed_places(config: Any) -> None:
-    """Raises EngineError where vLLM moves weights while it runs, or wraps its layers after it has loaded them: a map
-    would lead to others."""
+    """Raises EngineError where vLLM moves weights while it runs, or wraps its layers after it has
+    loaded them: a map would lead to others."""
     parallel, offload = config.parallel_config, getattr(config, "offload_config", None)
     if getattr(parallel, "enable_eplb", False) or getattr(parallel, "enable_elastic_ep", False):
         does = "moves experts between its workers (--enable-eplb, --enable-elastic-ep)"
-    elif offload is not None and (offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size):
+    elif offload is not None and (
+        offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size
+    ):
         does = "moves layers through buffers that they share (--offload-group-size)"
     elif getattr(config, "lora_config", None) is not None:
         does = "wraps its layers for adapters (--enable-lora)"
@@ -102,8 +118,8 @@ def require_fixed_places(config: Any) -> None:
 
 
 def require_caches_that_empty(config: Any) -> None:
-    """Raises EngineError where what old weights have computed is kept outside of the engine, by a connector that does
-    not drop it when it is asked to."""
+    """Raises EngineError where what old weights have computed is kept outside of the engine, by a
+    connector that does not drop it when it is asked to."""
     keys, outputs = (getattr(config, f"{kind}_transfer_config", None) for kind in ("kv", "ec"))
     kept = getattr(outputs, "ec_connector", None)
     if keys is not None and keys.kv_connector:
@@ -115,12 +131,14 @@ def require_caches_that_empty(config: Any) -> None:
     if kept:
         raise EngineError(
             f"the engine keeps what it has computed in {kept}, which cannot be emptied",
-            hint="Start it without: requests would be answered from the old weights. A connector needs reset_cache().",
+            hint="Start it without: requests would be answered from the old weights. A connector "
+            "needs reset_cache().",
         )
 
 
 def require_known(base: type, version: str) -> None:
-    """Raises EngineError unless vLLM's class ``base`` asks its subclasses for what this package implements."""
+    """Raises EngineError unless vLLM's class ``base`` asks its subclasses for what this package
+    implements."""
     found = tuple(inspect.signature(base).parameters)
     asked: frozenset[str] = getattr(base, "__abstractmethods__", frozenset())
     unknown = [*sorted(asked - _METHODS), *sorted(_METHODS - set(dir(base)))]

@@ -1,9 +1,10 @@
-"""What vLLM does to weights after it has loaded them: which modules do it, their state before, and how the same is done
-again aside.
+"""What vLLM does to weights after it has loaded them: which modules do it, their state before, and
+how the same is done again aside.
 
-Layers that vLLM quantises when it loads them (``--quantization fp8_per_channel`` and the like) are loaded in the
-checkpoint's dtype; their quantisation method then replaces the weight by a quantised one and its scales. For a new
-version the same method derives both again, from a layer that is a copy but for its parameters.
+Layers that vLLM quantises when it loads them (``--quantization fp8_per_channel`` and the like) are
+loaded in the checkpoint's dtype; their quantisation method then replaces the weight by a quantised
+one and its scales. For a new version the same method derives both again, from a layer that is a
+copy but for its parameters.
 """
 
 from __future__ import annotations
@@ -19,20 +20,31 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedTensor
-from ..engines.processed import HOOK, Before, Group, ProcessedLayer, group_of, like, remember, tensor_names
+from ..engines.processed import (
+    HOOK,
+    Before,
+    Group,
+    ProcessedLayer,
+    group_of,
+    like,
+    remember,
+    tensor_names,
+)
 
 _before: WeakKeyDictionary[nn.Module, dict[int, Before]] = WeakKeyDictionary()
 _KEPT = ("bias",)
 """Parameters that vLLM neither reloads nor derives."""
 _OF_CACHES = ("_scale", "_zero_point")
 _HINT = (
-    "Start the engine from the BF16 checkpoint with --quantization fp8_per_tensor, fp8_per_channel or fp8_per_block; "
+    "Start the engine from the BF16 checkpoint with --quantization fp8_per_tensor, "
+    "fp8_per_channel or fp8_per_block; "
     "or from a quantised checkpoint, and publish such ones."
 )
 
 
 def remember_before_processing() -> None:
-    """Makes vLLM's loaders note the state of modules before their weights are processed. May be called again."""
+    """Makes vLLM's loaders note the state of modules before their weights are processed. May be
+    called again."""
     from vllm.model_executor.model_loader import base_loader
 
     process: Any = getattr(base_loader, HOOK, None)
@@ -46,7 +58,9 @@ def remember_before_processing() -> None:
         if for_pulse() and model not in _before:
             names = tensor_names(model)
             subjects = [
-                subject for group in _groups(model, None) for subject in (*group.modules.values(), *group.owners)
+                subject
+                for group in _groups(model, None)
+                for subject in (*group.modules.values(), *group.owners)
             ]
             _before[model] = found = remember(subjects, names)
             for subject in subjects:
@@ -61,25 +75,41 @@ def remember_before_processing() -> None:
 
 
 def processed_layers(
-    model: nn.Module, act_dtype: Any, context: Callable[[], AbstractContextManager[Any]], known: Sequence[nn.Module]
+    model: nn.Module,
+    act_dtype: Any,
+    context: Callable[[], AbstractContextManager[Any]],
+    known: Sequence[nn.Module],
 ) -> list[ProcessedLayer]:
-    """The modules of ``model`` that process their weights, but for ``known`` ones. Raises UnsupportedTensor."""
+    """The modules of ``model`` that process their weights, but for ``known`` ones. Raises
+    UnsupportedTensor."""
     if hasattr(model, HOOK):
-        raise UnsupportedTensor(f"{type(model).__name__} processes its weights as a whole, in a way that is not known")
+        raise UnsupportedTensor(
+            f"{type(model).__name__} processes its weights as a whole, in a way that is not known"
+        )
     before, layers = _before.get(model, {}), []
     for group in _groups(model, act_dtype):
         if not any(module is held for module in group.modules.values() for held in known):
             layers.append(ProcessedLayer(model, group, before, context))
         elif len(group.modules) > 1:
-            raise UnsupportedTensor(f"the engine derives what {group.name!r} computes with from quantised weights")
+            raise UnsupportedTensor(
+                f"the engine derives what {group.name!r} computes with from quantised weights"
+            )
     return layers
 
 
 def _groups(model: nn.Module, act_dtype: Any) -> Iterator[Group]:
     from vllm.model_executor.layers.attention import is_deferred_attention_layer as is_deferred
 
-    names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-    within = {id(inner): outer for outer in model.modules() if is_deferred(outer) for inner in outer.modules()}
+    names = {
+        id(module): name
+        for name, module in reversed(list(model.named_modules(remove_duplicate=False)))
+    }
+    within = {
+        id(inner): outer
+        for outer in model.modules()
+        if is_deferred(outer)
+        for inner in outer.modules()
+    }
     for module in model.modules():
         if is_deferred(module):
 
@@ -104,30 +134,37 @@ def _processes(module: nn.Module) -> bool:
 
 
 def _scales_caches(method: object) -> bool:
-    """Whether the method makes numbers of a checkpoint's scales of keys and values. It is not run again: a session
-    refuses streams that have such scales."""
+    """Whether the method makes numbers of a checkpoint's scales of keys and values. It is not run
+    again: a session refuses streams that have such scales."""
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
     return isinstance(method, BaseKVCacheMethod)
 
 
 def quantised_layers(
-    model: nn.Module, quantization: str | None, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    model: nn.Module,
+    quantization: str | None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[QuantisedLayer]:
-    """The layers of a vLLM model that quantise what they load; ``context`` surrounds what their methods do. Raises
-    UnsupportedTensor for a layer whose scheme is not known to derive its weights from the checkpoint's alone."""
+    """The layers of a vLLM model that quantise what they load; ``context`` surrounds what their
+    methods do. Raises UnsupportedTensor for a layer whose scheme is not known to derive its weights
+    from the checkpoint's alone."""
     if not quantization:
         return []
     try:
         from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
     except ImportError:
-        raise _unsupported(f"this vLLM quantises ({quantization}) in a way that is not known") from None
+        raise _unsupported(
+            f"this vLLM quantises ({quantization}) in a way that is not known"
+        ) from None
 
     layers: list[QuantisedLayer] = []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if not getattr(type(method), "uses_meta_device", False):  # what it loads are the checkpoint's codes
+        if not getattr(
+            type(method), "uses_meta_device", False
+        ):  # what it loads are the checkpoint's codes
             continue
         if not isinstance(method, OnlineLinearBase) or method.requantization_source is not None:
             raise _unsupported(f"the engine's {name!r} is quantised by {type(method).__name__}")
@@ -159,7 +196,9 @@ class QuantisedLayer:
     @property
     def live(self) -> dict[str, torch.Tensor]:
         return {
-            self._prefix + key: tensor for key, tensor in self._live.items() if tensor is not None and key not in _KEPT
+            self._prefix + key: tensor
+            for key, tensor in self._live.items()
+            if tensor is not None and key not in _KEPT
         }
 
     def put_loaded(self) -> None:
@@ -168,7 +207,9 @@ class QuantisedLayer:
         for key, meta in self._metadata.items():
             parameter = like(meta, torch.empty(meta.shape, dtype=meta.dtype))
             loader: Any = getattr(parameter, "weight_loader", None)
-            while hasattr(loader, "__wrapped__"):  # what counts elements while the model is loaded layer by layer
+            while hasattr(
+                loader, "__wrapped__"
+            ):  # what counts elements while the model is loaded layer by layer
                 loader = loader.__wrapped__
             if loader is not None:
                 parameter.weight_loader = loader  # type: ignore[attr-defined]
@@ -185,23 +226,41 @@ class QuantisedLayer:
     def derive(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shadow = copy.copy(self.module)
         shadow.__dict__ = dict(self.module.__dict__)
-        shadow._parameters = {key: like(meta, loaded[self._prefix + key]) for key, meta in self._metadata.items()}  # type: ignore[misc]
+        shadow._parameters = {
+            key: like(meta, loaded[self._prefix + key])  # type: ignore[misc]
+            for key, meta in self._metadata.items()
+        }
         shadow._parameters |= {key: self._live[key] for key in _KEPT if key in self._live}
         shadow.__dict__.pop("_already_called_process_weights_after_loading", None)
         method: Any = self.module.quant_method
-        owners = [method, *(part for part in vars(method).values() if hasattr(part, "process_weights_after_loading"))]
+        owners = [
+            method,
+            *(
+                part
+                for part in vars(method).values()
+                if hasattr(part, "process_weights_after_loading")
+            ),
+        ]
         before = [dict(vars(owner)) for owner in owners]
         try:
             with self._context():
                 method.process_weights_after_loading(shadow)
-            changed = [key for owner, old in zip(owners, before, strict=True) for key in _changed(vars(owner), old)]
+            changed = [
+                key
+                for owner, old in zip(owners, before, strict=True)
+                for key in _changed(vars(owner), old)
+            ]
         finally:
             for owner, old in zip(owners, before, strict=True):
                 vars(owner).clear()
                 vars(owner).update(old)
-        changed += [key for key in _changed(vars(shadow), vars(self.module)) if key != "_parameters"]
+        changed += [
+            key for key in _changed(vars(shadow), vars(self.module)) if key != "_parameters"
+        ]
         if changed:
-            raise _unsupported(f"the engine's {self._prefix[:-1]!r} keeps what it derived in {', '.join(changed)}")
+            raise _unsupported(
+                f"the engine's {self._prefix[:-1]!r} keeps what it derived in {', '.join(changed)}"
+            )
         return {
             self._prefix + key: tensor.detach()
             for key, tensor in shadow._parameters.items()
