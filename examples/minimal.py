@@ -1,5 +1,5 @@
-"""PULSESync, the smallest run: a trainer publishes three steps of a tiny model, a worker follows, and
-the bits agree.
+"""PULSESync, the smallest run: a trainer publishes three steps of a tiny model, a worker follows,
+and the bits agree.
 
     python examples/minimal.py [STORE]
 
