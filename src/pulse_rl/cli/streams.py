@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,18 +100,13 @@ def publish(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def open_publisher(
-    args: argparse.Namespace, console: Console, folds: Sequence[int] = ()
-) -> Publisher:
+def open_publisher(args: argparse.Namespace, console: Console) -> Publisher:
     """Raises InputError for a signed stream without a key."""
     publisher = Publisher(
         open_lasting(args.store),
         stream=args.stream,
-        codec=args.codec,
-        folds=folds,
         keep=args.keep,
         signer=_signer(args),
-        attest=args.attest,
         trusted_keys=args.trust or (),
         threads=args.threads,
         on_event=console,
@@ -132,7 +127,6 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
         open_lasting(args.store),
         args.stream,
         signer=_signer(args),
-        attest=args.attest,
         trusted_keys=args.trust or (),
         stream_id=args.stream_id,
         threads=args.threads,

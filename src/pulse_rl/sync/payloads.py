@@ -1,10 +1,10 @@
 """What a version is stored as, before a manifest names it (docs/protocol.md, section 3): each
-rank's file of the patch and its shards of an anchor, and the files beside the weights."""
+rank's file of the patch, and its shards of an anchor."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from hashlib import sha256
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from ..events import Listener, progress_to
 from ..patch.blocks import runs_of
 from ..state.tensors import Segment
 from ..stream.anchor import in_file_order, sliced_header
-from ..stream.manifest import AnchorRef, FileRef, PatchRef, Payload
-from ..stream.names import FILE, PATCH, SHARD
+from ..stream.manifest import AnchorRef, PatchRef, Payload
+from ..stream.names import PATCH, SHARD
 from ..stream.stream import Stream
 from .history_policy import Note
-from .pending import PendingVersion
+from .pending import PublishState
 
 _AT_ONCE = 2
 """So many shards are stored at once while a state is filled: one is on its way while the other is
@@ -51,46 +51,6 @@ class Stored(NamedTuple):
         )
 
 
-class FileStore:
-    """Stores the files beside the weights, each once while it does not change. What the head names
-    is looked for once, and not again: garbage collection keeps it."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._seen: set[str] = set()
-        self._last: tuple[Mapping[str, bytes], tuple[FileRef, ...]] = ({}, ())
-
-    def store(self, files: Mapping[str, bytes], named: Collection[FileRef]) -> tuple[FileRef, ...]:
-        """What a manifest says of ``files``, all of them stored then; ``named`` are the head's.
-        Raises StoreError."""
-        kept = {file.payload for file in named}
-        if files != self._last[0]:
-            made = (
-                FileRef(name, sha256(data).hexdigest(), len(data))
-                for name, data in sorted(files.items())
-            )
-            self._last = files, tuple(made)
-        refs = self._last[1]
-        for ref in refs:
-            if ref.payload not in kept or not self._holds(ref):
-                self._stream.put_payload(ref.payload, FILE, files[ref.name])
-            self._seen.add(ref.sha256)
-        return refs
-
-    def held(self, named: Collection[FileRef]) -> tuple[FileRef, ...]:
-        """Those of the head's files that the store holds."""
-        return tuple(ref for ref in named if self._holds(ref))
-
-    def _holds(self, ref: FileRef) -> bool:
-        if ref.sha256 not in self._seen and self._stream.has_payload(ref.payload, FILE):
-            self._seen.add(ref.sha256)
-        return ref.sha256 in self._seen
-
-    def forget(self) -> None:
-        """The store may have lost what was there."""
-        self._seen.clear()
-
-
 def store_patch(stream: Stream, chunks: Sequence[bytes]) -> Payload:
     """Stores a file of a patch, given in chunks. Raises StoreError."""
     payload = _hashed(chunks)
@@ -100,7 +60,7 @@ def store_patch(stream: Stream, chunks: Sequence[bytes]) -> Payload:
 
 def store_while_filled(
     stream: Stream,
-    draft: PendingVersion,
+    draft: PublishState,
     filled: Iterator[Sequence[Segment]],
     *,
     shard_bytes: int,
@@ -142,7 +102,7 @@ def store_while_filled(
 
 def store_anchor(
     stream: Stream,
-    draft: PendingVersion,
+    draft: PublishState,
     *,
     shard_bytes: int,
     threads: int | None,
@@ -215,7 +175,7 @@ def _groups(segments: Sequence[Segment], shard_bytes: int) -> list[tuple[Segment
     return [tuple(group) for group in groups]
 
 
-def _chunks(draft: PendingVersion, group: tuple[Segment, ...]) -> Iterator[bytes | memoryview]:
+def _chunks(draft: PublishState, group: tuple[Segment, ...]) -> Iterator[bytes | memoryview]:
     ordered = in_file_order(group)
     yield sliced_header(ordered)
     for segment in ordered:
