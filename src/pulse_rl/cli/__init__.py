@@ -368,9 +368,8 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--key",
         metavar="FILE",
-        help="sign with this private key: one that keygen has made, or one of P-256, P-384 or "
-        "P-521 in PEM (default: "
-        "hand out what the publisher has stored with the version's anchor)",
+        required=True,
+        help="sign with this private key of P-256, P-384 or P-521 in PEM",
     )
     command.add_argument(
         "-o", "--output", type=path, metavar="FILE", help="the file to write (default: print it)"
@@ -497,17 +496,10 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=streams.serve)
 
     command = commands.add_parser(
-        "keygen", parents=[common, writing], help="make a private key and print its public key"
+        "keygen", parents=[common], help="make a private key and print its public key"
     )
     command.add_argument(
         "file", metavar="FILE", help="file to write the private key to; must not exist"
-    )
-    command.add_argument(
-        "--attestations",
-        type=path,
-        metavar="PEM",
-        help="also write the public key that its attestations are verified with; FILE may then "
-        "be a key that is there",
     )
     command.set_defaults(run=streams.keygen)
 

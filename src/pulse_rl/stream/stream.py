@@ -204,7 +204,7 @@ class Stream:
             *((payload, PATCH) for payload in patch),
             *((payload, SHARD) for payload in shards),
         ]
-        named += [(file.payload, FILE) for file in manifest.small_files if files]
+        named += [(file.payload, FILE) for file in manifest.files if files]
         return all(self._has(self.names.payload(payload.sha256, kind)) for payload, kind in named)
 
     def forget_manifests(self) -> None:

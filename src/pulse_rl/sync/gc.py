@@ -215,7 +215,7 @@ def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
     """What a kept manifest names and can still be used: all but a patch whose base is gone."""
     anchor = list(manifest.anchor.shards) if manifest.anchor else []
     patch = list(manifest.patch.parts) if manifest.patch and manifest.patch.base >= oldest else []
-    return anchor + patch + [file.payload for file in manifest.small_files]
+    return anchor + patch + [file.payload for file in manifest.files]
 
 
 def gc_stream(
