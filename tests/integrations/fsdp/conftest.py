@@ -35,8 +35,7 @@ class ShardedStream:
 
 
 def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
-    """Two anchors: of version 0, and of version 5, next to its patch; and a fold over the first eight
-    versions."""
+    """Two anchors, of version 0 and of version 5, and a fold over the first eight versions."""
     trainer.connect("stream")
     mesh = init_device_mesh("cpu", (trainer.size,))
     model = policy(rows=1501, width=70)

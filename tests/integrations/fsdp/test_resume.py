@@ -25,6 +25,7 @@ from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.patch import build as build_module
 from pulse_rl.store.base import Data
 from pulse_rl.sync import rank as rank_module
+from pulse_rl.sync import sharded as sharded_module
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.stores import FaultyStore
 from tests.support.trainers import Group, Trainer, side_by_side, together
