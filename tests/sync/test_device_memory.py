@@ -1,4 +1,4 @@
-"""What a publisher keeps on devices, for how long, and who waits for whom.
+"""Who waits for whom when CUDA tensors are submitted.
 
 Without a GPU a stand-in for torch's streams and tensors shows what is asked of them
 (`tests.support.cuda`).
@@ -42,14 +42,13 @@ def test_a_step_never_waits_for_the_bus(cuda: Device, dtype: str, staged: bool) 
 
 
 def test_to_replace_a_version_does_not_wait_for_the_device(cuda: Device) -> None:
-    """Though some tensors are the host's: their memory is free, whatever the device is at."""
     current, _ = cuda
-    weight, host = torch.randn(SIZE).bfloat16(), torch.randn(7)
+    weight = torch.randn(SIZE).bfloat16()
     with staging(MemoryStore(), stream="policy", copy_on_device=True) as publisher:
         late = threading.Timer(10, Stream.gate.set)
         late.start()
         for _ in range(4):
-            last = publisher.submit({"weight": on_device(weight), "host": host}, replace=True)
+            last = publisher.submit({"weight": on_device(weight)}, replace=True)
         assert not Stream.gate.is_set(), "the host has waited"
         late.cancel()
         current.run()

@@ -134,7 +134,7 @@ def test_a_fold_that_saves_nothing_is_not_stored() -> None:
     assert all(fold.nbytes < spanned for fold in folds_of(store, "s"))
 
 
-def test_a_fold_that_cannot_be_stored_does_not_fail_the_publisher() -> None:
+def test_a_fold_that_cannot_be_stored_is_reported() -> None:
     class NoLinks(MemoryStore):
         def put(self, name: str, data: object) -> None:
             if "/links/" in name:
@@ -142,7 +142,8 @@ def test_a_fold_that_cannot_be_stored_does_not_fail_the_publisher() -> None:
             super().put(name, data)  # type: ignore[arg-type]
 
     store, seen = NoLinks(), []
-    trainer = published(store, 10, folds=(4,), on_event=seen.append)
+    trainer = published(store, 10)
+    assert list(fold_stream(store, "s", (4,), threads=1, on_event=seen.append)) == []
     assert [(e.kind, e.reason) for e in seen if isinstance(e, CallFailed)] == [
         ("store_unavailable", f"the fold {base}->{base + 4}: away") for base in (0, 4)
     ]

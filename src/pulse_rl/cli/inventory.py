@@ -95,9 +95,7 @@ def log(args: argparse.Namespace, console: Console) -> int:
             _age(each["age_seconds"]),
             "full" if each["density"] is None else format_percent(each["density"]),
             format_bytes(each["patch_bytes"]) if each["patch_bytes"] else "",
-            format_bytes(each["anchor_bytes"])
-            if each["anchor_bytes"]
-            else "",
+            format_bytes(each["anchor_bytes"]) if each["anchor_bytes"] else "",
             _metadata(each["metadata"]),
         )
         if not each["problem"]

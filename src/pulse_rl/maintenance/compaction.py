@@ -23,9 +23,9 @@ from ..stream.manifest import Link
 from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
+from ..sync.commit import store_patch
 from ..sync.history_policy import DEFAULT_FOLDS
 from ..sync.host_state import HostState, catch_up
-from ..sync.payloads import store_patch
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 

@@ -3,12 +3,11 @@ host's work."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._util.threads import ordered_map
-from .memory import DeviceCopies, DeviceTensor, pinned
-from .tensors import State, TensorSpec, stored_tensor
+from .memory import DeviceCopies, pinned
+from .tensors import State, TensorSpec, cuda_tensors
 
 _PIECE_ELEMENTS = 1 << 22
 
@@ -19,20 +18,6 @@ class Snapshot(NamedTuple):
 
     state: State
     copies: DeviceCopies
-
-
-def cuda_tensors(state: State) -> dict[str, DeviceTensor]:
-    """Its tensors that are in the memory of CUDA devices, by the names under which it stores
-    them."""
-    return {spec.name: tensor for spec in state.specs if (tensor := _cuda_tensor(state, spec))}
-
-
-def await_devices(state: State) -> None:
-    """Returns once the CUDA tensors of ``state`` hold what the caller's current streams were given
-    to write. Threads that read them afterwards have other current streams."""
-    for device in {tensor.flat.device for tensor in cuda_tensors(state).values()}:
-        torch: Any = sys.modules["torch"]
-        torch.cuda.current_stream(device).synchronize()
 
 
 def snapshot(
@@ -73,8 +58,3 @@ def snapshot(
 def _page_locked(specs: tuple[TensorSpec, ...]) -> State:
     arrays = pinned([s.nbytes for s in specs])
     return State(specs, {s.name: a.view(s.dtype.uint) for s, a in zip(specs, arrays, strict=True)})
-
-
-def _cuda_tensor(state: State, spec: TensorSpec) -> DeviceTensor | None:
-    tensor = stored_tensor(state, spec.name)
-    return tensor if isinstance(tensor, DeviceTensor) and tensor.is_cuda else None

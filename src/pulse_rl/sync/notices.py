@@ -8,7 +8,6 @@ from itertools import islice
 
 from ..errors import PulseError
 from ..events import Hint, Listener, hint_to
-from ..state.cast import is_wide
 from ..state.checkpoint import fused_experts, is_wrapped
 from ..state.tensors import State
 from ..store.base import Store
@@ -130,8 +129,8 @@ def _densities(draft: PublishState) -> tuple[float, float]:
     no smaller, all have changed."""
     elements = max(sum(segment.elements for segment in draft.segments), 1)
     if draft.reason.startswith(NO_SMALLER):
-        wide = sum(segment.elements for segment in draft.segments if is_wide(segment.spec.dtype))
+        wide = sum(segment.elements for segment in draft.segments if segment.spec.dtype.is_wide)
         return wide / elements, 1.0
     pairs = list(zip(draft.blocks, draft.coded, strict=False))
-    wide = sum(encoded.changed for block, encoded in pairs if is_wide(block.dtype))
+    wide = sum(encoded.changed for block, encoded in pairs if block.dtype.is_wide)
     return wide / elements, sum(encoded.changed for _, encoded in pairs) / elements

@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from .._util.collective import Alone, RankGroup
+from .._util.collective import RankGroup
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
@@ -36,7 +36,7 @@ from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream, checked_stream_id
 from .checkout import Checkout
 from .polling import jittered
-from .rank import RankPublisher
+from .rank import Alone, RankPublisher
 from .request import LocalState, PublishRequest
 from .state_folder import StateFolder
 from .submissions import Submission, Submissions
@@ -137,7 +137,7 @@ class Publisher(Closing, NotCopyable):
         settings = PublisherSettings(anchor_ratio, keep, signer, trusted_keys, threads, on_event)
         folder = None if baseline is None else StateFolder(checked_path(baseline), "baseline")
         try:
-            self._open(RankPublisher, RankGroup(Alone()), store, stream, settings, folder)
+            self._open(RankPublisher, Alone(), store, stream, settings, folder)
         except BaseException:
             if folder:
                 folder.close()

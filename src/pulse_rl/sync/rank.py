@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from .._util.collective import RankGroup
 from .._util.serial import shield
@@ -30,15 +30,23 @@ from ..patch.tree import hashed_together
 from ..state.tensors import Segment, State
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
-from ..stream.digest_trees import put_digests
 from ..stream.manifest import FileRef, Manifest, Payload
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from .commit import Committer, Content, HeadState, published_as
+from .commit import (
+    Committer,
+    Content,
+    HeadState,
+    Stored,
+    published_as,
+    store_anchor,
+    store_patch,
+    store_while_filled,
+    uploaded,
+)
 from .history_policy import HistoryPolicy, Note
 from .host_state import HostState, adopt_kept, catch_up
 from .notices import Notices
-from .payloads import Stored, store_anchor, store_patch, store_while_filled, uploaded
 from .pending import (
     NO_SMALLER,
     Baseline,
@@ -58,11 +66,39 @@ if TYPE_CHECKING:
     from .gc import Retention
     from .publisher import PublisherSettings
 
+R = TypeVar("R")
+
 _log = logging.getLogger("pulse_rl")
 _MAX_STALE_COMMITS = 8
 _SMALL = 1 << 16
 """Bytes: below that a request costs more than what it carries, and a patch needs no larger
 state."""
+
+
+class Alone(RankGroup):
+    """The group of a publisher of one process: nothing is sent, and nobody else is told."""
+
+    def __init__(self) -> None:
+        self.size, self.rank, self.common_error = 1, 0, None
+
+    def each(
+        self, work: Callable[[], R], send: Callable[[R], bytes], read: Callable[[bytes], R]
+    ) -> list[R]:
+        return [work()]
+
+    def together(self, work: Callable[[], R]) -> R:
+        return work()
+
+    def from_first(
+        self, work: Callable[[], R], send: Callable[[R], bytes], read: Callable[[bytes], R]
+    ) -> R:
+        return work()
+
+    def mark_collective(self, error: BaseException) -> BaseException:
+        return error
+
+    def close(self) -> None:
+        """Nothing to give up."""
 
 
 class Recovery(StrEnum):
@@ -446,7 +482,7 @@ class RankPublisher:
         with_anchor = state.base is None or request.anchor or due
         # Before the manifest: who selects tensors of the version looks for them at once.
         if state.tree:
-            put_digests(self._stream, state.tree, leaves=with_anchor)
+            self._stream.put_digests(state.tree, leaves=with_anchor)
         return files, with_anchor, self._committer.next
 
     def _store(self, state: PublishState, with_anchor: bool, version: int) -> Stored:

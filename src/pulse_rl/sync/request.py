@@ -14,8 +14,8 @@ from ..state.cast import CastState, compute_dtype_named
 from ..state.checkpoint import StateSource, as_state
 from ..state.companions import Files, checked_files
 from ..state.quantise import Quantise, QuantisedState, config_of
-from ..state.snapshot import Snapshot, await_devices, cuda_tensors, snapshot
-from ..state.tensors import DType, State, TensorSpec
+from ..state.snapshot import Snapshot, snapshot
+from ..state.tensors import DType, State, TensorSpec, await_devices, cuda_tensors
 from ..stream.manifest import checked_metadata
 from .layout import Box, Held
 
