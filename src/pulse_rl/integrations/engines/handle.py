@@ -23,7 +23,6 @@ from ...errors import (
 )
 from ...events import Metadata
 from ...rollouts import Rollout, Weights, new_seed
-from ...store.http import MAX_WAIT_SECONDS
 from ...sync.polling import LONGEST_POLL, jittered
 from .replay import Replay, replay
 from .transport import WEIGHTS, EngineTransport, Generated, InitInfo, Status, asleep, raise_reported
@@ -135,7 +134,7 @@ class EngineHandle(Closing):
         self._lock = threading.RLock()
         self._follower: threading.Thread | None = None
         self._closing = threading.Event()
-        self._stale = self._untagged = self._paused = self._waits = False
+        self._stale = self._untagged = self._paused = False
         self._asleep: frozenset[str] = frozenset()
         self._sessions = 0
         self._tagged: int | None = None
@@ -177,24 +176,10 @@ class EngineHandle(Closing):
             return self._switch(version) if self._make_ready(version) else None
 
     def wait_for_version(self, poll_seconds: float = 1.0) -> None:
-        """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less. Where
-        the engine follows an `HttpStore`, which it waits for by itself: until it has staged
-        something, for at most 25 seconds; the engine is asked every ``poll_seconds`` then, the
-        store is not. Ends with `close`."""
+        """Sleeps between two calls of `sync`: for ``poll_seconds``, a quarter more or less, or
+        until `close`. Raises InputError."""
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
-        stop = time.monotonic() + MAX_WAIT_SECONDS
-        while (
-            not self._closing.wait(jittered(poll_seconds))
-            and self._waits
-            and time.monotonic() < stop
-        ):
-            try:
-                with self._lock:
-                    leader = self._leader(self._ask("status"))
-            except PulseError:  # the next sync mends or raises it
-                return
-            if leader["error"] or leader["held"] != leader["version"]:
-                return
+        self._closing.wait(jittered(poll_seconds))
 
     def admit(
         self,
@@ -434,7 +419,6 @@ class EngineHandle(Closing):
         leader = self._stage(version)
         if WEIGHTS in self._asleep:
             raise asleep()
-        self._waits = leader.get("waits", False)
         live, newest = leader["version"], leader["held"]
         if live is not None and live == (newest if version is None else version):
             self._tag_held(leader)
