@@ -64,9 +64,10 @@ class Subscribers(Closing, NotCopyable):
     `updates` yields what is new as it comes; `add` and `remove` streams at any time. Each stream is
     polled every ``poll_seconds``, a quarter more or less. ``threads`` streams are synced at a time,
     each of which may read up to four patches ahead. ``cache``, ``trusted_keys`` and
-    ``allow_recreated`` are those of `Subscriber`, for each, and ``patience_seconds`` its attribute. A stream that fails (`failures`, and `CallFailed` to
-    ``on_event``) is tried again after ever longer, up to a minute, and holds up no other.
-    ``on_event`` is called by one thread at a time. Raises InputError and StoreError.
+    ``allow_recreated`` are those of `Subscriber`, for each, and ``patience_seconds`` its attribute.
+    A stream that fails (`failures`, and `CallFailed` to ``on_event``) is tried again after ever
+    longer, up to a minute, and holds up no other. ``on_event`` is called by one thread at a time.
+    Raises InputError and StoreError.
     """
 
     def __init__(
