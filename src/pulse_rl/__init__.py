@@ -26,7 +26,6 @@ from .store import HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, 
 from .stream.signing import Signer
 from .sync.checkout import checkout
 from .sync.gc import gc_stream
-from .sync.group import GroupMember
 from .sync.publisher import Publisher
 from .sync.submissions import Submission
 from .sync.subscriber import Subscriber
@@ -40,7 +39,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Bits",
-    "GroupMember",
     "HttpStore",
     "LocalStore",
     "MemoryStore",

@@ -27,8 +27,7 @@
     │   ├── ChainGap            no path of stored objects leads to the version
     │   ├── PublisherConflict   another publisher committed to the stream
     │   ├── RankLost            a rank of a sharded trainer died or stalled; no version was lost
-    │   ├── StreamRecreated      the stream was deleted and recreated
-    │   └── MemberConflict      a newer process is the group's member of this name
+    │   └── StreamRecreated     the stream was deleted and recreated
     ├── EngineError             a live engine refused a call, or is not what it should be
     │   └── EngineUnavailable   the engine does not answer
     ├── TrainerLost             a trainer died, stalled or left; the round had no effect
@@ -215,13 +214,6 @@ class StreamRecreated(StreamError):
     default_hint = (
         "If that is right, create a new Subscriber, or one with allow_recreated=True; "
         "the state is unchanged."
-    )
-
-
-class MemberConflict(StreamError):
-    kind = "member_conflict"
-    default_hint = (
-        "Give each member of a group its own name, and stop the older of two processes of one name."
     )
 
 

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from pulse_rl import (
     Bits,
-    GroupMember,
     MemoryStore,
     Publisher,
     State,
@@ -107,18 +106,11 @@ def test_workers_say_what_they_hold(pulse: Pulse, tmp_path: Path, rng: Rng) -> N
         "--name",
         "cli",
     )
-    member = GroupMember(Subscriber(store, stream="policy"), group="all", name="m")
-    while member.poll() is None:
-        pass
     (found,) = pulse.json("status", tmp_path, "--stream", "policy")["streams"]
-    assert [
-        (each["worker"], each["version"], each["behind"], each["group"])
-        for each in found["workers"]
-    ] == [
-        ("w-1", 0, 2, None),
-        ("cli", 2, 0, None),
-        ("m", 2, 0, "all"),
-        ("w", 2, 0, None),
+    assert [(each["worker"], each["version"], each["behind"]) for each in found["workers"]] == [
+        ("w-1", 0, 2),
+        ("cli", 2, 0),
+        ("w", 2, 0),
     ]
     assert len(names(store, "policy/workers")) == 3, "one object a worker"
     assert "w-1  version 0  2 behind" in pulse("status", tmp_path)
@@ -134,8 +126,6 @@ def test_workers_say_what_they_hold(pulse: Pulse, tmp_path: Path, rng: Rng) -> N
         assert publisher.wait_for(2, workers=["x"]) == ()
         Heartbeat(store, "x").beat("policy", 2)
         publisher.publish({"w": weights(rng, 500)}, anchor=True)
-    for note in names(store, "policy/groups"):  # the group is at an old version, too
-        store.delete(note)
     gc_stream(store, "policy", keep=1)
     assert names(store, "policy/workers") == []
 

@@ -1,7 +1,7 @@
 """The long version: ``python -m tests.faults streams --sequences 10000 --seed 1``, ``--only SEED``
 to replay one.
 
-``streams``, ``fleet``, ``groups`` and ``rounds`` are worlds of random steps. The others are
+``streams``, ``fleet`` and ``rounds`` are worlds of random steps. The others are
 programs in real time. A sequence of ``kills`` kills one role at each of its calls to a store; of
 ``interrupts`` interrupts 1,000 calls; of ``hostile`` writes what it likes into a stream's folder
 for five minutes; of ``exits`` ends a program with everything under way; of ``ranks`` kills,

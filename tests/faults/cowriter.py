@@ -194,21 +194,6 @@ class CoWriter:
             if whole or rng.random() < 0.5:
                 self._disk.plant(name, data)
 
-    def group_junk(self, rng: Random) -> None:
-        folder = rng.choice(("members", "targets", "switches"))
-        there = self._disk.names(f"{STREAM}/groups/g/{folder}")
-        number = rng.choice((1, 2, 3, 10, LAST))
-        name = f"{STREAM}/groups/g/{folder}/" + (
-            f"{number:012d}" if folder != "members" else f"worker-{number}"
-        )
-        data = rng.choice((b"", b"7", str(LAST).encode(), b"9" * 40, _junk(rng)))
-        if there and rng.random() < 0.5:
-            name = rng.choice(there)
-        if rng.random() < 0.2:
-            self._disk.delete(name)
-        else:
-            self._disk.plant(name, data)
-
     def _any(self, rng: Random) -> str | None:
         names = self._disk.names(f"{STREAM}/{rng.choice(_KINDS_OF_OBJECTS)}")
         return rng.choice(names) if names else None
@@ -270,7 +255,6 @@ KINDS: dict[str, Callable[[CoWriter, Random], None]] = {
         "false_link",
         "false_fold",
         "other_run",
-        "group_junk",
     )
 }
 """The kinds of hostile acts, each of which can be switched off by its name."""

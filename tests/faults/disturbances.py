@@ -19,17 +19,13 @@ if TYPE_CHECKING:
 class Disturbances:
     def interrupt(self: World, rng: Random) -> None:
         """Somebody is interrupted at any step, and calls again at once."""
-        who = rng.choice(("publish", "sync", "sync", "poll"))
+        who = rng.choice(("publish", "sync", "sync"))
         if who == "publish":
             self._publish(rng, 0, [], interrupted=True)
-        elif who == "sync" and self.workers:
+        elif self.workers:
             worker = rng.choice(self.workers)
             worker.steps = self.interrupts.choose(rng, "sync", worker.client)
             worker.sync([], None)
-        elif self.group:
-            member = rng.choice(self.group.members)
-            member.steps = self.interrupts.choose(rng, "poll", member.client)
-            self.group.poll(member, [], rng)
 
     def race(self: World, rng: Random) -> None:
         """Another process is at work between two calls of a publish or a sync."""

@@ -25,13 +25,12 @@ from unittest.mock import patch
 from pulse_rl._util import serial
 from pulse_rl.patch import reader
 from pulse_rl.stream import stream
-from pulse_rl.sync import baseline, commit, group, host_state, planner, publisher
+from pulse_rl.sync import baseline, commit, host_state, planner, publisher
 from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 
 from . import exits, hostile, interrupts, kills
 from .fleet import Fleet
-from .groups import World as GroupWorld
 from .hostile_world import HostileWorld
 from .modes import CONCURRENT, INLINE, STEADY
 from .store import CrashNow
@@ -76,7 +75,6 @@ def _stream(rng: Random, threads: str, interrupter: Interrupter) -> World:
 WORLDS: dict[str, Callable[[Random, str, Interrupter], World]] = {
     "streams": _stream,
     "fleet": lambda rng, *_: Fleet(rng, destructive=rng.random() < 0.5),
-    "groups": lambda rng, *_: GroupWorld(rng, calm=rng.random() < 0.25),
     "rounds": lambda rng, *_: import_module("tests.faults.rounds").Rounds(rng),  # which needs torch
 }
 
@@ -137,7 +135,6 @@ def repeatable(rng: Random) -> Iterator[None]:
             (commit, "time", clock),
             (publisher, "time", clock),
             (commit, "secrets", SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())),
-            (group, "secrets", SimpleNamespace(token_hex=lambda n: rng.randbytes(n).hex())),
             (serial, "Operation", GatedOperation),
             (serial.SerialThread, "post", _post_at_once),
             (GatedOperation, "begin_late", staticmethod(lambda: rng.random() < 0.5)),

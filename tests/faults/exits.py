@@ -1,6 +1,6 @@
 """Programs that end at a random moment, with all that Pulse does for them under way and left open.
 
-Submissions, a follower, many subscribers, a relay and a group run in daemon threads; the main
+Submissions, a follower, many subscribers and a relay run in daemon threads; the main
 thread trains with another process in rounds of PULSELoCo (where torch is installed), and ends by
 itself, or by an exception, `sys.exit` or an interrupt in the middle of what it does. No program
 ends by a signal or hangs, all that was submitted is there, and both stores are whole. Each program
@@ -29,7 +29,6 @@ import numpy as np
 
 from pulse_rl import (
     Bits,
-    GroupMember,
     LocalStore,
     PulseError,
     Relay,
@@ -129,7 +128,6 @@ def _program(rng: Random, folder: Path, end: str) -> int:
         lambda: _follows(store, "a*"),
         lambda: _many(store),
         lambda: _relays(store, folder / "near"),
-        lambda: _polls(store),
     ]
     _kept.append(publisher)
     for work in rng.sample(works, rng.randint(1, len(works))):
@@ -195,15 +193,6 @@ def _many(store: object) -> None:
 
 def _relays(store: object, near: Path) -> None:
     Relay(store, open_store(near), stream="s", keep=3, threads=2).sync()  # type: ignore[arg-type]
-
-
-def _polls(store: object) -> None:
-    member = GroupMember(Subscriber(store, stream="s", threads=2), group="g", name="m")  # type: ignore[arg-type]
-    _kept.append(member)
-    while True:
-        if update := member.poll():
-            update.acknowledge()
-        time.sleep(0.002)
 
 
 def _training(folder: Path, rank: int) -> Callable[[], object]:

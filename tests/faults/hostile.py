@@ -42,7 +42,6 @@ _RAGE_SECONDS = 12.0
 _MAX_SECONDS = 60.0  # from the co-writer's rest until everybody must be at the head
 _POLL_SECONDS = 0.05
 _ACTS_A_SECOND = 15.0
-_WITHSTOOD = [kind for kind in KINDS if kind != "group_junk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ def rage(place: Place, seed: int) -> None:
         if rng.random() < 0.05:
             folder.odd_file(rng)
         else:
-            KINDS[rng.choice(_WITHSTOOD)](cowriter, rng)
+            KINDS[rng.choice(list(KINDS))](cowriter, rng)
         time.sleep(rng.random() * 2 / _ACTS_A_SECOND)
 
 

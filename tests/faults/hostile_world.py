@@ -18,10 +18,6 @@ from .store import Client, CrashNow, Fault, Net
 from .worker import Setup, Worker
 from .world import SIGNER, STREAM_ID, World
 
-ENABLED = [kind for kind in KINDS if kind != "group_junk"]
-"""The kinds of acts that may be met with. Those left out are not withstood yet: group_junk, since
-anybody can lead a group's rounds astray."""
-
 _LATEST = 8  # publishes of an undisturbed publisher until everybody must follow
 _MOST_SYNCS = 40
 
@@ -97,7 +93,7 @@ class HostileWorld(World):
     def __init__(self, rng: Random, threads: str = STEADY, *args: object) -> None:
         super().__init__(rng, threads, *args)  # type: ignore[arg-type]
         self._cowriter = CoWriter(self.disk, self.model, SIGNER)
-        self.kinds = rng.sample(ENABLED, rng.randint(1, len(ENABLED)))
+        self.kinds = rng.sample(list(KINDS), rng.randint(1, len(KINDS)))
 
     def rules(self) -> dict[str, int]:
         steps = {

@@ -22,7 +22,6 @@ from .callers import Interrupts
 from .disturbances import Disturbances
 from .model import GAP, MUST, STREAM, Model, check, version_name
 from .modes import INLINE, STEADY
-from .nodes import Group
 from .ranks import RankClients, RankTrainer
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 from .trainer import Trainer
@@ -30,7 +29,6 @@ from .upkeep import Upkeep
 from .worker import Inline, Setup, Worker
 
 _MAX_WORKERS = 4
-_MOST_MEMBERS = 3
 SIGNER = Signer(bytes(range(32)))
 STREAM_ID = "0123456789abcdef" * 2
 
@@ -67,7 +65,6 @@ class World(Disturbances, Upkeep):
             (SIGNER.public_key,) if self.signer else None, self._stream_id(rng), threads == INLINE
         )
         self.interrupts = Interrupts(interrupter or Interrupter())
-        self.group: Group | None = None
         self._folder: Path | None = None
         self._looked_at = -1
 
@@ -109,7 +106,7 @@ class World(Disturbances, Upkeep):
             self._sync(rng, rng.choice(self.workers))
 
     def sync_to(self, rng: Random) -> None:
-        """To an older version than the head: what a group's target may be."""
+        """To an older version than the head, as a controller of several workers may ask for."""
         if self.workers and self.model.head is not None:
             self._sync(rng, rng.choice(self.workers), target=rng.randint(0, self.model.head))
 
@@ -117,39 +114,13 @@ class World(Disturbances, Upkeep):
         if self.workers:
             rng.choice(self.workers).restart(rng.choice(("cold", "base")), rng)
 
-    def regroup(self, rng: Random) -> None:
-        """A member joins or leaves the group, which begins with two."""
-        if self.group is None:
-            self.group = Group(
-                self.net, self.model, self.counts, self._cache_folder() / "node", self.setup
-            )
-            self.group.join()
-        elif len(self.group.members) >= _MOST_MEMBERS or (
-            len(self.group.members) > 1 and rng.random() < 0.5
-        ):
-            self.group.leave(rng)
-            return
-        self.group.join()
-
-    def poll(self, rng: Random) -> None:
-        """The members of the group poll, in any order."""
-        for _ in range(rng.randint(1, 3)):
-            members = self.group.members if self.group else []
-            for member in rng.sample(members, rng.randint(0, len(members))):
-                assert self.group is not None
-                self.group.poll(member, self._faults(rng) if rng.random() < 0.2 else [], rng)
-
-    def restart_member(self, rng: Random) -> None:
-        if self.group:
-            rng.choice(self.group.members).restart("cold", rng)
-
     # What holds at all times, and in the end.
 
     def settled(self, rng: Random) -> None:
         """After a step: no worker that it touched shows a wrong state, nor one that it did not
         touch, and a version that can be reached is reached. Of those that cannot have changed some
         are looked at."""
-        for worker in [*self.workers, *(self.group.members if self.group else ())]:
+        for worker in self.workers:
             if worker.touched or rng.random() < 0.1:
                 worker.inspect()
         changed, self._looked_at = self.disk.changes != self._looked_at, self.disk.changes
@@ -190,15 +161,13 @@ class World(Disturbances, Upkeep):
             self._publish(rng, 0, [])
         head = self.model.head
         assert head is not None
-        for worker in [*self.workers, *(self.group.members if self.group else ())]:
+        for worker in self.workers:
             if worker.is_of_another_stream(head):
                 worker.restart("cold", None)
         for worker in self.workers:
             worker.sync([], None)
             check(worker.live.version == head, f"{worker} is not at the head {head}")
             worker.inspect()
-        if self.group:
-            self.group.converge(head)
         self._newcomer(max(self.model.versions), self.model.reach(self.disk), must=True)
 
     # Parts of steps.
@@ -213,7 +182,9 @@ class World(Disturbances, Upkeep):
         return STREAM_ID if rng.random() < 0.2 else None
 
     def _worker(self, rng: Random) -> Worker:
-        cache = self._cache_folder() / str(rng.getrandbits(32)) if rng.random() < 0.15 else None
+        cache = None
+        if rng.random() < 0.15:  # of its own, or shared by the workers of a node
+            cache = self._cache_folder() / rng.choice(("node", str(rng.getrandbits(32))))
         worker = self._make_worker(self.net, self.counts, cache, self.setup)
         worker.holds = rng.random() < 0.15
         return worker
@@ -404,9 +375,6 @@ RULES: dict[str, int] = {
     "restart_worker": 5,
     "race": 6,
     "tear": 3,
-    "regroup": 2,
-    "poll": 6,
-    "restart_member": 1,
     "fold": 5,
     "gc": 5,
     "destroy": 5,

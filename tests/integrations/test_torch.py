@@ -16,7 +16,6 @@ from pulse_rl import (
     MemoryStore,
     Publisher,
     State,
-    Store,
     Subscriber,
     Update,
     as_state,
@@ -24,7 +23,6 @@ from pulse_rl import (
 )
 from pulse_rl.errors import StateMismatch
 from pulse_rl.integrations.torch import apply_, to_torch
-from pulse_rl.testing import EngineConformance
 from tests.support.interrupts import Boom, Steps
 from tests.support.states import (
     Live,
@@ -103,23 +101,18 @@ class Policy(nn.Module):
         self.tied = self.linear
 
 
-class TestModule(EngineConformance):
-    """Parameters and buffers of a module, tied ones among them."""
-
-    def state(self) -> Any:
-        return Policy().state_dict()
-
-    def new_engine(self, store: Store, stream: str) -> Any:
-        return Policy(), Subscriber(store, stream=stream)
-
-    def sync(self, engine: Any) -> None:
-        model, subscriber = engine
-        if (update := subscriber.sync()) is not None:
+def test_a_module_holds_each_version_with_its_ties_and_buffers() -> None:
+    store, model = MemoryStore(), Policy()
+    with Publisher(store, stream="s") as publisher, Subscriber(store, stream="s") as worker:
+        for version in range(3):
+            trained = Policy()
+            trained.counts += version
+            root = publisher.publish(trained.state_dict()).root
+            update = worker.sync()
+            assert update is not None
             apply_(model, update)
-        assert model.linear.weight.requires_grad
-
-    def weights(self, engine: Any) -> Any:
-        return engine[0].state_dict()
+            assert state_root(model.state_dict()) == root
+            assert model.linear.weight.requires_grad
 
 
 def as_bits(module: nn.Module) -> Tensors:

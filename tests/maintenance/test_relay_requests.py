@@ -3,10 +3,6 @@ for, it waits."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +11,7 @@ import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Subscriber
 from pulse_rl.store.server import FolderServer
-from tests.support.http import CountedHttpStore, asked
-from tests.support.relays import Counted, newest_root
+from tests.support.relays import Counted
 from tests.support.states import Rng, history, roots
 from tests.support.stores import FaultyStore, requests
 
@@ -72,62 +67,3 @@ def test_the_origin_serves_each_payload_once_to_a_hundred_workers(rng: Rng) -> N
     stored = {info.name: info.nbytes for info in source.list("policy/payloads")}
     assert len(stored) == len(states)
     assert source.payloads_read() == stored
-
-
-def test_an_idle_relay_makes_four_requests_a_minute(
-    served: FolderServer, origin: LocalStore, rng: Rng, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A list, and a wait of 25 seconds (here of one)."""
-    monkeypatch.setattr("pulse_rl.sync.polling.MAX_WAIT_SECONDS", 1.0)
-    Publisher(origin, stream="policy", threads=1).publish(history(rng, 1)[0])
-    store = CountedHttpStore(served.url)
-    relay = Relay(store, MemoryStore(), stream="policy", threads=1)
-    relay.sync()
-    asked(store)
-    stop = time.monotonic() + 2.5
-    while (left := stop - time.monotonic()) > 0:
-        relay.wait_for_new(0.01, left)
-        assert relay.sync() is None
-    found = list(asked(store))
-    assert found[0] == "POST ?wait=1.000"
-    assert set(found[1::2]) == {"GET policy/versions/?after="}
-    assert len(found) <= 8, found
-
-
-@pytest.mark.slow
-def test_a_command_that_waits_copies_each_stream_at_once(
-    served: FolderServer, origin: LocalStore, tmp_path: Path, rng: Rng
-) -> None:
-    """Long before the poll's time."""
-    states = history(rng, 3)
-    publishers = {
-        stream: Publisher(origin, stream=stream, threads=1) for stream in ("solver", "verifier")
-    }
-    for publisher in publishers.values():
-        publisher.publish(states[0])
-    streams = [word for stream in publishers for word in ("--stream", stream)]
-    command = [
-        str(Path(sys.executable).parent / "pulse"),
-        "relay",
-        served.url,
-        str(tmp_path / "near"),
-        *streams,
-    ]
-    with subprocess.Popen(
-        [*command, "--poll", "60", "--json"], stdout=subprocess.PIPE, text=True
-    ) as relay:
-        try:
-            assert relay.stdout is not None
-            for _ in publishers:
-                assert json.loads(relay.stdout.readline())["version"] == 0
-            for state in states[1:]:
-                for stream, publisher in publishers.items():
-                    time.sleep(0.3)
-                    started = time.monotonic()
-                    version = publisher.publish(state).version
-                    line = json.loads(relay.stdout.readline())
-                    assert (line["stream"], line["version"]) == (stream, version)
-                    assert time.monotonic() - started < 20
-        finally:
-            relay.kill()
-    assert newest_root(LocalStore(tmp_path / "near"), "verifier") == roots(states)[2]

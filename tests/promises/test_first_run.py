@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from pulse_rl import (
-    GroupMember,
     MemoryStore,
     Publisher,
     Relay,
@@ -112,10 +111,9 @@ def test_objects_print_in_a_line(tmp_path: Path) -> None:
     assert update is not None
     submission = publisher.submit({"w": np.zeros(3, np.float32)})
     done = submission.result()
-    group = GroupMember(worker, group="all", name="w")
     with Subscribers(store, [STREAM]) as several:
         objects = [
-            publisher, worker, update, done, several, group, store, MemoryStore(), worker.state,
+            publisher, worker, update, done, several, store, MemoryStore(), worker.state,
             worker.digest,
             Relay(store, MemoryStore(), stream=STREAM), Signer.generate(),
             State.of({"w": np.zeros(2)}),

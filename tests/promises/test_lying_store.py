@@ -12,7 +12,6 @@ import pytest
 
 from pulse_rl import (
     Bits,
-    GroupMember,
     MemoryStore,
     Publisher,
     Relay,
@@ -71,11 +70,6 @@ def relayed(source: Store, target: Store) -> None:
     Relay(source, target, stream="s", keep=2, threads=1).sync()
 
 
-def polled(store: Store) -> None:
-    member = GroupMember(Subscriber(store, stream="s", threads=1), group="g", name="m")
-    member.poll()
-
-
 def collected(store: Store) -> None:
     gc_stream(store, "s", keep=VERSIONS, grace_seconds=0)
 
@@ -95,7 +89,6 @@ OPERATIONS: dict[str, Callable[[Store, Any], object]] = {
     "anchor": lambda liar, whole: anchor_stream(liar, "s", threads=1),
     "a source": lambda liar, whole: relayed(liar, MemoryStore()),
     "a target": lambda liar, whole: relayed(whole(MemoryStore), liar),
-    "a group": lambda liar, whole: polled(liar),
     "a study": lambda liar, whole: StoredStream(liar, "s", threads=1),
 }
 

@@ -270,14 +270,6 @@ def test_an_endless_list_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.requests == 5
 
 
-def test_a_server_that_tells_of_other_folders_is_not_believed() -> None:
-    with (
-        answering(answer("200 OK", b"b\n")) as server,
-        pytest.raises(StoreError, match="not asked"),
-    ):
-        HttpStore(server.url).wait_for_new(["a/1"], 1)
-
-
 def test_connections_are_kept_and_replaced(tmp_path: Path) -> None:
     LocalStore(tmp_path).put("a/b", b"0123456789")
     with FolderServer(tmp_path) as server:

@@ -1,5 +1,4 @@
-"""A folder that is served: read-only, nothing beside it, ranges, bounded pages, and waits that end
-when they should."""
+"""A folder that is served: read-only, nothing next to it, ranges, bounded pages."""
 
 from __future__ import annotations
 
@@ -7,9 +6,7 @@ import errno
 import http.client
 import os
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +14,6 @@ import pytest
 
 from pulse_rl import HttpStore, LocalStore
 from pulse_rl.errors import InputError, NotFound
-from pulse_rl.store import ObjectInfo
 from pulse_rl.store.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
 from tests.support.stores import names
@@ -119,83 +115,16 @@ def test_a_list_comes_in_pages(served: FolderServer, tmp_path: Path) -> None:
     assert ask(served, "GET", "/many/")[1].count(b"\n") == 1000
 
 
-def test_a_wait_ends_with_the_first_new_object(served: FolderServer, tmp_path: Path) -> None:
-    store, writer = HttpStore(served.url), LocalStore(tmp_path / "root")
-    assert store.wait_for_new(["a/a"], 20) == {"a"}, "it is there already"
-    for name, folder in (("a/c", "a"), ("later/x", "later"), ("a/d", "a")):
-        started = time.monotonic()
-        late = threading.Timer(0.3, writer.put, (name, b""))
-        late.start()
-        assert store.wait_for_new([f"{folder}/{'c' if name == 'a/d' else 'b'}"], 20) == {folder}
-        assert 0.25 < time.monotonic() - started < 18
-        late.join()
-
-
-def test_a_wait_for_nothing_ends_in_time(served: FolderServer, tmp_path: Path) -> None:
-    started = time.monotonic()
-    threading.Timer(0.1, LocalStore(tmp_path / "root").put, ("a/a", b"")).start()
-    assert HttpStore(served.url).wait_for_new(["a/b", "c/0"], 0.6) == set()
-    assert 0.55 < time.monotonic() - started < 18
-
-
-def test_many_wait_without_a_thread_each(served: FolderServer, tmp_path: Path) -> None:
-    found: list[set[str]] = []
-
-    def wait() -> None:
-        found.append(HttpStore(served.url).wait_for_new(["a/b"], 20))
-
-    before = threading.active_count()
-    waiters = [threading.Thread(target=wait) for _ in range(100)]
-    for waiter in waiters:
-        waiter.start()
-    time.sleep(1)
-    assert threading.active_count() - before <= len(waiters) + 8, "threads of the server"
-    LocalStore(tmp_path / "root").put("a/c", b"")
-    for waiter in waiters:
-        waiter.join(20)
-    assert found == [{"a"}] * 100
-
-
-def test_bad_waits_are_refused(served: FolderServer) -> None:
-    many = b"\n".join(b"a%d/b" % k for k in range(4097))
-    for query, body in (
-        ("wait=x", b"a/b"),
-        ("wait=-1", b"a/b"),
-        ("wait=nan", b"a/b"),
-        ("wait=1", b"a"),
-        ("wait=1", b"a/b\xff"),
-        ("", b".."),
-    ):
-        connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
-        connection.request("POST", f"/?{query}", body)
-        assert connection.getresponse().status == 400
-        connection.close()
-    for body in (many, b"a/b\n" * (1 << 19), b"\n" * 4096):
-        connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
-        connection.request("POST", "/?wait=1", body)
-        assert connection.getresponse().status == 413
-        connection.close()
-
-
-def test_closing_ends_waits_and_connections(tmp_path: Path) -> None:
+def test_closing_ends_connections(tmp_path: Path) -> None:
     server = FolderServer(tmp_path)
-    ended: list[object] = []
-
-    def wait() -> None:
-        try:
-            ended.append(HttpStore(server.url, timeout_seconds=1).wait_for_new(["a/b"], 20))
-        except Exception as error:
-            ended.append(error)
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    time.sleep(0.5)
-    started = time.monotonic()
-    server.close()
-    server.close()
-    assert time.monotonic() - started < 15
-    waiter.join(10)
-    assert len(ended) == 1
+    where = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    with socket.create_connection(where, timeout=15) as peer:
+        peer.sendall(b"GET /a/b HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert peer.recv(65536).startswith(b"HTTP/1.1 404")
+        server.close()
+        server.close()
+        with suppress(ConnectionResetError):
+            assert peer.recv(65536) == b""
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,58 +156,6 @@ def test_a_file_that_shrinks_while_it_is_sent_is_missed(
     with pytest.raises(NotFound):
         HttpStore(served.url).head("gone")
     assert HttpStore(served.url).get("big") == b"\0"
-
-
-def test_the_clients_charset_is_not_used(served: FolderServer) -> None:
-    """Some take quadratic time, on the thread that answers everybody."""
-    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=10)
-    connection.request("POST", "/?wait=0", b"a/a", {"Content-Type": "text/plain; charset=punycode"})
-    answer = connection.getresponse()
-    assert (answer.status, answer.read()) == (200, b"a\n")
-    connection.close()
-
-
-def test_waits_leave_threads_for_readers(
-    served: FolderServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow, done = threading.Event(), LocalStore.list
-
-    def stuck(
-        self: LocalStore, folder: str, start_after: str | None = None
-    ) -> Iterator[ObjectInfo]:
-        slow.wait(20)
-        return done(self, folder, start_after)
-
-    monkeypatch.setattr(LocalStore, "list", stuck)
-    waiters = [
-        threading.Thread(target=HttpStore(served.url).wait_for_new, args=(["a/a"], 20))
-        for _ in range(50)
-    ]
-    for waiter in waiters:
-        waiter.start()
-    try:
-        time.sleep(0.5)
-        assert HttpStore(served.url, timeout_seconds=5).get("a/b") == b"0123456789"
-    finally:
-        slow.set()
-        for waiter in waiters:
-            waiter.join(20)
-
-
-def test_a_wait_ends_with_its_client(served: FolderServer) -> None:
-    waiters = served._handlers.watch._waiters
-    peer = socket.create_connection(("127.0.0.1", int(served.url.rsplit(":", 1)[1])))
-    peer.sendall(b"POST /?wait=25 HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\na/c")
-    until(lambda: len(waiters) == 1)
-    peer.close()
-    until(lambda: not waiters)
-
-
-def until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_root_that_is_gone_is_no_empty_store(served: FolderServer, tmp_path: Path) -> None:
@@ -313,7 +190,7 @@ def test_what_the_disk_refuses_is_not_missing(
 def test_what_may_be_kept(served: FolderServer) -> None:
     assert ask(served, "GET", "/a/b")[2]["Cache-Control"] == "no-cache"
     assert ask(served, "GET", "/a/b", Range="bytes=2-4")[2]["Cache-Control"] == "no-cache"
-    for method, path in (("GET", "/a/"), ("GET", "/a/c"), ("POST", "/?wait=x"), ("PUT", "/a/b")):
+    for method, path in (("GET", "/a/"), ("GET", "/a/c"), ("PUT", "/a/b")):
         assert ask(served, method, path)[2]["Cache-Control"] == "no-store", path
 
 

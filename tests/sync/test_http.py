@@ -3,8 +3,6 @@ that lies."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,36 +49,18 @@ def test_two_readers_follow(
         assert [tensor.spec.name for tensor in update.tensors] in (["embed.weight"], [])
 
 
-def test_an_idle_worker_makes_four_requests_a_minute(
-    served: FolderServer, publisher: Publisher, rng: Rng, monkeypatch: pytest.MonkeyPatch
+def test_an_idle_worker_makes_a_list_each_poll(
+    served: FolderServer, publisher: Publisher, rng: Rng
 ) -> None:
-    """A list, and a wait of 25 seconds (here of one)."""
-    monkeypatch.setattr("pulse_rl.sync.polling.MAX_WAIT_SECONDS", 1.0)
     publisher.publish(history(rng, 1)[0])
     store = CountedHttpStore(served.url)
     worker = Subscriber(store, stream="policy", threads=1)
     taken(worker)
     asked(store)
-    assert list(worker.updates(poll_seconds=0.01, timeout_seconds=2.5)) == []
+    assert list(worker.updates(poll_seconds=0.2, timeout_seconds=1)) == []
     found = list(asked(store))
-    assert found[:2] == ["GET policy/versions/?after=", "POST ?wait=1.000"]
+    assert set(found) == {"GET policy/versions/?after="}
     assert len(found) <= 8, found
-
-
-def test_a_waiting_worker_has_a_version_at_once(
-    served: FolderServer, publisher: Publisher, rng: Rng
-) -> None:
-    """Long before the poll's time; the first version, too."""
-    states = history(rng, 3)
-    worker = Subscriber(served.url, stream="policy", threads=1)
-    seen = iter(worker.updates(poll_seconds=60, timeout_seconds=60))
-    for state, root in zip(states, roots(states), strict=True):
-        late = threading.Timer(0.5, publisher.publish, (state,))
-        late.start()
-        started = time.monotonic()
-        assert next(seen).root == root
-        assert time.monotonic() - started < 20
-        late.join()
 
 
 def test_a_near_server_that_ends_and_comes_back(tmp_path: Path, rng: Rng) -> None:

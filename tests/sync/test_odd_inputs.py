@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pulse_rl import (
-    GroupMember,
     MemoryStore,
     Publisher,
     Signer,
@@ -60,8 +59,6 @@ def test_versions_and_times_without_sense_are_refused(rng: Rng) -> None:
         next(subscriber.updates(timeout_seconds=NAN))
     with pytest.raises(InputError, match="threads"):
         Subscriber(store, stream="policy", threads=0)
-    with pytest.raises(InputError, match="timeout_seconds"):
-        GroupMember(subscriber, group="g", name="n", timeout_seconds=0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pulse_rl import (
-    GroupMember,
     MemoryStore,
     Publisher,
     Relay,
@@ -312,22 +311,6 @@ def test_a_cache_serves_all_stores(rng: Rng, tmp_path: Path) -> None:
     again.sync()
     assert again.root == root
     assert not any("/payloads/" in name for _, name in fleet.origin.calls)
-
-
-def test_members_of_a_group_meet_in_the_nearest_store(rng: Rng) -> None:
-    fleet = Fleet(rng)
-    members = [GroupMember(fleet.worker(), group="g", name=f"m{k}") for k in range(2)]
-    lives = [Live(), Live()]
-    for _ in range(2):
-        root = fleet.publish()
-        for _ in range(4):
-            for member, live in zip(members, lives, strict=True):
-                live.apply(update := member.poll())
-                if update:
-                    update.acknowledge()
-        assert [live.root for live in lives] == [root] * 2
-    assert names(fleet.near, "policy/groups")
-    assert not names(fleet.origin, "policy/groups")
 
 
 def test_one_store_is_one_store(rng: Rng) -> None:

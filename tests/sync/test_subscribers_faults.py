@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -21,30 +20,12 @@ SOON = 30.0
 """Within this many seconds everything comes; nothing waits for it to pass."""
 
 
-class Telling(FaultyStore):
-    """A store that can be waited for, and answers as ``tell`` says; ``waits`` were asked for."""
-
-    def __init__(self, inner: Store, tell: Callable[[float], set[str]]) -> None:
-        super().__init__(inner)
-        self.tell = tell
-        self.waits = 0
-
-    def wait_for_new(self, after: Collection[str], seconds: float) -> set[str]:
-        self.waits += 1
-        return self.tell(seconds)
-
-
 def published(store: Store, rng: Rng, *names: str) -> list[Publisher]:
     state = history(rng, 1)[0]
     publishers = [Publisher(store, stream=name, threads=1, anchor_ratio=1e9) for name in names]
     for publisher in publishers:
         publisher.publish(state)
     return publishers
-
-
-def silent(seconds: float) -> set[str]:
-    time.sleep(min(seconds, 0.2))
-    return set()
 
 
 def test_the_first_update_comes_again_where_its_loop_was_left(rng: Rng) -> None:
@@ -61,17 +42,8 @@ def test_the_first_update_comes_again_where_its_loop_was_left(rng: Rng) -> None:
         assert list(subscribers.updates(timeout_seconds=0.3)) == [], "now it was acknowledged"
 
 
-def test_waits_that_end_at_once_with_nothing_are_spaced(rng: Rng) -> None:
-    store = Telling(MemoryStore(), lambda seconds: set())
-    published(store, rng, "0")
-    with Subscribers(store, ["0"], poll_seconds=0.1) as subscribers:
-        next(subscribers.updates(timeout_seconds=SOON))
-        time.sleep(1)
-        assert 2 <= store.waits <= 30
-
-
 def test_no_patience_is_no_storm(rng: Rng) -> None:
-    store = Telling(MemoryStore(), silent)
+    store = FaultyStore(MemoryStore())
     published(store, rng, "0")
     with Subscribers(
         [store, store.inner], ["0"], poll_seconds=0.2, patience_seconds=0
@@ -80,20 +52,6 @@ def test_no_patience_is_no_storm(rng: Rng) -> None:
         store.calls.clear()
         assert list(subscribers.updates(timeout_seconds=1)) == []
         assert 1 <= sum(call == "list" for call, _ in store.calls) <= 20
-
-
-def test_the_thread_that_waits_survives_what_a_store_raises(rng: Rng) -> None:
-    def broken(seconds: float) -> set[str]:
-        raise ZeroDivisionError
-
-    store = Telling(MemoryStore(), broken)
-    published(store, rng, "0")
-    with Subscribers(store, ["0"], poll_seconds=0.1) as subscribers:
-        next(subscribers.updates(timeout_seconds=SOON))
-        deadline = time.monotonic() + SOON
-        while store.waits < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert store.waits == 3
 
 
 def test_junk_above_the_newest_version_makes_neither_a_storm_nor_a_delay(
@@ -117,7 +75,7 @@ def test_junk_above_the_newest_version_makes_neither_a_storm_nor_a_delay(
                 publisher.publish(states[version])
                 began = time.monotonic()
                 assert next(updates)[1].root == root
-                assert time.monotonic() - began < 8, "not the half minute of one that is waited for"
+                assert time.monotonic() - began < 8
 
 
 def test_an_error_that_is_not_ours_is_told_once_and_holds_up_no_other(rng: Rng) -> None:
@@ -168,46 +126,3 @@ def test_a_thread_survives_what_a_sync_cannot_handle(
     with Subscribers(store, ["0"], threads=1, poll_seconds=0.02) as subscribers:
         assert next(subscribers.updates(timeout_seconds=SOON))[0] == "0"
         assert failed.is_set()
-
-
-def test_a_rate_bounds_what_is_read_of_all_stores_together(rng: Rng) -> None:
-    origin, near = FaultyStore(MemoryStore()), FaultyStore(MemoryStore())
-    published(origin, rng, "0")
-    for info in (
-        list(origin.list("0/versions"))
-        + list(origin.list("0/payloads"))
-        + list(origin.list("0/links"))
-    ):
-        near.put(info.name, origin.get(info.name))
-    reads: list[int] = []
-
-    def count(name: str, data: bytes) -> bytes:
-        reads.append(len(data))
-        return data
-
-    origin.damage = count
-    near.damage = lambda name, data: count(name, bytes(len(data)) if "payloads" in name else data)
-    rate = sum(info.nbytes for info in origin.list("0/payloads")) / 1.5
-    began = time.monotonic()
-    with Subscribers([near, origin], ["0"], bytes_per_second=rate) as subscribers:
-        next(subscribers.updates(timeout_seconds=SOON))
-        took = time.monotonic() - began
-    assert took > 0.9 * (sum(reads) - max(reads)) / rate
-
-
-def test_closing_ends_a_paced_fetch(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that several threads read for."""
-    inner = MemoryStore()
-    states = history(rng, 4)
-    publisher = Publisher(inner, stream="0", threads=1, anchor_ratio=1e9)
-    for state in states:
-        publisher.publish(state)
-    store = FaultyStore(inner)
-    subscribers = Subscribers(store, ["0"], threads=1, bytes_per_second=200)
-    deadline = time.monotonic() + SOON
-    while not any(call == "get" for call, _ in store.calls) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.5)
-    began = time.monotonic()
-    subscribers.close()
-    assert time.monotonic() - began < 3

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -24,11 +24,10 @@ import torch  # noqa: E402
 from flax import linen, nnx  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from pulse_rl import MemoryStore, Publisher, State, Store, Subscriber, state_root  # noqa: E402
+from pulse_rl import MemoryStore, Publisher, State, Subscriber, state_root  # noqa: E402
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor  # noqa: E402
 from pulse_rl.integrations.jax import apply, weights  # noqa: E402
 from pulse_rl.integrations.torch import apply_  # noqa: E402
-from pulse_rl.testing import EngineConformance  # noqa: E402
 
 SPECS = [
     PartitionSpec(),
@@ -166,40 +165,28 @@ def test_flax_modules_have_names_and_no_copies() -> None:
         assert (model.layers[0].kernel[...] == kernel + 1).all()
 
 
-class TestTree(EngineConformance):
-    """All widths, in shards of all kinds, an array in two places, a scalar."""
-
-    donate: ClassVar[bool] = False
-
-    @pytest.fixture(autouse=True)
-    def devices(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-
-    def state(self) -> Any:
-        return weights(self._tree())
-
-    def _tree(self) -> dict[str, Any]:
-        kinds = ("bfloat16", "bool", "float16", "float32", "float8_e4m3fn", "int8")
-        tree = {
-            **sharded({name: jnp.zeros((8, 16), name) for name in kinds}, self.mesh),
-            "scalar": jnp.float32(1),
-        }
-        return {**tree, "tied": tree["bfloat16"]}
-
-    def new_engine(self, store: Store, stream: str) -> Any:
-        return [self._tree(), Subscriber(store, stream=stream)]
-
-    def sync(self, engine: Any) -> None:
-        if (update := engine[1].sync()) is not None:
-            engine[0] = apply(engine[0], update, donate=self.donate)
-            assert engine[0]["tied"] is engine[0]["bfloat16"]
-
-    def weights(self, engine: Any) -> Any:
-        return weights(engine[0])
-
-
-class TestDonatedTree(TestTree):
-    donate: ClassVar[bool] = True
+@pytest.mark.parametrize("donate", [False, True])
+def test_every_width_in_every_kind_of_shard_holds_each_version(mesh: Mesh, donate: bool) -> None:
+    """An array in two places and a scalar among them. The bits are any: NaNs with payloads too."""
+    kinds = ("bfloat16", "bool", "float16", "float32", "float8_e4m3fn", "int8")
+    zeros = {name: jnp.zeros((8, 16), name) for name in kinds}
+    tree = {**sharded(zeros, mesh), "scalar": jnp.float32(1)}
+    tree["tied"] = tree["bfloat16"]
+    state, store, rng = weights(tree).copy(), MemoryStore(), np.random.default_rng(0)
+    with Publisher(store, stream="s") as publisher, Subscriber(store, stream="s") as worker:
+        for _ in range(4):
+            for spec in state.specs:
+                bits = state.read(spec.name)
+                places = np.flatnonzero(rng.random(bits.size) < 0.3)
+                most = 2 if spec.dtype.name == "BOOL" else 1 << (8 * spec.dtype.width)
+                bits[places] ^= rng.integers(1, most, places.size, bits.dtype)
+            root = publisher.publish(state).root
+            if worker.version is None or rng.random() < 0.7:  # else two versions come at once
+                update = worker.sync()
+                assert update is not None
+                tree = apply(tree, update, donate=donate)
+                assert state_root(weights(tree)) == root
+                assert tree["tied"] is tree["bfloat16"]
 
 
 RANK = """

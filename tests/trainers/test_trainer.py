@@ -13,13 +13,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback
 
-from pulse_rl import LocalStore, MemoryStore, Published, Store, Subscriber
+from pulse_rl import LocalStore, MemoryStore, Published, Subscriber
 from pulse_rl.errors import StoreError, StoreUnavailable
 from pulse_rl.events import Event
 from pulse_rl.integrations.transformers import PulseCallback
 from pulse_rl.store import Data
-from pulse_rl.testing import TrainerConformance
-from tests.trainers.support import Witness, arguments, cast, followed, sentences, tiny
+from tests.trainers.support import Witness, arguments, followed, sentences, tiny
 
 
 def trained(
@@ -51,30 +50,6 @@ def test_an_fp32_model_is_followed_bit_for_bit_by_small_patches(tmp_path: Path) 
     assert all(0 < p.density < 0.05 for p in published[1:])
     assert callback.error is None
     assert callback.published == published[-1]
-
-
-class TestCallback(TrainerConformance):
-    """A step is a run of one more step, which begins with the weights of the one before."""
-
-    @pytest.fixture(autouse=True)
-    def folder(self, tmp_path: Path) -> None:
-        self.folder = tmp_path
-
-    def new_trainer(self, store: Store, stream: str) -> Any:
-        callback = PulseCallback(store, stream=stream, replace=False)
-        return Trainer(
-            tiny(), arguments(self.folder), train_dataset=sentences(), callbacks=[callback]
-        )
-
-    def step(self, trainer: Any) -> None:
-        trainer.args.max_steps = 1
-        trainer.train()
-
-    def weights(self, trainer: Any) -> Any:
-        return cast(trainer.model.state_dict())
-
-    def finish(self, trainer: Any) -> None:
-        pass
 
 
 def test_metrics_become_metadata_and_ours_go_into_the_log(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=seconds,
         default=1.0,
         metavar="SECONDS",
-        help="seconds between polls of the store; an http:// one is waited for instead (default: 1)",  # noqa: E501
+        help="seconds between polls of the store (default: 1)",
     )
     command.add_argument(
         "--cache", type=path, metavar="DIR", help="keep downloaded payloads in this folder"
@@ -467,8 +467,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=seconds,
         default=1.0,
         metavar="SECONDS",
-        help="seconds between polls of the source; an http:// one is waited for instead "
-        "(default: 1)",
+        help="seconds between polls of the source (default: 1)",
     )
     command.set_defaults(run=following.relay)
 

@@ -36,7 +36,7 @@ from ..state.checkpoint import FILE_NAME, current_version, load
 from ..state.folder import check_folder
 from ..state.version_folders import Layout
 from ..sync.notices import absence
-from ..sync.polling import PollTimer, jittered
+from ..sync.polling import jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
 from .output import Console
@@ -390,13 +390,7 @@ def relay(args: argparse.Namespace, console: Console) -> int:
         if failed:
             raise min(failed, key=lambda error: error.retryable)
 
-    pause = PollTimer(source)
-    return keep_on(
-        sync,
-        args,
-        console,
-        lambda poll: pause.wait([each.source.last_accepted for each in relays.values()], poll),
-    )
+    return keep_on(sync, args, console, _sleep)
 
 
 def watch(args: argparse.Namespace, console: Console) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 from .._util.settings import format_bytes, format_duration, format_percent
@@ -15,7 +14,7 @@ from ..store import Store
 from ..stream.manifest import Manifest, anchor_bytes, patch_bytes
 from ..stream.names import AnchorName, VersionName, streams_in
 from ..stream.signing import trusted_by
-from ..stream.stream import MAX_WORKERS, Stream
+from ..stream.stream import Stream
 from ..sync.notices import absence
 from .arguments import number
 from .output import Console
@@ -58,7 +57,7 @@ def add_parsers(
     command = commands.add_parser(
         "status",
         parents=[*common, trust, store],
-        help="show which version each worker and group of a store holds",
+        help="show which version each worker of a store holds",
     )
     command.add_argument("--stream", metavar="S", help="of this stream only")
     command.set_defaults(run=status)
@@ -127,7 +126,6 @@ def status(args: argparse.Namespace, console: Console) -> int:
                 f"version {worker['version']}",
                 "newest" if worker["behind"] == 0 else f"{worker['behind']} behind",
                 f"since {_age(worker['age_seconds'])}",
-                f"group {worker['group']}, {worker['step']}" if worker["group"] else "",
             )
             for worker in workers
         ]
@@ -219,29 +217,14 @@ def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
 def _followers(stream: Stream) -> dict[str, Any]:
     """What the workers of a stream have said last, those that are farthest behind first."""
     newest = _versions_of(stream)[-1]
-    names, store = stream.names, stream.store
-    said: dict[tuple[str, str | None], tuple[float, int, str]] = {}
-
-    def hear(worker: str, group: str | None, modified: float, version: int, step: str) -> None:
-        if modified >= said.get((worker, group), (0.0, 0, ""))[0]:
-            said[worker, group] = (modified, version, step)
-
-    for worker, (version, modified) in stream.workers().items():
-        hear(worker, None, modified, version, "")
-    for info in islice(store.list(names.groups), MAX_WORKERS):
-        group, note = names.parse_note(info.name) or (None, None)
-        if note is not None and note.version is not None:
-            hear(note.member, group, info.modified, note.version, note.step)
     workers = [
         {
             "worker": worker,
-            "group": group,
-            "step": step,
             "version": version,
             "behind": max(newest - version, 0),
             "age_seconds": _since(modified),
         }
-        for (worker, group), (modified, version, step) in said.items()
+        for worker, (version, modified) in stream.workers().items()
     ]
     workers.sort(key=lambda each: (each["version"], each["worker"]))
     return {"stream": stream.name, "newest": newest, "workers": workers}

@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from .._util.faults import hit
-from .._util.settings import checked_count, checked_number
+from .._util.settings import checked_count
 from .._util.threads import checked_threads, ordered_map, weak_callback
 from ..errors import (
     ChainGap,
@@ -39,7 +39,7 @@ from ..stream.unreadable import UNREADABLE
 from ..sync.failover import check_recreated
 from ..sync.gc import gc_stream
 from ..sync.planner import BROKEN_LINK, Planner
-from ..sync.polling import LONGEST_POLL, PollTimer
+from ..sync.polling import pause
 
 _TRIES = 2
 _SEARCHED_ANCHORS = 16
@@ -113,7 +113,6 @@ class Relay:
         )
         self._anchor: _AnchorCopy | None = None
         self._searched = False
-        self._pause = PollTimer(self.source.store)
         self._links: list[Link] = []
         self._nbytes = 0
         self._files: set[Payload] = set()
@@ -152,13 +151,9 @@ class Relay:
             return self._sync(shards)
 
     def wait_for_new(self, poll_seconds: float = 1.0, max_seconds: float = math.inf) -> None:
-        """The pause between two calls of `sync` that found nothing: ``poll_seconds``, a quarter
-        more or less; where the source is an `HttpStore`, until its server has something new, for at
-        most 25 seconds. Ends within ``max_seconds``."""
-        checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
-        self._pause.wait(
-            [self.source.last_accepted], poll_seconds, checked_number("max_seconds", max_seconds)
-        )
+        """Sleeps between two calls of `sync` that found nothing: for ``poll_seconds``, a quarter
+        more or less, and at most ``max_seconds``. Raises InputError."""
+        pause(poll_seconds, max_seconds)
 
     def _sync(self, shards: int | None) -> Relayed | None:
         started = time.perf_counter()

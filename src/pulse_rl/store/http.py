@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Final, TypeVar, cast
@@ -31,10 +31,6 @@ MAX_WHOLE_BYTES: Final = 256 << 20
 PAGE: Final = 1000
 """Objects in a page of a listing; one with fewer is the last."""
 _LISTING_TIMEOUTS = 10
-MAX_WAIT_SECONDS: Final = 25.0
-MAX_WAITED: Final = 4096
-"""Folders for which one request may wait; the server looks at each of them ten times a second."""
-
 _PAGE_BYTES = 1 << 20
 _KEPT_CONNECTIONS = 8
 _IDLE_SECONDS = 30.0
@@ -127,7 +123,7 @@ class HttpStore(ReadOnly):
                 time.monotonic() > given_up
             ):  # of pages that come one after the other, each within its time
                 raise StoreUnavailable(f"{self._url} takes too long to list {folder}")
-            page = self._lines("GET", f"{prefix}?after={quote(last, safe='/')}")
+            page = self._lines(f"{prefix}?after={quote(last, safe='/')}")
             for line in page:
                 info = _listed(prefix, line)
                 if info is None or info.name <= f"{prefix}{last}":
@@ -140,19 +136,6 @@ class HttpStore(ReadOnly):
                 return
             count += len(page)
         raise StoreError(f"{self._url} lists more than {MAX_LISTED} objects in {folder}")
-
-    def wait_for_new(self, after: Collection[str], seconds: float) -> set[str]:
-        """Of the folders of the objects ``after``, those that have an object with a greater name:
-        as soon as one has, or after at most ``seconds``, none. One request, which the server
-        answers late, for at most 4096 folders. Raises StoreError."""
-        seconds = min(max(seconds, 0.0), MAX_WAIT_SECONDS)
-        folders = {check_name(name).rpartition("/")[0] for name in after}
-        found = self._lines(
-            "POST", f"?wait={seconds:.3f}", body="\n".join(after).encode(), more_seconds=seconds
-        )
-        if not folders.issuperset(found):
-            raise StoreError(f"{self._url} tells of folders that it was not asked for")
-        return set(found)
 
     # -- what answers must be
 
@@ -172,13 +155,11 @@ class HttpStore(ReadOnly):
 
         return self._ask("GET", name, read, {"Range": f"bytes={start}-{stop - 1}"})
 
-    def _lines(self, method: str, path: str, **request: Any) -> tuple[str, ...]:
+    def _lines(self, path: str) -> tuple[str, ...]:
         """The lines that the server answers with. Raises StoreError for what is no text, not whole
         lines, or too long."""
         what = f"the answer to {path}"
-        data = self._ask(
-            method, path, lambda answer: self._body(answer, what, _PAGE_BYTES), **request
-        )
+        data = self._ask("GET", path, lambda answer: self._body(answer, what, _PAGE_BYTES))
         try:
             *lines, rest = data.decode("ascii").split("\n")
         except ValueError:
@@ -218,9 +199,6 @@ class HttpStore(ReadOnly):
         path: str,
         read: Callable[[HTTPResponse], T],
         headers: dict[str, str] | None = None,
-        *,
-        body: bytes | None = None,
-        more_seconds: float = 0.0,
     ) -> T:
         """What ``read`` makes of the answer. Raises NotFound, StoreError, and StoreUnavailable
         after some tries."""
@@ -229,9 +207,7 @@ class HttpStore(ReadOnly):
         for again in reversed(range(_TRIES)):
             checkpoint()
             try:
-                return self._try(
-                    method, path, read, headers or {}, body, self._timeout + more_seconds
-                )
+                return self._try(method, path, read, headers or {})
             except (OSError, HTTPException, _Transient) as error:
                 wait = pause * random.uniform(0.5, 1)
                 if not again or time.monotonic() + wait > given_up:
@@ -247,13 +223,11 @@ class HttpStore(ReadOnly):
         path: str,
         read: Callable[[HTTPResponse], T],
         headers: dict[str, str],
-        body: bytes | None,
-        seconds: float,
     ) -> T:
         while True:
             connection, answer = self._take(), None
             try:
-                answer = connection.ask(method, f"{self._path}/{path}", headers, body, seconds)
+                answer = connection.ask(method, f"{self._path}/{path}", headers, self._timeout)
                 return self._judged(answer, path, read, ranged="Range" in headers)
             except (ConnectionError, HTTPException):
                 if answer is not None or not connection.reused:
@@ -322,15 +296,13 @@ class _Connection:
         """Whether the server has answered on it before."""
         return self._answered
 
-    def ask(
-        self, method: str, path: str, headers: dict[str, str], body: bytes | None, seconds: float
-    ) -> HTTPResponse:
+    def ask(self, method: str, path: str, headers: dict[str, str], seconds: float) -> HTTPResponse:
         if self._socket is None:
             self._connection.connect()
             self._socket = _DeadlineSocket(self._connection.sock)
             self._connection.sock = self._socket
         self._socket.begin(seconds, _MIN_RATE)
-        self._connection.request(method, path, body, {"Accept-Encoding": "identity", **headers})
+        self._connection.request(method, path, None, {"Accept-Encoding": "identity", **headers})
         answer = self._connection.getresponse()
         self._socket.expect(answer.length or 0)
         self._answered = True

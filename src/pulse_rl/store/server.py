@@ -9,8 +9,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from email.utils import formatdate
 from pathlib import Path
@@ -20,7 +19,7 @@ from .._util.serial import Closing
 from .._util.settings import checked_path
 from ..errors import InputError, StoreError
 from .base import MAX_NAME, is_name
-from .http import MAX_WAIT_SECONDS, MAX_WAITED, PAGE
+from .http import PAGE
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -31,7 +30,6 @@ _INSTALL = "Install it: pip install 'pulse-rl[serve]'."
 _CHUNK_BYTES = 1 << 20
 _LONGEST_PATH = 2 * MAX_NAME
 _STALLED_SECONDS = 60.0
-_MAX_ASKED_BYTES = 1 << 20
 _START_SECONDS = 30.0
 _KEEPALIVE_SECONDS = 75.0
 _SILENT_SECONDS = 30.0
@@ -47,10 +45,6 @@ _HIDDEN = (
     errno.ENXIO,
     errno.ENAMETOOLONG,
 )
-_LOOK_SECONDS = 0.1  # at folders that a request waits for
-_SETTLED_SECONDS = 2.1
-_THREADS = 4
-_Key = tuple[int, int] | None
 T = TypeVar("T")
 
 
@@ -111,7 +105,6 @@ class FolderServer(Closing):
         except Exception as error:
             self._error = error
         finally:
-            self._handlers.watch.shutdown()
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
             self._started.set()
@@ -119,9 +112,8 @@ class FolderServer(Closing):
     async def _serve(self) -> None:
         from aiohttp import web
 
-        app = web.Application(client_max_size=_MAX_ASKED_BYTES)
+        app = web.Application()
         app.router.add_get("/{name:.*}", self._handlers.get)
-        app.router.add_post("/{base:(.*/)?}", self._handlers.wait)
         app.on_response_prepare.append(_uncached)
         log = logging.getLogger(__name__)
         log.addFilter(_short)
@@ -153,7 +145,6 @@ class FolderServer(Closing):
         finally:
             if server is not None:
                 server.close()
-            self._handlers.watch.close()
             await runner.cleanup()
 
 
@@ -215,7 +206,6 @@ class _Connection(asyncio.Protocol):
 
 class _Handlers:
     def __init__(self, root: Path) -> None:
-        self.watch = Watch(root)
         self.silent: dict[object, asyncio.TimerHandle] = {}
         self._root = root
 
@@ -240,50 +230,7 @@ class _Handlers:
         finally:
             os.close(handle)
 
-    async def wait(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        self._heard(request)
-        try:
-            seconds = float(request.query.get("wait", "0"))
-        except ValueError:
-            raise web.HTTPBadRequest from None
-        body = await request.read()
-        count = body.count(b"\n") + 1
-        if count > MAX_WAITED:
-            raise web.HTTPRequestEntityTooLarge(
-                MAX_WAITED, count, text=f"{count} names, at most {MAX_WAITED}"
-            )
-        try:
-            lines = body.decode("ascii").split("\n")
-        except ValueError:
-            raise web.HTTPBadRequest from None
-        base = request.path.removeprefix("/")
-        asked = [base + name for name in lines]
-        if not seconds >= 0 or not all(
-            _is_path(name) and "/" in name.removeprefix(base) for name in asked
-        ):
-            raise web.HTTPBadRequest
-        after = dict(name.rsplit("/", 1) for name in asked)
-
-        def gone() -> bool:
-            return request.transport is None or request.transport.is_closing()
-
-        def news(folders: set[str]) -> list[str]:
-            return [
-                folder
-                for folder in sorted(folders)
-                if not gone() and self._list(folder, after[folder], 1)
-            ]
-
-        found = await _answered(
-            self.watch.wait(set(after), news, min(seconds, MAX_WAIT_SECONDS), gone)
-        )
-        return web.Response(
-            text="".join(f"{folder.removeprefix(base)}\n" for folder in found), charset="ascii"
-        )
-
-    def _list(self, folder: str, after: str, most: int = PAGE) -> str:
+    def _list(self, folder: str, after: str) -> str:
         """Lines of the objects of a folder behind a name, at most a page. Names are relative to the
         folder."""
         lines: list[str] = []
@@ -308,7 +255,7 @@ class _Handlers:
                         )
                         if info is not None and stat.S_ISREG(info.st_mode):
                             lines.append(f"{info.st_size} {max(int(info.st_mtime), 0)} {name}\n")
-                    if len(lines) == most:
+                    if len(lines) == PAGE:
                         break
         return "".join(lines)
 
@@ -457,113 +404,3 @@ def _require_hidden(error: OSError) -> None:
     """Raises ``error`` unless it says that there is nothing to be shown."""
     if error.errno not in _HIDDEN:
         raise error
-
-
-class _Waiter:
-    def __init__(self, folders: set[str], gone: Callable[[], bool]) -> None:
-        self.folders = folders
-        self.gone = gone
-        self.changed: set[str] = set()
-        self.event = asyncio.Event()
-
-    def wake(self, changed: set[str]) -> None:
-        self.changed |= changed & self.folders
-        if self.changed or self.gone():
-            self.event.set()
-
-
-class Watch:
-    """Looks at the folders below ``root`` that somebody waits for, ten times a second, and at none
-    otherwise.
-
-    A folder is told changed by its time, and once more two seconds after a change: what came within
-    the resolution of a file system's clock did not show. Used from one event loop, with threads of
-    its own: whoever else uses the loop's threads does not queue behind lists.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._waiters: set[_Waiter] = set()
-        self._keys: dict[str, _Key] = {}
-        self._again: dict[str, float] = {}
-        self._looking: asyncio.Task[None] | None = None
-        self._threads = ThreadPoolExecutor(_THREADS, "pulse-wait")
-
-    async def wait(
-        self,
-        folders: set[str],
-        news: Callable[[set[str]], list[str]],
-        seconds: float,
-        gone: Callable[[], bool],
-    ) -> list[str]:
-        """What ``news`` finds in the ``folders`` that change, as soon as it finds anything; nothing
-        after so many ``seconds``, or once whoever waits is ``gone``. ``news`` is called in a
-        thread."""
-        loop = asyncio.get_running_loop()
-        waiter = _Waiter(folders, gone)
-        self._waiters.add(waiter)
-        try:
-            stop = time.monotonic() + seconds
-            changed = folders
-            while True:
-                found = await loop.run_in_executor(self._threads, news, changed)
-                left = stop - time.monotonic()
-                if found or left <= 0:
-                    return found
-                if self._looking is None:
-                    self._looking = asyncio.create_task(self._look())
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(waiter.event.wait(), left)
-                waiter.event.clear()
-                changed, waiter.changed = waiter.changed, set()
-                if not changed or gone():
-                    return []
-        finally:
-            self._waiters.discard(waiter)
-
-    def close(self) -> None:
-        """Nobody waits any longer."""
-        if self._looking is not None:
-            self._looking.cancel()
-        for waiter in self._waiters:
-            waiter.event.set()
-
-    def shutdown(self) -> None:
-        """Ends the threads."""
-        self._threads.shutdown(cancel_futures=True)
-
-    async def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            while self._waiters:
-                folders = {folder for waiter in self._waiters for folder in waiter.folders}
-                keys = await loop.run_in_executor(self._threads, self._keys_of, folders)
-                now = time.monotonic()
-                changed = {
-                    f
-                    for f in folders
-                    if keys[f] != self._keys.get(f, ()) or now >= self._again.get(f, now + 1)
-                }
-                for folder in changed:
-                    if keys[folder] == self._keys.get(folder, ()):
-                        del self._again[folder]
-                    else:
-                        self._again[folder] = now + _SETTLED_SECONDS
-                self._keys = keys
-                self._again = {
-                    folder: at for folder, at in self._again.items() if folder in folders
-                }
-                for waiter in self._waiters:
-                    waiter.wake(changed)
-                await asyncio.sleep(_LOOK_SECONDS)
-        finally:
-            self._looking = None
-            self._keys, self._again = {}, {}
-
-    def _keys_of(self, folders: set[str]) -> dict[str, _Key]:
-        keys: dict[str, _Key] = dict.fromkeys(folders)
-        for folder in folders:
-            with suppress(OSError):
-                info = (self._root / folder).stat()
-                keys[folder] = info.st_mtime_ns, info.st_ino
-        return keys

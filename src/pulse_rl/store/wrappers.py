@@ -8,13 +8,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
-from .._util.threads import checkpoint
 from ..errors import NotFound, StoreError, StoreUnavailable
 from .base import MAX_LISTED, MAX_NAME, Data, ObjectInfo, Store
 from .local import LocalStore
@@ -22,8 +21,6 @@ from .local import LocalStore
 CACHE_FOLDER = "pulse-cache"
 DEFAULT_MAX_BYTES = 64 << 30
 _CHUNK_BYTES = 16 << 20
-_MIN_CHUNK = 64 << 10  # of a paced read
-_LOOK_SECONDS = 0.1
 _REQUEST_SECONDS = 1.0  # what is not late, for each call and each so many bytes a second
 _MIN_RATE = 16 << 10
 DEFAULT_LATE_SECONDS = 600.0
@@ -207,51 +204,6 @@ def expect(store: Store, name: str, nbytes: int) -> None:
         store.expect(name, nbytes)
 
 
-class Pace:
-    """``bytes_per_second``, averaged over a second or the longest chunk that is read at once:
-    ``chunk`` bytes, 64 KiB, or what one second admits where that is more."""
-
-    def __init__(self, bytes_per_second: float) -> None:
-        self.chunk = max(_MIN_CHUNK, int(bytes_per_second))
-        self._rate = bytes_per_second
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def reserve(self, nbytes: int) -> float:
-        """The time at which these bytes may be read; those who ask later come later."""
-        with self._lock:
-            begin = max(self._free_at, time.monotonic())
-            self._free_at = begin + nbytes / self._rate
-            return begin
-
-
-class PacedStore(Wrapper):
-    """``store``, from which `get` reads no faster than ``pace``, which may be that of several
-    stores together. Ranges of more than a chunk are read in chunks."""
-
-    def __init__(self, store: Store, pace: Pace) -> None:
-        super().__init__(store)
-        self._pace = pace
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        chunk = self._pace.chunk
-        if stop is None or stop - start <= chunk:
-            expected = 0 if stop is None else max(stop - start, 0)
-            _await(self._pace.reserve(expected))
-            data = self.store.get(name, start, stop)
-            self._pace.reserve(len(data) - expected)
-            return data
-        return b"".join(
-            self.get(name, at, min(at + chunk, stop)) for at in range(start, stop, chunk)
-        )
-
-
-def _await(begin: float) -> None:
-    while (left := begin - time.monotonic()) > 0:
-        checkpoint()
-        time.sleep(min(left, _LOOK_SECONDS))
-
-
 class BoundedStore(Wrapper):
     """``store``, of which nothing is taken for granted but what it should be trusted with. A
     listing has at most 10^6 objects, in order and where they belong; a length is one. Within
@@ -334,19 +286,3 @@ def bounded_in(store: Store) -> BoundedStore | None:
     while isinstance(store, Wrapper) and not isinstance(store, BoundedStore):
         store = store.store
     return store if isinstance(store, BoundedStore) else None
-
-
-@runtime_checkable
-class Notifier(Protocol):
-    """A store that tells of new objects (`HttpStore`)."""
-
-    def wait_for_new(self, after: Collection[str], seconds: float) -> set[str]:
-        """Of the folders of the objects ``after``, those that have an object with a greater name:
-        as soon as one has, or after at most ``seconds``, none. Raises StoreError."""
-
-
-def notifier_of(store: Store) -> Notifier | None:
-    """The store itself, or the one that it reads, if it can be waited for."""
-    while isinstance(store, Wrapper):
-        store = store.store
-    return store if isinstance(store, Notifier) else None

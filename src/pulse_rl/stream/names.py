@@ -33,13 +33,6 @@ _DIGESTS = re.compile(r"([0-9a-f]{64})\.(tensors|leaves)")
 _FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
 _WORKER = re.compile(rf"({_WORD.pattern})-([0-9]{{12}})")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
-_NOTE = re.compile(
-    rf"({_WORD.pattern})-([0-9]{{15}})-([0-9a-f]{{16}})-(?:(away|empty)|([0-9]{{12}})-(staged|switched))"
-)
-
-AWAY, EMPTY, STAGED, SWITCHED = "away", "empty", "staged", "switched"
-"""What a member's note says: not to be waited for; no version yet, and none to stage; ``version``
-is in host memory; the group switches to ``version``."""
 
 
 class VersionName(NamedTuple):
@@ -92,19 +85,6 @@ class WorkerName(NamedTuple):
     version: int
 
 
-class NoteName(NamedTuple):
-    """The note of one process of ``member``, told apart by ``word`` (16 hexadecimal digits), which
-    took the name at ``claimed`` (milliseconds by the store's clock; 0 while it does not know).
-    ``step`` is `AWAY`, `EMPTY`, `STAGED` or `SWITCHED`; the last two have a ``version``.
-    """
-
-    member: str
-    claimed: int
-    word: str
-    step: str
-    version: int | None = None
-
-
 ObjectName = (
     VersionName | PayloadName | DigestsName | FoldName | AnchorName | EpochName | WorkerName
 )
@@ -143,10 +123,6 @@ class StreamNames:
     @property
     def workers(self) -> str:
         return f"{self.stream}/workers"
-
-    @property
-    def groups(self) -> str:
-        return f"{self.stream}/groups"
 
     def version(self, version: int) -> str:
         return f"{self.versions}/{version:012d}.json"
@@ -196,41 +172,6 @@ class StreamNames:
         if folder == self.epochs and _NUMBER.fullmatch(last):
             return EpochName(int(last))
         return None
-
-    def parse_note(self, name: str) -> tuple[str, NoteName] | None:
-        """The group whose note ``name`` is, and the note; None where it is not spelled as one."""
-        folder, _, last = name.rpartition("/")
-        group = folder.removeprefix(f"{self.groups}/").removesuffix("/members")
-        found = _NOTE.fullmatch(last)
-        if folder != f"{self.groups}/{group}/members" or not _WORD.fullmatch(group) or not found:
-            return None
-        version = int(found[5]) if found[5] else None
-        return group, NoteName(found[1], int(found[2]), found[3], found[4] or found[6], version)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupNames:
-    """The names of the notes by which the members of ``group`` switch versions together. Raises
-    InputError."""
-
-    stream: StreamNames
-    group: str
-
-    def __post_init__(self) -> None:
-        check_word(self.group, "a group")
-
-    @property
-    def members(self) -> str:
-        return f"{self.stream.groups}/{self.group}/members"
-
-    def note(self, note: NoteName) -> str:
-        step = note.step if note.version is None else f"{note.version:012d}-{note.step}"
-        return f"{self.members}/{note.member}-{note.claimed:015d}-{note.word}-{step}"
-
-    def parse(self, name: str) -> NoteName | None:
-        """The note that ``name`` is, None where it is not spelled as a note of this group."""
-        group, note = self.stream.parse_note(name) or (None, None)
-        return note if group == self.group else None
 
 
 def streams_in(store: Store) -> Iterator[str]:

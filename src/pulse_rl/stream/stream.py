@@ -126,13 +126,6 @@ class Stream:
                 self._listed[name.version] = info
         return list(self._listed)
 
-    @property
-    def last_accepted(self) -> str:
-        """The name behind which the names of new versions are: of the version that `newest` found
-        last, or below all. Junk may be listed behind it. May be read in any thread."""
-        accepted = self._accepted
-        return f"{self.names.versions}/0" if accepted is None else self.names.version(accepted)
-
     def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
         """The highest version above ``after`` that can be read and trusted; others may lie above
         it. With ``anybody``, of any stream that has the name.

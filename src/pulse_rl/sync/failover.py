@@ -135,16 +135,6 @@ class Failover:
                     return stream, found
         return self.streams[-1], self.streams[-1].versions()
 
-    def has_version(self, version: int, after: int | None) -> bool:
-        """Whether a store lists ``version``, above ``after``."""
-        if version in self.streams[0].versions(after):
-            return True
-        for stream in self.streams[1:]:
-            with suppress(StoreError):
-                if stream.has_version(version):
-                    return True
-        return False
-
     def start_over(self) -> None:
         """Forgets whose stream it was. Of several stores the origin says whose it is now; raises
         StoreError, and then forgets nothing."""

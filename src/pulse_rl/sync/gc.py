@@ -30,7 +30,6 @@ from ..stream.names import (
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from .group import DEFAULT_TIMEOUT_SECONDS, versions_of_groups
 
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0
@@ -62,11 +61,9 @@ def plan_gc(
     *,
     keep: int,
     before: float,
-    also: Collection[int] = (),
     parts_of: Callable[[FoldName], Collection[Payload] | None] = lambda fold: None,
 ) -> GcPlan:
-    """What may be deleted so that the last ``keep`` versions stay restorable, and those in
-    ``also``. Pure.
+    """What may be deleted so that the last ``keep`` versions stay restorable. Pure.
 
     ``manifests`` are those that can be read and trusted, from the newest down; they are read only
     as far as needed: to the anchors from which the kept versions are restored. ``objects`` are the
@@ -77,7 +74,7 @@ def plan_gc(
     what would have to stay instead is not for a deletion to guess.
     """
     found = [(info, names.parse(info.name)) for info in objects]
-    kept = _kept(manifests, keep, _stored(found, parts_of), also)
+    kept = _kept(manifests, keep, _stored(found, parts_of))
     if not kept:
         raise EmptyStream("the stream has no version that can be read")
     oldest = min(manifest.version for manifest in kept)
@@ -158,13 +155,11 @@ def _stored(
     return stored
 
 
-def _kept(
-    manifests: Iterable[Manifest], keep: int, stored: _Stored, also: Collection[int] = ()
-) -> list[Manifest]:
-    """The last ``keep`` manifests and those of the versions in ``also``, with those down to the
-    anchors from which their versions are restored.
+def _kept(manifests: Iterable[Manifest], keep: int, stored: _Stored) -> list[Manifest]:
+    """The last ``keep`` manifests, with those down to the anchors from which their versions are
+    restored.
     """
-    needed = set(also)
+    needed: set[int] = set()
     kept: list[Manifest] = []
     for manifest in manifests:
         if len(kept) >= keep and manifest.version < min(needed):
@@ -232,8 +227,7 @@ def gc_stream(
     was deleted, or with ``dry_run`` what would be.
 
     The versions from the oldest anchor needed up to the oldest kept one stay, since the kept ones
-    are replayed from there; so does the version at which a group is whose members have polled in
-    the last ``grace_seconds`` (or minute). A reader in the middle of a restore finds another path
+    are replayed from there. A reader in the middle of a restore finds another path
     or gets ChainGap. Publishing may continue: payloads written in the last ``grace_seconds`` stay.
     Manifests that cannot be read do not count, and with ``trusted_keys`` (Ed25519, 64 hexadecimal
     digits each) neither do those that none of them has signed; nor do those of another stream than
@@ -255,17 +249,13 @@ def _gc(where: Stream, keep: int, grace_seconds: float, *, dry_run: bool) -> GcP
     # old.
     newest = max((info.modified for info in objects), default=0.0) + 1
     now = min(time.time(), newest)
-    parts_of = _reading_links(where)
     found = plan_gc(
         where.names,
         _readable(where),
         objects,
         keep=keep,
         before=now - grace_seconds,
-        also=_versions_of_groups(
-            where, objects, now - max(grace_seconds, DEFAULT_TIMEOUT_SECONDS), parts_of
-        ),
-        parts_of=parts_of,
+        parts_of=_reading_links(where),
     )
     if not dry_run:
         seen = {info.name: info.modified for info in objects}
@@ -301,31 +291,6 @@ def _reading_links(stream: Stream) -> Callable[[FoldName], Collection[Payload] |
         return known[fold]
 
     return parts_of
-
-
-def _versions_of_groups(
-    where: Stream,
-    objects: list[ObjectInfo],
-    since: float,
-    parts_of: Callable[[FoldName], Collection[Payload] | None],
-) -> list[int]:
-    """The versions on which groups stand whose members wrote notes from ``since`` on. One that
-    cannot be restored any more is of no use to its group, which moves on."""
-    if not any(where.store.list(where.names.groups)):
-        return []
-    found = [(info, where.names.parse(info.name)) for info in objects]
-    stored = _stored(found, parts_of)
-    versions = [manifest.version for manifest in _readable(where)]
-    restorable = []
-    for version in sorted(versions_of_groups(where.store, where.names, versions, since=since)):
-        with suppress(ChainGap):
-            _kept(
-                (manifest for manifest in _readable(where) if manifest.version <= version),
-                1,
-                stored,
-            )
-            restorable.append(version)
-    return restorable
 
 
 def _modified(store: Store, name: str) -> float | None:

@@ -32,7 +32,7 @@ from ..stream.unreadable import UNREADABLE
 from .failover import Failover
 from .host_state import HostState, adopt_kept
 from .notices import Absence
-from .polling import LONGEST_POLL, PollTimer
+from .polling import LONGEST_POLL, pause
 from .selection import Selection
 from .state_folder import StateFolder
 from .update import Pending, Receipt, Update, make_update
@@ -118,8 +118,6 @@ class Subscriber(Closing, NotCopyable):
         ]
         self.stream = streams[0]
         self._failover = Failover(streams, on_event)
-        self._pause = PollTimer(streams[0].store)
-        self.patience_seconds = self._failover.patience_seconds
         self._absence = Absence(opened[-1].store, stream, on_event)
         self._pinned = stream_id is not None
         self._allow_recreated = allow_recreated
@@ -157,8 +155,6 @@ class Subscriber(Closing, NotCopyable):
     @patience_seconds.setter
     def patience_seconds(self, seconds: float) -> None:
         self._failover.patience_seconds = checked_number("patience_seconds", seconds)
-        # A wait for news is one at the nearest store: a farther one is looked at in between.
-        self._pause.max_seconds = seconds if len(self._failover.streams) > 1 else math.inf
 
     @property
     def version(self) -> int | None:
@@ -323,13 +319,9 @@ class Subscriber(Closing, NotCopyable):
                 return
 
     def wait_for_new(self, poll_seconds: float = 1.0, max_seconds: float = math.inf) -> None:
-        """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less; where
-        the (nearest) store is an `HttpStore`, until its server has something new, for at most 25
-        seconds. Ends within ``max_seconds``."""
-        checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
-        self._pause.wait(
-            [self.stream.last_accepted], poll_seconds, checked_number("max_seconds", max_seconds)
-        )
+        """Sleeps between two calls of `sync`: for ``poll_seconds``, a quarter more or less, and at
+        most ``max_seconds``. Raises InputError."""
+        pause(poll_seconds, max_seconds)
 
     def close(self) -> None:
         """Lets the host state go; what is in the folder ``state`` stays there. May be called twice;

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -19,8 +18,6 @@ from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import Listener, checked_listener, one_at_a_time
 from ..state.checkpoint import StateSource
 from ..store import Store, open_stores
-from ..store.http import MAX_WAIT_SECONDS, MAX_WAITED
-from ..store.wrappers import Pace, PacedStore, notifier_of
 from .failover import DEFAULT_PATIENCE_SECONDS
 from .polling import Schedule, Turn, jittered
 from .subscriber import Subscriber
@@ -28,56 +25,36 @@ from .update import Update
 
 _MAX_BACKOFF = 60.0
 _CLOSE_SECONDS = 5.0
-_SHORTEST_WAIT = 1.0
-_WAITED_FOR_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
 
 
 class _Pooled(Subscriber):
-    """What its owner's threads ask of it needs a thread only for as long as it takes. All draw on
-    one ``pace``."""
+    """What its owner's threads ask of it needs a thread only for as long as it takes."""
 
     _idle_seconds = 0.0
 
-    def __init__(self, *store: Any, pace: Pace | None, **options: Any) -> None:
-        self._pace = pace
-        super().__init__(*store, **options)
-
-    def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
-        return super()._read_through(
-            store if self._pace is None else PacedStore(store, self._pace), cache
-        )
-
 
 class _Followed(Turn):
-    """A stream that is followed. ``told`` is the object behind which the store said something new
-    is; until ``rests_until`` it rests for the sake of its ``bytes_per_second``. ``raises``: an
-    error that is none of this library waits for a reader. ``failures`` counts the looks that
-    failed, since one did not."""
+    """A stream that is followed. ``raises``: an error that is none of this library waits for a
+    reader. ``failures`` counts the polls that failed since the last one that did not."""
 
     __slots__ = (
-        "bytes_per_second",
         "error",
         "failures",
         "name",
         "operation",
         "raises",
-        "rests_until",
         "subscriber",
-        "told",
     )
 
-    def __init__(self, name: str, subscriber: Subscriber, bytes_per_second: float) -> None:
+    def __init__(self, name: str, subscriber: Subscriber) -> None:
         super().__init__()
         self.name = name
         self.subscriber = subscriber
-        self.bytes_per_second = bytes_per_second
         self.operation: Operation[Update | None] | None = None
         self.error: PulseError | None = None
         self.failures = 0
         self.raises = False
-        self.rests_until = 0.0
-        self.told = ""
 
 
 class Subscribers(Closing, NotCopyable):
@@ -85,13 +62,12 @@ class Subscribers(Closing, NotCopyable):
     with ``threads`` threads in all, however many streams there are. A context manager; see `close`.
 
     `updates` yields what is new as it comes; `add` and `remove` streams at any time. Each stream is
-    looked at every ``poll_seconds``, a quarter more or less; at an `HttpStore` one request waits
-    for all of them. ``threads`` streams are synced at a time, each of which may read up to four
-    patches ahead. ``bytes_per_second`` bounds what all streams read together. ``cache``,
-    ``trusted_keys`` and ``allow_recreated`` are those of `Subscriber`, for each, and
-    ``patience_seconds`` its attribute. A stream that fails (`failures`, and `CallFailed` to
-    ``on_event``) is tried again after ever longer, up to a minute, and holds up no other.
-    ``on_event`` is called by one thread at a time. Raises InputError and StoreError.
+    polled every ``poll_seconds``, a quarter more or less. ``threads`` streams are synced at a time,
+    each of which may read up to four patches ahead. ``cache``, ``trusted_keys`` and
+    ``allow_recreated`` are those of `Subscriber`, for each, and ``patience_seconds`` its attribute.
+    A stream that fails (`failures`, and `CallFailed` to ``on_event``) is tried again after ever
+    longer, up to a minute, and holds up no other. ``on_event`` is called by one thread at a time.
+    Raises InputError and StoreError.
     """
 
     def __init__(
@@ -101,7 +77,6 @@ class Subscribers(Closing, NotCopyable):
         *,
         threads: int = 4,
         poll_seconds: float = 1.0,
-        bytes_per_second: float | None = None,
         cache: str | os.PathLike[str] | None = None,
         trusted_keys: Collection[str] | None = None,
         allow_recreated: bool = False,
@@ -109,14 +84,10 @@ class Subscribers(Closing, NotCopyable):
         on_event: Listener | None = None,
     ) -> None:
         self._poll = checked_number("poll_seconds", poll_seconds, minimum=0.01, maximum=1e6)
-        rate = _checked_rate(bytes_per_second)
         self._patience = checked_number("patience_seconds", patience_seconds)
         opened = open_stores(store)
-        self._notifier = notifier_of(opened[0])
-        self._several = len(opened) > 1
         self._stores = opened
         self._options: dict[str, Any] = {
-            "pace": Pace(rate) if rate < math.inf else None,
             "cache": cache if cache is None else checked_path(cache),
             "trusted_keys": trusted_keys,
             "allow_recreated": allow_recreated,
@@ -126,7 +97,6 @@ class Subscribers(Closing, NotCopyable):
         self._followed: dict[str, _Followed] = {}
         self._schedule = Schedule()
         self._ready: SimpleQueue[tuple[_Followed, Update | Exception]] = SimpleQueue()
-        self._waited_for: frozenset[_Followed] = frozenset()
         self._closed = threading.Event()
         work = [
             threading.Thread(target=self._work, daemon=True)
@@ -135,8 +105,6 @@ class Subscribers(Closing, NotCopyable):
         self._threads = work
         for name in checked_collection("streams", streams, '["policy"]'):
             self.add(name)
-        if self._notifier is not None:
-            threading.Thread(target=self._wait_for_new, daemon=True).start()
         for thread in work:
             thread.start()
 
@@ -144,7 +112,6 @@ class Subscribers(Closing, NotCopyable):
         self,
         stream: str,
         *,
-        bytes_per_second: float | None = None,
         base: StateSource | None = None,
         select: str | Collection[str] | None = None,
         stream_id: str | None = None,
@@ -153,8 +120,7 @@ class Subscribers(Closing, NotCopyable):
         ``stream_id``.
 
         Where more streams are due than there are threads, the one that has been due for longest is
-        first. ``bytes_per_second`` bounds its payloads: after an update it rests until their
-        average is below. Raises InputError for a stream that is followed, and what `Subscriber`
+        first. Raises InputError for a stream that is followed, and what `Subscriber`
         raises.
         """
         if self._closed.is_set():
@@ -170,7 +136,7 @@ class Subscribers(Closing, NotCopyable):
             **self._options,
         )
         subscriber.patience_seconds = self._patience
-        followed = _Followed(stream, subscriber, _checked_rate(bytes_per_second))
+        followed = _Followed(stream, subscriber)
         self._followed[stream] = followed
         self._schedule.put(followed)
         return subscriber
@@ -242,9 +208,8 @@ class Subscribers(Closing, NotCopyable):
                 update.acknowledge()
                 last = time.monotonic()
             finally:
-                nbytes = update.payload_bytes
                 del ready, update
-                self._come_back(followed, nbytes)
+                self._come_back(followed)
 
     def close(self) -> None:
         """Stops following, within five seconds: a request that takes longer ends by itself, and
@@ -279,7 +244,7 @@ class Subscribers(Closing, NotCopyable):
             ):  # memory may be short even for what follows a sync: the thread goes on
                 with suppress(BaseException):
                     turn.failures += 1
-                    self._schedule.give_back(turn, self._backoff(turn))
+                    self._schedule.put(turn, self._backoff(turn))
 
     def _sync(self, followed: _Followed) -> None:
         followed.operation = operation = Operation(followed.subscriber.sync)
@@ -309,60 +274,17 @@ class Subscribers(Closing, NotCopyable):
         elif update is not None:
             self._ready.put((followed, update))
         else:
-            if not followed.failures and followed in self._waited_for:
-                wait = max(
-                    wait, min(_WAITED_FOR_SECONDS, self._patience if self._several else math.inf)
-                )
-            self._schedule.give_back(followed, jittered(wait))
+            self._schedule.put(followed, jittered(wait))
 
     def _backoff(self, followed: _Followed) -> float:
         return min(self._poll * 2.0 ** min(followed.failures, 20), max(_MAX_BACKOFF, self._poll))
 
-    def _come_back(self, followed: _Followed, nbytes: int) -> None:
-        """The owner of an update of ``nbytes`` is done with it."""
+    def _come_back(self, followed: _Followed) -> None:
+        """The owner of an update is done with it."""
         if followed.ended or self._closed.is_set():
             followed.subscriber.close()
             return
-        rest = nbytes / followed.bytes_per_second
-        followed.rests_until = time.monotonic() + rest
-        self._schedule.give_back(followed, rest, at_once=False)
-
-    def _wait_for_new(self) -> None:
-        """Waits at the store for all streams; those that it does not wait for, since they came
-        later, are polled."""
-        seconds = _SHORTEST_WAIT
-        while not self._closed.is_set():
-            followed = tuple(self._followed.values())
-            after = {each.subscriber.stream.last_accepted: each for each in followed}
-            can_be_told = ((name, each) for name, each in after.items() if _can_be_told(each, name))
-            waited_for = dict(islice(can_be_told, MAX_WAITED))
-            polled = sum(not each.failures for each in followed) > len(waited_for)
-            seconds = _SHORTEST_WAIT if polled else min(2 * seconds, MAX_WAIT_SECONDS)
-            began = time.monotonic()
-            told = self._wait_for(waited_for, seconds)
-            for name, each in told.items():
-                each.told = name
-                self._schedule.put(each)
-            if not told:  # however soon the store said so
-                self._closed.wait(max(0.0, min(self._poll, began + seconds - time.monotonic())))
-
-    def _wait_for(self, waited_for: dict[str, _Followed], seconds: float) -> dict[str, _Followed]:
-        """Those of them of which the store says within ``seconds`` that they have something new."""
-        assert self._notifier is not None
-        if not waited_for:
-            self._closed.wait(_SHORTEST_WAIT)
-            return {}
-        self._waited_for = frozenset(waited_for.values())
-        try:
-            folders = self._notifier.wait_for_new(waited_for, seconds)
-        except Exception:  # of whatever kind: all are polled meanwhile
-            folders = set()
-            self._closed.wait(_SHORTEST_WAIT)
-        finally:
-            self._waited_for = frozenset()
-        return {
-            name: each for name, each in waited_for.items() if name.rpartition("/")[0] in folders
-        }
+        self._schedule.put(followed)
 
     def _find(self, stream: str) -> _Followed:
         try:
@@ -371,13 +293,3 @@ class Subscribers(Closing, NotCopyable):
             raise InputError(
                 f"the stream {stream!r} is not followed", hint="Add it first."
             ) from None
-
-
-def _can_be_told(each: _Followed, after: str) -> bool:
-    """Whether to wait for what is behind ``after``. A stream of which that was told once is polled
-    until it moves."""
-    return not each.failures and each.told != after and each.rests_until <= time.monotonic()
-
-
-def _checked_rate(value: float | None) -> float:
-    return math.inf if value is None else checked_number("bytes_per_second", value, minimum=1.0)

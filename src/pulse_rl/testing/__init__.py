@@ -1,5 +1,4 @@
-"""Tests for your own implementations of this library's interfaces: of `Store`, and of trainers that
-publish and engines that follow.
+"""Tests for your own implementation of `Store`.
 
 ::
 
@@ -38,9 +37,8 @@ from typing import Any, ClassVar
 from ..errors import AlreadyExists, InputError, NotFound, StoreError, StoreUnavailable
 from ..store import Store
 from ..store.base import MAX_NAME
-from .frameworks import EngineConformance, TrainerConformance
 
-__all__ = ["EngineConformance", "StoreConformance", "TrainerConformance"]
+__all__ = ["StoreConformance"]
 
 BAD_NAMES = (
     *(

@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
@@ -22,7 +23,6 @@ from ...errors import (
 )
 from ...events import Metadata
 from ...rollouts import Rollout, Weights, new_seed
-from ...store.http import MAX_WAIT_SECONDS
 from ...sync.polling import LONGEST_POLL, jittered
 from .replay import Replay, replay
 from .transport import WEIGHTS, EngineTransport, Generated, InitInfo, Status, asleep, raise_reported
@@ -134,7 +134,7 @@ class EngineHandle(Closing):
         self._lock = threading.RLock()
         self._follower: threading.Thread | None = None
         self._closing = threading.Event()
-        self._stale = self._untagged = self._paused = self._waits = False
+        self._stale = self._untagged = self._paused = False
         self._asleep: frozenset[str] = frozenset()
         self._sessions = 0
         self._tagged: int | None = None
@@ -173,64 +173,13 @@ class EngineHandle(Closing):
         it, the next sync begins with that.
         """
         with self._lock:
-            # 1. Before the pause: what failed calls left, then fetch, verify and lay out in the
-            # engine's workers.
-            if not any(status["open"] for status in self._ask("status")):
-                self._open()  # the server was restarted
-            self._settle()
-            leader = self._stage(version)
-            if WEIGHTS in self._asleep:
-                raise asleep()
-            self._waits = leader.get("waits", False)
-            live, newest = leader["version"], leader["held"]
-            if live is not None and live == (newest if version is None else version):
-                self._tag_held(leader)
-                return None
-            if version is not None and version != newest:
-                # The engine's host state only ever moves forward: another session begins from its
-                # checkpoint.
-                self._open(version)
-                leader = self._stage(version)
-                if leader["held"] != version:
-                    raise StateMismatch(
-                        f"version {leader['held']} is staged, not {version}", hint="Sync again."
-                    )
-            # 2. The map is traced and layers are derived, in pieces between two steps of the
-            # engine.
-            deadline = time.monotonic() + self._timeout
-            while leader["left"]:
-                before, leader = leader, self._leader(self._ask("prepare"))
-                if leader["version"] is not None and leader["version"] == leader["held"]:
-                    self._tag_held(leader)
-                    return None
-                if leader["left"] == before["left"]:
-                    if time.monotonic() > deadline:
-                        raise EngineError(
-                            f"the engine was not prepared in {self._timeout:.0f} seconds"
-                        )
-                    time.sleep(_POLL_SECONDS)
-            # 3. The pause.
-            return self._switch(version)
+            return self._switch(version) if self._make_ready(version) else None
 
     def wait_for_version(self, poll_seconds: float = 1.0) -> None:
-        """The pause between two calls of `sync`: ``poll_seconds``, a quarter more or less. Where
-        the engine follows an `HttpStore`, which it waits for by itself: until it has staged
-        something, for at most 25 seconds; the engine is asked every ``poll_seconds`` then, the
-        store is not. Ends with `close`."""
+        """Sleeps between two calls of `sync`: for ``poll_seconds``, a quarter more or less, or
+        until `close`. Raises InputError."""
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
-        stop = time.monotonic() + MAX_WAIT_SECONDS
-        while (
-            not self._closing.wait(jittered(poll_seconds))
-            and self._waits
-            and time.monotonic() < stop
-        ):
-            try:
-                with self._lock:
-                    leader = self._leader(self._ask("status"))
-            except PulseError:  # the next sync mends or raises it
-                return
-            if leader["error"] or leader["held"] != leader["version"]:
-                return
+        self._closing.wait(jittered(poll_seconds))
 
     def admit(
         self,
@@ -460,6 +409,42 @@ class EngineHandle(Closing):
             leader = self._leader(self._ask("prepare"))
         self._tag_held(leader)
 
+    def _make_ready(self, version: int | None) -> bool:
+        """Prepares the engine for a switch to ``version`` while it generates. Returns whether a
+        switch is due: False, if the version is live already."""
+        # 1. What failed calls left; then fetch, verify and lay out in the engine's workers.
+        if not any(status["open"] for status in self._ask("status")):
+            self._open()  # the server was restarted
+        self._settle()
+        leader = self._stage(version)
+        if WEIGHTS in self._asleep:
+            raise asleep()
+        live, newest = leader["version"], leader["held"]
+        if live is not None and live == (newest if version is None else version):
+            self._tag_held(leader)
+            return False
+        if version is not None and version != newest:
+            # The engine's host state only ever moves forward: another session begins from its
+            # checkpoint.
+            self._open(version)
+            leader = self._stage(version)
+            if leader["held"] != version:
+                raise StateMismatch(
+                    f"version {leader['held']} is staged, not {version}", hint="Sync again."
+                )
+        # 2. The map is traced and layers are derived, in pieces between two steps of the engine.
+        deadline = time.monotonic() + self._timeout
+        while leader["left"]:
+            before, leader = leader, self._leader(self._ask("prepare"))
+            if leader["version"] is not None and leader["version"] == leader["held"]:
+                self._tag_held(leader)
+                return False
+            if leader["left"] == before["left"]:
+                if time.monotonic() > deadline:
+                    raise EngineError(f"the engine was not prepared in {self._timeout:.0f} seconds")
+                time.sleep(_POLL_SECONDS)
+        return True
+
     def _stage(self, version: int | None) -> Status:
         """Lets the engine's workers look at the store, and waits for what they find."""
         return self._staged(self._leader(self._ask("stage", version))["asked"])
@@ -643,3 +628,55 @@ class EngineHandle(Closing):
                 if done is not None and on_sync is not None:
                     on_sync(done)
                 self.wait_for_version(poll_seconds)
+
+
+def switch_together(handles: Sequence[EngineHandle], version: int) -> list[EngineSync | None]:
+    """Moves several engines to ``version`` together: all of them, or none.
+
+    Every engine fetches and verifies the version while it generates. The engines switch at the same
+    time, and only after all of them have staged the version. No handle may `follow` by itself, or
+    be used by another thread meanwhile.
+
+    Args:
+        handles: The engines, a handle each.
+        version: The number of the version.
+
+    Returns:
+        What `EngineHandle.sync` returns of each engine, in the order of ``handles``: None if the
+        version was live there already.
+
+    Raises:
+        InputError: A handle follows by itself.
+        PulseError: What `EngineHandle.sync` raises. If an engine cannot stage the version, none has
+            switched. If one cannot switch, the others go back to the version that they had; an
+            engine whose weights were no version before stays at the new one.
+    """
+    if any(handle._follows for handle in handles):
+        raise InputError(
+            "a handle follows the newest version by itself",
+            hint="Connect again, and do not call follow().",
+        )
+    with ThreadPoolExecutor(max(len(handles), 1)) as pool:
+        # 1. Stage everywhere. After a failure, let the engines stage the newest version again.
+        staged = [pool.submit(handle._make_ready, version) for handle in handles]
+        wait(staged)
+        failures = [error for each in staged if (error := each.exception())]
+        if failures:
+            for handle in handles:
+                with suppress(PulseError):  # the first failure is the one to raise
+                    handle._ask("stage")
+            raise failures[0]
+
+        # 2. Switch everywhere. After a failure, move those back that have switched.
+        due = [handle for handle, ready in zip(handles, staged, strict=True) if ready.result()]
+        switched = {id(handle): pool.submit(handle._switch, version) for handle in due}
+        wait(switched.values())
+        failures = [error for each in switched.values() if (error := each.exception())]
+        if failures:
+            for handle in due:
+                done = None if switched[id(handle)].exception() else switched[id(handle)].result()
+                if done is not None and done.previous is not None:
+                    with suppress(PulseError):
+                        handle.sync(done.previous)
+            raise failures[0]
+        return [switched[id(h)].result() if id(h) in switched else None for h in handles]

@@ -21,7 +21,6 @@ from ...state.bits import differing
 from ...state.checkpoint import as_state
 from ...state.digest import StateDigest, state_digest
 from ...state.tensors import State, TensorSpec, UIntArray
-from ...store.wrappers import notifier_of
 from ...sync.subscriber import Subscriber
 from ...sync.update import Receipt, TensorUpdate, Update
 from .live import Change
@@ -224,25 +223,14 @@ class Staging:
         """Held while something is staged: what all workers take over must not be replaced
         meanwhile."""
         self.subscriber = make_subscriber(self._heard) if node.leader else None
-        self.waits = (
-            follow
-            and self.subscriber is not None
-            and notifier_of(self.subscriber.stream.store) is not None
-        )
-        """Whether the thread looks when the store says that there is something new, not at its own
-        pace."""
         self._receipt: Receipt | None = None
         self._sequence = 0
         self._wanted = version
         self._held_until = 0.0
         self._closed = False
-        self._due = True
-        self._looked = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse-staging", daemon=True)
         self._thread.start()
-        if self.waits:
-            threading.Thread(target=self._watch, name="pulse-watch", daemon=True).start()
 
     def ask(self, version: int | None) -> None:
         """Lets the thread look at once: for ``version``, or the newest."""
@@ -298,7 +286,6 @@ class Staging:
         """Ends the thread, which may be waiting for a store: what it fetches then goes nowhere."""
         self._closed = True
         self._wake.set()
-        self._looked.set()
         self._thread.join(_CLOSE_SECONDS)
 
     # -- the thread
@@ -307,32 +294,14 @@ class Staging:
         while not self._closed:
             if self.subscriber is None:
                 self._take_over()
-            elif (
-                self.state.asked > self.state.answered or (self._follow and self._due)
-            ) and not self._held:
+            elif (self._follow or self.state.asked > self.state.answered) and not self._held:
                 asked = self.state.asked
-                self._due = not self.waits
                 if self._look(self._wanted):
                     self.state.answered = asked
-                    self._looked.set()
-                else:
-                    self._due = True
             self._wake.wait(_LOCAL_POLL_SECONDS if self.subscriber is None else POLL_SECONDS)
             self._wake.clear()
         if self.subscriber is not None:
             self.subscriber.close()
-
-    def _watch(self) -> None:
-        """Lets the thread look when the store has something new, or has had nothing for a while."""
-        assert self.subscriber is not None
-        self._looked.wait()
-        while not self._closed:
-            self.subscriber.wait_for_new(POLL_SECONDS)
-            self._looked.clear()
-            self._due = True
-            self._wake.set()
-            if not self._closed:
-                self._looked.wait()
 
     def _look(self, version: int | None) -> bool:
         """Whether the thread has looked: the host state may be held."""

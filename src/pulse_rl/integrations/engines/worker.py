@@ -189,7 +189,6 @@ class Worker:
                 "store": self._info.store,
                 "stream": self._info.stream,
                 "leader": staging.subscriber is not None,
-                "waits": staging.waits,
                 "version": session.live_version,
                 "root": session.live_root,
                 "engine": list(self._engine),

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Unpack
 
 from ...errors import EngineError
-from ..engines.handle import EngineHandle, InFlight
+from ..engines.handle import EngineHandle, InFlight, switch_together
 from ..engines.transport import (
     Answer,
     Client,
@@ -26,7 +26,7 @@ from ..engines.transport import (
     tags_of,
 )
 
-__all__ = ["EngineHandle", "connect", "load"]
+__all__ = ["EngineHandle", "connect", "load", "switch_together"]
 
 LOADER = "pulse_rl.integrations.sglang.load"
 """The ``load_format`` of an update, and the value of ``--custom-weight-loader``."""

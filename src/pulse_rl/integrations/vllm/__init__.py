@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 from ...errors import EngineError, EngineUnavailable, InputError
 from ...rollouts import plain
-from ..engines.handle import EngineHandle, InFlight
+from ..engines.handle import EngineHandle, InFlight, switch_together
 from ..engines.transport import (
     Answer,
     Client,
@@ -29,7 +29,7 @@ from ..engines.transport import (
     tags_of,
 )
 
-__all__ = ["EngineHandle", "connect"]
+__all__ = ["EngineHandle", "connect", "switch_together"]
 
 _ROUTES = (
     "Start it with VLLM_SERVER_DEV_MODE=1 in its environment and "
