@@ -15,11 +15,10 @@ from transformers import Trainer, TrainerCallback
 
 from pulse_rl import LocalStore, MemoryStore, Published, Store, Subscriber
 from pulse_rl.errors import StoreError, StoreUnavailable
-from pulse_rl.events import Event
 from pulse_rl.integrations.transformers import PulseCallback
 from pulse_rl.store import Data
 from pulse_rl.testing import TrainerConformance
-from tests.trainers.support import Witness, arguments, cast, followed, sentences, tiny
+from tests.trainers.support import Witness, arguments, cast, collect, followed, sentences, tiny
 
 
 def trained(
@@ -39,11 +38,7 @@ def trained(
 def test_an_fp32_model_is_followed_bit_for_bit_by_small_patches(tmp_path: Path) -> None:
     store, witness, published = MemoryStore(), Witness(), list[Published]()
 
-    def listen(event: Event) -> None:
-        if isinstance(event, Published):
-            published.append(event)
-
-    callback = PulseCallback(store, stream="policy", replace=False, on_event=listen)
+    callback = PulseCallback(store, stream="policy", replace=False, on_event=collect(published))
     trainer = trained(tmp_path, callback, witness)
     assert trainer.model.dtype == torch.float32
     assert followed(store) == witness.roots

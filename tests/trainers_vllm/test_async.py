@@ -8,10 +8,9 @@ from pathlib import Path
 from peft import LoraConfig
 
 from pulse_rl import Published
-from pulse_rl.events import Event
 from pulse_rl.integrations.trl import PulseWeightTransfer
 from tests.engines.server import checksums
-from tests.trainers.support import Witness, followed
+from tests.trainers.support import Witness, collect, followed
 
 from .support import STEPS, async_grpo, weight_version, written_anew
 
@@ -21,11 +20,7 @@ def test_after_each_step_the_server_has_the_cast_weights(
 ) -> None:
     store, witness, published = str(tmp_path / "store"), Witness(), list[Published]()
 
-    def listen(event: Event) -> None:
-        if isinstance(event, Published):
-            published.append(event)
-
-    transfer = PulseWeightTransfer(url, store, "policy", on_event=listen)
+    transfer = PulseWeightTransfer(url, store, "policy", on_event=collect(published))
     trainer = async_grpo(checkpoint, tmp_path, url, transfer, callbacks=[witness])
     trainer.train()
     assert str(trainer.model.dtype) == "torch.float32"
