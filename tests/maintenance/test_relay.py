@@ -3,7 +3,6 @@ newest version."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -286,18 +285,6 @@ def test_an_idle_look_costs_a_listing_on_each_side(rng: Rng) -> None:
         target.calls.clear()
         assert relay.sync() is None
         assert source.calls == target.calls == [("list", "policy/versions")]
-
-
-def test_a_chain_of_relays(rng: Rng) -> None:
-    states = history(rng, 4)
-    stores = [MemoryStore() for _ in range(3)]
-    publisher = Publisher(stores[0], stream="policy")
-    relays = [Relay(a, b, stream="policy", threads=1) for a, b in pairwise(stores)]
-    for state, root in zip(states, roots(states), strict=True):
-        publisher.publish(state)
-        for relay in relays:
-            relay.sync()
-        assert newest_root(stores[-1]) == root
 
 
 def test_memory_is_bounded_by_pieces_not_by_payloads(

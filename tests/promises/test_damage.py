@@ -91,7 +91,7 @@ def test_any_object_may_be_harmed(harm: Harm) -> None:
 def test_a_folder_a_pipe_or_a_link_may_stand_in_the_place_of_any_object(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    store, roots = stream()
+    store, roots = stream(versions=3)
     for number, name in enumerate(objects(store)):
         odd, trainer = copied(store, LocalStore(tmp_path / str(number))), Trainer(9, elements=600)
         with Publisher(odd, stream=STREAM, threads=1) as publisher:

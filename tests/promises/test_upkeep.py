@@ -80,17 +80,19 @@ def test_a_garbage_collection_that_breaks_off_is_finished_by_the_next() -> None:
 
 
 def test_a_relays_copy_is_the_stream(store: Store) -> None:
-    trainer, near = Trainer(), MemoryStore()
-    worker = Worker(near)
-    relay = Relay(store, near, stream=STREAM)
+    """And so is a copy of the copy."""
+    trainer, near, nearer = Trainer(), MemoryStore(), MemoryStore()
+    worker = Worker(nearer)
+    relays = Relay(store, near, stream=STREAM), Relay(near, nearer, stream=STREAM)
     with Publisher(store, stream=STREAM, anchor_ratio=0.2) as publisher:
         roots = []
         for _ in range(6):
             roots += publish(publisher, trainer)
-            relay.sync()
+            for relay in relays:
+                relay.sync()
             worker.sync()
             assert worker.root == trainer.root
-    assert [report.root for report in verify_stream(near, STREAM)] == roots
+    assert [report.root for report in verify_stream(nearer, STREAM)] == roots
 
 
 @pytest.mark.parametrize(
