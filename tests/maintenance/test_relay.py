@@ -42,7 +42,6 @@ def test_a_follower_of_the_target_is_where_the_source_is(signed: bool, rng: Rng)
     for version, (state, root) in enumerate(zip(states, roots(states), strict=True)):
         published = publisher.publish(state)
         done = relay.sync()
-        assert done is not None
         assert (done.version, done.previous) == (version, version - 1 if version else None)
         assert done.nbytes == published.patch_bytes + published.anchor_bytes
         reader.sync()
@@ -79,7 +78,6 @@ def test_who_was_cut_off_comes_back_by_folds() -> None:
     root = publish(40)
     source.read.clear()
     done = Relay(source, target, stream="s", threads=1).sync()
-    assert done is not None
     assert done.links[:2] == ("the patch 2->3", "the patch 3->4")
     assert "the fold 16->32" in done.links
     assert not any("anchor" in link for link in done.links)
@@ -123,11 +121,9 @@ def test_a_fold_with_the_bytes_of_a_patch_can_be_collected_around(rng: Rng) -> N
     manifests = Subscriber(source, stream="policy").stream
     unchanged, patch = manifests.manifest(1).patch, manifests.manifest(2).patch
     assert patch is not None
-    assert unchanged is not None
     source.delete(f"policy/payloads/{unchanged.parts[0].sha256}.patch")
     source.put(*fold_link("policy", 0, 2, (patch.parts[0].sha256, patch.parts[0].bytes)))
     done = Relay(source, target, stream="policy", threads=1).sync()
-    assert done is not None
     assert done.links == ("the fold 0->2",)
     assert gc_stream(target, "policy", keep=5, grace_seconds=0).oldest == 0
     assert newest_root(target) == roots([second])[0]
@@ -199,14 +195,12 @@ def test_a_damaged_payload_is_not_passed_on(damage: str) -> None:
     patch = publisher.head()
     assert patch is not None
     lost = Subscriber(source, stream="s").stream.manifest(2).patch
-    assert lost is not None
     name = f"s/payloads/{lost.parts[0].sha256}.patch"
     data = source.get(name)
     source.delete(name)
     if damage != "delete":
         source.put(name, data[:-1] if damage == "truncate" else data[:-1] + bytes([data[-1] ^ 1]))
     done = relay.sync()
-    assert done is not None
     assert done.links[-1] == "the fold 0->4"
     assert [e.kind for e in seen if isinstance(e, FallbackUsed)] in (
         ["digest_mismatch"],
@@ -244,8 +238,6 @@ def test_a_gap_in_the_source_is_named(rng: Rng) -> None:
     for state in states[1:]:
         publisher.publish(state)
     head = publisher.head()
-    assert head is not None
-    assert head.patch is not None
     source.delete(f"policy/payloads/{head.patch.parts[0].sha256}.patch")
     with pytest.raises(ChainGap, match="version 2"):
         relay.sync()
@@ -267,7 +259,6 @@ def test_folds_are_passed_on_with_their_signatures() -> None:
             Relay(source, target, stream="s", trusted_keys=keys, threads=1).sync()
     list(fold_stream(source, "s", (16,), signer=KEY, threads=1))
     done = Relay(source, target, stream="s", trusted_keys=keys, threads=1).sync()
-    assert done is not None
     assert done.links == ("the fold 0->16",)
     assert newest_root(target, "s", trusted_keys=keys) == root
 

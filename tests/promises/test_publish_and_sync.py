@@ -41,7 +41,6 @@ def test_a_worker_that_follows_has_every_version(store: Store) -> None:
         for version in range(8):
             (root,) = publish(publisher, trainer)
             update = worker.sync()
-            assert update is not None
             assert (update.version, update.root, worker.root) == (version, root, root)
             assert worker.sync() is None
     assert state_root(trainer.state) == trainer.root
@@ -68,7 +67,6 @@ def test_a_worker_that_was_away_has_each_change_once(store: Store) -> None:
         worker.sync()
         publish(publisher, trainer, 5)
         update = worker.sync()
-    assert update is not None
     assert (update.previous, update.version) == (0, 5)
     for _, indices, values in update:
         assert indices is None or (np.all(np.diff(indices) > 0) and len(indices) == len(values))
@@ -117,7 +115,6 @@ def test_tied_tensors_are_stored_once_and_arrive_under_all_names(store: Store) -
         assert published.elements == 4000
     subscriber = Subscriber(store, stream=STREAM)
     update = subscriber.sync()
-    assert update is not None
     (alias,) = update.aliases
     assert {alias, update.aliases[alias]} == {"embed", "head"}
     assert np.array_equal(subscriber.state.read("embed"), subscriber.state.read("head"))
@@ -146,7 +143,6 @@ def test_an_update_that_was_not_taken_over_is_delivered_again(store: Store) -> N
             break  # an interrupt in the midst
         publish(publisher, trainer)
         update = worker.sync()
-    assert update is not None
     assert (update.previous, update.version, worker.root) == (0, 2, trainer.root)
 
 

@@ -28,7 +28,6 @@ def test_a_part_is_followed_with_the_bits_of_the_whole(store: Any) -> None:
         for _ in range(6):
             publish(publisher, trainer)
             update = worker.sync()
-            assert update is not None
             assert {tensor.spec.name for tensor in update.tensors} <= part(trainer).keys()
             for reader in (worker, selecting(store)):
                 reader.sync()

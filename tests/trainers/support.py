@@ -155,7 +155,6 @@ def followed(store: Store | str, stream: str = "policy", key: str = "step") -> d
     with Subscriber(store, stream=stream) as follower:
         for version in range(last + 1):
             update = follower.sync(version)
-            assert update is not None
             update.acknowledge()
             roots[update.metadata[key]] = state_root(follower.state)
     return roots

@@ -36,7 +36,6 @@ def test_a_short_run(tmp_path: Path) -> None:
             -1
         ] == f"{policy}/versions/000000000012.json"
         newest = manifest_of(store, policy, 12)
-        assert newest.patch is not None
         assert len(newest.patch.parts) == 2, "one of each rank"
 
 
@@ -61,7 +60,6 @@ def test_a_simulated_region_is_cut_off_and_back(tmp_path: Path) -> None:
     far = link(folder, "far")
     relay = Relay(far, MemoryStore(), stream="solver", threads=1)
     copied = relay.sync()
-    assert copied is not None
     assert copied.seconds >= 8 * copied.nbytes / 10e6
     cut(folder, "far").touch()
     weights[3] = 1

@@ -27,7 +27,6 @@ def test_after_each_step_the_server_has_the_cast_weights(
     assert sorted(witness.roots) == list(range(STEPS + 1))
     assert followed(store, key="sync") == {step + 1: root for step, root in witness.roots.items()}
     assert all(0 < p.density < 0.05 for p in published[1:])
-    assert transfer.synced is not None
     assert (transfer.synced.version, transfer.synced.previous, transfer.synced.full) == (
         STEPS,
         STEPS - 1,
@@ -46,7 +45,6 @@ def test_lora_is_sent_merged(
     settings = {"learning_rate": 1e-3}
     trainer = async_grpo(checkpoint, tmp_path, url, transfer, peft_config=lora, config=settings)
     trainer.train()
-    assert transfer.published is not None
     assert transfer.published.version == STEPS
     assert 0 < transfer.published.density < 0.5
     assert checksums(url) == written_anew(url, store)

@@ -85,9 +85,7 @@ def test_trl_s_defaults_are_sparse_and_the_last_weights_are_live(
     assert str(trainer.model.dtype) == "torch.float32"
     trainer.train()
     assert followed(store) == witness.roots
-    assert rollout.published is not None
     assert rollout.published.density < 0.05
-    assert rollout.synced is not None
     assert (rollout.synced.version, rollout.synced.full) == (STEPS, False)
     assert weight_version(url) == str(STEPS)
     logged = trainer.state.log_history[-2]
@@ -171,7 +169,6 @@ def test_a_server_that_is_replaced_is_waited_for_and_brought_up_to_date(
         witness = Witness()
         trainer = grpo(checkpoint, tmp_path, rollout, callbacks=[witness, replaced])
         trainer.train()
-        assert replaced.starting is not None
         replaced.starting.join()
         assert trainer.state.global_step == STEPS
         assert followed(store) == witness.roots
