@@ -17,7 +17,7 @@ from pulse_rl import (
     fold_stream,
     gc_stream,
 )
-from pulse_rl.errors import ChainGap, InputError, StoreUnavailable
+from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import Event, FallbackUsed, Relayed
 from tests.support.folds import fold_link
 from tests.support.publishers import tuned
@@ -128,40 +128,6 @@ def test_a_fold_with_the_bytes_of_a_patch_can_be_collected_around(rng: Rng) -> N
     assert gc_stream(target, "policy", keep=5, grace_seconds=0).oldest == 0
     assert newest_root(target) == roots([second])[0]
     assert_whole(target)
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_relay_that_stops_at_any_call_goes_on(after: bool, rng: Rng) -> None:
-    """And shows nothing meanwhile that is not whole."""
-    states = history(rng, 5)
-    source = MemoryStore()
-    publisher = tuned(
-        source, stream="policy", anchor_ratio=0.02, shard_bytes=3000, folds=(2,), threads=1
-    )
-    for state in states:
-        publisher.publish(state)
-    publisher.wait()
-    expected = roots(states)[-1]
-    stops = 0
-    for at in range(200):
-        for side in ("source", "target"):
-            disk = MemoryStore()
-            far, near = FaultyStore(source), FaultyStore(disk)
-            (far if side == "source" else near).fail(at, after=after)
-            try:
-                Relay(far, near, stream="policy", threads=1).sync()
-            except StoreUnavailable:
-                stops += 1
-                if names(disk, "policy/versions"):
-                    assert_whole(disk)
-            for store in (far, near):
-                store.heal()
-            Relay(far, near, stream="policy", threads=1).sync()
-            assert newest_root(disk) == expected
-            assert_whole(disk)
-        if not far.fired and not near.fired:
-            break
-    assert stops > 20
 
 
 def test_what_was_stored_before_is_not_fetched_again(rng: Rng) -> None:
