@@ -21,18 +21,9 @@ from pulse_rl import (
 )
 from pulse_rl.errors import InputError
 from pulse_rl.integrations.torch import apply_
+from tests.support.states import UINTS, WIDTHS
 
 from .oracle import STREAM, Trainer, Worker, held, publish, root_of
-
-WIDTHS = {
-    **dict.fromkeys(
-        ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1
-    ),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
-    **dict.fromkeys(("I32", "U32", "F32"), 4),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
-}
-UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def test_a_worker_that_follows_has_every_version(store: Store) -> None:
