@@ -22,7 +22,6 @@ from .errors import InputError, PulseError
 __all__ = [
     "BaselineRestored",
     "CallFailed",
-    "DensityDrift",
     "Event",
     "FallbackUsed",
     "Folded",
@@ -261,18 +260,6 @@ class Relayed(OneLine):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class DensityDrift(OneLine):
-    """``density`` was outside its usual band, ``low`` to ``high``, for several versions
-    (`pulse_rl.metrics.DriftWatch`)."""
-
-    stream: str
-    version: int
-    density: float
-    low: float
-    high: float
-
-
 Event = (
     Progress
     | Published
@@ -283,7 +270,6 @@ Event = (
     | Hint
     | Folded
     | Relayed
-    | DensityDrift
 )
 """All that a listener may be handed."""
 
