@@ -1,7 +1,7 @@
 """What publishing and applying cost a trainer and an engine whose weights are on a device.
 
-    python -m benchmarks.device [--device cuda] [--shape 0.5b] [--updates 5] [--on-device
-    copy|baseline]
+    python -m benchmarks.device [--device cuda] [--shape 0.5b] [--updates 5]
+    [--copy-on-device]
 
 A step of the trainer flips one element in 100 in place. ``held up``: how much later than without a
 submission the device has ended the next step. ``publish``: from submission to commit, through
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=NAMES, default="0.5b")
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--on-device", choices=["copy", "baseline"])
+    parser.add_argument("--copy-on-device", action="store_true")
     arguments = parser.parse_args()
     device = arguments.device
     made = (
@@ -78,7 +78,7 @@ def main() -> None:
         Publisher(store, stream="policy") as publisher,
         Subscriber(store, stream="policy") as worker,
     ):
-        publisher.publish(trained, on_device=arguments.on_device)
+        publisher.publish(trained)
         first = worker.sync()
         assert first is not None
         apply_(live, first)
@@ -86,7 +86,7 @@ def main() -> None:
         for number in range(0, 2 * arguments.updates, 2):
             alone = seconds(device, partial(step, trained, number))
             began = time.perf_counter()
-            submission = publisher.submit(trained, on_device=arguments.on_device)
+            submission = publisher.submit(trained, copy_on_device=arguments.copy_on_device)
             blocked = time.perf_counter() - began
             held.append(blocked + seconds(device, partial(step, trained, number + 1)) - alone)
             submission.result()
@@ -98,7 +98,8 @@ def main() -> None:
             assert state_root(live) == worker.root
     size = sum(tensor.nbytes for tensor in trained.values()) / 1e9
     print(
-        f"{device}, {arguments.shape}, {size:.2f} GB, on_device {arguments.on_device}: "
+        f"{device}, {arguments.shape}, {size:.2f} GB, copied on the device: "
+        f"{arguments.copy_on_device}: "
         f"held up {median(held):.3f} s, publish {median(published):.3f} s, apply "
         f"{median(applied):.3f} s"
     )

@@ -188,10 +188,7 @@ class Run:
         rng = np.random.default_rng(number)
         bits = (rng.standard_normal(ELEMENTS, np.float32).view(np.uint32) >> 16).astype(np.uint16)
         state = {"w": Bits(bits.reshape(-1, 500), "BF16")}
-        codec = (
-            "auto" if self.link is None else "zstd"
-        )  # many bytes, for which 100 workers compute little
-        publisher = Publisher(self.writer, stream=stream, codec=codec, anchor_ratio=1e9, threads=1)
+        publisher = Publisher(self.writer, stream=stream, anchor_ratio=1e9, threads=1)
         publisher.publish(state)
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())

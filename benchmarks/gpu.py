@@ -42,10 +42,9 @@ class Row(NamedTuple):
 def rows(small: bool) -> Iterator[Row]:
     python = [sys.executable, "-m"]
     device = [*python, "benchmarks.device"]
-    for how in ("", "copy", "baseline"):
-        option = ["--on-device", how] if how else []
+    for option in ([], ["--copy-on-device"]):
         shape = "10m" if small else "0.5b"
-        yield Row(f"submit, on_device {how or None}", [*device, "--shape", shape, *option], 1)
+        yield Row(" ".join(["submit", *option]), [*device, "--shape", shape, *option], 1)
     yield Row(
         "scatter, Triton's kernel beside index_copy_", [*python, "benchmarks.gpu", "--scatter"], 1
     )
@@ -59,9 +58,8 @@ def rows(small: bool) -> Iterator[Row]:
             ("vllm",),
         )
     for shape in ("10m",) if small else ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"):
-        for how in ("copy", "baseline"):
-            command = [*device, "--shape", shape, "--updates", "2", "--on-device", how]
-            yield Row(f"{shape}, on_device {how}", command, 1, ("gpu",))
+        command = [*device, "--shape", shape, "--updates", "2", "--copy-on-device"]
+        yield Row(f"{shape}, copied on the device", command, 1, ("gpu",))
     for shape in ("qwen3-4b", "qwen3-8b"):
         command = [*python, "benchmarks.engines", "--shape", shape, "--updates", "2"]
         yield Row(f"engine, {shape}", command, 8, ("gpu", "vllm"))
@@ -72,11 +70,10 @@ def rows(small: bool) -> Iterator[Row]:
         *device,
         "--shape",
         "10m",
-        "--on-device",
-        "baseline",
+        "--copy-on-device",
     ]
     yield Row(
-        "compute-sanitizer, baseline and apply",
+        "compute-sanitizer, submit and apply",
         [*checked, "--updates", "1"],
         2,
         ("gpu", "compute-sanitizer"),

@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pulse_rl.patch.build import code_blocks
 from pulse_rl.state.tensors import Bits, State
+from pulse_rl.sync import pending
 
 Mapping16 = dict[str, np.ndarray]
 """BF16 bit patterns, uint16, by name."""
@@ -75,3 +78,9 @@ def memory(field: str) -> int:
                 return int(line.split()[1]) << 10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10
+
+
+def use_the_papers_layout() -> None:
+    """Has this process publish patches in the layout of the PULSE paper, which is measured beside
+    ours and is no setting."""
+    pending.code_blocks = partial(code_blocks, codec="zstd")  # type: ignore[assignment]

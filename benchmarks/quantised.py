@@ -1,38 +1,33 @@
 """Streams of quantised states of a real run beside its BF16 stream: bytes a step, what changes, and
 XOR + zstd.
 
-    python -m benchmarks.quantised [--lr 1e-6] [--steps 40] [--last 10] [--keep-embeddings] [--speed
-    | --beside]
+    python -m benchmarks.quantised [--lr 1e-6] [--steps 40] [--last 10] [--keep-embeddings]
+    [--speed]
 
 The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights, FP32 masters). Each step
 is published by one publisher a format, quantised from the masters; counted are whole patch files of
 the last steps. All matrices are quantised, embeddings too, unless they are to be kept in BF16 as
 engines keep them: they are half of this model, and a tenth or less of a large one. XOR + zstd codes
 the same codes, tensor by tensor, without scales. --speed: gigabytes of weights a second that are
-quantised, by one core and by all, and the memory that takes. --beside: a BF16 stream and a
-quantised one of the same weights, by one publisher and by two, taking turns: what a step costs that
-changes 1% of the BF16 weights.
+quantised, by one core and by all, and the memory that takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks import trace
-from benchmarks.measure import reset_peak, timed
+from benchmarks.measure import timed
 from pulse_rl import MemoryStore, Publisher, State, Subscriber
 from pulse_rl._util import zstd
 from pulse_rl.patch import build_patch
@@ -177,73 +172,6 @@ def speed() -> None:
                   "states more")  # fmt: skip
 
 
-class Turns:
-    """A BF16 stream and one quantised by ``how``, of one publisher (``True``) and of two
-    (``False``)."""
-
-    def __init__(self, how: str) -> None:
-        one, two, three = (
-            Publisher(MemoryStore(), stream=name) for name in ("policy", "policy", "policy-q")
-        )
-        self.calls: dict[bool, Any] = {
-            True: [(one, {"beside": {"policy-q": how}})],
-            False: [(two, {}), (three, {"quantise": how})],
-        }
-
-    def take(self, call: str, state: Any, first: bool) -> dict[bool, Any]:
-        """What a step costs each, who take it one after another, and how long it holds up the
-        caller."""
-        found, roots = {}, {}
-        for which in (first, not first):
-            held = 0.0
-
-            def run(of: Any = self.calls[which]) -> list[Any]:
-                nonlocal held
-                began = time.perf_counter()
-                made = [getattr(each, call)(state, dtype="BF16", **given) for each, given in of]
-                held = time.perf_counter() - began
-                return [each.result() if call == "submit" else each for each in made]
-
-            reset_peak()
-            cost, made = timed(run)
-            found[which] = cost, held
-            roots[which] = [each.root for own in made for each in (own, *own.beside.values())]
-        assert roots[True] == roots[False]
-        return found
-
-
-def beside(repeats: int = 7) -> None:
-    """67 M weights in 16 matrices, FP32 and BF16: medians."""
-    masters = {f"layers.{k:02}.up_proj.weight": 0.02 * torch.randn(2048, 2048) for k in range(16)}
-    for kind, how in itertools.product((torch.float32, torch.bfloat16), ("fp8_block", "mxfp4")):
-        turns = Turns(how)
-        for call in ("publish", "submit"):
-            rows = []
-            for turn in range(repeats + 1):
-                for tensor in masters.values():
-                    tensor.mul_(1 + 2e-5 * torch.randn_like(tensor))
-                state = {name: tensor.to(kind) for name, tensor in masters.items()}
-                (a, held), (b, of_two) = itemgetter(True, False)(
-                    turns.take(call, state, bool(turn % 2))
-                )
-                rows.append(
-                    (
-                        a.wall / b.wall,
-                        a.cpu / b.cpu,
-                        b.cpu,
-                        held / of_two,
-                        a.peak / 1e6,
-                        b.peak / 1e6,
-                    )
-                )
-            # The first ones make baselines, and buffers.
-            wall, cpu, seconds, held, peak, of_two = np.median(rows[1:], 0)
-            print(f"{str(kind)[6:]:8} {how:9} {call:7}: wall {wall:.2f}, processor {cpu:.2f} of "
-                  f"{seconds:.2f} s, "
-                  f"caller held up {held:.2f}, peak {peak:.0f} MB, of two {of_two:.0f} MB",
-                  flush=True)  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantised", description=__doc__)
     parser.add_argument("--lr", type=float, default=1e-6)
@@ -254,12 +182,9 @@ def main() -> None:
         "--start", type=Path, help="a folder that keeps the fitted start for the next run"
     )
     parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--beside", action="store_true")
     args = parser.parse_args()
     if args.speed:
         return speed()
-    if args.beside:
-        return beside()
     streams = [Stream("BF16"), *map(Stream, FORMATS)]
     for step, masters in enumerate(states(args), 1):
         source = State.of(masters)

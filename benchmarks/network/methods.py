@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from benchmarks.measure import use_the_papers_layout
 from benchmarks.network.run import THREADS
 from pulse_rl import Bits, Publisher, Store, Subscriber, state_root
 from pulse_rl.events import FallbackUsed, Synced
@@ -121,8 +122,9 @@ class FullWorker:
 class PatchTrainer:
     def __init__(self, store: Store, weights: Weights, codec: str) -> None:
         self._weights = weights
-        layout = "zstd" if codec == "zstd" else "auto"
-        self._publisher = Publisher(store, stream=STREAM, codec=layout, threads=THREADS)
+        if codec == "zstd":
+            use_the_papers_layout()
+        self._publisher = Publisher(store, stream=STREAM, threads=THREADS)
 
     def publish(self) -> Version:
         done = self._publisher.publish(self._weights.state)

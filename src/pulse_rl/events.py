@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
@@ -81,8 +81,6 @@ class Published(OneLine):
     the version before: what differs between their names, dtypes, shapes or ties, or that a patch
     would be no smaller than the state. ``blocked_seconds`` is how long the caller was held up:
     ``seconds`` by ``publish``, by ``submit`` the copy of the state and the wait for room.
-    ``beside``: what a call returns has, by stream, the versions that were committed of the same
-    state along with this one (``publish(beside=…)``).
     """
 
     stream: str
@@ -99,7 +97,6 @@ class Published(OneLine):
     reason: str = field(default="", repr=False)
     stream_id: str = field(default="", repr=False)
     blocked_seconds: float = field(default=0.0, repr=False)
-    beside: Mapping[str, Published] = field(default_factory=dict, repr=False)
 
     @property
     def density(self) -> float:
@@ -221,8 +218,7 @@ class Hint(OneLine):
     compute dtype few do. "wrapped_names": names have parts that a wrapper of the module adds (DDP,
     FSDP, torch.compile), and that no inference engine knows. "fused_names": tensors have several
     experts each, as transformers fuses them in memory, where most checkpoints have them one by one.
-    "retention": what a publisher was not to keep could not be deleted. "device_memory": a device
-    had no memory for what ``on_device="baseline"`` keeps there.
+    "retention": what a publisher was not to keep could not be deleted.
     """
 
     stream: str

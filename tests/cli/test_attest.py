@@ -34,15 +34,14 @@ def write_key(file: Path, key: Any, how: serialization.KeySerializationEncryptio
     return file
 
 
-def publish(folder: Path, rng: Rng, signer: Signer | None = None, *, attest: bool = False) -> None:
-    with Publisher(str(folder), stream="policy", signer=signer, attest=attest) as publisher:
+def publish(folder: Path, rng: Rng, signer: Signer | None = None) -> None:
+    with Publisher(str(folder), stream="policy", signer=signer) as publisher:
         for step in range(3):
             tensors = {"w": Bits(weights(rng, 5000).array, "BF16"), "b": weights(rng, 10)}
             publisher.publish(
                 tensors,
                 metadata={"step": step, "loss": 0.5},
                 files=FILES,
-                anchor=attest and step == 2,
             )
 
 
@@ -54,17 +53,13 @@ def place(tmp_path: Path, rng: Rng) -> Path:
     return tmp_path
 
 
-def attest(
-    pulse: Pulse, place: Path, *options: object, version: int = 1, key: str | None = "key.pem"
-) -> tuple[Path, Path]:
-    """A version's statement, made with a ``key`` or the publisher's, and its folder without
-    links."""
+def attest(pulse: Pulse, place: Path, *options: object, version: int = 1) -> tuple[Path, Path]:
+    """A version's statement, and its folder without links."""
     of = (place / "store", "--stream", "policy", "--version", version)
     signature, folder = place / f"{version}.sig", place / f"out-{version}"
     pulse("checkout", *of, "--out", folder, *options)
-    if key:
-        pulse("attest", *of, "--key", place / key, "-o", signature, *options)
-    return signature if key else folder / "pulse.sig", (folder / ".pulse/current").resolve()
+    pulse("attest", *of, "--key", place / "key.pem", "-o", signature, *options)
+    return signature, (folder / ".pulse/current").resolve()
 
 
 def statement_in(bundle: Any, public_key: bytes) -> Any:
@@ -153,68 +148,6 @@ def test_the_publishers_key_is_named_where_its_signature_is_one(
     pulse.refused(*command, kind="untrusted", match="invalid signature")
 
 
-@pytest.fixture
-def signed(pulse: Pulse, place: Path, rng: Rng) -> Path:
-    """The stream in ``store`` is one whose publisher signs and attests: the first and the last of
-    three versions have anchors. Its key is ``trainer.key``, ``key.pub`` that of its
-    attestations."""
-    shutil.rmtree(place / "store")
-    public_key = pulse("keygen", place / "trainer.key")
-    publish(place / "store", rng, Signer.load(place / "trainer.key"), attest=True)
-    again = ("keygen", place / "trainer.key", "--attestations", place / "key.pub")
-    assert pulse(*again, "--force") == pulse(*again) == public_key
-    return place
-
-
-def test_what_the_publisher_stored_is_handed_out_without_a_key(pulse: Pulse, signed: Path) -> None:
-    of = ("attest", signed / "store", "--stream", "policy")
-    for options in ([], ["--version", 0]):
-        stored = statement_in(pulse.json(*of, *options), (signed / "key.pub").read_bytes())
-        made = pulse.json(*of, *options, "--key", signed / "trainer.key")
-        assert stored == statement_in(made, (signed / "key.pub").read_bytes())
-        assert stored["predicate"]["pulse"]["publisherKey"]
-    assert "version 2 of policy, 4 files" in pulse(*of, "-o", signed / "2.sig")
-    pulse.refused(*of, "--version", 1, kind="input", match="'policy' has not attested version 1")
-    pulse.refused(*of, "--sharded", kind="input", match="one file of weights")
-    pulse.refused(
-        *of, "--trust", Signer.generate().public_key, kind="untrusted", match="untrusted key"
-    )
-    for command in (
-        ("publish", attest(pulse, signed)[1], *of[1:], "--anchor"),
-        ("anchor", *of[1:]),
-    ):
-        pulse.refused(*command, "--attest", kind="input", match="attest needs a signer")
-        pulse(*command, "--attest", "--sign-key", signed / "trainer.key")
-    assert [each["attested"] for each in pulse.json("log", *of[1:])["versions"]] == [
-        True,
-        False,
-        True,
-        True,
-        True,
-    ]
-    assert "B, attested" in pulse("log", *of[1:])
-    assert "all links are valid" in pulse("verify", *of[1:])
-
-
-def test_a_checkout_has_what_the_publisher_stored(pulse: Pulse, signed: Path) -> None:
-    of = (signed / "store", "--stream", "policy", "--version")
-    folder, other = signed / "out", signed / "other"
-    for version, attested in ((2, True), (1, False), (0, True)):
-        assert pulse.json("checkout", *of, version, "--out", folder)["attested"] == attested
-        assert (
-            ("model_signing verify key " in pulse.err)
-            == (folder / "pulse.sig").exists()
-            == attested
-        )
-    assert json.loads((folder / "pulse.sig").read_bytes()) == pulse.json("attest", *of, 0)
-    assert not pulse.json("checkout", *of, 0, "--out", other, "--sharded")["attested"]
-    said = folder.joinpath("pulse.sig").read_bytes()
-    next(file for file in (signed / "store").rglob("*.file") if file.read_bytes() == said).unlink()
-    assert not pulse.json("checkout", *of, 0, "--out", folder)["attested"]
-    assert "the attestation of version 0 cannot be used" in pulse.err
-    assert not (folder / "pulse.sig").exists()
-
-
 def test_other_keys_are_refused(pulse: Pulse, place: Path) -> None:
     command = (
         "attest",
@@ -262,17 +195,9 @@ def test_only_an_attestation_is_replaced(pulse: Pulse, place: Path) -> None:
     reason="no model_signing here: pip install model-signing==1.1.1 pyOpenSSL, or name it in "
     "PULSE_MODEL_SIGNING",
 )
-@pytest.mark.parametrize("stored", [False, True])
-def test_model_signing_takes_it_and_nothing_else(
-    pulse: Pulse, place: Path, request: pytest.FixtureRequest, stored: bool
-) -> None:
-    if stored:
-        request.getfixturevalue("signed")
-        signature, folder = attest(pulse, place, version=2, key=None)
-        other, _ = attest(pulse, place, version=0, key=None)
-    else:
-        signature, folder = attest(pulse, place, version=2)
-        other, _ = attest(pulse, place)
+def test_model_signing_takes_it_and_nothing_else(pulse: Pulse, place: Path) -> None:
+    signature, folder = attest(pulse, place, version=2)
+    other, _ = attest(pulse, place)
     write_key(place / "stranger.pem", ec.generate_private_key(ec.SECP256R1()))
 
     def changed(name: str) -> Path:

@@ -30,7 +30,6 @@ import numpy as np
 from pulse_rl import (
     Bits,
     LocalStore,
-    Publisher,
     PulseError,
     Relay,
     Subscriber,
@@ -39,6 +38,7 @@ from pulse_rl import (
     verify_stream,
 )
 from pulse_rl.errors import EmptyStream
+from tests.support.publishers import FoldingPublisher
 
 _ENDS = {"itself": 0, "exception": 1, "exit": 3, "interrupt": 130}
 _MOST_SECONDS = 60.0
@@ -120,7 +120,7 @@ def _program(rng: Random, folder: Path, end: str) -> int:
     store = open_store(folder / "store")
     numbers = np.random.default_rng(rng.getrandbits(32))
     weight = numbers.integers(0x3C00, 0x4000, (rng.choice((10, 3000)), 1000)).astype(np.uint16)
-    publisher = Publisher(
+    publisher = FoldingPublisher(
         store, stream="s", folds=rng.choice(((), (2,))), threads=rng.choice((1, 2))
     )
     works: list[Callable[[], object]] = [

@@ -164,7 +164,6 @@ class Fleet:
         """Without faults: those of publishers are another world's."""
         if self._publisher is None or rng.random() < 0.05:
             settings: dict[str, Any] = {
-                "folds": self._folds,
                 "anchor_ratio": rng.choice((0.5, 1e9)),
                 "shard_bytes": rng.choice((500, 1 << 30)),
                 "history": rng.choice((False, True, True)),

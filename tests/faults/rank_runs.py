@@ -111,7 +111,6 @@ def _rank(
         LocalStore(folder / "store"),
         stream="s",
         threads=1,
-        folds=(8,),
         timeout_seconds=_TIMEOUT_SECONDS,
     )
     last = rng.randrange(1, 20)

@@ -23,8 +23,9 @@ from pulse_rl.state.tensors import TensorSpec
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
 from pulse_rl.sync.layout import Box, Runs
-from pulse_rl.sync.rank import RankPublisher, Settings
+from pulse_rl.sync.publisher import PublisherSettings
 from pulse_rl.sync.request import LocalState, PublishRequest
+from pulse_rl.sync.sharded import ShardedRank
 
 from .model import STREAM, check
 from .store import Client, CrashNow, Fault, Net
@@ -217,7 +218,6 @@ class RankTrainer:
         rng: Random,
         *,
         anchor_ratio: float,
-        folds: tuple[int, ...] = (),
         signer: Signer | None = None,
         stream_id: str | None = None,
         shard_bytes: int = 1 << 30,
@@ -231,7 +231,7 @@ class RankTrainer:
         self._wire = wire
         self._spread = rng.getrandbits(32)
         self._ranks = [
-            RankPublisher(
+            ShardedRank(
                 Stream(
                     client,
                     STREAM,
@@ -240,8 +240,7 @@ class RankTrainer:
                     stream_id=stream_id,
                 ),
                 RankGroup(_Group(wire, rank, clients)),
-                Settings("auto", anchor_ratio, folds, None, (), signer, False, 1),
-                listener=None,
+                PublisherSettings(anchor_ratio, signer=signer, threads=1),
             )
             for rank, client in enumerate(clients.each)
         ]

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, State, Subscriber
 from pulse_rl.errors import ChainGap
 from tests.support.interrupts import Interrupter
+from tests.support.publishers import FoldingPublisher
 
 from . import hostile, interrupts
 from .driver import WORLDS, described, repeatable, run, search, shrunk
@@ -236,7 +237,7 @@ def test_the_model_knows_that_an_unsigned_fold_leads_nowhere() -> None:
     model = Model()
     disk = model.disk = Disk(model.created)
     model.signed = True
-    with Publisher(
+    with FoldingPublisher(
         disk, stream="s", anchor_ratio=1e9, folds=(2,), signer=SIGNER, threads=1
     ) as publisher:
         for k in range(3):

@@ -21,7 +21,7 @@ from tests.support.publishers import tuned
 from .callers import Interrupts
 from .disturbances import Disturbances
 from .model import GAP, MUST, STREAM, Model, check, version_name
-from .modes import FOLDS, INLINE, STEADY
+from .modes import INLINE, STEADY
 from .ranks import RankClients, RankTrainer
 from .store import FAULTS, Client, CrashNow, Disk, Fault, Net
 from .trainer import Trainer
@@ -56,7 +56,6 @@ class World(Disturbances, Upkeep):
         self.destroyed = False
         self.silently = False  # an object was damaged in a way that its size does not show
         self.ratio = rng.choice((0.5, 1.0, 3.0, 1000.0, 1000.0))
-        self.folds = rng.choice(((), FOLDS, FOLDS, (4, 8)))
         self.history = rng.choice((False, True, True))
         self.shard_bytes = rng.choice((1 << 30, 500))
         self.threads = threads
@@ -264,7 +263,6 @@ class World(Disturbances, Upkeep):
         if pair is None:
             settings: dict[str, Any] = {
                 "anchor_ratio": self.ratio,
-                "folds": self.folds,
                 "signer": self.signer,
                 "stream_id": self.setup.stream_id,
                 "shard_bytes": self.shard_bytes,

@@ -17,7 +17,7 @@ PulsePlugin = integration("axolotl").PulsePlugin
 
 def test_the_callback_has_the_arguments_of_the_config(tmp_path: Path) -> None:
     plugin = PulsePlugin()
-    written = {"pulse": {"store": str(tmp_path), "stream": "policy", "every": 2, "folds": [8]}}
+    written = {"pulse": {"store": str(tmp_path), "stream": "policy", "every": 2, "keep": 8}}
     plugin.register(written)
     folder, name = plugin.get_input_args().rsplit(".", 1)
     checked = getattr(importlib.import_module(folder), name)(**written)

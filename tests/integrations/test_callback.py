@@ -307,46 +307,8 @@ def test_a_run_says_that_it_continues_a_stream(caplog: pytest.LogCaptureFixture)
         {"every": True},
         {"on_event": 3},
         {"keep": 0},
-        {"beside": {"policy": None}},
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Training(MemoryStore(), **settings)
-
-
-def test_streams_beside_get_the_same_steps() -> None:
-    """From the FP32 masters, as callbacks of their own make them; a step that failed is made up for
-    in all."""
-    stores = Gate(), MemoryStore(), MemoryStore()
-    training = Training(stores[0], replace=False, beside={"policy-fp8": "fp8_block"})
-    plain, fp8 = (
-        Training(stores[1], replace=False),
-        Training(stores[2], replace=False, quantise="fp8_block"),
-    )
-    for each in (training, plain, fp8):
-        each.begin()
-        each.step()
-        each.settle()
-        each.log(loss=1.0)
-    stores[0].away = True
-    training.step()
-    training.settle()
-    assert training.log()["pulse/failed"] == 1
-    stores[0].away = False
-    training.end()
-    for each in (plain, fp8):
-        each.step()
-        each.end()
-    done = training.callback.published
-    assert done is not None
-    for stream, (published, alone) in {
-        "policy": (done, plain),
-        "policy-fp8": (done.beside["policy-fp8"], fp8),
-    }.items():
-        assert alone.callback.published is not None
-        assert (published.stream, published.root) == (stream, alone.callback.published.root)
-        assert published.metadata["step"] == 2
-    figures = training.log()
-    assert (figures["pulse/version"], figures["pulse/policy-fp8/version"]) == (2, 2)
-    assert figures["pulse/policy-fp8/bytes"] < figures["pulse/bytes"]

@@ -20,6 +20,7 @@ from pulse_rl import (
 from pulse_rl.errors import EmptyStream, InputError, StoreUnavailable
 from pulse_rl.events import CallFailed, Event
 from tests.support.lying_store import LyingStore
+from tests.support.publishers import FoldingPublisher
 from tests.support.states import TinyTrainer
 from tests.support.stores import FaultyStore, names
 
@@ -28,7 +29,7 @@ def stream_with_anchors(
     store: Store, versions: int = 30
 ) -> tuple[Publisher, TinyTrainer, list[str]]:
     trainer = TinyTrainer()
-    publisher = Publisher(store, stream="s", folds=(4, 16), anchor_ratio=0.02, threads=1)
+    publisher = FoldingPublisher(store, stream="s", folds=(4, 16), anchor_ratio=0.02, threads=1)
     roots = []
     for _ in range(versions):
         trainer.step()

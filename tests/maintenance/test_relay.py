@@ -21,7 +21,7 @@ from pulse_rl import (
 from pulse_rl.errors import ChainGap, InputError, StoreUnavailable
 from pulse_rl.events import Event, FallbackUsed, Relayed
 from tests.support.folds import fold_link
-from tests.support.publishers import tuned
+from tests.support.publishers import FoldingPublisher, tuned
 from tests.support.relays import Counted, assert_whole, newest_root
 from tests.support.states import Rng, TinyTrainer, history, roots
 from tests.support.stores import FaultyStore, names, s3_store
@@ -63,7 +63,7 @@ def test_who_was_cut_off_comes_back_by_folds() -> None:
     """No full state crosses, nor the patches that a fold stands for; and what is then shown is a
     whole stream."""
     source, target, trainer = Counted(), MemoryStore(), TinyTrainer()
-    publisher = Publisher(source, stream="s", threads=1, folds=(4, 16), anchor_ratio=1e9)
+    publisher = FoldingPublisher(source, stream="s", threads=1, folds=(4, 16), anchor_ratio=1e9)
 
     def publish(versions: int) -> str:
         for _ in range(versions):
@@ -97,7 +97,7 @@ def test_who_was_cut_off_comes_back_by_folds() -> None:
 
 def test_what_a_relay_skipped_can_be_collected_around() -> None:
     source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
-    publisher = Publisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
+    publisher = FoldingPublisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
     for version in range(30):
         trainer.step()
         root = publisher.publish(trainer.state, anchor=version == 3).root
@@ -189,7 +189,7 @@ def test_a_damaged_payload_is_not_passed_on(damage: str) -> None:
     """The relay goes around it, and says so."""
     source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
     seen: list[Event] = []
-    publisher = Publisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
+    publisher = FoldingPublisher(source, stream="s", threads=1, folds=(4,), anchor_ratio=1e9)
     relay = Relay(source, target, stream="s", threads=1, on_event=seen.append)
     for version in range(5):
         trainer.step()

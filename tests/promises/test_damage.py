@@ -11,6 +11,7 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, Store, verify_stream
 from pulse_rl.errors import ChainGap, PulseError
 from tests.support.lying_store import LyingStore
+from tests.support.publishers import FoldingPublisher
 
 from .oracle import STREAM, Trainer, Worker, copied, objects, publish
 
@@ -40,7 +41,9 @@ HARMS: list[Harm] = [flip, cut, delete, junk]
 
 def stream(versions: int = 5) -> tuple[MemoryStore, list[str]]:
     store, trainer = MemoryStore(), Trainer(elements=600)
-    with Publisher(store, stream=STREAM, folds=(2, 4), anchor_ratio=0.2, threads=1) as publisher:
+    with FoldingPublisher(
+        store, stream=STREAM, folds=(2, 4), anchor_ratio=0.2, threads=1
+    ) as publisher:
         return store, publish(publisher, trainer, versions)
 
 

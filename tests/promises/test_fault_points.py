@@ -14,6 +14,7 @@ import pulse_rl
 from pulse_rl import MemoryStore, Publisher, Relay, verify_stream
 from pulse_rl.errors import ChainGap, DigestMismatch, PublisherConflict, StoreUnavailable
 from tests.support.interrupts import POINTS, armed
+from tests.support.publishers import FoldingPublisher
 
 from .oracle import STREAM, Trainer, Worker, held, objects, publish, root_of
 
@@ -40,7 +41,7 @@ def once(error: BaseException) -> tuple[Callable[[], None], list[int]]:
 def stream(**settings: Any) -> tuple[MemoryStore, Trainer, Publisher]:
     """Two versions of a stream, and its publisher."""
     store, trainer = MemoryStore(), Trainer(elements=600)
-    publisher = Publisher(store, stream=STREAM, threads=1, **settings)
+    publisher = FoldingPublisher(store, stream=STREAM, threads=1, **settings)
     publish(publisher, trainer, 2)
     return store, trainer, publisher
 

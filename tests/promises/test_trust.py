@@ -9,6 +9,7 @@ import pytest
 
 from pulse_rl import MemoryStore, Publisher, Signer, Store, verify_stream
 from pulse_rl.errors import PulseError
+from tests.support.publishers import FoldingPublisher
 
 from .oracle import STREAM, Trainer, Worker, copied, objects, publish
 
@@ -26,7 +27,7 @@ def shown(store: Store) -> str | None:
 
 def test_what_our_key_has_signed_is_followed(store: Store) -> None:
     trainer, worker = Trainer(), Worker(store, **TRUST)
-    with Publisher(store, stream=STREAM, signer=OURS, folds=(2,)) as publisher:
+    with FoldingPublisher(store, stream=STREAM, signer=OURS, folds=(2,)) as publisher:
         for _ in range(4):
             publish(publisher, trainer)
             worker.sync()

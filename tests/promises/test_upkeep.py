@@ -9,13 +9,16 @@ import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Store, gc_stream, verify_stream
 from pulse_rl.errors import StoreUnavailable
+from tests.support.publishers import FoldingPublisher
 
 from .oracle import STREAM, Flaky, Trainer, Worker, copied, objects, publish
 
 
 def test_one_that_is_far_behind_reads_less_where_there_are_folds(store: Store) -> None:
     trainer, worker = Trainer(elements=30_000), Worker(store)
-    with Publisher(store, stream=STREAM, folds=(8,), anchor_ratio=100, threads=1) as publisher:
+    with FoldingPublisher(
+        store, stream=STREAM, folds=(8,), anchor_ratio=100, threads=1
+    ) as publisher:
         publish(publisher, trainer)
         worker.sync()
         base = dict(trainer.state)
@@ -34,7 +37,9 @@ def test_one_that_is_far_behind_reads_less_where_there_are_folds(store: Store) -
 
 def test_the_newest_versions_outlive_a_garbage_collection(store: Store) -> None:
     trainer = Trainer(elements=600)
-    with Publisher(store, stream=STREAM, folds=(2,), anchor_ratio=0.1, threads=1) as publisher:
+    with FoldingPublisher(
+        store, stream=STREAM, folds=(2,), anchor_ratio=0.1, threads=1
+    ) as publisher:
         roots = publish(publisher, trainer, 12)
         publisher.wait()
         before = set(objects(store))

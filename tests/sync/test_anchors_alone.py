@@ -9,6 +9,7 @@ import pytest
 from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.events import FallbackUsed
+from tests.support.publishers import FoldingPublisher
 from tests.support.states import Live, Rng, Tensors
 from tests.support.stores import FaultyStore
 
@@ -29,7 +30,7 @@ def step(state: Tensors, rng: Rng) -> Tensors:
 def test_a_patch_no_smaller_than_the_state_becomes_an_anchor(rng: Rng) -> None:
     first, third = noise(rng), noise(rng)
     chain, store = [first, step(first, rng), third, step(third, rng), noise(rng)], MemoryStore()
-    publisher = Publisher(store, stream="s", threads=1, folds=(2,))
+    publisher = FoldingPublisher(store, stream="s", threads=1, folds=(2,))
     done = [publisher.publish(state) for state in chain]
     publisher.close()
     assert [d.changed is None for d in done] == [True, False, True, False, True]

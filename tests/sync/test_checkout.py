@@ -20,7 +20,7 @@ from pulse_rl.stream.manifest import Link
 from pulse_rl.stream.stream import Stream as StoredStream
 from pulse_rl.sync.planner import cheapest_path
 from tests.support.commands import Pulse
-from tests.support.publishers import tuned
+from tests.support.publishers import FoldingPublisher, tuned
 from tests.support.states import TinyTrainer
 from tests.support.stores import FaultyStore
 
@@ -34,7 +34,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Stream:
     roots."""
     store, weights, roots = tmp_path_factory.mktemp("long"), np.zeros(4000, np.uint16), []
     folds = (2, 4, 8, 16, 32, 64, 128, 256)
-    with Publisher(store, stream="s", folds=folds, anchor_ratio=1e9, threads=1) as publisher:
+    with FoldingPublisher(store, stream="s", folds=folds, anchor_ratio=1e9, threads=1) as publisher:
         for step in range(VERSIONS):
             weights = weights.copy()
             weights[7 * step % 4000] += 1

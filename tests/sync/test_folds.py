@@ -6,17 +6,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, Subscriber, fold_stream, state_root, verify_stream
+from pulse_rl import MemoryStore, Subscriber, fold_stream, state_root, verify_stream
 from pulse_rl.errors import ChainGap, StoreUnavailable
 from pulse_rl.events import CallFailed, Event, Synced
 from tests.support.folds import fold_link
 from tests.support.manifests import folds_of, manifest_of
+from tests.support.publishers import FoldingPublisher
 from tests.support.states import TinyTrainer
 
 
 def published(store: MemoryStore, versions: int, **options: object) -> TinyTrainer:
     trainer = TinyTrainer()
-    publisher = Publisher(store, stream="s", threads=1, **options)  # type: ignore[arg-type]
+    publisher = FoldingPublisher(store, stream="s", threads=1, **options)  # type: ignore[arg-type]
     for _ in range(versions):
         trainer.step()
         publisher.publish(trainer.state)
@@ -57,7 +58,7 @@ def test_an_update_over_folds_tells_each_change_once() -> None:
     subscriber.sync()
     live = {name: values.copy() for name, _, values in subscriber.full_update()}
     trainer = TinyTrainer()
-    publisher = Publisher(store, stream="s", folds=(4, 16), threads=1)
+    publisher = FoldingPublisher(store, stream="s", folds=(4, 16), threads=1)
     for k in range(20):
         trainer.step()
         publisher.publish(trainer.state, metadata={"k": k})
@@ -121,7 +122,7 @@ def test_a_fold_that_saves_nothing_is_not_stored() -> None:
     below their sum."""
     store = MemoryStore()
     trainer = TinyTrainer()
-    publisher = Publisher(store, stream="s", folds=(2,), threads=1)
+    publisher = FoldingPublisher(store, stream="s", folds=(2,), threads=1)
     publisher.publish(trainer.state)
     for _ in range(2):
         for tensor in trainer.state.values():
@@ -133,7 +134,7 @@ def test_a_fold_that_saves_nothing_is_not_stored() -> None:
     assert all(fold.nbytes < spanned for fold in folds_of(store, "s"))
 
 
-def test_a_fold_that_cannot_be_stored_does_not_fail_the_publisher() -> None:
+def test_a_fold_that_cannot_be_stored_is_reported() -> None:
     class NoLinks(MemoryStore):
         def put(self, name: str, data: object) -> None:
             if "/links/" in name:
@@ -141,7 +142,8 @@ def test_a_fold_that_cannot_be_stored_does_not_fail_the_publisher() -> None:
             super().put(name, data)  # type: ignore[arg-type]
 
     store, seen = NoLinks(), []
-    trainer = published(store, 10, folds=(4,), on_event=seen.append)
+    trainer = published(store, 10)
+    assert list(fold_stream(store, "s", (4,), threads=1, on_event=seen.append)) == []
     assert [(e.kind, e.reason) for e in seen if isinstance(e, CallFailed)] == [
         ("store_unavailable", f"the fold {base}->{base + 4}: away") for base in (0, 4)
     ]

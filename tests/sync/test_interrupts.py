@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, Store, Subscriber, Update, state_root, verify_stream
+from pulse_rl import MemoryStore, Publisher, Store, Subscriber, Update, state_root
 from pulse_rl.errors import ConcurrentUse, InputError
 from tests.support.interrupts import STEP, Boom, Steps
 from tests.support.states import Live, Rng, bits, mutated, policy
@@ -34,14 +34,12 @@ def follow(subscriber: Subscriber, live: Live) -> Update | None:
     ("call", "stride"),
     [
         ("publish", 7 if STEP == "opcode" else 1),
-        ("publish beside", 37 if STEP == "opcode" else 3),
         ("sync", 5 if STEP == "opcode" else 1),
     ],
 )
 def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int, rng: Rng) -> None:
     """Raised where no signal could be, too."""
     state, store, live = policy(rng, 2000), MemoryStore(), Live()
-    beside: Any = {"policy-fp8": "fp8_block"} if call == "publish beside" else None
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")
     publisher.publish(state)
     follow(subscriber, live)
@@ -53,13 +51,13 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
         act: Callable[[], object] = (
             (lambda: follow(subscriber, live))
             if call == "sync"
-            else (lambda: publisher.publish(state, beside=beside))  # noqa: B023
+            else (lambda: publisher.publish(state))  # noqa: B023
         )
         try:
             Steps(number).run(act)
         except Boom:
             reached = number
-        publisher.publish(state, beside=beside)
+        publisher.publish(state)
         while follow(subscriber, live) is not None:
             pass
         assert live.root == subscriber.root == state_root(subscriber.state) == state_root(state), (
@@ -68,14 +66,6 @@ def test_an_interrupt_at_each_step_of_the_calling_thread(call: str, stride: int,
         if reached < number:
             break
     assert reached > (100 if STEP == "opcode" else 15)
-    for stream in beside or ():
-        assert not [report for report in verify_stream(store, stream) if report.problems]
-        with (
-            Subscriber(store, stream=stream) as worker,
-            Publisher(MemoryStore(), stream=stream) as alone,
-        ):
-            worker.sync()
-            assert worker.root == alone.publish(state, quantise=beside[stream]).root
 
 
 def test_iterating_to_the_end_acknowledges(rng: Rng) -> None:

@@ -14,6 +14,7 @@ from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root, unwra
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
 from pulse_rl.events import BaselineRestored, Event, Hint
 from pulse_rl.integrations.torch import apply_
+from tests.support.publishers import FoldingPublisher
 from tests.support.states import Rng, mutated, snapshot, taken, weights
 from tests.support.stores import FaultyStore
 
@@ -282,7 +283,7 @@ def test_other_versions_of_a_wide_state_are_patches(rng: Rng) -> None:
     """Folds read cast tensors as well."""
     first = {"w": Bits(rng.standard_normal(2000, np.float32).view(np.uint32), "F32")}
     second = mutated(rng, first, 0.01)
-    publisher = Publisher(MemoryStore(), stream="s", folds=(2,))
+    publisher = FoldingPublisher(MemoryStore(), stream="s", folds=(2,))
     for state in (first, second, first, second):
         done = publisher.publish(state, dtype="BF16")
     publisher.wait()

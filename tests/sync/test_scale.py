@@ -19,7 +19,7 @@ from pulse_rl.stream import manifest
 from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload
 from pulse_rl.stream.names import PATCH, SHARD
 from pulse_rl.stream.stream import Stream
-from tests.support.publishers import took_over
+from tests.support.publishers import FoldingPublisher, took_over
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +148,7 @@ def test_who_follows_lists_only_what_is_new(streams: dict[int, Counted]) -> None
 def test_publishing_lists_only_what_is_new(streams: dict[int, Counted]) -> None:
     costs = {}
     for versions, store in streams.items():
-        publisher = Publisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
+        publisher = FoldingPublisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
         states, _ = cycle()
         publisher.publish(states[(versions - 1) % CYCLE])  # resumes
         cost = []
@@ -230,7 +230,7 @@ def test_many_subscribers_on_one_store() -> None:
     """Workers that join at different versions follow together; each costs the store a few calls a
     version."""
     store = Counted()
-    publisher = Publisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
+    publisher = FoldingPublisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
     states, _ = cycle()
     for version in range(20):
         publisher.publish(states[version % CYCLE])

@@ -195,14 +195,14 @@ def test_newborn_streams_of_two_publishers_become_one(rng: Rng) -> None:
     states = history(rng, 3)
     store = FaultyStore(MemoryStore())
     one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
-    one._rank._head.committer.take()
-    two._rank._head.committer.take()
+    one._rank._committer.find(None)
+    two._rank._committer.find(None)
     with pytest.raises(PublisherConflict):
         one.publish(states[0])
     assert two.publish(states[0]).version == 0
     three, four = Publisher(store, stream="other"), Publisher(store, stream="other")
-    three._rank._head.committer.take()
-    four._rank._head.committer.take()
+    three._rank._committer.find(None)
+    four._rank._committer.find(None)
     store.hidden = set(names(store.inner, "other/epochs"))
     assert three.publish(states[0]).version == 0, "it did not see the claim"
     store.hidden = set()

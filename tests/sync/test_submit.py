@@ -16,6 +16,7 @@ import pytest
 from pulse_rl import Bits, MemoryStore, Published, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import ConcurrentUse, InputError, PublisherConflict, StoreUnavailable
 from pulse_rl.store import Data
+from tests.support.publishers import FoldingPublisher
 from tests.support.states import Rng, Tensors, history, mutated, policy, roots
 from tests.support.stores import FaultyStore
 
@@ -94,7 +95,9 @@ def test_it_is_the_same_stream_as_that_of_publish(rng: Rng) -> None:
     ]
     seen: list[list[tuple[Any, ...]]] = []
     for how in ("publish", "submit"):
-        with Publisher(MemoryStore(), stream="policy", anchor_ratio=0.3, folds=(4,)) as publisher:
+        with FoldingPublisher(
+            MemoryStore(), stream="policy", anchor_ratio=0.3, folds=(4,)
+        ) as publisher:
             done: list[Published] = [
                 publisher.publish(state) if how == "publish" else publisher.submit(state).result(20)
                 for state in states

@@ -17,7 +17,7 @@ from pulse_rl import MemoryStore, Publisher, state_root, verify_stream
 from pulse_rl.state import memory as device
 from pulse_rl.state.memory import DeviceCopies, DeviceTensor, pinned
 from tests.support.cuda import Stream, on_device, stand_in, step
-from tests.support.publishers import resident
+from tests.support.publishers import staging
 
 Device = tuple[Stream, list[int]]
 SIZE = 5000
@@ -68,7 +68,7 @@ def test_a_staged_copy_holds_up_nobody(cuda: Device) -> None:
     weight = torch.randn(SIZE).bfloat16()
     store = MemoryStore()
     expected = []
-    with resident(store, stream="policy", on_device="copy") as publisher:
+    with staging(store, stream="policy", copy_on_device=True) as publisher:
         for _ in range(4):
             Stream.gate.clear()
             current.work.append(lambda: step(weight))
@@ -92,7 +92,7 @@ def test_without_room_on_the_device_a_copy_is_not_staged(
     current, _ = cuda
     weight = torch.randn(SIZE).bfloat16()
     expected = state_root({"weight": weight})
-    with resident(MemoryStore(), stream="policy", on_device="copy") as publisher:
+    with staging(MemoryStore(), stream="policy", copy_on_device=True) as publisher:
         monkeypatch.setattr(torch, "empty_like", full)
         submission = publisher.submit({"weight": on_device(weight)})
         current.work.append(lambda: step(weight))
@@ -211,7 +211,7 @@ def test_a_real_device_keeps_the_order(given: torch.dtype, *, staged: bool) -> N
     busy = torch.randn(4096, 4096, device="cuda")
     expected = []
     store = MemoryStore()
-    with resident(store, stream="policy", on_device="copy" if staged else None) as publisher:
+    with staging(store, stream="policy", copy_on_device=staged) as publisher:
         for _ in range(5):
             for _ in range(20):
                 busy = (busy @ busy).clamp(-1, 1)

@@ -61,9 +61,8 @@ def assert_whole(store: Store | str, states: list[Tensors]) -> None:
     assert [r.root for r in reports] == roots(states)
 
 
-@pytest.mark.parametrize("name", ["auto", "zstd"])
-def test_a_worker_follows_every_version(any_store: Store | str, name: str, rng: Rng) -> None:
-    publisher = Publisher(any_store, stream="policy", codec=name)
+def test_a_worker_follows_every_version(any_store: Store | str, rng: Rng) -> None:
+    publisher = Publisher(any_store, stream="policy")
     seen: list[Event] = []
     subscriber, live = Subscriber(any_store, stream="policy", on_event=seen.append), Live()
     assert subscriber.sync() is None
@@ -376,11 +375,6 @@ def test_names_that_are_no_streams(name: str) -> None:
             make(MemoryStore(), stream=name)
     with pytest.raises(InputError):
         list(verify_stream(MemoryStore(), name))
-
-
-def test_an_unknown_codec_is_refused_at_once() -> None:
-    with pytest.raises(InputError, match="gzip"):
-        Publisher(MemoryStore(), stream="policy", codec="gzip")
 
 
 def test_any_source_can_be_published(tmp_path: Path, rng: Rng) -> None:

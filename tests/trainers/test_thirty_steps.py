@@ -120,7 +120,7 @@ def published(
         train(whole, seed)
     model, follower = sharded(how, trainer.size), followed(store)
     with ShardedPublisher(
-        store, stream="policy", folds=(4,), threads=1, timeout_seconds=30, on_event=events.append
+        store, stream="policy", threads=1, timeout_seconds=30, on_event=events.append
     ) as publisher:
         for seed in range(first, last):
             train(whole, seed)

@@ -74,56 +74,57 @@ class RankGroup:
         self._step = 0
         self._given_up = ""
 
-    def run_on_all(self, work: Callable[[], bytes]) -> list[bytes]:
-        """What ``work()`` returns on each rank, in their order. Where it fails on one, all raise:
-        the others the same error, of which they say where it came from. Raises RankLost."""
+    def each(
+        self, work: Callable[[], R], send: Callable[[R], bytes], read: Callable[[bytes], R]
+    ) -> list[R]:
+        """What ``work()`` returns on each rank, in their order; that of another rank as ``read``
+        makes it of what ``send`` has made of it there. Where it fails on one, all raise: the others
+        the same error, of which they say where it came from. Raises RankLost."""
+        own, messages = self._together(work, send)
+        return [own if k == self.rank else read(message) for k, message in enumerate(messages)]
+
+    def together(self, work: Callable[[], R]) -> R:
+        """What ``work()`` returns here, once it has returned on all ranks. Raises as `each`."""
+        return self._together(work, lambda _: b"")[0]
+
+    def from_first(
+        self, work: Callable[[], R], send: Callable[[R], bytes], read: Callable[[bytes], R]
+    ) -> R:
+        """What ``work()`` returns on rank 0; the others do not call it, and cannot fail. Raises as
+        `each`."""
+        if self.rank == 0:
+            return self._together(work, send)[0]
+        with shield():
+            messages = self._together(bytes, bytes)[1]
+        return read(messages[0])
+
+    def _together(self, work: Callable[[], R], send: Callable[[R], bytes]) -> tuple[R, list[bytes]]:
+        """What ``work()`` returns here, and what ``send`` makes of it on each rank."""
+        if self.size == 1:
+            checkpoint()
+            return work(), [b""]
         failure: BaseException | None = None
         message = b""
         try:
             checkpoint()
-            message = b"+" + work()
+            own = work()
+            message = b"+" + send(own)
         except RankLost:
             raise  # the group is lost for all: there is nobody left to be told
         except BaseException as error:  # an interrupt, too, must reach the others, which wait
             failure, message = error, b"-" + _error_to_bytes(error)
         # Sent in any case: the others wait for this rank's word, good or bad.
         try:
-            messages = [message] if self.size == 1 else self._all_gather(message)
+            messages = self._all_gather(message)
             if failure is not None:
                 raise self.mark_collective(failure)
         finally:
-            del (
-                failure
-            )  # or its traceback would hold itself, and all that the work held, until a collection
+            # Or its traceback would hold itself, and all that the work held, until a collection.
+            del failure
         for rank, said in enumerate(messages):
             if said[:1] == b"-":
                 raise self.mark_collective(_error_from_bytes(rank, said[1:]))
-        return [said[1:] for said in messages]
-
-    def on_rank0(self, work: Callable[[], bytes]) -> bytes:
-        """What ``work()`` returns on rank 0; the others do not call it, and cannot fail. Raises as
-        `run_on_all`."""
-        if self.rank == 0:
-            return self.run_on_all(work)[0]
-        with shield():
-            return self.run_on_all(bytes)[0]
-
-    def from_rank0(
-        self,
-        work: Callable[[], R],
-        to_bytes: Callable[[R], bytes],
-        from_bytes: Callable[[bytes], R],
-    ) -> R:
-        """What ``work()`` returns on rank 0, of which the others make theirs from its bytes. Raises
-        as `run_on_all`."""
-        made: list[R] = []
-
-        def run() -> bytes:
-            made.append(work())
-            return b"" if self.size == 1 else to_bytes(made[0])
-
-        message = self.on_rank0(run)
-        return made[0] if self.rank == 0 else from_bytes(message)
+        return own, [said[1:] for said in messages]
 
     def mark_collective(self, error: BaseException) -> BaseException:
         """``error`` itself, as one that is raised on all ranks alike, so that they stay

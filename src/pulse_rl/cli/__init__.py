@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from .. import __version__
-from .. import codec as codecs
 from ..errors import InputError, PulseError
 from ..state.cast import COMPUTE_DTYPES
 from ..state.quantise_formats import FORMATS
-from ..sync.folds import DEFAULT_FOLDS
 from ..sync.gc import DEFAULT_GRACE_SECONDS
+from ..sync.history_policy import DEFAULT_FOLDS
 from . import files, following, inventory, plan, runs, streams, study
 from .arguments import complete, count, fact, number, path, port, quantisation, seconds
 from .output import Console, open_streams, shortened
@@ -128,13 +127,6 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="write the weights in the files of the checkpoint's index, or else in files of 5 GB",
     )
-    coding = argparse.ArgumentParser(add_help=False)
-    coding.add_argument(
-        "--codec",
-        choices=codecs.CODECS,
-        default=codecs.AUTO,
-        help=f"codec for the changes (default: {codecs.AUTO})",
-    )
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument(
         "--stream", required=True, metavar="S", help="the stream's name in the store"
@@ -157,18 +149,11 @@ def make_parser() -> argparse.ArgumentParser:
     signing.add_argument(
         "--sign-key", metavar="FILE", help="sign with this private key (see keygen)"
     )
-    attesting = argparse.ArgumentParser(add_help=False)
-    attesting.add_argument(
-        "--attest",
-        action="store_true",
-        help="sign the files of each version with an anchor, for `checkout` and `attest` to hand "
-        "out",
-    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     a_checkpoint = "a .safetensors file, a folder, or a version of a stream, STORE#STREAM@VERSION"
 
     command = commands.add_parser(
-        "diff", parents=[common, coding, writing, keys], help="make a patch from two checkpoints"
+        "diff", parents=[common, writing, keys], help="make a patch from two checkpoints"
     )
     command.add_argument("old", metavar="OLD", help=a_checkpoint)
     command.add_argument("new", metavar="NEW", help="the checkpoint that the patch produces")
@@ -256,13 +241,13 @@ def make_parser() -> argparse.ArgumentParser:
     version.add_argument(
         "--keep", type=count, metavar="N", help="then keep the newest N versions (see gc)"
     )
-    version.add_argument(
-        "--folds", type=count, nargs="+", metavar="N", help="then make folds (see fold)"
-    )
     command = commands.add_parser(
         "publish",
-        parents=[common, coding, checkpoint, stream, version, signing, attesting, trust],
+        parents=[common, checkpoint, stream, version, signing, trust],
         help="publish a checkpoint as the next version",
+    )
+    command.add_argument(
+        "--folds", type=count, nargs="+", metavar="N", help="then make folds (see fold)"
     )
     command.set_defaults(run=streams.publish)
 
@@ -272,7 +257,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command = commands.add_parser(
         "watch",
-        parents=[common, coding, watched, stream, version, signing, attesting, trust],
+        parents=[common, watched, stream, version, signing, trust],
         help="publish the checkpoints that a trainer writes into a folder, each once, in the "
         "order of their steps",
     )
@@ -300,7 +285,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "anchor",
-        parents=[common, stream, signing, attesting, trust],
+        parents=[common, stream, signing, trust],
         help="publish the newest version once more, whole, for newcomers to start from",
     )
     command.set_defaults(run=streams.anchor)
@@ -383,9 +368,8 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--key",
         metavar="FILE",
-        help="sign with this private key: one that keygen has made, or one of P-256, P-384 or "
-        "P-521 in PEM (default: "
-        "hand out what the publisher has stored with the version's anchor)",
+        required=True,
+        help="sign with this private key of P-256, P-384 or P-521 in PEM",
     )
     command.add_argument(
         "-o", "--output", type=path, metavar="FILE", help="the file to write (default: print it)"
@@ -511,17 +495,10 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=streams.serve)
 
     command = commands.add_parser(
-        "keygen", parents=[common, writing], help="make a private key and print its public key"
+        "keygen", parents=[common], help="make a private key and print its public key"
     )
     command.add_argument(
         "file", metavar="FILE", help="file to write the private key to; must not exist"
-    )
-    command.add_argument(
-        "--attestations",
-        type=path,
-        metavar="PEM",
-        help="also write the public key that its attestations are verified with; FILE may then "
-        "be a key that is there",
     )
     command.set_defaults(run=streams.keygen)
 

@@ -38,13 +38,11 @@ def diff(args: argparse.Namespace, console: Console) -> int:
         old,
         new,
         digest,
-        codec=args.codec,
         threads=args.threads,
         progress=progress_to(console, "diff", old.nbytes),
     )
     write_output(out, built.chunks, PATCH_MAGIC, force=args.force)
     facts = _facts(built.header, built.nbytes, old.nbytes) | {
-        "codec": args.codec,
         "seconds": round(time.perf_counter() - started, 6),
     }
     console.result(facts, _lines(facts, args.output))

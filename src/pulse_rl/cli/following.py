@@ -400,7 +400,7 @@ def watch(args: argparse.Namespace, console: Console) -> int:
             f"{args.folder} is no folder",
             hint="Make it, or name the one that the trainer writes into.",
         )
-    publisher = open_publisher(args, console, args.folds or ())
+    publisher = open_publisher(args, console)
 
     def work() -> None:
         head = publisher.head()

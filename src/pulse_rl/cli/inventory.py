@@ -94,9 +94,7 @@ def log(args: argparse.Namespace, console: Console) -> int:
             _age(each["age_seconds"]),
             "full" if each["density"] is None else format_percent(each["density"]),
             format_bytes(each["patch_bytes"]) if each["patch_bytes"] else "",
-            format_bytes(each["anchor_bytes"]) + ", attested" * each["attested"]
-            if each["anchor_bytes"]
-            else "",
+            format_bytes(each["anchor_bytes"]) if each["anchor_bytes"] else "",
             _metadata(each["metadata"]),
         )
         if not each["problem"]
@@ -189,7 +187,6 @@ def _version_facts(stream: Stream, version: int) -> dict[str, Any]:
             "density",
             "patch_bytes",
             "anchor_bytes",
-            "attested",
             "dense_bytes",
             "epoch",
         ),
@@ -204,14 +201,13 @@ def _version_facts(stream: Stream, version: int) -> dict[str, Any]:
 
 
 def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
-    patch, anchor = manifest.patch, manifest.anchor
+    patch = manifest.patch
     return {
         "age_seconds": _since(manifest.created),
         "root": manifest.root,
         "density": patch.changed / max(manifest.elements, 1) if patch else None,
         "patch_bytes": patch_bytes(manifest),
         "anchor_bytes": anchor_bytes(manifest),
-        "attested": anchor is not None and anchor.attestation is not None,
         "dense_bytes": manifest.dense_bytes,
         "epoch": manifest.epoch,
         "metadata": manifest.metadata,

@@ -20,9 +20,8 @@ from .._util.settings import format_bytes, format_number
 from ..errors import EmptyStream, InputError
 from ..events import Event, Metadata, Synced
 from ..metrics import JsonLines, fan_out, read_events
-from ..state.checkpoint import CURRENT, FILE_NAME, PRIVATE
+from ..state.checkpoint import FILE_NAME
 from ..state.folder import check_folder
-from ..stream.attestation import SIGNATURE
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
@@ -147,7 +146,6 @@ def checkout(args: argparse.Namespace, console: Console) -> int:
             "root": found.root,
             "metadata": found.metadata,
             "payload_bytes": sum(fetched),
-            "attested": out.is_dir() and (out / SIGNATURE).is_symlink(),
             "seconds": round(time.perf_counter() - started, 6),
         }
     line = (
@@ -155,12 +153,6 @@ def checkout(args: argparse.Namespace, console: Console) -> int:
         f"{facts['root']} verified"
     )
     console.result(facts, [line])
-    if facts["attested"]:
-        files, how = out / PRIVATE / CURRENT, "--allow_symlinks --public_key PEM"
-        console.note(
-            f"its publisher's word: model_signing verify key {files} --signature "
-            f"{out / SIGNATURE} {how}"
-        )
     return 0
 
 

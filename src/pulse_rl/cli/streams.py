@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from typing import Any
 from .._util.settings import format_bytes
 from ..errors import InputError, PulseError
 from ..events import Published
-from ..maintenance.attestation import make_statement, stored_attestation
+from ..maintenance.attestation import make_statement
 from ..maintenance.compaction import anchor_stream, fold_stream
 from ..maintenance.verify import verify_stream
 from ..state.checkpoint import current_version, load
 from ..state.companions import checked_files, files_of, of_dtype
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
-from ..stream.attestation import BUNDLE, AttestationKey, stated
+from ..stream.attestation import BUNDLE, AttestationKey
 from ..stream.signing import Signer
 from ..sync.checkout import Checkout, checkout
 from ..sync.gc import gc_stream
@@ -100,18 +100,13 @@ def publish(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def open_publisher(
-    args: argparse.Namespace, console: Console, folds: Sequence[int] = ()
-) -> Publisher:
+def open_publisher(args: argparse.Namespace, console: Console) -> Publisher:
     """Raises InputError for a signed stream without a key."""
     publisher = Publisher(
         open_lasting(args.store),
         stream=args.stream,
-        codec=args.codec,
-        folds=folds,
         keep=args.keep,
         signer=_signer(args),
-        attest=args.attest,
         trusted_keys=args.trust or (),
         threads=args.threads,
         on_event=console,
@@ -132,7 +127,6 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
         open_lasting(args.store),
         args.stream,
         signer=_signer(args),
-        attest=args.attest,
         trusted_keys=args.trust or (),
         stream_id=args.stream_id,
         threads=args.threads,
@@ -143,23 +137,20 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
 
 
 def attest(args: argparse.Namespace, console: Console) -> int:
-    key = AttestationKey.load(args.key) if args.key else None
-    if args.sharded and not key:
-        raise InputError(
-            "what is stored is about one file of weights", hint="Give --key FILE to make another."
-        )
+    key = AttestationKey.load(args.key)
     if args.output:
         check_output(Path(args.output), BUNDLE.encode(), force=args.force)
-    of = open_lasting(args.store), args.stream, args.version
-    trust = {"trusted_keys": args.trust, "stream_id": args.stream_id}
-    if key:
-        statement = make_statement(
-            *of, sharded=args.sharded, threads=args.threads, on_event=console, **trust
-        )
-        bundle = key.bundle(statement)
-    else:
-        data = stored_attestation(*of, **trust)
-        statement, bundle = stated(data), json.loads(data)
+    statement = make_statement(
+        open_lasting(args.store),
+        args.stream,
+        args.version,
+        sharded=args.sharded,
+        trusted_keys=args.trust,
+        stream_id=args.stream_id,
+        threads=args.threads,
+        on_event=console,
+    )
+    bundle = key.bundle(statement)
     if not args.output:
         console.result(bundle, [json.dumps(bundle)])
         return 0
@@ -261,18 +252,9 @@ def gc(args: argparse.Namespace, console: Console) -> int:
 
 
 def keygen(args: argparse.Namespace, console: Console) -> int:
-    if args.attestations and Path(args.file).exists():
-        signer = Signer.load(args.file)
-    else:
-        signer = Signer.generate()
-        signer.save(args.file)
+    signer = Signer.generate()
+    signer.save(args.file)
     facts = {"public_key": signer.public_key, "file": args.file}
-    if args.attestations:
-        public = AttestationKey.of(signer).public_key
-        write_output(
-            Path(args.attestations), [public.encode()], b"-----BEGIN PUBLIC KEY", force=args.force
-        )
-        facts["attestations"] = args.attestations
     console.result(facts, [signer.public_key])
     return 0
 

@@ -25,7 +25,7 @@ class PulsePluginArgs(BaseModel):
 class PulsePlugin(BasePlugin):
     """Gives Axolotl's trainers a `PulseCallback` with the arguments under ``pulse`` in the config:
     ``store``, ``stream``, and any other that YAML can say (``every``, ``dtype``, ``adapter``,
-    ``folds`` …).
+    ``keep`` …).
 
     Raises InputError where they are missing or unknown, before the model is loaded where that can
     be seen.

@@ -3,10 +3,10 @@ expert parallelism."""
 
 from __future__ import annotations
 
-import os
+import json
 import sys
-from collections.abc import Mapping
-from typing import Any, Unpack
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from .._util import extra
 
@@ -17,17 +17,18 @@ with extra("torch"):
     from torch.distributed.tensor import DTensor
 
 from .._util.collective import GlooTransport, RankGroup
-from .._util.settings import checked_number, checked_path
+from .._util.settings import checked_number
 from ..errors import InputError
-from ..events import Metadata, Published
+from ..events import Listener, Metadata, Published
 from ..state.quantise import Quantise
 from ..state.tensors import State
 from ..store import Store
+from ..stream.signing import Signer
 from ..sync.checkout import Checkout
 from ..sync.layout import Box
 from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import LocalState, require_weights
-from ..sync.state_folder import StateFolder
+from ..sync.sharded import ShardedRank, unlike
 from .dtensor import local_box
 from .flat import FlatShard
 from .jax import local_part
@@ -40,35 +41,17 @@ _DEFAULT_SECONDS = 600.0
 
 
 class ShardedPublisher(Publisher):
-    """Publishes the states of one policy that is sharded over several ranks, none of which gathers
-    it.
+    """Publish the states of one policy that is sharded over several ranks, without a gather.
 
-    All ranks of ``process_group`` (None: all there are) make one, with the same arguments, and call
-    `publish`, or `submit`, in the same order, each with what it has: a ``state_dict`` of DTensors
-    (``fully_shard``, with replicas, tensor parallelism over rows or columns) and of plain tensors,
-    whole on one rank (pipeline stages, experts) or on several; a dictionary of jax.Arrays; or a
-    module, whose parameters FSDP1 or DeepSpeed ZeRO-3 may have cut. Each rank compares, codes,
-    hashes and uploads its own slices, and keeps a copy of these alone; then rank 0 commits the
-    version, and all return what it cost. Of several ranks with the same slice the lowest publishes
-    it. Readers follow the stream as any other, and a `Publisher` or another number of ranks can
-    continue it. A stream that begins with a version of another is begun by a `Publisher`: here
-    `begin_from` raises InputError.
-
-    With ``quantise``, by a name or a configuration, they agree on the scales of blocks that cross
-    them; `submit` copies what is to be quantised. Streams ``beside`` this one are published one
-    after another, from that copy.
-
-    ``baseline``: a folder on a disk of each machine, in which each rank has one of its own
-    (``rank-0`` …): its slices of the last version are a mapped file there instead of memory. Ranks
-    that start again with it, as many as before, go on from there, once all parts together have the
-    version's root; a rank that has lost its own reads its slices from the store. The other settings
-    are those of `Publisher`, ``threads`` for each rank. No call waits for another rank for longer
-    than ``timeout_seconds``.
-
-    Host memory of a rank: its slices once, unless ``baseline`` maps them (twice where a patch would
-    be no smaller than they are), the changes of one version, a block (at most 2^22 elements) and
-    its code for each thread, and on rank 0 the leaves' digests, 32 bytes for each MiB of the state;
-    with ``folds`` about 6 bytes for every BF16 weight of its slices that changed within a span.
+    All ranks make one, with the same arguments, and call `publish`, or `submit`, in the same order,
+    each with what it has: a ``state_dict`` of DTensors (``fully_shard``, with replicas, tensor
+    parallelism over rows or columns) and of plain tensors, whole on one rank (pipeline stages,
+    experts) or on several; a dictionary of jax.Arrays; or a module, whose parameters FSDP1 or
+    DeepSpeed ZeRO-3 may have cut. Each rank compares, codes, hashes and uploads its own slices, and
+    keeps a copy of these alone; then rank 0 commits the version, and all return what it cost. Of
+    several ranks with the same slice the lowest publishes it. Readers follow the stream as any
+    other, and a `Publisher` or another number of ranks can continue it. A stream that begins with a
+    version of another is begun by a `Publisher`: here `begin_from` raises InputError.
 
     Arguments of a call are the same on all ranks but for the source, and for ``files``, of which
     rank 0's count. An error of one rank is raised on all. A state of which the ranks publish other
@@ -76,8 +59,29 @@ class ShardedPublisher(Publisher):
     StateMismatch, where the ranks do not have each element once, and RankLost, if a rank dies: then
     nothing was committed or all of it; start the ranks again. A version that one rank cancels, or
     gives up to ``replace`` it, is cancelled on all. An error that nobody has asked a `Submission`
-    for is raised by `wait` and `close`, which releases the ranks' group. Making one is a
-    collective. Raises InputError and RankLost.
+    for is raised by `wait` and `close`, which releases the ranks' group. With ``quantise``, by a
+    name or a configuration, the ranks agree on the scales of blocks that cross them. Making one is
+    a collective.
+
+    Host memory of a rank: its slices once (twice where a patch would be no smaller than they are),
+    the changes of one version, a block (at most 2^22 elements) and its code for each thread, and on
+    rank 0 the leaves' digests, 32 bytes for each MiB of the state.
+
+    Args:
+        store: As for `Publisher`; the same store on all ranks.
+        stream: The stream's name.
+        process_group: The ranks. None: all there are.
+        timeout_seconds: No call waits for another rank for longer.
+        anchor_ratio: As for `Publisher`.
+        keep: As for `Publisher`.
+        signer: As for `Publisher`.
+        trusted_keys: As for `Publisher`.
+        threads: As for `Publisher`, for each rank.
+        on_event: As for `Publisher`.
+
+    Raises:
+        InputError: A setting makes no sense, or is not the same on all ranks.
+        RankLost: A rank has died.
     """
 
     def __init__(
@@ -87,30 +91,43 @@ class ShardedPublisher(Publisher):
         stream: str,
         process_group: dist.ProcessGroup | None = None,
         timeout_seconds: float = _DEFAULT_SECONDS,
-        baseline: str | os.PathLike[str] | None = None,
-        **settings: Unpack[PublisherSettings],
+        anchor_ratio: float = 1.0,
+        keep: int | None = None,
+        signer: Signer | None = None,
+        trusted_keys: Collection[str] = (),
+        threads: int | None = None,
+        on_event: Listener | None = None,
     ) -> None:
-        def checked() -> dict[str, Any]:
-            return {
-                "timeout_seconds": checked_number("timeout_seconds", timeout_seconds),
-                "baseline": "none" if baseline is None else "a folder",
-            }
-
-        def folder(beside: str) -> StateFolder | None:
-            mine = f"rank-{ranks.rank}"
-            return (
-                None
-                if baseline is None
-                else StateFolder(checked_path(baseline) / mine / beside, "baseline")
-            )
-
         # Whatever is wrong on one rank, it comes to where the others can be told.
         try:
-            seconds = checked()["timeout_seconds"]
+            seconds = checked_number("timeout_seconds", timeout_seconds)
         except InputError:
             seconds = _DEFAULT_SECONDS
         ranks = RankGroup(GlooTransport(process_group, seconds, owner="ShardedPublisher"))
-        self._open(ranks, store, stream=stream, also=checked, folder=folder, **settings)
+
+        def checked() -> PublisherSettings:
+            checked_number("timeout_seconds", timeout_seconds)
+            settings = PublisherSettings(
+                anchor_ratio, keep, signer, trusted_keys, threads, on_event
+            )
+            self._open(ShardedRank, ranks, store, stream, settings)
+            return settings
+
+        try:
+            settings = ranks.together(checked)
+            shared = settings.shared() | {
+                "store": store if isinstance(store, str) else type(store).__name__,
+                "stream": stream,
+                "timeout_seconds": timeout_seconds,
+            }
+            said = ranks.each(lambda: shared, lambda of: json.dumps(of).encode(), json.loads)
+            if found := unlike([json.loads(json.dumps(of)) for of in said]):
+                raise InputError(
+                    found, hint="Make the publisher with the same arguments on all ranks."
+                )
+        except BaseException:
+            ranks.close()
+            raise
 
     def begin_from(self, found: Checkout, *, metadata: Metadata | None = None) -> Published:
         # Each rank would hold all of the version, and the next one have other slices: an anchor in

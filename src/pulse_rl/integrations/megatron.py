@@ -5,7 +5,6 @@ without a gather."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -92,16 +91,14 @@ class MegatronWeights:
     def _learn(self) -> None:
         ranks = RankGroup(GlooTransport(None, _SECONDS, owner="MegatronWeights"))
         try:
-            tasks: list[Any] = []
+            # 1. Each rank counts what it has: a failure of one is all ranks' before they export.
+            def described() -> tuple[list[Any], list[_Parameter]]:
+                tasks = list(self._bridge.get_conversion_tasks(self._model))
+                return tasks, _parameters(self._model, tasks)
 
-            def counted() -> bytes:
-                tasks.extend(self._bridge.get_conversion_tasks(self._model))
-                self._parameters = _parameters(self._model, tasks)
-                return json.dumps(
-                    sum(parameter.elements for parameter in self._parameters)
-                ).encode()
-
-            counts = [json.loads(message) for message in ranks.run_on_all(counted)]
+            tasks, self._parameters = ranks.together(described)
+            elements = sum(parameter.elements for parameter in self._parameters)
+            counts = ranks.each(lambda: elements, lambda n: b"%d" % n, int)
             codes = PositionCodes(counts, ranks.rank)
             begins = np.cumsum([0, *(parameter.elements for parameter in self._parameters)])[:-1]
             learnt: dict[str, Learnt] = {}
@@ -120,12 +117,11 @@ class MegatronWeights:
                     if found:
                         learnt[name] = found
 
-            def agreed() -> bytes:
+            def agreed() -> None:
                 if error:
                     raise error
-                return b""
 
-            ranks.run_on_all(agreed)
+            ranks.together(agreed)
             self._learnt = learnt
         finally:
             ranks.close()

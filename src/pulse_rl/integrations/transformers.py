@@ -11,10 +11,10 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Unpack
+from typing import Any
 
 from .._util import extra
 
@@ -43,8 +43,7 @@ from ..state.quantise import Quantise
 from ..state.tensors import State
 from ..store import Store
 from ..stream.signing import keys_of
-from ..sync.beside import check_beside
-from ..sync.publisher import Publisher, PublisherSettings
+from ..sync.publisher import Publisher
 from ..sync.submissions import Submission
 from ..sync.subscriber import Subscriber
 from .restart import moved_to, step_of
@@ -108,19 +107,18 @@ class PulseCallback(TrainerCallback):
     steps, and at the end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run",
     stream="policy")])``.
 
-    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords
-    (``PublisherSettings``: ``signer``, ``folds`` …). Versions have the tensors that
-    ``save_pretrained`` of the base model writes (see `checkpoint_weights`): DDP's and
-    torch.compile's parts of names are taken off, shards of FSDP and ZeRO-3 are gathered by all
-    ranks, one tensor at a time, and published by the first, PEFT adapters are merged into copies.
-    Floats are cast to the compute dtype ``dtype`` as `Publisher.publish` does; None publishes them
-    as they are. With ``quantise``, as `Publisher.publish` takes it, a version has codes and scales
-    in the place of weights; streams ``beside`` this one get each state, too, from one gathering. A
-    version carries what ``save_pretrained`` of the model and of the trainer's tokenizer or
-    processor writes beside the weights (`checkpoint_files`), as it was when the training began, so
-    that what `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With
-    ``adapter`` a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is
-    one that PEFT and engines load.
+    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords, such as
+    ``signer`` and ``keep``. Versions have the tensors that ``save_pretrained`` of the base model
+    writes (see `checkpoint_weights`): DDP's and torch.compile's parts of names are taken off,
+    shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a time, and published by the
+    first, PEFT adapters are merged into copies. Floats are cast to the compute dtype ``dtype`` as
+    `Publisher.publish` does; None publishes them as they are. With ``quantise``, as
+    `Publisher.publish` takes it, a version has codes and scales in the place of weights. A version
+    carries what ``save_pretrained`` of the model and of the trainer's tokenizer or processor writes
+    beside the weights (`checkpoint_files`), as it was when the training began, so that what
+    `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With ``adapter``
+    a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is one that
+    PEFT and engines load.
 
     The training is held up for merging, gathering and copying; the rest is done behind it
     (`Publisher.submit`). Where the store is slower than the steps, the newest weights ``replace``
@@ -130,8 +128,7 @@ class PulseCallback(TrainerCallback):
     else it reports to, gets the newest ``pulse/version``, and of the versions since the last log
     ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and ``pulse/blocked_seconds``,
     each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts, if not 0. Where a trainer
-    has several of these callbacks, the names are ``pulse/STREAM/version`` and so on; so they are of
-    streams ``beside`` this one.
+    has several of these callbacks, the names are ``pulse/STREAM/version`` and so on.
 
     With ``optimizer_every`` the Trainer saves a checkpoint at the first and at each so many steps,
     optimizer and all, whatever its own ``save_strategy``, and `restart` makes of the newest one a
@@ -156,8 +153,7 @@ class PulseCallback(TrainerCallback):
         replace: bool = True,
         adapter: bool = False,
         quantise: Quantise | None = None,
-        beside: Mapping[str, Quantise | None] | None = None,
-        **publisher: Unpack[PublisherSettings],
+        **publisher: Any,
     ) -> None:
         self._dtype = None if dtype is None else compute_dtype_named(dtype).name
         self._every = checked_count("every", every)
@@ -167,9 +163,6 @@ class PulseCallback(TrainerCallback):
         self._replace = replace
         self._adapter = adapter
         self._quantise = quantise
-        self._others = beside
-        if beside:
-            check_beside(stream, beside)
         publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
         self._publisher = Publisher(store, stream=stream, **publisher)
         self._keys = keys_of(publisher.get("signer"), publisher.get("trusted_keys"))
@@ -287,7 +280,6 @@ class PulseCallback(TrainerCallback):
                 dtype=self._dtype,
                 files=self._files,
                 quantise=self._quantise,
-                beside=self._others,
             )
             self._committed(state.global_step, done)
 
@@ -377,9 +369,7 @@ class PulseCallback(TrainerCallback):
         """What is published. A collective where `is_sharded`."""
         if not self._adapter:
             # What is quantised is so from the trainer's own numbers.
-            return policy_weights(
-                model, None if self._quantise or self._others else self._dtype, keep=keep
-            )
+            return policy_weights(model, None if self._quantise else self._dtype, keep=keep)
         weights, config = adapter_weights(model, self._dtype, keep=keep)
         self._files = {"adapter_config.json": config.encode()}
         return weights
@@ -411,7 +401,6 @@ class PulseCallback(TrainerCallback):
             files=self._files,
             replace=replace,
             quantise=self._quantise,
-            beside=self._others,
         )
         step = state.global_step
 
@@ -475,9 +464,6 @@ class PulseCallback(TrainerCallback):
             figures["blocked_seconds"] = sum(self._blocked) / len(self._blocked)
         figures |= {name: count for name, count in self._counts.items() if count}
         figures = {self._prefix + name: value for name, value in figures.items()}
-        for stream, published in newest.beside.items() if newest else ():
-            costs = _costs(published, [each.beside[stream] for each in since])
-            figures |= {f"{_OURS}{stream}/{name}": value for name, value in costs.items()}
         self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
         return figures
 

@@ -210,12 +210,12 @@ class Ranks:
         error: BaseException | None = None
         try:
             try:
-                said = self._group.run_on_all(fail)
+                said = self._group.each(fail, bytes, bytes)
             except RankLost:
                 raise
             except BaseException as common:
                 error = common
-                said = self._group.run_on_all(lambda: head + message)
+                said = self._group.each(lambda: head + message, bytes, bytes)
                 self._group.mark_collective(error)
         except RankLost as lost:
             self._parted = lost

@@ -1,20 +1,16 @@
-"""The attestation of a version that is in a store: made now, with a key, or the one that its
-publisher has stored (docs/attestations.md)."""
+"""The statement about a version that is in a store, to be signed (docs/attestations.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
-from ..errors import InputError
 from ..events import Listener
 from ..state.checkpoint import INDEX_NAME
-from ..store import Store, open_store
+from ..store import Store
 from ..stream.attestation import statement_of
 from ..stream.manifest import Manifest
-from ..stream.names import FILE
-from ..stream.signing import TrustedKeys, trusted_by
-from ..stream.stream import Stream
+from ..stream.signing import TrustedKeys
 from ..sync.subscriber import Subscriber
 
 
@@ -55,30 +51,6 @@ def make_statement(
             files=files,
             sharded=sharded,
         )
-
-
-def stored_attestation(
-    store: Store | str,
-    stream: str,
-    version: int | None = None,
-    *,
-    trusted_keys: Collection[str] | None = None,
-    stream_id: str | None = None,
-) -> bytes:
-    """The bundle that the publisher has stored with the anchor of ``version`` (None: the newest).
-    No weights are read. Raises InputError where there is none, EmptyStream, Untrusted, and what
-    reading raises."""
-    where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
-    with where.limited():
-        manifest = where.require_newest() if version is None else where.manifest(version)
-        _signing_key(manifest)
-        if manifest.anchor is None or manifest.anchor.attestation is None:
-            raise InputError(
-                f"the publisher of {stream!r} has not attested version {manifest.version}",
-                hint="It does so for anchors only, with its key (`pulse log`). Sign with a key "
-                "of yours: --key FILE.",
-            )
-        return where.fetch(manifest.anchor.attestation, FILE)
 
 
 def _signing_key(manifest: Manifest) -> str | None:

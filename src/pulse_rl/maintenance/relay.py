@@ -390,7 +390,7 @@ class Relay:
         """Copies the files of a version that those of the version before are not. One that is lost
         in the source does not hold the weights up, and is tried again with the next version."""
         there = set[Payload]()
-        for file in manifest.small_files:
+        for file in manifest.files:
             try:
                 if file.payload not in self._files:
                     self._copy_payload(file.payload, FILE)

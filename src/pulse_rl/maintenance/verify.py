@@ -11,11 +11,8 @@ from typing import Any, Protocol
 
 from .._util.threads import checked_threads
 from ..errors import (
-    DigestMismatch,
     EmptyStream,
-    FormatError,
     InputError,
-    NotFound,
     PulseError,
     StoreUnavailable,
 )
@@ -24,7 +21,6 @@ from ..state.checkpoint import as_state
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from ..store import Store, open_store
-from ..stream.attestation import stated, statement_of
 from ..stream.manifest import Link, Manifest, is_digest, links_of, origin_of
 from ..stream.names import FILE, PATCH
 from ..stream.signing import trusted_by
@@ -62,8 +58,8 @@ def verify_stream(
     """Replays the stream ``stream`` of ``store`` from its first version and yields one report per
     version.
 
-    Every patch is applied to its base version, every anchor is restored on its own, and its
-    attestation must be about its files; every file beside the weights is read. So is every fold,
+    Every patch is applied to its base version, every anchor is restored on its own;
+    every file beside the weights is read. So is every fold,
     which is applied where there is no patch. A version that was begun from one of another stream in
     ``store`` must have its root. With ``trusted_keys`` (Ed25519 public keys, 64 hexadecimal digits
     each) every manifest must be signed by one of them, and all must be of the stream ``stream_id``,
@@ -129,8 +125,6 @@ def _verify(
                 problems.append(f"{link}: {error}")
             else:
                 good.append(str(link))
-                if link.base is None:
-                    problems += _check_attestation(where, manifest, host)
                 chain = host if chain.version != version else chain
         if not good and not named:
             problems.append("no link leads to it")
@@ -173,7 +167,7 @@ def _check_origin(where: Stream, manifest: Manifest) -> list[str]:
 def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> list[str]:
     """What is wrong with the files of a version; ``checked`` are those of the versions before, by
     digest."""
-    for file in manifest.small_files:
+    for file in manifest.files:
         if file.sha256 not in checked:
             try:
                 where.fetch(file.payload, FILE)
@@ -184,28 +178,8 @@ def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> 
             else:
                 checked[file.sha256] = ""
     return [
-        f"{file.name}: {checked[file.sha256]}"
-        for file in manifest.small_files
-        if checked[file.sha256]
+        f"{file.name}: {checked[file.sha256]}" for file in manifest.files if checked[file.sha256]
     ]
-
-
-def _check_attestation(where: Stream, manifest: Manifest, host: HostState) -> list[str]:
-    """What is wrong with the attestation of an anchor, which ``host`` holds: it is about other
-    files. That it is the publisher's is what the manifest says; an object that is lost or damaged
-    is the business of `_check_files`."""
-    said = manifest.anchor.attestation if manifest.anchor else None
-    key = manifest.signature.key if manifest.signature else None
-    with suppress(NotFound, DigestMismatch):
-        if said:
-            try:
-                if stated(where.fetch(said, FILE)) != statement_of(
-                    manifest, host.state, host.digest, key=key
-                ):
-                    return ["its attestation is about something else"]
-            except FormatError as error:
-                return [str(error)]
-    return []
 
 
 class Module(Protocol):

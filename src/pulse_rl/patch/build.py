@@ -155,7 +155,7 @@ def smallest(
     changes: Sequence[Changes | None],
     history: History,
     *,
-    codec: str,
+    codec: str = codecs.AUTO,
     threads: int | None,
 ) -> tuple[PatchHeader, list[codecs.Encoded]]:
     """The header of a patch file and its blocks: ``coded`` by the ``history``, or, of a small file,

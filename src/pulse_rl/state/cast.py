@@ -94,11 +94,6 @@ def is_float(dtype: DType) -> bool:
     return dtype.name in _FLOATS
 
 
-def is_wide(dtype: DType) -> bool:
-    """Whether it is a float of more than two bytes, wider than what models compute in."""
-    return dtype.name in _FLOATS and dtype.width > 2
-
-
 def compute_dtype(spec: TensorSpec, dtype: DType) -> DType:
     """What becomes of a tensor: floats wider than ``dtype`` are cast to it; all else stays as it
     is."""

@@ -94,13 +94,11 @@ def joined(arrays: Sequence[npt.NDArray[T]]) -> npt.NDArray[T] | None:
 class DeviceTensor:
     """A torch tensor that is not in host memory; slices of it are copied on demand.
 
-    ``flat``: torch.uint8 [elements * width] on its device. ``width``: bytes of an element. ``own``:
-    whether it is a copy that nobody else writes into.
+    ``flat``: torch.uint8 [elements * width] on its device. ``width``: bytes of an element.
     """
 
     flat: Any
     width: int
-    own: bool = False
 
     @property
     def is_cuda(self) -> bool:
@@ -174,17 +172,6 @@ class DeviceCopies:
         # into the memory.
         with suppress(Exception):
             self.wait()
-
-
-def recorded(tensors: Iterable[DeviceTensor]) -> list[Any]:
-    """Events: `synchronize` returns when the devices of ``tensors`` have done what their current
-    streams were given."""
-    events = []
-    for device in {tensor.flat.device for tensor in tensors}:
-        torch: Any = sys.modules["torch"]
-        events.append(torch.cuda.Event())
-        events[-1].record(torch.cuda.current_stream(device))
-    return events
 
 
 def copied_on_device(tensors: Sequence[tuple[Any, Any]]) -> list[Any] | None:

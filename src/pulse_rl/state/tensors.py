@@ -54,6 +54,11 @@ class DType:
         """The unsigned dtype of the element's width."""
         return _UINT[self.width]
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is a float of more than two bytes, wider than what models compute in."""
+        return self.exponent is not None and self.width > 2
+
 
 DTYPES: dict[str, DType] = {
     d.name: d
@@ -545,3 +550,22 @@ class SlicedState(State):
 
     def _is_view(self, name: str) -> bool:
         return self._source._is_view(name)
+
+
+def cuda_tensors(state: State) -> dict[str, DeviceTensor]:
+    """Its tensors that are in the memory of CUDA devices, by the names under which it stores
+    them."""
+    return {spec.name: tensor for spec in state.specs if (tensor := _cuda_tensor(state, spec))}
+
+
+def await_devices(state: State) -> None:
+    """Returns once the CUDA tensors of ``state`` hold what the caller's current streams were given
+    to write. Threads that read them afterwards have other current streams."""
+    for device in {tensor.flat.device for tensor in cuda_tensors(state).values()}:
+        torch: Any = sys.modules["torch"]
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _cuda_tensor(state: State, spec: TensorSpec) -> DeviceTensor | None:
+    tensor = stored_tensor(state, spec.name)
+    return tensor if isinstance(tensor, DeviceTensor) and tensor.is_cuda else None

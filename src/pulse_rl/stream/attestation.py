@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._util.files import open_regular
-from ..errors import FormatError, InputError
+from ..errors import InputError
 from ..state.checkpoint import INDEX_NAME, PRIVATE
 from ..state.digest import StateDigest
 from ..state.folder import checkpoint_files, metadata_of
 from ..state.tensors import State
 from .manifest import Manifest
-from .signing import Signer, derived
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -37,14 +36,7 @@ _NOT_SIGNED = (PRIVATE, "pulse.history", SIGNATURE)
 remembered of versions before this one, and the attestation itself."""
 _KEY_FILE_BYTES = 1 << 16
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
-_HINT = (
-    "Make one: pulse keygen FILE, or openssl genpkey -algorithm EC -pkeyopt "
-    "ec_paramgen_curve:P-256 -out FILE"
-)
-_LABEL = b"pulse.attestation.1"
-_DERIVED_BYTES = 48
-"""16 more than the order has, so that no number is likelier than another (FIPS 186-5, A.2.1)."""
-_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+_HINT = "Make one: openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out FILE"
 
 
 class AttestationKey:
@@ -66,19 +58,8 @@ class AttestationKey:
         self._key, self._algorithm = key, ec.ECDSA(digest)
 
     @classmethod
-    def of(cls, signer: Signer) -> AttestationKey:
-        """The key of P-256 that is derived from a stream's (docs/format.md, section 5.1)."""
-        from cryptography.hazmat.primitives.asymmetric import ec
-
-        number = (
-            int.from_bytes(derived(signer, _LABEL, _DERIVED_BYTES), "big") % (_P256_ORDER - 1) + 1
-        )
-        return cls(ec.derive_private_key(number, ec.SECP256R1()))
-
-    @classmethod
     def load(cls, path: str | Path) -> AttestationKey:
-        """From a file ``path``: a stream's key, as `Signer.save` writes it, or a key of P-256,
-        P-384 or P-521 in PEM without a password."""
+        """From a file ``path``: a key of P-256, P-384 or P-521 in PEM without a password."""
         try:
             from cryptography.hazmat.primitives import serialization
             from cryptography.hazmat.primitives.asymmetric import ec
@@ -90,8 +71,6 @@ class AttestationKey:
         try:
             with open_regular(Path(path)) as file:
                 data = file.read(_KEY_FILE_BYTES)
-            if b"-----BEGIN" not in data:
-                return cls.of(Signer.load(path))
             key = serialization.load_pem_private_key(data, None)
         except InputError as error:
             raise InputError(str(error), hint=_HINT) from None
@@ -125,16 +104,6 @@ class AttestationKey:
                 ],
             },
         }
-
-
-def stated(bundle: bytes) -> Any:
-    """The statement in a bundle, whoever has signed it. Raises FormatError."""
-    try:
-        return json.loads(
-            base64.b64decode(json.loads(bundle)["dsseEnvelope"]["payload"], validate=True)
-        )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"the attestation is not a bundle with a statement: {error}") from None
 
 
 def statement_of(

@@ -18,7 +18,7 @@ from ..errors import (
     StoreError,
     StoreUnavailable,
 )
-from ..state.checkpoint import MAX_HEADER_BYTES, header_bytes, header_length, parse_header
+from ..state.checkpoint import MAX_HEADER_BYTES, header_length, parse_header
 from ..state.digest import LEAF_BYTES, StateDigest, root_of
 from ..state.tensors import MAX_DIMS, MAX_TENSORS
 from ..store.base import Store
@@ -32,14 +32,6 @@ _MIN_HEADER, _ENTRY_BYTES = 1 << 16, 1 << 10
 _MOST_COMPARED = 32 << 20
 _ENTRY_VALUES = 8 + MAX_DIMS
 _HINT = "Publish a version with an anchor."
-
-
-def put_digests(stream: Stream, tree: StateDigest, *, leaves: bool) -> None:
-    """Stores the tensors' digests of a version, and for one with an anchor also the ``leaves``."""
-    stream.store.put(stream.names.digests_of(tree.root, TENSORS), tree.tensor_digests)
-    if leaves:
-        data = header_bytes(tree.specs) + b"".join(tree.leaves[spec.name] for spec in tree.specs)
-        stream.store.put(stream.names.digests_of(tree.root, LEAVES), data)
 
 
 def read_digests(stream: Stream, root: str, count: int) -> bytes:
@@ -108,7 +100,7 @@ def copy_digests(source: Stream, target: Stream, manifest: Manifest, *, leaves: 
 
     def copy() -> None:
         if leaves:
-            put_digests(target, read_tree(source, manifest)[0], leaves=True)
+            target.put_digests(read_tree(source, manifest)[0], leaves=True)
             return
         count, rest = divmod(source.store.head(name).nbytes, 32)
         if not rest and count <= MAX_TENSORS:

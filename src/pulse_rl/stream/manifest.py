@@ -27,8 +27,6 @@ from ..state.companions import flaw_of
 FORMAT = "pulse.manifest.1"
 MAX_PARTS = 1 << 16
 MAX_BYTES = 16 << 20
-MAX_ATTESTATION_BYTES = 32 << 20
-"""Of a manifest's metadata and names of files, in base64."""
 MAX_NUMBER = (1 << 63) - 1
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
@@ -78,13 +76,11 @@ class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: tuple[Payload, ...]
 
 
-class AnchorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The full state as safetensors files, its ``shards``; each element is in exactly one of them.
-    ``attestation``: the statement about the version's files, in a signed envelope, if there is
-    one."""
+class AnchorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The full state as safetensors files, its ``shards``; each element is in exactly one of
+    them."""
 
     shards: tuple[Payload, ...]
-    attestation: Payload | None = None
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,21 +128,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def to_bytes(self) -> bytes:
         """Canonical JSON."""
         return msgspec.json.encode(self)
-
-    @property
-    def small_files(self) -> tuple[FileRef, ...]:
-        """All that is stored as a file: ``files``, and the anchor's attestation under the name
-        "attestation"."""
-        said = self.anchor.attestation if self.anchor else None
-        return (
-            (*self.files, FileRef("attestation", said.sha256, said.bytes)) if said else self.files
-        )
-
-    def with_attestation(self, attestation: Payload) -> Manifest:
-        """The same manifest, sealed anew, with the ``attestation`` of its anchor."""
-        assert self.anchor is not None
-        anchor = msgspec.structs.replace(self.anchor, attestation=attestation)
-        return msgspec.structs.replace(self, anchor=anchor).sealed()
 
     def own_digest(self) -> str:
         """The correct value of ``digest``, 64 hexadecimal digits."""
@@ -226,8 +207,6 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield "remembers what cannot have been"
     if patch and len({part.sha256 for part in patch.parts}) < len(patch.parts):
         yield "lists a part twice"
-    if anchor and anchor.attestation and not 0 < anchor.attestation.bytes <= MAX_ATTESTATION_BYTES:
-        yield f"has an attestation of {anchor.attestation.bytes} bytes"
     if flaw := flaw_of((file.name, file.bytes) for file in manifest.files):
         yield flaw
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
@@ -243,7 +222,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     if not payloads or any(p.bytes <= 0 for p in payloads):
         yield "lists nothing to restore the version from"
     digests = [manifest.root, *([patch.base_root] if patch else ()), *(p.sha256 for p in payloads)]
-    digests += [file.sha256 for file in manifest.small_files]
+    digests += [file.sha256 for file in manifest.files]
     if not all(_HEX64.fullmatch(digest) for digest in digests):
         yield "has a digest that is not 64 lower-case hexadecimal digits"
     signature = manifest.signature

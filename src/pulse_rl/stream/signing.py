@@ -98,14 +98,6 @@ class Signer:
         return Signature(self.public_key, self._key.sign(message).hex())
 
 
-def derived(signer: Signer, label: bytes, nbytes: int) -> bytes:
-    """A secret of another use, ``label``: HKDF with SHA-256 of the private key, without a salt."""
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
-    return HKDF(SHA256(), nbytes, None, label).derive(signer._key.private_bytes_raw())
-
-
 class TrustedKeys:
     """Accepts manifests that one of these public keys (64 hexadecimal digits each) has signed.
     Raises InputError."""

@@ -22,12 +22,25 @@ from ..errors import (
     PulseError,
     Untrusted,
 )
+from ..state.checkpoint import header_bytes
+from ..state.digest import StateDigest
 from ..store.base import Data, ObjectInfo, Store, create_or_confirm, holds, whole
 from ..store.wrappers import DEFAULT_LATE_SECONDS, BoundedStore, bounded_in, expect
 from . import manifest as manifests
 from .claims import Claims
 from .manifest import Link, Manifest, ManifestCache, Payload, is_stream_id, with_payloads
-from .names import FILE, PATCH, SHARD, AnchorName, FoldName, StreamNames, VersionName, WorkerName
+from .names import (
+    FILE,
+    LEAVES,
+    PATCH,
+    SHARD,
+    TENSORS,
+    AnchorName,
+    FoldName,
+    StreamNames,
+    VersionName,
+    WorkerName,
+)
 from .signing import MAX_FOLD_BYTES, Signer, TrustedKeys, fold_name, read_fold, write_fold
 from .unreadable import UnreadableObjects, read_again
 
@@ -197,7 +210,7 @@ class Stream:
             *((payload, PATCH) for payload in patch),
             *((payload, SHARD) for payload in shards),
         ]
-        named += [(file.payload, FILE) for file in manifest.small_files if files]
+        named += [(file.payload, FILE) for file in manifest.files if files]
         return all(self._has(self.names.payload(payload.sha256, kind)) for payload, kind in named)
 
     def forget_manifests(self) -> None:
@@ -265,6 +278,15 @@ class Stream:
     def fold_record(self, link: Link) -> bytes:
         """The content of the link of a fold. Raises as `parts_of`."""
         return self._read_fold(_name_of(link))[1]
+
+    def put_digests(self, tree: StateDigest, *, leaves: bool) -> None:
+        """Stores the tensors' digests of a version, and for one with an anchor also the
+        ``leaves``."""
+        self.store.put(self.names.digests_of(tree.root, TENSORS), tree.tensor_digests)
+        if leaves:
+            data = [tree.leaves[spec.name] for spec in tree.specs]
+            whole = header_bytes(tree.specs) + b"".join(data)
+            self.store.put(self.names.digests_of(tree.root, LEAVES), whole)
 
     def put_fold_link(self, base: int, version: int, parts: Sequence[Payload]) -> None:
         """Lists a fold of one part or several."""

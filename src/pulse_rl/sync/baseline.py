@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,19 +18,16 @@ from ..patch.apply import decode_block, scatter
 from ..patch.blocks import BLOCK_ELEMENTS, Block, cut
 from ..patch.history import History, Recorder, Records, Window
 from ..patch.reader import PatchFiles
-from ..state.tensors import Empty, Segment, SlicedState, State, TensorSpec, UIntArray
+from ..state.tensors import Segment, SlicedState, State, TensorSpec, UIntArray
 from ..stream.anchor import AnchorFiles
-from ..stream.manifest import Link, Manifest, Payload, links_of
+from ..stream.manifest import Link, Manifest, Payload
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
-from .host_state import HostState, catch_up, most_remembered
-from .layout import Layout, whole_layout
-from .leaves import Leaves, gather_tree, hash_shared, inner_leaves
-from .pending import Baseline
+from .host_state import most_remembered
+from .leaves import gather_tree, hash_shared
+from .pending import Baseline, Layout, inner_leaves
 from .planner import BROKEN_LINK, Planner
-from .state_folder import StateFolder
 
-_FINE = b"+"
+R = TypeVar("R")
 _BATCH_BYTES = 64 << 20
 _LINKS_AT_ONCE = 4
 
@@ -38,120 +35,38 @@ _Ranges = dict[str, list[tuple[int, int]]]
 """Elements of tensors by name: ascending ranges [start, stop) that do not touch."""
 
 
-def restore_whole(stream: Stream, version: int, root: str, host: HostState) -> Baseline | str:
-    """The whole of ``version`` with its ``root``, to which ``host`` moves as a subscriber's does;
-    or why that fails. Raises StoreUnavailable."""
-    try:
-        catch_up(host, stream, version)
-    except (ChainGap, *UNREADABLE) as error:
-        return str(error)
-    layout = whole_layout(host.state.specs, host.state.aliases)
-    leaves: Leaves = {
-        (name, k): of[32 * k : 32 * k + 32]
-        for name, of in host.digest.leaves.items()
-        for k in range(len(of) // 32)
-    }
-    blocks = cut(layout.specs)
-    return Baseline(
-        version,
-        root,
-        layout,
-        layout.segments(0),
-        blocks,
-        host.state,
-        leaves,
-        host.history.of(blocks),
-    )
-
-
-class KeptPart(NamedTuple):
-    """What a folder keeps of ``version``, by the segments that a rank publishes, and what is
-    remembered there."""
-
-    version: int
-    state: SlicedState
-    history: History
-
-
-def part_of(layout: Layout, ranks: RankGroup) -> str:
-    """Which part of a state this rank publishes; "" where it publishes all."""
-    return f"{ranks.rank} of {ranks.size}: {layout.digest}" if ranks.size > 1 else ""
-
-
-def kept_part(
-    ranks: RankGroup, layout: Layout, head: Manifest, folder: StateFolder
-) -> KeptPart | None:
-    """What this rank publishes of ``head``, or of the version before its patch, as the ``folder``
-    keeps it; None where it keeps nothing. Raises PulseError where it is something else."""
-    kept, base = folder.kept, head.patch
-    if kept is None:
-        return None
-    if (kept.stream, kept.stream_id) != (head.stream, head.stream_id):
-        raise StateMismatch(f"it is of stream {kept.stream!r} with the ID {kept.stream_id}")
-    if (kept.version, kept.root) not in (
-        (head.version, head.root),
-        base and (base.base, base.base_root),
-    ):
-        raise StateMismatch(
-            f"it is version {kept.version}, from where no patch leads to {head.version}"
-        )
-    segments = layout.segments(ranks.rank)
-    return KeptPart(
-        kept.version,
-        *folder.load_part(part_of(layout, ranks), segments, cut(layout.specs, segments)),
-    )
-
-
 def restore_baseline(
-    stream: Stream,
-    ranks: RankGroup,
-    layout: Layout,
-    head: Manifest,
-    *,
-    kept: KeptPart | None = None,
-    empty: Empty = State.empty,
-    threads: int | None,
+    stream: Stream, ranks: RankGroup, layout: Layout, head: Manifest, *, threads: int | None
 ) -> Baseline | str:
-    """What this rank publishes of ``head``, read from the store, or ``kept``, once all ranks have
-    theirs and these have its root; or why that fails. A collective: raises what
-    `RankGroup.run_on_all` does, StoreUnavailable, say."""
+    """What this rank publishes of ``head``, read from the store, once all ranks have theirs and
+    these have its root; or why that fails. A collective: raises what `RankGroup.each` does,
+    StoreUnavailable, say."""
     version, root = head.version, head.root
-    path = b"[]"
-    if not all(ranks.run_on_all(lambda: b"kept" if kept else b"")):
-        found = _said(ranks.on_rank0(lambda: _or_reason(lambda: _path_to(stream, version))))
-        if isinstance(found, str):
-            return found
-        path = found
-    steps, made = _steps_of(path), list[Baseline]()
+    # 1. Rank 0 plans one path for all.
+    path = ranks.from_first(lambda: _or_reason(lambda: _path_to(stream, version)), _said, _heard)
+    if isinstance(path, str):
+        return path
+    steps = _steps_of(path)
 
-    def restore() -> bytes:
+    # 2. Each rank reads its slices.
+    def restore() -> Baseline:
         segments = layout.segments(ranks.rank)
-        state: State
-        if kept and kept.version == version:
-            state, history = kept.state, kept.history
-        else:
-            way = (
-                [_Step(own, head.remembers) for own in links_of(head) if own.base is not None]
-                if kept
-                else steps
-            )
-            state, history = _restore_slices(
-                stream, way, layout.specs, segments, kept=kept, empty=empty, threads=threads
-            )
+        state, history = _restore_slices(stream, steps, layout.specs, segments, threads=threads)
         blocks = cut(layout.specs, segments)
         leaves = inner_leaves(blocks, lambda segment: state.read(*segment.place))
-        made.append(
-            Baseline(version, root, layout, segments, blocks, state, leaves, history.of(blocks))
-        )
-        return str(len(history.windows)).encode()
+        return Baseline(version, root, layout, segments, blocks, state, leaves, history.of(blocks))
 
-    remembered = []
-    for message in ranks.run_on_all(lambda: _or_reason(restore)):
-        if isinstance(said := _said(message), str):
+    own = ranks.together(lambda: _or_reason(restore))
+    windows = ranks.each(
+        lambda: own if isinstance(own, str) else b"%d" % len(own.history.windows), _said, _heard
+    )
+    for said in windows:
+        if isinstance(said, str):
             return said
-        remembered.append(int(said))
-    (baseline,) = made
+    assert not isinstance(own, str)
+    baseline = own
 
+    # 3. Together they must have the root.
     def elements(segment: Segment) -> UIntArray:
         return baseline.state.read(*segment.place)
 
@@ -160,11 +75,12 @@ def restore_baseline(
             list(layout.shared.values()), ranks, elements, threads
         )
         tree = gather_tree(layout, ranks, leaves)
-    if ranks.on_rank0(lambda: tree.root.encode() if tree else b"").decode() != root:
+    if ranks.from_first(lambda: tree.root if tree else "", str.encode, bytes.decode) != root:
         return "what was restored has another root"
     # A rank whose records took too much memory remembers less: a patch names one history for all of
     # them.
-    return baseline._replace(leaves=leaves, history=baseline.history.last(min(remembered)))
+    remembered = min(int(said) for said in windows)
+    return baseline._replace(leaves=leaves, history=baseline.history.last(remembered))
 
 
 class _Step(NamedTuple):
@@ -206,17 +122,22 @@ def _steps_of(message: bytes) -> list[_Step]:
     return found
 
 
-def _or_reason(work: Callable[[], bytes]) -> bytes:
-    """What ``work()`` returns behind a mark, or why the version cannot be restored. Raises what is
-    worth a retry."""
+def _or_reason(work: Callable[[], R]) -> R | str:
+    """What ``work()`` returns, or why the version cannot be restored. Raises what is worth a
+    retry."""
     try:
-        return _FINE + work()
+        return work()
     except BROKEN_LINK as error:
-        return b"-" + str(error).encode()
+        return str(error)
 
 
-def _said(message: bytes) -> bytes | str:
-    return message[1:] if message[:1] == _FINE else message[1:].decode()
+def _said(found: bytes | str) -> bytes:
+    """A message, marked as one or as a reason."""
+    return b"-" + found.encode() if isinstance(found, str) else b"+" + found
+
+
+def _heard(message: bytes) -> bytes | str:
+    return message[1:] if message[:1] == b"+" else message[1:].decode()
 
 
 def _restore_slices(
@@ -225,32 +146,27 @@ def _restore_slices(
     specs: tuple[TensorSpec, ...],
     segments: Sequence[Segment],
     *,
-    kept: KeptPart | None = None,
-    empty: Empty = State.empty,
     threads: int | None = None,
 ) -> tuple[SlicedState, History]:
-    """``segments`` of the version to which ``path`` leads, a path from an anchor, or from what is
-    ``kept``, with the payloads of each link, and what is remembered there of the blocks that were
-    read.
+    """``segments`` of the version to which ``path`` leads, a path from an anchor with the payloads
+    of each link, and what is remembered there of the blocks that were read.
 
     ``specs`` are the tensors of the state. A block is decoded as a whole, so some elements beside
     the segments are read, and forgotten. Each block is checked against its SHA-256; whoever calls
     this compares the root. Raises StateMismatch where the version has other tensors, ChainGap, and
     what reading raises.
     """
-    anchor = None
-    if not kept:
-        if not path or path[0].link.base is not None:
-            raise ChainGap("no anchor leads to the version")
-        anchor = AnchorFiles(stream.shards(path[0].link.payloads or (), threads), threads=threads)
-        if anchor.specs != specs:
-            raise StateMismatch("the version before has other tensors")
-        path = path[1:]
+    if not path or path[0].link.base is not None:
+        raise ChainGap("no anchor leads to the version")
+    anchor = AnchorFiles(stream.shards(path[0].link.payloads or (), threads), threads=threads)
+    if anchor.specs != specs:
+        raise StateMismatch("the version before has other tensors")
+    path = path[1:]
     patches = list(
         ordered_map(lambda step: PatchFiles(stream.parts(step.link), specs), path, _LINKS_AT_ONCE)
     )
     most = most_remembered(sum(spec.nbytes for spec in specs))
-    state, histories = SlicedState.allocate(segments, empty), list[History]()
+    state, histories = SlicedState.allocate(segments), list[History]()
     for batch in _batches(specs, state.segments):
         # 1. Backwards: which blocks of each patch have to be read for these elements.
         # What a patch needs of the version before is known from its end.
@@ -262,13 +178,9 @@ def _restore_slices(
         pieces = _Pieces(
             [Segment(spec, *place) for spec in specs for place in wanted.get(spec.name, ())]
         )
-        # 2. Forwards: from the anchor, or from what is kept, patch by patch.
+        # 2. Forwards: from the anchor, patch by patch.
         history = History()
-        if anchor:
-            anchor.read(pieces, pieces.segments)
-        elif kept:
-            history = kept.history
-            pieces.take(kept.state)
+        anchor.read(pieces, pieces.segments)
         for step, patch, chosen in zip(path, patches, reversed(touched), strict=True):
             records = _apply(patch, chosen, pieces, history, most if step.remembers else 0, threads)
             window = None if records is None else _window(step.link, patch, records)
@@ -391,14 +303,6 @@ class _Pieces(State):
         for segment in segments:
             array = np.empty(segment.elements, segment.spec.dtype.uint)
             self._of.setdefault(segment.spec.name, []).append((segment, array))
-
-    def take(self, state: State) -> None:
-        """Copies all from ``state``. Raises ChainGap where that does not hold them."""
-        try:
-            for segment, array in (piece for of in self._of.values() for piece in of):
-                array[:] = state.read(*segment.place)
-        except (IndexError, KeyError):
-            raise ChainGap("the patch has other blocks than what is kept") from None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
         for segment, array in self._of[name]:

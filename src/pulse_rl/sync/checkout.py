@@ -13,13 +13,11 @@ from typing import Any, Self
 from .._util.serial import Closing, NotCopyable
 from .._util.threads import ordered_map
 from ..errors import EmptyStream, InputError
-from ..events import Listener, Metadata, fell_back
+from ..events import Listener, Metadata
 from ..patch.undo import Trail
 from ..state.tensors import State
 from ..store import Store
-from ..stream.attestation import SIGNATURE
 from ..stream.manifest import Manifest, checked_metadata
-from ..stream.names import FILE
 from ..stream.unreadable import UNREADABLE
 from .host_state import HostState
 from .notices import absence
@@ -30,24 +28,10 @@ _ROOT = re.compile(r"[0-9a-f]{8,64}")
 
 
 class _Reader(Subscriber):
-    """A subscriber that goes back, too, and saves a version with its attestation."""
+    """A subscriber that goes back, too."""
 
     def _empty_host(self, threads: int | None, listener: Listener | None) -> HostState:
         return HostState(threads=threads, listener=listener, trail=Trail())
-
-    def _saved_files(self, sharded: bool) -> dict[str, bytes]:
-        files, anchor = self._read_files(), self._manifest().anchor
-        if anchor and anchor.attestation and not sharded:  # it is about one file of weights
-            try:
-                files[SIGNATURE] = self._failover.fetch(anchor.attestation, FILE)
-            except UNREADABLE as error:  # the weights are what was asked for
-                fell_back(
-                    self._listener,
-                    self.stream.name,
-                    f"the attestation of version {self.version}",
-                    error,
-                )
-        return files
 
     def versions(self) -> list[int]:
         """All that are listed, ascending. Raises EmptyStream and StoreError."""
@@ -137,9 +121,8 @@ class Checkout(Closing, NotCopyable):
         self, path: str | os.PathLike[str], *, sharded: bool = False, force: bool = False
     ) -> None:
         """Writes ``path``: a folder that ``from_pretrained`` loads, with weights and `files`, or
-        one ``.safetensors`` file. ``sharded`` and ``force`` are those of `Subscriber.save`. A
-        folder that is not ``sharded`` has what the publisher has attested of the version, too, as
-        ``pulse.sig``."""
+        one ``.safetensors`` file. ``sharded`` and ``force`` are those of
+        `Subscriber.save`."""
         self._reader.save(path, sharded=sharded, force=force)
 
     def to(

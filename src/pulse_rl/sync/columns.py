@@ -12,7 +12,8 @@ from .._util.collective import RankGroup
 from ..errors import RankLost
 from ..patch.blocks import Block, runs_of
 from ..state.tensors import Segment, State, UIntArray
-from .layout import Box, Layout
+from .layout import Box
+from .pending import Layout
 
 
 class _Chunk(NamedTuple):

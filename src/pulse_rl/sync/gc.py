@@ -210,7 +210,7 @@ def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
     """What a kept manifest names and can still be used: all but a patch whose base is gone."""
     anchor = list(manifest.anchor.shards) if manifest.anchor else []
     patch = list(manifest.patch.parts) if manifest.patch and manifest.patch.base >= oldest else []
-    return anchor + patch + [file.payload for file in manifest.small_files]
+    return anchor + patch + [file.payload for file in manifest.files]
 
 
 def gc_stream(
@@ -306,9 +306,9 @@ class Retention:
     those that are trusted. What fails is said, and tried again with the next anchor."""
 
     def __init__(
-        self, stream: Stream, keep: int | None, keys: Collection[str], listener: Listener | None
+        self, stream: Stream, keep: int, keys: Collection[str], listener: Listener | None
     ) -> None:
-        self.keep = keep
+        self._keep = keep
         self._stream = stream
         self._keys = keys or None
         self._listener = listener
@@ -318,14 +318,14 @@ class Retention:
     def committed(self, manifest: Manifest) -> None:
         """A version was committed."""
         self._newest = manifest.version
-        if manifest.anchor and self.keep is not None:
+        if manifest.anchor:
             self._anchors.append(manifest.version)
 
     def collect(self) -> None:
         """Deletes, where something is due. Raises nothing of the store's, and ends what it begins:
         other ranks wait."""
-        oldest = -1 if self.keep is None or self._newest == 0 else self._newest - self.keep
-        if self.keep is None or min(self._anchors, default=self._newest) > oldest:
+        oldest = -1 if self._newest == 0 else self._newest - self._keep
+        if min(self._anchors, default=self._newest) > oldest:
             return
         self._anchors = [version for version in self._anchors if version > oldest]
         store, name = self._stream.store, self._stream.name
@@ -334,7 +334,7 @@ class Retention:
                 gc_stream(
                     store,
                     name,
-                    keep=self.keep,
+                    keep=self._keep,
                     trusted_keys=self._keys,
                     stream_id=self._stream.stream_id,
                 )

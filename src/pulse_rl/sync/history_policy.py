@@ -8,15 +8,16 @@ a fold, or by an anchor. Each rank remembers its own blocks, all of them the sam
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from .. import codec as codecs
 from .._util.threads import ordered_map
 from ..patch.history import History, Recorder, Window
-from .pending import Baseline, PendingVersion
+from .pending import Baseline, PublishState
 
-_WINDOW = 8
-_LONGEST = 16
+DEFAULT_FOLDS = (8, 64)
+"""The spans of folds, in versions: who comes by one knows what is remembered where it ends."""
+
 _SHARE = 12
 """What is remembered takes at most one part in this many of the state's bytes."""
 
@@ -25,16 +26,8 @@ class Memory(NamedTuple):
     """At a multiple of ``window`` versions what they changed becomes one window, at one of
     ``restart`` all is forgotten."""
 
-    window: int = _WINDOW
-    restart: int = _WINDOW**2
-
-    @classmethod
-    def of(cls, folds: Collection[int]) -> Self:
-        """So that all who come by these folds know what is remembered."""
-        first, *longer = sorted(set(folds)) or [_WINDOW]
-        if first > _LONGEST:
-            return cls(_WINDOW, first)
-        return cls(first, longer[0] if longer else first * _WINDOW)
+    window: int = DEFAULT_FOLDS[0]
+    restart: int = DEFAULT_FOLDS[1]
 
     def after(
         self,
@@ -99,11 +92,11 @@ class HistoryPolicy:
     turned off. Ranks decide alike, by what all of them measure.
     """
 
-    def __init__(self, folds: Collection[int], ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1) -> None:
         self.forced: bool | None = None
         """What is done whatever it saves, for tests."""
         self.on = False
-        self._memory = Memory.of(folds)
+        self._memory = Memory()
         self._least = 1 if ranks > 1 else _MIN_SAMPLE
         self._saves = 0.0
         self._measured = 0
@@ -124,7 +117,7 @@ class HistoryPolicy:
 
     def note(
         self,
-        draft: PendingVersion,
+        draft: PublishState,
         base: Baseline,
         version: int,
         nbytes: int,
@@ -155,7 +148,7 @@ class HistoryPolicy:
                 note = note._replace(plain=plain, coded=coded)
         return note
 
-    def agree(self, draft: PendingVersion, notes: Sequence[Note]) -> None:
+    def agree(self, draft: PublishState, notes: Sequence[Note]) -> None:
         """What ``draft`` remembers, and what the next version does, now that all ranks have said
         theirs."""
         count = min(len(note.windows) for note in notes)
@@ -182,7 +175,7 @@ class HistoryPolicy:
         return [(2 * k + 1) * blocks // (2 * count) for k in range(count)]
 
     def _measure(
-        self, draft: PendingVersion, base: Baseline, sample: Sequence[int], threads: int | None
+        self, draft: PublishState, base: Baseline, sample: Sequence[int], threads: int | None
     ) -> tuple[int, int]:
         """The bytes of the sample without a history and with it. One of the two is in the draft."""
         known, by_history = base.sampled, draft.remembers and bool(base.history.windows)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from numpy.lib.stride_tricks import as_strided
 
 from ..errors import StateMismatch
 from ..state.digest import LEAF_BYTES
-from ..state.tensors import DType, Segment, State, TensorSpec, UIntArray, dtype_of
+from ..state.tensors import DType, Segment, TensorSpec, UIntArray, dtype_of
+from .pending import Fragment, Layout
 
 Runs = tuple[tuple[int, int], ...]
 """Indices of one dimension: ascending ranges [start, stop)."""
@@ -215,72 +216,6 @@ class Held(NamedTuple):
     storage: int | None
 
 
-@dataclass(frozen=True)
-class Layout:
-    """``specs`` are the tensors of the state in the order of their names, ``aliases`` the other
-    names of tied ones.
-
-    ``published`` has the segment of each tensor that a rank publishes, by the tensor's name and the
-    rank, in the order of their places. ``moved`` are the tensors whose boxes are no such segments,
-    with the boxes of the ranks from which their elements come. ``shared`` are the leaves of which
-    several ranks publish a piece, by their numbers of ``shares`` in all. Layouts of which ranks
-    publish the same have one ``digest``.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    aliases: dict[str, str]
-    published: dict[str, dict[int, Segment]]
-    moved: dict[str, dict[int, Box]]
-    shared: dict[int, tuple[Fragment, ...]]
-    shares: int
-    digest: str
-
-    @property
-    def elements(self) -> int:
-        return sum(spec.elements for spec in self.specs)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.specs)
-
-    def segments(self, rank: int) -> tuple[Segment, ...]:
-        """What ``rank`` publishes, in the order of the names."""
-        return tuple(of[rank] for of in self.published.values() if rank in of)
-
-    def has_file(self, rank: int) -> bool:
-        """Whether ``rank`` stores a file of a patch, or a shard: it publishes something, or nobody
-        has anything."""
-        return any(rank in of for of in self.published.values()) or (rank == 0 and not self.specs)
-
-    def of_rank(self, rank: int) -> Layout:
-        """What ``rank`` needs of it: its own segments, and all of what it moves and shares with
-        others."""
-        moved = {name: boxes for name, boxes in self.moved.items() if rank in boxes}
-        published = {
-            name: of if name in moved else {rank: of[rank]}
-            for name, of in self.published.items()
-            if rank in of or name in moved
-        }
-        shared = {
-            k: of for k, of in self.shared.items() if any(fragment.rank == rank for fragment in of)
-        }
-        return replace(self, published=published, moved=moved, shared=shared)
-
-
-class Fragment(NamedTuple):
-    """Elements of the leaf with number ``leaf`` of its tensor that ``rank`` publishes."""
-
-    rank: int
-    leaf: int
-    segment: Segment
-
-
-def whole_layout(specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> Layout:
-    """The layout of a state that one rank alone has."""
-    published = {spec.name: {0: Segment(spec, 0, spec.elements)} for spec in specs}
-    return Layout(specs, aliases, published, {}, {}, 0, "")
-
-
 def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) -> Layout:
     """The layout of the state of which ``ranks`` have what they say, in the order of their names.
 
@@ -429,25 +364,6 @@ def whole_leaves(layout: Layout, rank: int) -> Iterable[tuple[str, int]]:
         )
         for leaf in range(segment.start * width // LEAF_BYTES, last):
             yield segment.spec.name, leaf
-
-
-def difference(old: Layout, new: Layout) -> str:
-    """Why no patch leads from one to the other; "" if one does."""
-    if old.specs != new.specs:
-        before, now = {spec.name for spec in old.specs}, {spec.name for spec in new.specs}
-        for alias, name in old.aliases.items():
-            if alias in now:
-                return f"anchor: tensor {alias!r} is not tied to {name!r} any more"
-        for alias, name in new.aliases.items():
-            if alias in before:
-                return f"anchor: tensor {alias!r} is tied to {name!r} now"
-        try:
-            State(new.specs, {}).require_specs(old.specs, "the version before")
-        except StateMismatch as error:
-            return f"anchor: {error}"
-    if old.digest != new.digest:
-        return "anchor: the ranks have other slices than of the version before"
-    return ""
 
 
 _HINT = (

@@ -7,77 +7,20 @@ hash, never weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from .._native import sha256_absorb, sha256_begin, sha256_digests
 from .._util.collective import RankGroup
 from .._util.threads import ordered_map
-from ..patch.blocks import Block
-from ..patch.build import ChangedBlock
-from ..state import bits
-from ..state.digest import LEAF_BYTES, Changed, StateDigest, changed_leaves_of, leaves_of
+from ..state.digest import StateDigest
 from ..state.tensors import Segment, UIntArray
-from .layout import Fragment, Layout, whole_leaves
+from .layout import whole_leaves
+from .pending import Fragment, Layout, Leaves, tree_of
 
-Leaves = dict[tuple[str, int], bytes]
-"""Digests of leaves by the tensor's name and the leaf's number."""
 MIDSTATE_BYTES = 104
 _TOGETHER = 64
-
-
-def inner(segment: Segment) -> Segment | None:
-    """The elements of a segment that lie in leaves that are wholly in it."""
-    spec, per_leaf = segment.spec, LEAF_BYTES // segment.spec.dtype.width
-    start = -(-segment.start // per_leaf) * per_leaf
-    stop = segment.stop if segment.stop == spec.elements else segment.stop // per_leaf * per_leaf
-    return Segment(spec, start, stop) if start < stop else None
-
-
-def inner_leaves(blocks: Iterable[Block], elements: Callable[[Segment], UIntArray]) -> Leaves:
-    """The leaves that lie wholly in a segment of the blocks, hashed side by side."""
-    parts = [part for block in blocks for part in map(inner, block.segments) if part]
-    return _numbered(parts, leaves_of([elements(part) for part in parts])) if parts else {}
-
-
-def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
-    """The same of changed blocks of one dtype; those of segments without changes are left out."""
-    parts: list[Segment] = []
-    pieces: list[Changed] = []
-    for block, elements, (positions, values, _), made in blocks:
-        ends = list(accumulate(segment.elements for segment in block.segments))
-        places = pairwise([0, *bits.below(positions, ends)])
-        for segment, (base, _), (first, last) in zip(
-            block.segments, pairwise([0, *ends]), places, strict=True
-        ):
-            part = inner(segment) if last > first else None
-            if part is None:
-                continue
-            start = base + part.start - segment.start
-            end = start + part.elements
-            if made:
-                low, high = 0, 0
-            elif part == segment:
-                low, high = first, last
-            else:
-                low, high = bits.below(positions, (start, end))
-            parts.append(part)
-            pieces.append(
-                Changed(elements[start:end], positions[low:high], start, values[low:high])
-            )
-    return _numbered(parts, changed_leaves_of(pieces)) if parts else {}
-
-
-def _numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
-    found: Leaves = {}
-    for part, of in zip(parts, digests, strict=True):
-        first = part.start * part.spec.dtype.width // LEAF_BYTES
-        found |= {
-            (part.spec.name, first + k): of[32 * k : 32 * k + 32] for k in range(len(of) // 32)
-        }
-    return found
 
 
 def hash_shared(
@@ -149,8 +92,6 @@ def _absorb(
 def gather_tree(layout: Layout, ranks: RankGroup, own: Leaves) -> StateDigest | None:
     """The tree of the whole state, on rank 0; ``own`` are the leaves that end on this rank. Raises
     RankLost."""
-    if ranks.size == 1:
-        return _tree_of(layout, own)
     data = np.frombuffer(b"".join(own[leaf] for leaf in whole_leaves(layout, ranks.rank)), np.uint8)
     # In the order of the layout, which all know: digests alone travel, 32 bytes for each MiB.
     if ranks.rank:
@@ -162,14 +103,4 @@ def gather_tree(layout: Layout, ranks: RankGroup, own: Leaves) -> StateDigest | 
     for rank, of in ended.items():
         digests = received[rank].tobytes()
         found |= {leaf: digests[32 * k : 32 * k + 32] for k, leaf in enumerate(of)}
-    return _tree_of(layout, found)
-
-
-def _tree_of(layout: Layout, leaves: Leaves) -> StateDigest:
-    return StateDigest(
-        layout.specs,
-        {
-            spec.name: b"".join(leaves[spec.name, k] for k in range(-(-spec.nbytes // LEAF_BYTES)))
-            for spec in layout.specs
-        },
-    )
+    return tree_of(layout, found)

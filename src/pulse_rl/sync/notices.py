@@ -8,13 +8,12 @@ from itertools import islice
 
 from ..errors import PulseError
 from ..events import Hint, Listener, hint_to
-from ..state.cast import is_wide
 from ..state.checkpoint import fused_experts, is_wrapped
 from ..state.tensors import State
 from ..store.base import Store
 from ..store.local import LocalStore
 from ..stream.names import streams_in
-from .pending import NO_SMALLER, PendingVersion
+from .pending import NO_SMALLER, PublishState
 
 _WIDE = 0.5
 _DENSE = 0.2
@@ -34,22 +33,11 @@ class Notices:
         self._silent = listener is None and not first
         self._given: set[str] = set()
 
-    def look_at(
-        self, version: int, draft: PendingVersion, state: State, *, out_of_memory: bool
-    ) -> None:
+    def look_at(self, version: int, draft: PublishState, state: State) -> None:
         """Looks at this rank's part of a version that was committed, and the ``state`` that it was
-        made of. ``out_of_memory``: whether a device lacked memory for it."""
+        made of."""
         if self._silent:
             return
-        if "device_memory" not in self._given and out_of_memory:
-            self._give(
-                version,
-                "device_memory",
-                "a device had no memory to look for differences: its tensors crossed the bus whole",
-                "Leave room for two copies of the state in the compute dtype, three where "
-                "versions wait, or pass "
-                "on_device=None.",
-            )
         if "wrapped_names" not in self._given and is_wrapped(state):
             self._give(
                 version,
@@ -136,13 +124,13 @@ def absence(store: Store, stream: str) -> str:
     return f"there is no version of it yet: {store!r} {there}"
 
 
-def _densities(draft: PendingVersion) -> tuple[float, float]:
+def _densities(draft: PublishState) -> tuple[float, float]:
     """Changed elements of FP32 and FP64, and of all dtypes, / all elements. Where a patch would be
     no smaller, all have changed."""
     elements = max(sum(segment.elements for segment in draft.segments), 1)
     if draft.reason.startswith(NO_SMALLER):
-        wide = sum(segment.elements for segment in draft.segments if is_wide(segment.spec.dtype))
+        wide = sum(segment.elements for segment in draft.segments if segment.spec.dtype.is_wide)
         return wide / elements, 1.0
     pairs = list(zip(draft.blocks, draft.coded, strict=False))
-    wide = sum(encoded.changed for block, encoded in pairs if is_wide(block.dtype))
+    wide = sum(encoded.changed for block, encoded in pairs if block.dtype.is_wide)
     return wide / elements, sum(encoded.changed for _, encoded in pairs) / elements

@@ -3,37 +3,124 @@ baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .. import codec as codecs
-from .._util.collective import RankGroup
 from .._util.faults import hit
 from .._util.threads import ordered_map
 from ..codec import Changes
+from ..errors import StateMismatch
 from ..patch.apply import Journal, advance_state
-from ..patch.blocks import Block, cut, runs_of
-from ..patch.build import code_blocks, entry_of, smallest
+from ..patch.blocks import Block
+from ..patch.build import ChangedBlock, code_blocks, entry_of, smallest
 from ..patch.header import PatchHeader, slices_of
 from ..patch.history import History, HistoryName, Recorder, Records
-from ..patch.tree import hashed_together
 from ..state import bits
-from ..state.digest import StateDigest
-from ..state.memory import DeviceTensor
+from ..state.digest import LEAF_BYTES, Changed, StateDigest, changed_leaves_of, leaves_of
 from ..state.tensors import Empty, Segment, SlicedState, State, TensorSpec, UIntArray
 from ..stream.manifest import Payload
-from .columns import ColumnExchange
-from .layout import Fragment, Layout
-from .leaves import Leaves, changed_inner_leaves, hash_shared, inner_leaves
+
+if TYPE_CHECKING:
+    from .layout import Box
 
 _NOTHING = History()
 NO_SMALLER = "anchor: a patch would have"
-"""How `PendingVersion.reason` begins where a patch would be no smaller than the state."""
+"""How `PublishState.reason` begins where a patch would be no smaller than the state."""
+
+Leaves = dict[tuple[str, int], bytes]
+"""Digests of leaves by the tensor's name and the leaf's number."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``specs`` are the tensors of the state in the order of their names, ``aliases`` the other
+    names of tied ones.
+
+    ``published`` has the segment of each tensor that a rank publishes, by the tensor's name and the
+    rank, in the order of their places. ``moved`` are the tensors whose boxes are no such segments,
+    with the boxes of the ranks from which their elements come. ``shared`` are the leaves of which
+    several ranks publish a piece, by their numbers of ``shares`` in all. Layouts of which ranks
+    publish the same have one ``digest``.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
+    published: dict[str, dict[int, Segment]]
+    moved: dict[str, dict[int, Box]]
+    shared: dict[int, tuple[Fragment, ...]]
+    shares: int
+    digest: str
+
+    @property
+    def elements(self) -> int:
+        return sum(spec.elements for spec in self.specs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """What ``rank`` publishes, in the order of the names."""
+        return tuple(of[rank] for of in self.published.values() if rank in of)
+
+    def has_file(self, rank: int) -> bool:
+        """Whether ``rank`` stores a file of a patch, or a shard: it publishes something, or nobody
+        has anything."""
+        return any(rank in of for of in self.published.values()) or (rank == 0 and not self.specs)
+
+    def of_rank(self, rank: int) -> Layout:
+        """What ``rank`` needs of it: its own segments, and all of what it moves and shares with
+        others."""
+        moved = {name: boxes for name, boxes in self.moved.items() if rank in boxes}
+        published = {
+            name: of if name in moved else {rank: of[rank]}
+            for name, of in self.published.items()
+            if rank in of or name in moved
+        }
+        shared = {
+            k: of for k, of in self.shared.items() if any(fragment.rank == rank for fragment in of)
+        }
+        return replace(self, published=published, moved=moved, shared=shared)
+
+
+class Fragment(NamedTuple):
+    """Elements of the leaf with number ``leaf`` of its tensor that ``rank`` publishes."""
+
+    rank: int
+    leaf: int
+    segment: Segment
+
+
+def whole_layout(specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> Layout:
+    """The layout of a state that one rank alone has."""
+    published = {spec.name: {0: Segment(spec, 0, spec.elements)} for spec in specs}
+    return Layout(specs, aliases, published, {}, {}, 0, "")
+
+
+def difference(old: Layout, new: Layout) -> str:
+    """Why no patch leads from one to the other; "" if one does."""
+    if old.specs != new.specs:
+        before, now = {spec.name for spec in old.specs}, {spec.name for spec in new.specs}
+        for alias, name in old.aliases.items():
+            if alias in now:
+                return f"anchor: tensor {alias!r} is not tied to {name!r} any more"
+        for alias, name in new.aliases.items():
+            if alias in before:
+                return f"anchor: tensor {alias!r} is tied to {name!r} now"
+        try:
+            State(new.specs, {}).require_specs(old.specs, "the version before")
+        except StateMismatch as error:
+            return f"anchor: {error}"
+    if old.digest != new.digest:
+        return "anchor: the ranks have other slices than of the version before"
+    return ""
 
 
 class Baseline(NamedTuple):
@@ -65,13 +152,17 @@ class Baseline(NamedTuple):
 
 
 @dataclass
-class PendingVersion:
-    """What this rank publishes of the next version: ``state`` and the ``changes`` to it by block;
-    without a ``base`` the state is the version's. ``leaves`` are those that end on this rank,
-    ``resident`` its tensors that lie on devices, ``records`` what a history is to remember, None
+class PublishState:
+    """What this rank publishes of the next version, on its way from the caller's tensors to the
+    store: ``state`` and the ``changes`` to it by block; without a ``base`` the state is the
+    version's.
+
+    ``leaves`` are those that end on this rank, ``records`` what a history is to remember, None
     where that is too much. ``history``: what is remembered at the version; ``sampled``: of some
     blocks. ``remembers``: whether all blocks are recorded. ``reason``: see `Published`. ``shards``:
-    those of the anchor, if they are stored."""
+    those of the anchor, once they are stored. Of the version of all ranks: its ``root``, on rank 0
+    its digest ``tree``, and the ``patch_bytes`` of all blocks.
+    """
 
     layout: Layout
     segments: tuple[Segment, ...]
@@ -83,14 +174,16 @@ class PendingVersion:
     changes: list[Changes | None] = field(default_factory=list)
     leaves: Leaves = field(default_factory=dict)
     records: Mapping[int, Records] | None = None
-    resident: Mapping[str, DeviceTensor] = field(default_factory=dict)
     history: History = _NOTHING
     sampled: History = _NOTHING
     remembers: bool = False
     shards: list[Payload] | None = None
+    root: str = ""
+    tree: StateDigest | None = None
+    patch_bytes: int = 0
 
     @property
-    def patch_bytes(self) -> int:
+    def own_patch_bytes(self) -> int:
         """Bytes of the blocks of this rank's part."""
         return sum(len(encoded.payload) for encoded in self.coded)
 
@@ -98,18 +191,16 @@ class PendingVersion:
     def changed(self) -> int:
         return sum(encoded.changed for encoded in self.coded)
 
-    def file(self, root: str, *, codec: str, threads: int | None) -> list[bytes]:
-        """This rank's file of the patch to ``root``, in chunks: its header, and a payload a
-        block."""
+    def file(self, threads: int | None) -> list[bytes]:
+        """This rank's file of the patch, in chunks: its header, and a payload a block."""
         assert self.base is not None
         header, coded = smallest(
-            partial(self.base.header, self.base.root, root),
+            partial(self.base.header, self.base.root, self.root),
             self.blocks,
             self.state,
             self.coded,
             self.changes,
             self.base.history,
-            codec=codec,
             threads=threads,
         )
         return [header.to_bytes(), *(encoded.payload for encoded in coded)]
@@ -124,32 +215,21 @@ class PendingVersion:
         bits.put(changed, *found)
         return changed
 
-    def whole(self) -> State:
-        """The version's state where this rank has all of it, made as it is read."""
-        if not self.changes:
-            return self.state
-        return State(
-            self.layout.specs, {spec.name: _Drafted(self, spec) for spec in self.layout.specs}
-        )
-
     def is_changed(self, fragment: Fragment) -> bool:
         """Whether an element of it is another than in the base; without one, yes."""
         return self.base is None or self._changes_in(fragment.segment) is not None
 
     def advance_baseline(
         self, version: int, root: str, *, journal: Journal | None = None, threads: int | None
-    ) -> tuple[Baseline, dict[int, Changes]]:
-        """The baseline that this is once it is committed, and the old bits by block. The state of
-        the base is changed in place, once; ``journal`` is told of each block before."""
+    ) -> Baseline:
+        """The baseline that this is once it is committed. The state of the base is changed in
+        place, once; ``journal`` is told of each block before."""
         hit("baseline.before")
-        undo: dict[int, Changes] = {}
         if self.changes:
-            undo = advance_state(
-                self.state, self.blocks, self.changes, journal=journal, threads=threads
-            )
+            advance_state(self.state, self.blocks, self.changes, journal=journal, threads=threads)
         hit("baseline.written")
         of = self.layout, self.segments, self.blocks, self.state, self.leaves
-        return Baseline(version, root, *of, self.history, self.sampled), undo
+        return Baseline(version, root, *of, self.history, self.sampled)
 
     def _changes_in(self, segment: Segment) -> tuple[np.ndarray, UIntArray, int] | None:
         """(positions, values, position of the segment's first element) of its changes; None if
@@ -181,97 +261,34 @@ class PendingVersion:
         return places
 
 
-class _Drafted(NamedTuple):
-    """A whole tensor of a pending version, as a state has it."""
-
-    draft: PendingVersion
-    spec: TensorSpec
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        runs = runs_of(Segment(self.spec, 0, self.spec.elements))
-        places = [(max(run.start, start), min(run.stop, stop)) for run in runs]
-        found = [
-            self.draft.elements(Segment(self.spec, *place))
-            for place in places
-            if place[0] < place[1]
-        ]
-        return np.concatenate(found) if found else np.empty(0, self.spec.dtype.uint)
-
-
-class Built(NamedTuple):
-    """The next version: this rank's ``draft``, the ``root``, on rank 0 the digest ``tree``, and the
-    ``patch_bytes`` of all ranks."""
-
-    draft: PendingVersion
-    root: str
-    tree: StateDigest | None
-    patch_bytes: int
-
-
 def make_pending(
     layout: Layout,
-    ranks: RankGroup,
-    local: State,
+    segments: tuple[Segment, ...],
+    blocks: tuple[Block, ...],
+    tasks: Iterable[tuple[range, State]],
     base: Baseline | None,
     reason: str,
     *,
-    owned: bool = False,
+    owned: State | None = None,
     empty: Empty = State.empty,
-    store: Callable[[PendingVersion, Iterator[Sequence[Segment]]], list[Payload]] | None = None,
-    codec: str = codecs.AUTO,
+    store: Callable[[PublishState, Iterator[Sequence[Segment]]], list[Payload]] | None = None,
     history: History | None = None,
     recorder: Recorder | None = None,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> PendingVersion:
+) -> PublishState:
     """Compares with ``base`` and codes, block by block, or copies where there is none; hashes all
-    leaves that no other rank has a piece of. ``local`` has this rank's elements of the new state;
-    ``owned``: nobody else writes to them, so that they may become the baseline as they are; else
-    they are copied into what ``empty`` makes. ``store`` stores such a state while it is filled, and
-    returns its shards. ``history``: what the patch may be coded by; ``recorder`` gets what is to be
-    remembered of it. ``progress`` gets the bytes that were worked through since its last call.
-
-    Raises what `code_blocks` raises, and RankLost: whatever fails here, this rank has taken part in
-    moving columns to rows when this returns or raises.
+    leaves that no other rank has a piece of. ``tasks`` has groups of blocks that are hashed at
+    once, each with a state that has their new elements; ``owned``: nobody else writes to that
+    state, so that it may become the baseline as it is; else it is copied into what ``empty`` makes.
+    ``store`` stores such a state while it is filled, and returns its shards. ``history``: what the
+    patch may be coded by; ``recorder`` gets what is to be remembered of it. ``progress`` gets the
+    bytes that were worked through since its last call. Raises what `code_blocks` raises.
     """
-    segments = base.segments if base else layout.segments(ranks.rank)
-    blocks = base.blocks if base else cut(layout.specs, segments)
-    # Columns are moved to rows while rows are coded: a task waits for its window, and no rank holds
-    # a whole tensor.
-    columns = ColumnExchange(layout, ranks, local)
-    try:
-        source = _sliced(tuple(s for s in segments if s.spec.name not in layout.moved), local)
-        tasks = columns.tasks(hashed_together(blocks, threads), blocks, source)
-        if base is None:
-            # No patch: the state is copied, which becomes the baseline, and hashed from the copy.
-            state = local if owned else allocated(segments, empty)
-            made = PendingVersion(layout, segments, blocks, state, None, reason)
-
-            def copy(task: tuple[range, State]) -> tuple[range, Leaves]:
-                group, new = task
-                some = [blocks[index] for index in group]
-                for segment in (
-                    segment for block in some for segment in block.segments if not owned
-                ):
-                    state.read(*segment.place)[:] = new.read(*segment.place)
-                return group, inner_leaves(some, lambda segment: state.read(*segment.place))
-
-            def filled() -> Generator[list[Segment], None, None]:
-                with closing(ordered_map(copy, tasks, threads)) as copied:
-                    for group, leaves in copied:
-                        made.leaves |= leaves
-                        _count(progress, blocks, group)
-                        yield [segment for index in group for segment in blocks[index].segments]
-
-            with closing(filled()) as segments_filled:
-                if store:
-                    made.shards = store(made, segments_filled)
-                for _ in segments_filled:
-                    pass
-            return made
-        # A patch: of the new state only the changes are kept, until the commit moves the baseline
-        # by them.
-        made = PendingVersion(
+    # A patch: of the new state only the changes are kept, until the commit moves the baseline by
+    # them.
+    if base:
+        made = PublishState(
             layout, segments, blocks, base.state, base, reason, leaves=dict(base.leaves)
         )
         groups = code_blocks(
@@ -279,7 +296,6 @@ def make_pending(
             base.state,
             tasks,
             changed_inner_leaves,
-            codec=codec,
             history=history,
             recorder=recorder,
             threads=threads,
@@ -292,8 +308,31 @@ def make_pending(
                 _count(progress, blocks, [index for index, _, _ in coded])
         made.records = recorder.records if recorder else None
         return made
-    finally:
-        columns.finish()  # other ranks wait for this rank's columns, whatever failed here
+    # No patch: the state is copied, which becomes the baseline, and hashed from the copy.
+    state = owned if owned is not None else allocated(segments, empty)
+    made = PublishState(layout, segments, blocks, state, None, reason)
+
+    def copy(task: tuple[range, State]) -> tuple[range, Leaves]:
+        group, new = task
+        some = [blocks[index] for index in group]
+        if owned is None:
+            for segment in (segment for block in some for segment in block.segments):
+                state.read(*segment.place)[:] = new.read(*segment.place)
+        return group, inner_leaves(some, lambda segment: state.read(*segment.place))
+
+    def filled() -> Generator[list[Segment], None, None]:
+        with closing(ordered_map(copy, tasks, threads)) as copied:
+            for group, leaves in copied:
+                made.leaves |= leaves
+                _count(progress, blocks, group)
+                yield [segment for index in group for segment in blocks[index].segments]
+
+    with closing(filled()) as segments_filled:
+        if store:
+            made.shards = store(made, segments_filled)
+        for _ in segments_filled:
+            pass
+    return made
 
 
 def allocated(segments: Sequence[Segment], empty: Empty = State.empty) -> State:
@@ -301,11 +340,6 @@ def allocated(segments: Sequence[Segment], empty: Empty = State.empty) -> State:
     if all(segment.is_whole for segment in segments):
         return empty(tuple(segment.spec for segment in segments), None)
     return SlicedState.allocate(segments, empty)
-
-
-def _sliced(segments: tuple[Segment, ...], local: State) -> State:
-    """The segments of what a rank has, by their places in the whole tensors."""
-    return local if all(segment.is_whole for segment in segments) else SlicedState(segments, local)
 
 
 def _count(
@@ -316,21 +350,66 @@ def _count(
             progress(blocks[index].nbytes)
 
 
-def hash_shared_leaves(draft: PendingVersion, ranks: RankGroup, threads: int | None) -> int:
-    """Hashes the leaves that ranks share, if something in them changed; returns the bytes of all
-    ranks' blocks. A collective, which raises what `RankGroup.run_on_all` raises."""
-    if ranks.size == 1:
-        return draft.patch_bytes
-    shared = draft.layout.shared
-    own = np.zeros(draft.layout.shares, bool)
-    for k, fragments in shared.items():
-        own[k] = any(f.rank == ranks.rank and draft.is_changed(f) for f in fragments)
-    # A leaf is hashed again where any rank's piece of it changed: one bit each says so.
-    flags = np.packbits(own).tobytes()
-    said = ranks.run_on_all(lambda: draft.patch_bytes.to_bytes(8, "little") + flags)
-    packed = np.bitwise_or.reduce([np.frombuffer(message[8:], np.uint8) for message in said])
-    changed = np.unpackbits(packed, count=len(own))
-    some = [fragments for k, fragments in shared.items() if changed[k]]
-    with ranks.isolated():
-        draft.leaves |= hash_shared(some, ranks, draft.elements, threads)
-    return sum(int.from_bytes(message[:8], "little") for message in said)
+# -- leaves
+
+
+def inner(segment: Segment) -> Segment | None:
+    """The elements of a segment that lie in leaves that are wholly in it."""
+    spec, per_leaf = segment.spec, LEAF_BYTES // segment.spec.dtype.width
+    start = -(-segment.start // per_leaf) * per_leaf
+    stop = segment.stop if segment.stop == spec.elements else segment.stop // per_leaf * per_leaf
+    return Segment(spec, start, stop) if start < stop else None
+
+
+def inner_leaves(blocks: Iterable[Block], elements: Callable[[Segment], UIntArray]) -> Leaves:
+    """The leaves that lie wholly in a segment of the blocks, hashed side by side."""
+    parts = [part for block in blocks for part in map(inner, block.segments) if part]
+    return _numbered(parts, leaves_of([elements(part) for part in parts])) if parts else {}
+
+
+def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
+    """The same of changed blocks of one dtype; those of segments without changes are left out."""
+    parts: list[Segment] = []
+    pieces: list[Changed] = []
+    for block, elements, (positions, values, _), made in blocks:
+        ends = list(accumulate(segment.elements for segment in block.segments))
+        places = pairwise([0, *bits.below(positions, ends)])
+        for segment, (base, _), (first, last) in zip(
+            block.segments, pairwise([0, *ends]), places, strict=True
+        ):
+            part = inner(segment) if last > first else None
+            if part is None:
+                continue
+            start = base + part.start - segment.start
+            end = start + part.elements
+            if made:
+                low, high = 0, 0
+            elif part == segment:
+                low, high = first, last
+            else:
+                low, high = bits.below(positions, (start, end))
+            parts.append(part)
+            pieces.append(
+                Changed(elements[start:end], positions[low:high], start, values[low:high])
+            )
+    return _numbered(parts, changed_leaves_of(pieces)) if parts else {}
+
+
+def _numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
+    found: Leaves = {}
+    for part, of in zip(parts, digests, strict=True):
+        first = part.start * part.spec.dtype.width // LEAF_BYTES
+        found |= {
+            (part.spec.name, first + k): of[32 * k : 32 * k + 32] for k in range(len(of) // 32)
+        }
+    return found
+
+
+def tree_of(layout: Layout, leaves: Leaves) -> StateDigest:
+    return StateDigest(
+        layout.specs,
+        {
+            spec.name: b"".join(leaves[spec.name, k] for k in range(-(-spec.nbytes // LEAF_BYTES)))
+            for spec in layout.specs
+        },
+    )

@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
-from .. import codec as codecs
-from .._util.collective import Alone, RankGroup
+from .._util.collective import RankGroup
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
-from ..errors import ConcurrentUse, InputError, PulseError
+from ..errors import ConcurrentUse, InputError, PublisherConflict, PulseError
 from ..events import (
     Listener,
     Metadata,
@@ -35,12 +34,9 @@ from ..store import Store, open_store
 from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream, checked_stream_id
-from .beside import Done, check_beside, publish_beside
-from .calls import unlike
 from .checkout import Checkout
-from .folds import checked_folds
 from .polling import jittered
-from .rank import RankPublisher, Settings
+from .rank import Alone, RankPublisher
 from .request import LocalState, PublishRequest
 from .state_folder import StateFolder
 from .submissions import Submission, Submissions
@@ -48,64 +44,80 @@ from .submissions import Submission, Submissions
 _LOOK_SECONDS = 1.0
 
 
-def _shared(store: Store | str, stream: Stream, settings: Settings) -> dict[str, Any]:
-    """The settings that are the same on all ranks, as JSON has them."""
-    return {
-        "store": store if isinstance(store, str) else type(store).__name__,
-        "stream": stream.name,
-        "codec": settings.codec,
-        "keep": settings.keep,
-        "anchor_ratio": settings.anchor_ratio,
-        "folds": list(settings.folds),
-        "signer": settings.signer.public_key if settings.signer else None,
-        "attest": settings.attest,
-        "trusted_keys": list(settings.keys),
-    }
+@dataclass(frozen=True)
+class PublisherSettings:
+    """The settings that `Publisher` and `ShardedPublisher` have in common, checked; they are
+    documented there. Raises InputError."""
 
+    anchor_ratio: float = 1.0
+    keep: int | None = None
+    signer: Signer | None = None
+    trusted_keys: Collection[str] = ()
+    threads: int | None = None
+    on_event: Listener | None = None
+    keys: frozenset[str] | None = field(init=False, default=None)
+    """All that are trusted, the signer's own included; None: every version is."""
 
-class PublisherSettings(TypedDict, total=False):
-    """The settings of `Publisher`, by name."""
+    def __post_init__(self) -> None:
+        checked_number("anchor_ratio", self.anchor_ratio)
+        if self.keep is not None:
+            checked_count("keep", self.keep)
+        if self.signer is not None and not isinstance(self.signer, Signer):
+            raise InputError(
+                f"signer must be a Signer, not {self.signer!r}",
+                hint="Make one with Signer.load(file).",
+            )
+        trusted = checked_collection("trusted_keys", self.trusted_keys, "[key]")
+        keys = keys_of(self.signer, trusted)
+        object.__setattr__(self, "keys", None if keys is None else frozenset(keys))
+        checked_threads(self.threads)
+        listener = one_at_a_time(checked_listener(self.on_event))
+        object.__setattr__(self, "on_event", listener)
 
-    codec: str
-    anchor_ratio: float
-    folds: Collection[int]
-    keep: int | None
-    signer: Signer | None
-    attest: bool
-    trusted_keys: Collection[str]
-    threads: int | None
-    on_event: Listener | None
+    def shared(self) -> dict[str, Any]:
+        """Those that are the same on all ranks, as JSON has them."""
+        return {
+            "anchor_ratio": self.anchor_ratio,
+            "keep": self.keep,
+            "signer": self.signer.public_key if self.signer else None,
+            "trusted_keys": sorted(self.keys or ()),
+        }
 
 
 class Publisher(Closing, NotCopyable):
-    """Publishes the states of one policy as versions 0, 1, 2 … of a stream. A context manager (see
-    `close`).
+    """Publish the states of one policy as versions 0, 1, 2 … of a stream.
 
-    ``store``: a store, or its address (see `open_store`). ``stream``: its name; a stream that
-    exists is continued. ``codec``: "auto" or "zstd", the layout of the PULSE paper.
-    ``anchor_ratio``: an anchor is stored along with a patch whenever the patches since the last one
-    exceed ``anchor_ratio`` times the state's bytes. ``folds``: the spans, in versions, over which
-    folds are made in the background, for about 6 bytes of memory for every BF16 weight that changed
-    within a span (``pulse fold`` makes them on any machine). ``keep``: the newest versions that
-    stay; what they do not need is deleted in the background, as `gc_stream` does, whenever an
-    anchor has become old enough (None: all stay). ``signer`` signs every manifest, claim and fold;
-    then only what is signed by its key or by one of ``trusted_keys`` (Ed25519, 64 hexadecimal
-    digits each) is believed. ``attest``: each anchor has an attestation of its files, signed by a
-    key that is derived from the ``signer``'s; a `checkout` has it. ``baseline``: a folder of this
-    publisher's own, in which the last version is a mapped file instead of memory; a publisher that
-    starts again with it goes on from there, once that is verified. ``threads``: the maximum number
-    (None: one per core). ``on_event`` gets the events of `pulse_rl.events`.
-
-    A patch that is no smaller than an anchor is not stored: the version is an anchor alone, and
-    `Published.reason` says so.
-
-    A stream has one Publisher at a time: a new one takes over when it first publishes, and the one
-    before is refused with PublisherConflict at its next commit; the chain stays whole. Raises
-    InputError, StoreError, and ConcurrentUse where another process uses the folder ``baseline``.
+    A stream that exists is continued, which is logged once. It has one Publisher at a time: a new
+    one takes over when it first publishes, and the one before is refused with PublisherConflict at
+    its next commit; the chain stays whole. A patch that is no smaller than an anchor is not stored:
+    the version is an anchor alone, and `Published.reason` says so. A context manager (see `close`).
 
     Interrupts do no harm: the work is done on a thread of its own. After one, `head` says whether
     the version was committed. One thread uses it at a time (ConcurrentUse). It cannot be copied,
     pickled, or used in a forked process.
+
+    Args:
+        store: A store, or its address (see `open_store`).
+        stream: The stream's name.
+        anchor_ratio: An anchor is stored along with a patch whenever the patches since the last
+            anchor exceed this multiple of the state's bytes.
+        keep: How many of the newest versions stay. What they do not need is deleted in the
+            background, as `gc_stream` does, whenever an anchor has become old enough. None: all.
+        signer: Signs every manifest and claim; then only what is signed by its key or by one of
+            ``trusted_keys`` is believed.
+        trusted_keys: Ed25519 public keys, 64 hexadecimal digits each.
+        baseline: A folder of this publisher's own, in which the last version is a mapped file
+            instead of memory; a publisher that starts again with it goes on from there, once that
+            is verified.
+        new: Whether the stream must not have versions yet.
+        threads: The maximum number of threads. None: one per core.
+        on_event: Gets the events of `pulse_rl.events`.
+
+    Raises:
+        InputError: A setting makes no sense.
+        PublisherConflict: The stream must be ``new``, and has versions.
+        ConcurrentUse: Another process uses the folder ``baseline``.
+        StoreError: The store cannot be opened.
     """
 
     def __init__(
@@ -113,143 +125,61 @@ class Publisher(Closing, NotCopyable):
         store: Store | str,
         *,
         stream: str,
-        codec: str = codecs.AUTO,
         anchor_ratio: float = 1.0,
-        folds: Collection[int] = (),
         keep: int | None = None,
         signer: Signer | None = None,
-        attest: bool = False,
         trusted_keys: Collection[str] = (),
         baseline: str | os.PathLike[str] | None = None,
+        new: bool = False,
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
-        settings: PublisherSettings = {
-            "codec": codec,
-            "anchor_ratio": anchor_ratio,
-            "folds": folds,
-            "keep": keep,
-            "signer": signer,
-            "attest": attest,
-            "trusted_keys": trusted_keys,
-            "threads": threads,
-            "on_event": one_at_a_time(checked_listener(on_event)),
-        }
-        self._open(
-            RankGroup(Alone()),
-            store,
-            stream=stream,
-            folder=lambda beside: (
-                None
-                if baseline is None
-                else StateFolder(checked_path(baseline) / beside, "baseline")
-            ),
-            **settings,
-        )
+        settings = PublisherSettings(anchor_ratio, keep, signer, trusted_keys, threads, on_event)
+        folder = None if baseline is None else StateFolder(checked_path(baseline), "baseline")
+        try:
+            self._open(RankPublisher, Alone(), store, stream, settings, folder)
+        except BaseException:
+            if folder:
+                folder.close()
+            raise
+        self._rank.new = new
+        if new and (head := self.head()) is not None:
+            self.close()
+            raise PublisherConflict(
+                f"the stream {stream!r} has versions up to {head.version}, and new=True wants none",
+                hint="Give the run another name, or leave new=True out to continue the stream.",
+            )
 
     def _open(
         self,
+        make: Callable[..., RankPublisher],
         ranks: RankGroup,
         store: Store | str,
-        *,
         stream: str,
-        folder: Callable[[str], StateFolder | None],
-        also: Callable[[], dict[str, Any]] = dict,
-        **given: Unpack[PublisherSettings],
+        settings: PublisherSettings,
+        folder: StateFolder | None = None,
     ) -> None:
-        """Checks the settings, together with the other ranks, and opens the stream. ``also`` checks
-        others, which are the same on all ranks; ``folder`` takes this rank's, "" or that of a
-        stream beside. Raises what the constructor does."""
-        opened: list[tuple[Stream, Settings]] = []
-        folders: list[StateFolder | None] = []
-
-        def open_stream() -> bytes:
-            shared = also()
-            opened.append(self._checked(store, stream, **given))
-            folders.append(folder(""))
-            return (
-                b"" if ranks.size == 1 else json.dumps(shared | _shared(store, *opened[0])).encode()
-            )
-
-        try:
-            said = ranks.run_on_all(open_stream)
-            if ranks.size > 1 and (found := unlike([json.loads(message) for message in said])):
-                raise InputError(
-                    found, hint="Make the publisher with the same arguments on all ranks."
-                )
-        except BaseException:
-            for taken in filter(None, folders):
-                taken.close()
-            ranks.close()
-            raise
-        self._stream, settings = opened[0]
-        self._threads = settings.threads
-        self._listener = given.get("on_event")
-        self._serial = SerialThread(type(self).__name__)
-        self._together = ranks.size > 1
-        self._submissions: Submissions[PublishRequest] = Submissions(
-            self._serial, together=self._together
-        )
-        self._calls = 0
-        self._rank = RankPublisher(
-            self._stream, ranks, settings, listener=self._listener, folder=folders[0]
-        )
-        self._others: dict[str, RankPublisher] = {}  # of the streams beside this one
-        self._given = ranks, folder, given  # for those
-
-    def _checked(
-        self, store: Store | str, stream: str, **given: Unpack[PublisherSettings]
-    ) -> tuple[Stream, Settings]:
-        for name in given.keys() - PublisherSettings.__annotations__.keys():
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
-        codec, threads, keep = (
-            given.get("codec", codecs.AUTO),
-            given.get("threads"),
-            given.get("keep"),
-        )
-        anchor_ratio, folds = given.get("anchor_ratio", 1.0), given.get("folds", ())
-        signer = given.get("signer")
-        codecs.check_codec(codec)
-        if keep is not None:
-            checked_count("keep", keep)
-        checked_threads(threads)
-        checked_listener(given.get("on_event"))
-        checked_number("anchor_ratio", anchor_ratio)
-        spans = checked_folds(folds)
-        if signer is not None and not isinstance(signer, Signer):
-            raise InputError(
-                f"signer must be a Signer, not {signer!r}", hint="Make one with Signer.load(file)."
-            )
-        trusted = checked_collection("trusted_keys", given.get("trusted_keys", ()), "[key]")
-        keys = keys_of(signer, trusted)
-        attest = given.get("attest", False)
-        if not isinstance(attest, bool):
-            raise InputError(
-                f"attest must be True or False, not {attest!r}", hint="The key is the signer's."
-            )
-        if attest and signer is None:
-            raise InputError(
-                "attest needs a signer",
-                hint="Give a signer, --sign-key FILE; pulse keygen makes one.",
-            )
-        opened = Stream(
+        """Opens the stream, which ``make`` (a `RankPublisher`) publishes."""
+        self._stream = Stream(
             open_store(store),
             stream,
-            trusted_by(keys),
-            signer=signer,
+            trusted_by(settings.keys),
+            signer=settings.signer,
             on_refused=partial(weak_callback(self._refused), stream),
         )
-        settings = Settings(
-            codec,
-            anchor_ratio,
-            spans,
-            keep,
-            tuple(sorted({*(keys or ())})),
-            signer,
-            attest,
-            threads,
-        )
-        return opened, settings
+        self._threads = settings.threads
+        self._listener = settings.on_event
+        self._serial = SerialThread(type(self).__name__)
+        self._together = ranks.size > 1
+        self._submissions: Submissions[PublishRequest] | None = None
+        self._calls = 0
+        self._rank = make(self._stream, ranks, settings, folder=folder)
+        if settings.keep is not None and self._rank.first:
+            from .gc import Retention
+
+            self._rank.retention = Retention(
+                self._stream, settings.keep, settings.keys or (), self._listener
+            )
 
     def publish(
         self,
@@ -259,50 +189,52 @@ class Publisher(Closing, NotCopyable):
         dtype: str | None = None,
         anchor: bool = False,
         files: Files | None = None,
-        on_device: str | None = None,
         after: int | None = None,
         progress: bool = False,
         quantise: Quantise | None = None,
-        beside: Mapping[str, Quantise | None] | None = None,
     ) -> Published:
-        """Commits a state as the next version and returns what it cost.
-
-        ``source``: a mapping of names to tensors (a ``state_dict``), a `State`, or a checkpoint's
-        path; it must not change during the call. ``metadata``: the caller's own data about the
-        version, small and flat. ``dtype``: the compute dtype ("BF16", "F16", "F8_E4M3", "F8_E5M2")
-        that floating-point tensors wider than it are cast to, rounded to nearest even as
-        ``torch.Tensor.to`` does (NaN stays NaN); FP8 without a scale. None: as they are.
-        ``anchor``: store an anchor with it, so that a newcomer can start here whatever it trusts or
-        can reach of what was before. ``files``: the small files beside the weights that a loader
-        needs (config, tokenizer, chat template …), names such as "config.json" to bytes or paths,
-        or the folder of a checkpoint whose files they are; at most 256 of 128 MiB in all. They are
-        stored once while they do not change. None keeps those of the version before, ``{}`` carries
-        none. ``on_device``: what the devices of CUDA tensors have memory for: "copy", for `submit`,
-        a copy, until it is on the host, so that training does not wait for the bus; "baseline",
-        that, and the last version, so that only what differs crosses the bus; None, nothing.
-        ``after``: the version that this one must follow, -1 where the stream must be new; where
-        another has come since, PublisherConflict is raised and nothing is published. None: whatever
-        is the newest. ``progress``: show a bar for what takes more than half a second, in a
-        terminal or a notebook, with the time left. ``quantise``: weights become codes and scales,
-        as a checkpoint of a quantised model has them: "fp8_block", "mxfp8", "mxfp4", "nvfp4", the
-        model's ``quantization_config``, or a function of a name and its FP32 array that returns the
-        tensors in its place, None for itself. ``dtype`` is then for all others, and a config.json
-        among ``files`` that has no ``quantization_config`` gets one. ``beside``: other streams of
-        the store, by name, that get the state, too, each quantised as this says (None: not), from
-        one pass over the weights, with the same metadata, files and settings, and a folder of its
-        own in ``baseline``.
+        """Commit a state as the next version, and return what it cost.
 
         The in-memory baseline moves only after the commit is confirmed: if this raises
         StoreUnavailable or StoreFull, nothing is lost, and whether the version was committed is
         settled by the next call. A state with other names, dtypes or shapes than the last is
         published with an anchor; so is the next one where the head is lost from the store, or was
-        signed with another key. Also raises UnsupportedTensor, InputError and PublisherConflict.
+        signed with another key.
 
-        With streams ``beside`` this one, what is wrong with the arguments is raised before anything
-        is published. Where the store fails for one stream, the others get their versions all the
-        same, which a note of the error names; the same call again gives the one its version, and
-        the others one more, in which nothing changes. They go with no ``after``, and no
-        ``on_device="baseline"``.
+        Args:
+            source: A mapping of names to tensors (a ``state_dict``), a `State`, or a checkpoint's
+                path. It must not change during the call.
+            metadata: The caller's own data about the version, small and flat, such as
+                ``{"step": 10}``.
+            dtype: The compute dtype ("BF16", "F16", "F8_E4M3", "F8_E5M2") that floating-point
+                tensors wider than it are cast to, rounded to nearest even as ``torch.Tensor.to``
+                does (NaN stays NaN); FP8 without a scale. None: as they are.
+            anchor: Whether an anchor is stored in any case, so that a new worker can start here
+                whatever it trusts or can reach of the versions before.
+            files: The small files that a loader needs next to the weights (config, tokenizer, chat
+                template …): names such as "config.json" to bytes or paths, or the folder of a
+                checkpoint whose files they are; at most 256 of 128 MiB in all. They are stored once
+                while they do not change. None keeps those of the version before, ``{}`` carries
+                none.
+            after: The version that this one must follow, -1 where the stream must be new; where
+                another has come since, nothing is published. None: whatever is the newest.
+            progress: Whether a bar is shown, with the time left, for what takes more than half a
+                second, in a terminal or a notebook.
+            quantise: How weights become codes and scales, as a checkpoint of a quantised model has
+                them: "fp8_block", "mxfp8", "mxfp4", "nvfp4", the model's ``quantization_config``,
+                or a function of a name and its FP32 array that returns the tensors in its place,
+                None for itself. ``dtype`` is then for all others, and a config.json among ``files``
+                that has no ``quantization_config`` gets one.
+
+        Returns:
+            What the version cost.
+
+        Raises:
+            InputError: An argument makes no sense.
+            UnsupportedTensor: A tensor has a dtype or a layout that cannot be published.
+            PublisherConflict: Another publisher has taken the stream over, or ``after`` is not its
+                newest version.
+            StoreUnavailable, StoreFull, StoreError: The store failed.
         """
         # An error of a submitted version is raised here first: what follows it would hide it.
         self._raise_unasked()
@@ -310,15 +242,21 @@ class Publisher(Closing, NotCopyable):
             with failures_to(self._listener, self._stream.name, "publish"):
                 # In the caller's thread: whose devices must have written the state, and whose
                 # arguments are wrong.
-                read = partial(self._local, source, dtype, quantise, beside, after, on_device)
                 request = self._request(
-                    read, metadata, dtype, anchor, files, on_device, PublishRequest.awaited, after
+                    lambda: PublishRequest.of(
+                        self._read(source, dtype, quantise),
+                        metadata=metadata,
+                        dtype=dtype,
+                        anchor=anchor,
+                        files=files if self._rank.first else None,  # rank 0's are the version's
+                        after=after,
+                    ).awaited()
                 )
                 # All else on the publisher's own thread, which no interrupt reaches.
-                done = self._serial.run(
-                    lambda: self._publish(request, number=number, progress=progress)
+                published, _ = self._serial.run(
+                    lambda: self._rank.publish(request, number=number, progress=progress)
                 )
-            return done.result()
+            return published
 
     def submit(
         self,
@@ -328,63 +266,79 @@ class Publisher(Closing, NotCopyable):
         dtype: str | None = None,
         anchor: bool = False,
         files: Files | None = None,
-        on_device: str | None = None,
+        copy_on_device: bool = False,
         replace: bool = False,
         quantise: Quantise | None = None,
-        beside: Mapping[str, Quantise | None] | None = None,
     ) -> Submission:
-        """Takes a copy of a state and returns; the version is committed behind the caller's work,
-        as `publish` does it.
+        """Copy a state and return; a background thread commits the version as `publish` does.
 
-        ``source``, ``metadata``, ``dtype``, ``anchor``, ``files``, ``on_device``, ``quantise`` and
-        ``beside`` are as for `publish`; the state may change as soon as this returns. One version
-        is in flight and one may wait; for another one this waits for room, or, to ``replace``,
-        cancels the one that waits and takes over its memory. Needs the memory of a state for each,
-        of codes where it is quantised, of the caller's tensors with streams ``beside`` this one. An
-        error that nobody has asked the `Submission` for is raised by the next call, which then does
-        nothing else; `close` waits for all. ``Published.blocked_seconds`` tells how long this took.
+        The state may change as soon as this returns. One version is in flight and one may wait; for
+        another one this waits for room. Needs the memory of a state for each. An error that nobody
+        has asked the `Submission` for is raised by the next call, which then does nothing else;
+        `close` waits for all. ``Published.blocked_seconds`` tells how long this took.
 
-        CUDA tensors are copied into page-locked memory (as they are: they are cast behind) by a
+        CUDA tensors are copied into page-locked memory (as they are: they are cast later) by a
         stream of their own, after the work that the caller's current stream has been given; what it
-        is given later waits on the device for the copy (with ``on_device`` for one within the
-        device, where there is memory for that), and the host for neither. Where no memory can be
-        page-locked, this returns after the copy.
+        is given later waits on the device for the copy, and the host for neither. Where no memory
+        can be page-locked, this returns after the copy.
+
+        Args:
+            source: As for `publish`.
+            metadata: As for `publish`.
+            dtype: As for `publish`.
+            anchor: As for `publish`.
+            files: As for `publish`.
+            copy_on_device: Whether CUDA tensors are first copied within their device, where there
+                is memory for that, so that training does not wait for the bus.
+            replace: Whether the version that waits, if there is one, is cancelled in favor of this
+                one, which takes over its memory.
+            quantise: As for `publish`.
+
+        Returns:
+            A future of what the version cost.
+
+        Raises:
+            InputError: An argument makes no sense.
+            UnsupportedTensor: A tensor has a dtype or a layout that cannot be published.
         """
         self._raise_unasked()
         began = time.perf_counter()
-        blocked = 0.0
-
-        def take(spare: PublishRequest | None) -> PublishRequest:
-            nonlocal blocked
-            into = spare.copy if spare else None
-            read = partial(self._local, source, dtype, quantise, beside, None, on_device)
-            taken = self._request(
-                read,
-                metadata,
-                dtype,
-                anchor,
-                files,
-                on_device,
-                lambda request: request.taken(into, self._threads),
+        with self._call() as number:
+            if self._submissions is None:
+                self._submissions = Submissions(self._serial, together=self._together)
+            # 1. Room: the memory of a version that is published or cancelled, or new memory.
+            spare = self._submissions.make_room(replace)
+            # 2. The copy, in the caller's thread.
+            request = self._request(
+                lambda: PublishRequest.of(
+                    self._read(source, dtype, quantise),
+                    metadata=metadata,
+                    dtype=dtype,
+                    anchor=anchor,
+                    files=files if self._rank.first else None,
+                ).taken(spare.copy if spare else None, staged=copy_on_device, threads=self._threads)
             )
             blocked = time.perf_counter() - began
-            return taken
+            # 3. The rest on the publisher's own thread.
+            return self._submissions.post(request, partial(self._publish_taken, number, blocked))
 
-        def publish(
-            number: int, taken: PublishRequest | None, submission: Submission
-        ) -> tuple[Published, PublishRequest | None]:
-            # Cancelled, and its memory taken back. Among ranks each must hear of it in its turn.
-            if taken is None and not self._together:
-                raise CancelledError
-            request = taken or PublishRequest.refusing(CancelledError())
-            with failures_to(self._listener, self._stream.name, "publish"):
-                done = self._publish(
-                    request, number=number, submission=submission, blocked_seconds=blocked
-                )
-            return done.result(), None if done.kept else taken
-
-        with self._call() as number:
-            return self._submissions.submit(take, partial(publish, number), replace)
+    def _publish_taken(
+        self,
+        number: int,
+        blocked_seconds: float,
+        taken: PublishRequest | None,
+        submission: Submission,
+    ) -> tuple[Published, PublishRequest | None]:
+        """Publishes what was submitted; the second is the request whose memory is free again."""
+        # Cancelled, and its memory taken back. Among ranks each must hear of it in its turn.
+        if taken is None and not self._together:
+            raise CancelledError
+        request = taken or PublishRequest.refusing(CancelledError())
+        with failures_to(self._listener, self._stream.name, "publish"):
+            published, kept = self._rank.publish(
+                request, number=number, submission=submission, blocked_seconds=blocked_seconds
+            )
+        return published, None if kept else taken
 
     def begin_from(self, found: Checkout, *, metadata: Metadata | None = None) -> Published:
         """Begins this stream, which must be new, with the version that ``found``
@@ -421,10 +375,10 @@ class Publisher(Closing, NotCopyable):
         self._stream.stream_id = None if stream_id is None else checked_stream_id(stream_id)
 
     def wait(self) -> None:
-        """Waits until what was submitted is published, the background folds are stored, and old
-        versions deleted."""
-        self._serial.run(self._keep_up)
-        self._submissions.raise_unasked()
+        """Wait until what was submitted is published, and old versions are deleted."""
+        self._serial.run(self._collect)
+        if self._submissions:
+            self._submissions.raise_unasked()
 
     def wait_for(
         self,
@@ -464,13 +418,15 @@ class Publisher(Closing, NotCopyable):
             time.sleep(min(jittered(_LOOK_SECONDS), left))
 
     def close(self) -> None:
-        """Waits for what was submitted and for the background folds, and releases the baseline.
+        """Wait for what was submitted, and release the baseline.
+
         What is committed stays; a version that is not settled is left to the next Publisher. May be
         called twice; publishing afterwards starts as a new Publisher would.
         """
         self._serial.run(self._forget)
-        self._submissions.forget()
-        self._submissions.raise_unasked()
+        if self._submissions:
+            self._submissions.forget()
+            self._submissions.raise_unasked()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._stream.name!r} in {self._stream.store!r}>"
@@ -493,92 +449,23 @@ class Publisher(Closing, NotCopyable):
         """What this rank has of a state that a call was given."""
         return LocalState.of(source, dtype, quantise)
 
-    def _local(
-        self,
-        source: Any,
-        dtype: str | None,
-        quantise: Quantise | None,
-        beside: Mapping[str, Quantise | None] | None,
-        after: int | None,
-        on_device: str | None,
-    ) -> LocalState:
-        """The same, for all streams of a call."""
-        if not beside:
-            return self._read(source, dtype, quantise)
-        check_beside(self._stream.name, beside, after, on_device)
-        return self._read(source, dtype, None)._replace(quantise=quantise, beside=beside)
-
-    def _other(self, name: str) -> RankPublisher:
-        """The publisher of a stream beside this one."""
-        if name not in self._others:
-            ranks, folder, given = self._given
-            stream, settings = self._checked(self._stream.store, name, **given)
-            self._others[name] = RankPublisher(
-                stream, ranks, settings, listener=self._listener, folder=folder(name)
-            )
-        return self._others[name]
-
-    @property
-    def _ranks(self) -> list[RankPublisher]:
-        """This one's, and those of the streams beside it."""
-        return [self._rank, *list(self._others.values())]
-
-    def _publish(self, request: PublishRequest, **given: Any) -> Done:
-        """Publishes to all streams. Raises what this one's raises; an error of another one is in
-        the result."""
-        if not request.beside:
-            return Done(*self._rank.publish(request, **given))
-        return publish_beside(
-            self._rank,
-            self._other,
-            request,
-            listener=self._listener,
-            threads=self._threads,
-            **given,
-        )
-
-    def _keep_up(self) -> None:
-        # All, whichever fails: each may be a collective.
-        with ExitStack() as all_of_them:
-            for rank in self._ranks:
-                all_of_them.callback(rank.keep_up)
-
-    def _forget(self) -> None:
-        with ExitStack() as all_of_them:
-            for rank in self._ranks:
-                all_of_them.callback(rank.forget)
-            all_of_them.callback(self._keep_up)  # before one of them lets the other ranks go
-
-    def _request(
-        self,
-        read: Callable[[], LocalState],
-        metadata: Metadata | None,
-        dtype: str | None,
-        anchor: bool,
-        files: Files | None,
-        on_device: str | None,
-        then: Callable[[PublishRequest], PublishRequest],
-        after: int | None = None,
-    ) -> PublishRequest:
+    def _request(self, made: Callable[[], PublishRequest]) -> PublishRequest:
         """The request of a call, looked at in the caller's thread; among several ranks an error is
         kept until all can be told."""
         try:
-            mine = files if self._rank.first else None  # rank 0's are the version's
-            return then(
-                PublishRequest.of(
-                    read,
-                    metadata=metadata,
-                    dtype=dtype,
-                    anchor=anchor,
-                    files=mine,
-                    on_device=on_device,
-                    after=after,
-                )
-            )
+            return made()
         except Exception as error:  # whatever it is: the others wait to be told
             if not self._together:
                 raise
             return PublishRequest.refusing(error)
+
+    def _collect(self) -> None:
+        if self._rank.retention:
+            self._rank.retention.collect()
+
+    def _forget(self) -> None:
+        self._collect()
+        self._rank.forget()
 
     def _head(self) -> Manifest | None:
         with self._stream.limited():
@@ -593,13 +480,13 @@ class Publisher(Closing, NotCopyable):
     def _raise_unasked(self) -> None:
         """Raises an error that nobody has asked for. Ranks, which would part, leave that to `wait`
         and `close`."""
-        if not self._together:
+        if self._submissions and not self._together:
             self._submissions.raise_unasked()
 
     @contextmanager
     def _call(self) -> Iterator[int]:
-        """The number of a call that all ranks make. What it has made due is folded behind the
-        caller's work, or, where that cannot be, as from within a listener, by the next call."""
+        """The number of a call that all ranks make. What it has made superfluous is deleted behind
+        the caller's work."""
         self._calls += 1
         try:
             yield self._calls
@@ -607,6 +494,6 @@ class Publisher(Closing, NotCopyable):
             self._calls -= 1
             raise
         finally:
-            if any(rank.has_upkeep for rank in self._ranks):
+            if self._rank.retention:
                 with suppress(PulseError):
-                    self._serial.post(self._keep_up)
+                    self._serial.post(self._collect)

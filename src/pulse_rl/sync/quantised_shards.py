@@ -9,13 +9,13 @@ element of its block.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.collective import RankGroup
 from ..errors import InputError
 from ..state.cast import CastTensor
 from ..state.quantise import KEPT_KEYS, QuantisedState, config_of
@@ -87,9 +87,7 @@ def quantised(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
 
 
 def agree(
-    local: LocalState,
-    shared: dict[str, tuple[Shared, Blocks]],
-    run_on_all: Callable[[Callable[[], bytes]], Sequence[bytes]],
+    local: LocalState, shared: dict[str, tuple[Shared, Blocks]], ranks: RankGroup
 ) -> LocalState:
     """Tells the other ranks the maxima of the ``shared`` blocks, and takes theirs. Returns
     ``local`` with the configuration of what all ranks have. Collective."""
@@ -106,7 +104,7 @@ def agree(
         return len(header).to_bytes(8, "little") + header + b"".join(arrays)
 
     config = dict(local.config or {})
-    for message in run_on_all(said):
+    for message in ranks.each(said, bytes, bytes):
         at = 8 + int.from_bytes(message[:8], "little")
         entries, theirs = json.loads(message[8:at])
         for key in KEPT_KEYS:

@@ -32,7 +32,6 @@ from ..errors import (
     DigestMismatch,
     InputError,
     PulseError,
-    StateMismatch,
     StoreError,
 )
 from ..patch.apply import Journal
@@ -58,8 +57,7 @@ _DONE_AT = 24
 
 
 class Kept(NamedTuple):
-    """What the record says of the state in ``file``, and of the ``history`` beside it ("": none).
-    ``part``: of which ranks' slices it is, "" of a whole state."""
+    """What the record says of the state in ``file``, and of its ``history`` ("": none)."""
 
     stream: str
     stream_id: str
@@ -69,7 +67,6 @@ class Kept(NamedTuple):
     aliases: dict[str, str]
     file: str
     history: str
-    part: str = ""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -286,11 +283,9 @@ class StateFolder:
     def load(self, *, threads: int | None = None) -> tuple[State, StateDigest, History]:
         """The kept state, proved by the root of its record, its tree, and what is remembered of the
         versions before. What a process that was killed had begun to change is undone first. Raises
-        CorruptCheckpoint, DigestMismatch, StateMismatch for a part, and StoreError."""
+        CorruptCheckpoint, DigestMismatch, and StoreError."""
         kept = self._kept
         assert kept is not None
-        if kept.part:
-            raise StateMismatch("it is a rank's part of a state")
         state, is_used = self._mapped_kept(kept)
         digest = state_digest(state, threads=threads)
         if digest.root != kept.root:
@@ -301,25 +296,6 @@ class StateFolder:
         history = self._history(kept, cut(digest.specs))
         # An update that is held has views of this very file, which the state must not change.
         return state.copy(self.empty) if is_used else state, digest, history
-
-    def load_part(
-        self, part: str, segments: Sequence[Segment], blocks: tuple[Block, ...]
-    ) -> tuple[SlicedState, History]:
-        """The kept ``part``, which are these ``segments``, and what is remembered of its
-        ``blocks``. What a process that was killed had begun to change is undone first; nothing is
-        proved: only all ranks together have the root. Raises CorruptCheckpoint, StateMismatch and
-        StoreError."""
-        kept = self._kept
-        assert kept is not None
-        if kept.part != part:
-            raise StateMismatch("it is another part of a state")
-        state, is_used = self._mapped_kept(kept)
-        if [(s.name, s.dtype, s.elements) for s in state.specs] != [
-            (s.spec.name, s.spec.dtype, s.elements) for s in segments
-        ]:
-            raise StateMismatch("it has other tensors than the part")
-        state = state.copy(self.empty) if is_used else state
-        return SlicedState(segments, state), self._history(kept, blocks)
 
     def _history(self, kept: Kept, blocks: tuple[Block, ...]) -> History:
         found = load_history(self.path / kept.history, blocks, kept.root) if kept.history else None
@@ -352,10 +328,10 @@ class StateFolder:
             _undo(self.path / _JOURNAL, kept, memory)
         return state, is_used
 
-    def keep(self, state: State, manifest: Manifest, history: History, part: str = "") -> None:
+    def keep(self, state: State, manifest: Manifest, history: History) -> None:
         """Makes ``state``, made by `empty` or `load`, the one that is found again, as the version
-        of ``manifest``, or as the ``part`` of it. Where that cannot be written nothing is found:
-        the state itself does not depend on it."""
+        of ``manifest``. Where that cannot be written nothing is found: the state itself does not
+        depend on it."""
         file = self._file_of(state)
         if file is None or self._lock is None:
             return
@@ -363,7 +339,7 @@ class StateFolder:
         try:
             if history.windows:
                 name = f"{_HISTORY}{manifest.version}-{token_hex(4)}"
-                blocks = history.windows[0].blocks if part else cut(state.specs)
+                blocks = cut(state.specs)
                 save_history(self.path / name, history, blocks, manifest.root, durable=False)
             kept = Kept(
                 manifest.stream,
@@ -374,7 +350,6 @@ class StateFolder:
                 dict(manifest.aliases),
                 file,
                 name,
-                part,
             )
             self._held.add(file)
             unfinished = self.path / f"{_RECORD}.new"
@@ -440,7 +415,7 @@ class StateFolder:
             if said.pop("format") != _FORMAT:
                 return None
             kept = Kept(**said)
-            names = [kept.stream, kept.stream_id, kept.root, kept.file, kept.history, kept.part]
+            names = [kept.stream, kept.stream_id, kept.root, kept.file, kept.history]
             fine = all(
                 isinstance(text, str) for text in [*names, *kept.aliases, *kept.aliases.values()]
             )

@@ -105,19 +105,10 @@ class Submissions(Generic[T]):
         self._entries: list[_Entry[T]] = []
         self._spare: deque[T] = deque(maxlen=_MAX_UNFINISHED)
 
-    def submit(
-        self,
-        take: Callable[[T | None], T],
-        publish: Callable[[T | None, Submission], tuple[Published, T | None]],
-        replace: bool,
-    ) -> Submission:
-        """Makes room, takes a state by ``take``, into memory that is no longer needed, and returns;
-        ``publish`` does the rest behind, and hands back the memory that it no longer needs. Room is
-        made by waiting, or, to ``replace``, by cancelling the version that has not begun.
-        ``publish`` begins the submission (`begin`), and raises CancelledError where that fails;
-        what was taken for it may be gone then.
-        """
-        # 1. Room: by cancelling what waits, or by waiting for what is in flight.
+    def make_room(self, replace: bool) -> T | None:
+        """Waits until a version may be submitted, or, to ``replace``, cancels the one that has not
+        begun. Returns what an earlier version had taken and no longer needs: new memory costs as
+        much as a copy."""
         while len(unfinished := self._unfinished()) >= _MAX_UNFINISHED:
             if not (replace and unfinished[-1].submission.cancel()):
                 if self._serial.runs_here:
@@ -126,13 +117,21 @@ class Submissions(Generic[T]):
                         hint="Submit so many from another thread.",
                     )
                 unfinished[0].operation.wait()
-        # 2. The copy, into memory that an earlier version no longer needs: new memory costs as much
-        # as the copy.
         self._reclaim()
-        submission, held = Submission(), [take(self._spare.pop() if self._spare else None)]
+        return self._spare.pop() if self._spare else None
+
+    def post(
+        self,
+        taken: T,
+        publish: Callable[[T | None, Submission], tuple[Published, T | None]],
+    ) -> Submission:
+        """Returns at once; ``publish`` does the rest on the publisher's thread, and hands back the
+        memory that it no longer needs. It begins the submission (`begin`), and raises
+        CancelledError where that fails; what was ``taken`` for it may be gone then."""
+        submission, held = Submission(), [taken]
 
         def run() -> None:
-            # 3. Behind the caller. Whoever pops `held` first, this or `_reclaim`, has the memory.
+            # Whoever pops `held` first, this or `_reclaim`, has the memory.
             taken = _popped(held)
             try:
                 published, spare = publish(taken, submission)
@@ -142,9 +141,8 @@ class Submissions(Generic[T]):
                     self._spare.appendleft(taken)
             except BaseException as error:
                 taken = None
-                clear_frames(
-                    error.__traceback__
-                )  # or the error, which the submission keeps, would keep all states
+                # Or the error, which the submission keeps, would keep all states.
+                clear_frames(error.__traceback__)
                 submission.set_exception(error)
             else:
                 if spare is not None:

@@ -261,7 +261,7 @@ class Subscriber(Closing, NotCopyable):
                 self._state(),
                 self._manifest(),
                 self._host.history,
-                {} if is_file else self._saved_files(sharded),
+                {} if is_file else self._read_files(),
             )
         )
         digest = self.digest
@@ -427,10 +427,6 @@ class Subscriber(Closing, NotCopyable):
             for ref in refs
         }
         return {ref.name: self._files[ref.sha256] for ref in refs}
-
-    def _saved_files(self, sharded: bool) -> dict[str, bytes]:
-        """What `save` writes beside the weights, which are one file or ``sharded``."""
-        return self._read_files()
 
     def _forget(self) -> None:
         self._files = {}

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pulse_rl import LocalStore, MemoryStore, Signer
+from pulse_rl import LocalStore, MemoryStore, Signer, fold_stream
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from tests.support.sharded import gathered, policy, step
 from tests.support.trainers import Trainer, together
@@ -35,8 +35,7 @@ class ShardedStream:
 
 
 def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
-    """Two anchors with attestations: of version 0, and of version 5, beside its patch; and a fold
-    over the first eight versions."""
+    """Two anchors, of version 0 and of version 5, and a fold over the first eight versions."""
     trainer.connect("stream")
     mesh = init_device_mesh("cpu", (trainer.size,))
     model = policy(rows=1501, width=70)
@@ -44,9 +43,7 @@ def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
     fully_shard(model, mesh=mesh)
     store = LocalStore(trainer.folder / "store")
     states = []
-    with ShardedPublisher(
-        store, stream="policy", folds=(8,), signer=SIGNER, attest=True, threads=1
-    ) as publisher:
+    with ShardedPublisher(store, stream="policy", signer=SIGNER, threads=1) as publisher:
         for seed in range(VERSIONS):
             state = model.state_dict()
             step(state, seed)
@@ -58,6 +55,8 @@ def _publish(trainer: Trainer) -> tuple[dict[str, bytes], bytes]:
             publisher.publish(state, metadata={"step": seed}, anchor=seed == 5, files=files)
             states.append(gathered(state))
     trainer.barrier("published", tuple(range(trainer.size)))
+    if trainer.rank == 0:
+        assert list(fold_stream(store, "policy", (8,), signer=SIGNER, threads=1)) == [(0, 8)]
     objects = (
         {info.name: store.get(info.name) for info in store.list("policy")}
         if trainer.rank == 0

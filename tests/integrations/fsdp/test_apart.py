@@ -125,11 +125,9 @@ def settings_of_their_own(trainer: Trainer) -> None:
     for other, reason in (
         ({"anchor_ratio": "much"}, "anchor_ratio"),
         ({"timeout_seconds": -1}, "timeout_seconds"),
-        ({"folds": (1,)}, "folds"),
         ({"keep": 0}, "keep"),
         ({"anchor_ratio": 2.0}, "anchor_ratio is 1.0 on rank 0, but 2.0 on rank 1"),
         ({"keep": 5}, "keep is None on rank 0, but 5 on rank 1"),
-        ({"folds": (8,)}, "folds"),
         ({"stream": "other"}, "stream is 'policy' on rank 0, but 'other' on rank 1"),
         ({"trusted_keys": ("ab" * 32,)}, "trusted_keys"),
         ({"store": f"{folder}-2"}, "store"),

@@ -24,8 +24,8 @@ from pulse_rl.events import BaselineRestored, Event
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.patch import build as build_module
 from pulse_rl.store.base import Data
-from pulse_rl.sync import pending as pending_module
 from pulse_rl.sync import rank as rank_module
+from pulse_rl.sync import sharded as sharded_module
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.stores import FaultyStore
 from tests.support.trainers import Group, Trainer, side_by_side, together
@@ -223,7 +223,7 @@ def stopped(trainer: Trainer, place: str) -> None:
         step(model.state_dict(), 1)
         trainer.barrier("here", (0, 1))
         if trainer.rank == 0:
-            module = pending_module if place == "hash_shared" else rank_module
+            module = sharded_module if place == "hash_shared" else rank_module
             setattr(module, place, lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP))
         began = time.monotonic()
         with pytest.raises(RankLost):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pulse_rl import LocalStore
 from pulse_rl.errors import RankLost, StoreUnavailable, UnsupportedTensor
-from pulse_rl.events import CallFailed, Event, Folded
+from pulse_rl.events import CallFailed, Event
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.store import Data
 from tests.support.sharded import followed, gathered, policy, require_equal, step
@@ -41,13 +41,10 @@ def model_of(trainer: Trainer) -> nn.Module:
 
 
 def behind(trainer: Trainer) -> None:
-    """The state changes as soon as it is taken; the versions are what it was. Folds are made
-    behind, too."""
-    store, model, events = Gated(trainer, "behind"), model_of(trainer), list[Event]()
+    """The state changes as soon as it is taken; the versions are what it was."""
+    store, model = Gated(trainer, "behind"), model_of(trainer)
     state = model.state_dict()
-    with ShardedPublisher(
-        store, stream="policy", threads=1, folds=(2,), on_event=events.append
-    ) as publisher:
+    with ShardedPublisher(store, stream="policy", threads=1) as publisher:
         store.gate.clear()
         step(state, 0)
         first = gathered(state)
@@ -65,7 +62,6 @@ def behind(trainer: Trainer) -> None:
             step(state, seed)
         publisher.wait()
         require_equal(followed(store), second, submitted.result())
-        assert sum(isinstance(event, Folded) for event in events) == 1
         require_equal(followed(store), gathered(state), publisher.publish(state))
 
 

@@ -107,7 +107,7 @@ class Node:
     def barrier(self) -> None:
         """Returns when all workers of the node have called it."""
         if self.size > 1:
-            self._node.run_on_all(bytes)
+            self._node.together(lambda: None)
 
     def window(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory that the workers of the node share."""
@@ -129,11 +129,10 @@ class Node:
     def together(self, work: Callable[[], T]) -> T:
         """What ``work`` returns on this worker; raises on all of the engine's if it raises on
         one."""
-        done: list[T] = []
 
-        def run() -> bytes:
+        def run() -> T:
             try:
-                done.append(work())
+                return work()
             except PulseError:
                 raise
             # of torch, or of the model: a worker that ends in silence would be waited for
@@ -141,10 +140,8 @@ class Node:
                 raise PulseError(
                     f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 ) from error
-            return b""
 
-        self._engine.run_on_all(run)
-        return done[0]
+        return self._engine.together(run)
 
     def close_folder(self) -> None:
         """Removes what was shared. Not collective."""
@@ -160,16 +157,12 @@ def _group(ranks: Sequence[int]) -> RankGroup:
 
 
 def _of_rank0(group: RankGroup, value: T) -> T:
-    if group.size == 1:
-        return value
-    found: T = pickle.loads(group.on_rank0(lambda: pickle.dumps(value)))
+    found: T = group.from_first(lambda: value, pickle.dumps, pickle.loads)
     return found
 
 
 def _of_all(group: RankGroup, value: T) -> list[T]:
-    if group.size == 1:
-        return [value]
-    return [pickle.loads(message) for message in group.run_on_all(lambda: pickle.dumps(value))]
+    return group.each(lambda: value, pickle.dumps, pickle.loads)
 
 
 def _reserve(file: Path, nbytes: int) -> str | None:

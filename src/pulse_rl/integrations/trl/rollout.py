@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -13,7 +13,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ...errors import EngineUnavailable, InputError, PulseError
 from ...events import Metadata, Published
 from ...rollouts import Rollout, Weights, append, new_seed
-from ...sync.publisher import PublisherSettings
 from ..engines.handle import EngineSync
 from ..engines.transport import Generated
 from ..weights import advice, policy_weights
@@ -32,7 +31,7 @@ def pulse_rollout(
     retry_seconds: float = 300.0,
     engine: Mapping[str, Any] | None = None,
     records: str | Path | None = None,
-    **publisher: Unpack[PublisherSettings],
+    **publisher: Any,
 ) -> PulseRollout:
     """A ``rollout_func`` that has a vLLM server generate with the trainer's newest weights:
     ``GRPOTrainer(..., rollout_func=pulse_rollout("http://localhost:8000", "s3://bucket/run",

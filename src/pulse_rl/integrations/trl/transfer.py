@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from ...rollouts import Weights
 from ...state.checkpoint import unwrapped
 from ...stream.signing import keys_of
 from ...sync.polling import jittered
-from ...sync.publisher import Publisher, PublisherSettings
+from ...sync.publisher import Publisher
 from ..engines.handle import EngineSync
 from ..engines.transport import Client, Generated
 from ..vllm import COMPLETED, EngineHandle, completions, connect
@@ -53,7 +53,7 @@ class ServerLink:
         *,
         retry_seconds: float,
         engine: Mapping[str, Any] | None,
-        publisher: PublisherSettings,
+        publisher: Mapping[str, Any],
     ) -> None:
         if not isinstance(server_url, str):
             raise InputError(
@@ -265,7 +265,7 @@ class PulseWeightTransfer:
         *,
         retry_seconds: float = 300.0,
         engine: Mapping[str, Any] | None = None,
-        **publisher: Unpack[PublisherSettings],
+        **publisher: Any,
     ) -> None:
         self._link = ServerLink(
             server_url,
