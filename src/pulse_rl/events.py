@@ -22,7 +22,6 @@ from .errors import InputError, PulseError
 __all__ = [
     "BaselineRestored",
     "CallFailed",
-    "DensityDrift",
     "Event",
     "FallbackUsed",
     "Folded",
@@ -257,18 +256,6 @@ class Relayed(OneLine):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class DensityDrift(OneLine):
-    """``density`` was outside its usual band, ``low`` to ``high``, for several versions
-    (`pulse_rl.metrics.DriftWatch`)."""
-
-    stream: str
-    version: int
-    density: float
-    low: float
-    high: float
-
-
 Event = (
     Progress
     | Published
@@ -279,7 +266,6 @@ Event = (
     | Hint
     | Folded
     | Relayed
-    | DensityDrift
 )
 """All that a listener may be handed."""
 

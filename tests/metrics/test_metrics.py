@@ -4,7 +4,6 @@ they need."""
 from __future__ import annotations
 
 import json
-import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,8 @@ import pytest
 
 from pulse_rl import MemoryStore, Publisher, Store, Subscriber
 from pulse_rl.errors import InputError
-from pulse_rl.events import DensityDrift, Event, FallbackUsed, Progress, Published, Synced
-from pulse_rl.metrics import FACTOR, IN_A_ROW, QUIET, DriftWatch, JsonLines, fan_out, read_events
+from pulse_rl.events import Event, FallbackUsed, Progress, Published, Synced
+from pulse_rl.metrics import JsonLines, fan_out, read_events
 from tests.support.events import ONE_OF_EACH, PUBLISHED
 from tests.support.states import Rng, history
 from tests.support.stores import names
@@ -98,7 +97,7 @@ def test_json_lines_hold_every_event_but_progress(tmp_path: Path) -> None:
     assert [line["event"] for line in lines] == [
         "published", "baseline_restored", "synced", "call_failed", "fallback_used", "hint",
         "folded",
-        "call_failed", "density_drift",
+        "call_failed",
     ]  # fmt: skip
     assert lines[0]["metadata"] == {"step": 1}
     assert lines[0]["changed"] == 10
@@ -171,19 +170,6 @@ def test_fan_out_hands_each_event_on_in_order() -> None:
     assert seen == [("a", PUBLISHED), ("b", PUBLISHED)]
 
 
-# -- density drift
-
-
-def drifts(densities: list[float]) -> list[int]:
-    """The versions at which a drift is reported."""
-    seen: list[Event] = []
-    watch = DriftWatch(seen.append)
-    for version, density in enumerate(densities):
-        watch(replace(PUBLISHED, version=version, elements=10**9, changed=round(density * 10**9)))
-    assert len(of(Published, seen)) == len(densities)
-    return [e.version for e in of(DensityDrift, seen)]
-
-
 @pytest.mark.parametrize("wanted", [True, False])
 def test_progress_shows_bars_until_the_call_ends(
     rng: Rng, wanted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -206,75 +192,3 @@ def test_progress_shows_bars_until_the_call_ends(
     assert update.version == 1
     assert ("restore: " in capsys.readouterr().err) == wanted
     assert not wanted or not shown.rpartition("\r")[2].strip(), "the last bar was taken away"
-
-
-def warm_up(steps: int, peak: float) -> list[float]:
-    """Density as in the PULSE paper's runs: a rise over 20 steps, ``peak`` times the steady state,
-    then a decline."""
-    return [
-        0.01 * min(1, (i + 1) / 20) * (1 + (peak - 1) * math.exp(-max(0, i - 20) / 12))
-        for i in range(steps)
-    ]
-
-
-@pytest.mark.parametrize("peak", [1.0, 2.0, 3.0])
-def test_a_warm_up_is_no_drift(peak: float) -> None:
-    assert drifts(warm_up(400, peak)) == []
-
-
-@pytest.mark.parametrize("change", [5.0, 1 / 5])
-def test_a_lasting_change_is_reported_once(change: float) -> None:
-    steady = [0.01] * (QUIET + 30)
-    after = [0.01 * change] * 200
-    assert drifts(steady + after) == [len(steady) + IN_A_ROW - 1]
-    assert drifts(steady + after + steady) == [
-        len(steady) + IN_A_ROW - 1,
-        len(steady + after) + IN_A_ROW - 1,
-    ]
-
-
-def test_single_steps_and_small_changes_are_no_drift() -> None:
-    spikes = [0.01 if i % 5 else 0.0 for i in range(300)]
-    assert drifts(spikes) == []
-    assert drifts([0.01] * 80 + [0.01 * FACTOR * 0.99] * 80) == []
-    assert drifts([0.01] * 80 + [1.0] * (IN_A_ROW - 1) + [0.01] * 80) == []
-
-
-def test_the_first_versions_are_not_judged() -> None:
-    assert drifts([0.001] * 20 + [0.9] * (QUIET - 20)) == []
-
-
-def test_a_drift_says_what_was_usual() -> None:
-    seen: list[Event] = []
-    watch = DriftWatch(seen.append)
-    for version, density in enumerate([0.01] * 60 + [0.2] * 3):
-        watch(replace(PUBLISHED, version=version, changed=round(density * 1000)))
-    (drift,) = of(DensityDrift, seen)
-    assert (drift.stream, drift.version, drift.density) == ("policy", 62, 0.2)
-    assert (drift.low, drift.high) == pytest.approx((0.01 / FACTOR, 0.01 * FACTOR))
-    assert seen[-2:] == [replace(PUBLISHED, version=62, changed=200), drift]
-
-
-def test_streams_are_watched_apart() -> None:
-    seen: list[Event] = []
-    watch = DriftWatch(seen.append)
-    for version in range(100):
-        watch(replace(PUBLISHED, stream="one", version=version))
-        watch(replace(PUBLISHED, stream="two", version=version, changed=800))
-    assert of(DensityDrift, seen) == []
-
-
-def test_versions_without_a_patch_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever density their event has."""
-    monkeypatch.setattr(
-        Published,
-        "density",
-        property(lambda e: 1.0 if e.changed is None else e.changed / e.elements),
-    )
-    seen: list[Event] = []
-    watch = DriftWatch(seen.append)
-    for version in range(2 * QUIET):
-        watch(replace(PUBLISHED, version=version))
-    for version in range(2 * QUIET, 2 * QUIET + 2 * IN_A_ROW):
-        watch(replace(PUBLISHED, version=version, changed=None))
-    assert of(DensityDrift, seen) == []

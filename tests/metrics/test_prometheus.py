@@ -43,7 +43,6 @@ def test_each_event_counts_where_it_belongs(registry: CollectorRegistry) -> None
     assert value("version", **WRITES) == 1
     assert value("version", **READS) == 4
     assert value("density_ratio", **WRITES) == 0.01
-    assert value("density_drifts_total", **WRITES) == 1
     assert value("patch_bytes_total", **WRITES) == 50
     assert value("anchor_bytes_total", **WRITES) == 0
     assert value("full_sync_bytes_total", **WRITES) == 2000

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pulse_rl.events import (
     BaselineRestored,
     CallFailed,
-    DensityDrift,
     Event,
     FallbackUsed,
     Folded,
@@ -27,5 +26,4 @@ ONE_OF_EACH: list[Event] = [
     Hint("policy", 1, "wide_dtype", "nearly all elements changed", "publish the compute dtype"),
     Folded("policy", 0, 8, 100, 400),
     CallFailed("policy", "fold", "store", "the fold 0->8: gone"),
-    DensityDrift("policy", 60, 0.1, 0.003, 0.03),
 ]

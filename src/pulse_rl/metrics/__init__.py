@@ -1,9 +1,9 @@
-"""Listeners for long runs: JSON lines, Prometheus, a worker's heartbeat, and a watch over density.
+"""Listeners for long runs: JSON lines, Prometheus, and a worker's heartbeat.
 
 ::
 
     with JsonLines("runs/policy/events-trainer.jsonl") as log:
-        listener = DriftWatch(fan_out(log, PrometheusMetrics()))
+        listener = fan_out(log, PrometheusMetrics())
         publisher = Publisher(store, stream="policy", on_event=listener)
         ...
 
@@ -21,11 +21,9 @@ import re
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice, takewhile
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .._util.files import open_regular
@@ -34,7 +32,6 @@ from .._util.settings import checked_path
 from ..errors import FormatError, InputError, IntegrityError, PulseError, StoreError
 from ..events import (
     CallFailed,
-    DensityDrift,
     Event,
     FallbackUsed,
     Folded,
@@ -49,21 +46,11 @@ from ..stream.names import StreamNames, WorkerName, check_word
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["DriftWatch", "Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out", "read_events"]
+__all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out", "read_events"]
 
 MAX_LINE_BYTES = 1 << 20
 _MAX_OF_A_WORKER = 100
 _log = logging.getLogger("pulse_rl")
-WINDOW = 100
-"""Versions over which the running median is taken."""
-QUIET = 50
-"""Versions that are not judged: density peaks at steps 10 to 40, the end of warm-up, at 2 to 3
-times what follows."""
-FACTOR = 3.0
-"""The band: from a third of the median to three times the median."""
-IN_A_ROW = 3
-"""Versions outside the band before it counts; a single step without a reward to learn from is not a
-drift."""
 _INSTALL = "Install it: pip install 'pulse-rl[metrics]'."
 _LABELS = ("stream", "role")
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -210,56 +197,6 @@ class Heartbeat:
                 )
 
 
-class DriftWatch:
-    """Passes events on to ``listener``, and adds a `DensityDrift` when density has left its band.
-
-    The rule, per stream: three versions in a row with a density below a third of the running
-    median, or above three times the median. The median is that of the last 100 densities inside the
-    band. The first 50 versions are not judged, and versions without a patch never are. After a
-    drift the watch starts over, so that each drift is reported once.
-    """
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-        self._bands: dict[str, _Band] = {}
-
-    def __repr__(self) -> str:
-        return f"<DriftWatch before {self._listener!r}>"
-
-    def __call__(self, event: Event) -> None:
-        self._listener(event)
-        if isinstance(event, Published) and event.changed is not None:
-            band = self._bands.setdefault(event.stream, _Band())
-            if left := band.leaves(event.density):
-                self._listener(DensityDrift(event.stream, event.version, event.density, *left))
-
-
-class _Band:
-    """The band of usual densities of one stream."""
-
-    def __init__(self) -> None:
-        self._window: deque[float] = deque(maxlen=WINDOW)
-        self._outside = 0
-
-    def leaves(self, density: float) -> tuple[float, float] | None:
-        """The band, from low to high, if ``density`` is the one that makes it a drift."""
-        if len(self._window) < QUIET:
-            self._window.append(density)
-            return None
-        middle = median(self._window)
-        low, high = middle / FACTOR, middle * FACTOR
-        if low <= density <= high:
-            self._window.append(density)
-            self._outside = 0
-            return None
-        self._outside += 1
-        if self._outside < IN_A_ROW:
-            return None
-        self._window.clear()
-        self._outside = 0
-        return low, high
-
-
 PUBLISHER, SUBSCRIBER = "publisher", "subscriber"
 
 
@@ -271,25 +208,25 @@ class PrometheusMetrics:
     a process. Each metric has the labels ``stream`` and ``role``: "publisher" for writes to the
     stream, "subscriber" for reads from it (a publisher that restores its own head reads).
 
-    ===================================== =========
-    ========================================================== ``pulse_version``
-    gauge     newest version committed, or held ``pulse_density_ratio``               gauge
-    changed elements / all elements, of the last patch ``pulse_density_drifts_total``        counter
-    see `DriftWatch` ``pulse_patch_bytes_total``           counter   stored in patches
-    ``pulse_anchor_bytes_total``          counter   stored in anchors ``pulse_fold_bytes_total``
-    counter   stored in folds ``pulse_full_sync_bytes_total``       counter   what full syncs of the
-    same versions would have stored ``pulse_publish_seconds``             histogram one call of
-    publish ``pulse_publish_phase_seconds``       summary   by ``phase`` of `Published`
+    ===================================== ========= ================================================
+    ``pulse_version``                     gauge     newest version committed, or held
+    ``pulse_density_ratio``               gauge     changed elements / all, of the last patch
+    ``pulse_patch_bytes_total``           counter   stored in patches
+    ``pulse_anchor_bytes_total``          counter   stored in anchors
+    ``pulse_fold_bytes_total``            counter   stored in folds
+    ``pulse_full_sync_bytes_total``       counter   bytes that full syncs would have stored
+    ``pulse_publish_seconds``             histogram one call of publish
+    ``pulse_publish_phase_seconds``       summary   by ``phase`` of `Published`
     ``pulse_fold_failures_total``         counter   folds that could not be made or stored
-    ``pulse_fetched_bytes_total``         counter   payloads downloaded ``pulse_sync_seconds``
-    histogram one sync that found a new version ``pulse_sync_phase_seconds``          summary   by
-    ``phase`` of `Synced` ``pulse_versions_behind``             gauge     when the last sync looked
-    ``pulse_lag_seconds``                 gauge     from the last commit to its sync (two machines'
-    clocks) ``pulse_call_failures_total``         counter   calls of publish or sync that raised, by
-    the error's ``kind`` ``pulse_path_failures_total``         counter   paths that failed, by the
-    error's ``kind`` ``pulse_verification_failures_total`` counter   of these, bytes or states that
-    failed a check, by ``kind`` ===================================== =========
-    ==========================================================
+    ``pulse_fetched_bytes_total``         counter   payloads downloaded
+    ``pulse_sync_seconds``                histogram one sync that found a new version
+    ``pulse_sync_phase_seconds``          summary   by ``phase`` of `Synced`
+    ``pulse_versions_behind``             gauge     when the last sync polled the store
+    ``pulse_lag_seconds``                 gauge     from a commit to its sync (two machines' clocks)
+    ``pulse_call_failures_total``         counter   publishes and syncs that raised, by ``kind``
+    ``pulse_path_failures_total``         counter   paths that failed, by the error's ``kind``
+    ``pulse_verification_failures_total`` counter   of these, failed checks of bytes, by ``kind``
+    ===================================== ========= ================================================
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, prefix: str = "pulse") -> None:
@@ -322,7 +259,6 @@ class PrometheusMetrics:
             self._density = gauge(
                 "density_ratio", "Changed elements / all elements of the last patch"
             )
-            self._drifts = counter("density_drifts", "Times that density left its band")
             self._patch_bytes = counter("patch_bytes", "Bytes stored in patches")
             self._anchor_bytes = counter("anchor_bytes", "Bytes stored in anchors")
             self._fold_bytes = counter("fold_bytes", "Bytes stored in folds")
@@ -370,8 +306,6 @@ class PrometheusMetrics:
             case Folded():
                 if event.nbytes < event.patch_bytes:
                     self._fold_bytes.labels(event.stream, PUBLISHER).inc(event.nbytes)
-            case DensityDrift():
-                self._drifts.labels(event.stream, PUBLISHER).inc()
 
     def _published(self, event: Published) -> None:
         own = (event.stream, PUBLISHER)
