@@ -88,8 +88,9 @@ def test_what_is_no_study_is_refused(given: Any) -> None:
 
 
 def test_what_has_nothing_to_show_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="has no events"):
-        read_run(tmp_path / "nowhere")
+        read_run(tmp_path / "empty")
     with pytest.raises(InputError, match="no events of the stream 'other'"):
         read_run(run, stream="other")
     with pytest.raises(InputError, match="nothing to draw"):
