@@ -16,9 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .stubs import install
+from tests.support.stub_packages import install
 
-install()
+# Of the version of the torch that is installed: transformers asks.
+install("torchvision", "0.28.0")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -119,6 +119,7 @@ def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
     assert len({tuple(outcome.trace) for outcome in outcomes}) == len(outcomes)
 
 
+@pytest.mark.slow
 def test_what_breaks_a_promise_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A promise that two workers break by their mere being: what is left of a long sequence is that
     they join."""

@@ -216,7 +216,7 @@ def test_a_second_interrupt_at_once_does_not_lose_the_first(
 def test_two_threads_at_once_are_refused_and_the_first_goes_on() -> None:
     serial, release = SerialThread("Thing"), threading.Event()
     results: list[object] = []
-    first = threading.Thread(target=lambda: results.append(serial.run(lambda: release.wait(5))))
+    first = threading.Thread(target=lambda: results.append(serial.run(lambda: release.wait(60))))
     first.start()
     while not serial._serving.locked():
         time.sleep(0.001)
@@ -250,7 +250,7 @@ def test_the_thread_ends_with_its_object() -> None:
     serving = serial._serving
     assert serving.locked()
     del serial
-    assert serving.acquire(timeout=5), "the thread is still there"
+    assert serving.acquire(timeout=60), "the thread is still there"
 
 
 def test_an_idle_thread_ends_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
