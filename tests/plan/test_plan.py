@@ -37,7 +37,7 @@ def test_the_papers_figure_1() -> None:
     ],
 )  # fmt: skip
 def test_bytes_agree_with_recorded_patches(density: float, ours: float, zstd: float) -> None:
-    """docs/log.md, `make bench`: whole files, bytes a change."""
+    """notes/log.md, `make bench`: whole files, bytes a change."""
     changes = 22_565_376 * density
     assert sync_bytes("auto", 22_565_376, density) / changes == pytest.approx(ours, rel=0.06)
     assert sync_bytes("zstd", 22_565_376, density) / changes == pytest.approx(zstd, rel=0.03)
