@@ -254,7 +254,7 @@ def remembered_after(versions: int, share: float = 0.002) -> Remembered:
     [(1, 0, 1), (7, 6, 7), (START_SPAN, START_SPAN - 1, 0), (START_SPAN + 3, 2, 3)],
 )
 def test_it_is_remembered_what_publishers_remember(versions: int, before: int, now: int) -> None:
-    remembered = remembered_after(versions)
+    remembered = remembered_after(versions, share=0.001)
     assert (len(remembered.before.windows), len(remembered.now.windows)) == (before, now)
 
 
