@@ -201,7 +201,7 @@ def test_junk_in_the_place_of_versions_does_not_stop_the_publisher() -> None:
             len(made._rank._baseline.history.windows)
             == Stream(store, "s").manifest(done.version).remembers
         )
-        assert len(made._rank._baseline.history.windows) <= 16
+        assert len(made._rank._baseline.history.windows) < 32
     following.sync()
     assert following.root == state_root(state)
     made = publisher(store)
