@@ -61,19 +61,27 @@ class _AnchorCopy(NamedTuple):
 
 
 class Relay:
-    """Keeps the stream ``stream`` of the store ``source`` in the store ``target``, each payload
-    fetched once.
+    """Keeps a copy of a stream in another store, with each payload fetched once.
 
-    ``source`` and ``target``: stores, or their addresses (see `open_store`). The target is the
-    relay's: nobody publishes there. ``keep``: the newest versions that the target keeps restorable,
-    as `gc_stream` does (None: all). ``trusted_keys``, ``stream_id`` and ``allow_recreated`` are
-    those of `Subscriber`; where the stream is recreated, a relay that follows restarts empties the
-    target's copy first. ``threads``: the most requests to the source at a time (None: one per
-    core), with up to 8 MiB in memory for each. ``on_event`` gets `Relayed`, `FallbackUsed` and
-    `CallFailed`. Raises InputError and StoreError.
-
-    It holds nothing that is not in the stores: one that is killed goes on where it was, and one
+    It holds nothing that is not in the stores: one that is killed continues where it was. One
     thread uses it at a time.
+
+    Args:
+        source: The store of the stream, or its address (see `open_store`).
+        target: The store of the copy, or its address. It belongs to the relay: nobody publishes
+            there.
+        stream: The stream's name.
+        keep: How many of the newest versions the target keeps restorable, as for `gc_stream`.
+            Default: all.
+        trusted_keys: As for `Subscriber`.
+        stream_id: As for `Subscriber`.
+        allow_recreated: Empty the target's copy and start over if the stream is recreated.
+        threads: The maximum number of parallel requests to the source, with up to 8 MiB in memory
+            for each. Default: one per core.
+        on_event: Called with `Relayed`, `FallbackUsed` and `CallFailed`.
+    Raises:
+        InputError: A setting is out of range, or two exclude each other.
+        StoreError: A store cannot be opened.
     """
 
     def __init__(

@@ -213,14 +213,22 @@ def checkout(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Checkout:
-    """Any version of ``stream`` in ``store`` (or several, nearest first), verified: the exact bits
-    of a policy.
+    """Return any version of a stream, verified: the exact bits of a policy.
 
-    ``version``: its number; or the newest one with this ``root`` (64 hexadecimal digits, or the
-    first of them, 8 at least), or with this ``metadata``, ``{"step": 400}`` say; without any of
-    them the newest. ``cache``, ``trusted_keys``, ``stream_id``, ``threads`` and ``on_event`` are
-    those of `Subscriber`. Raises InputError for a version that there is not, EmptyStream, and what
-    `Subscriber` and its ``sync`` raise.
+    Args:
+        store: The store or its address, or several, nearest first.
+        stream: The stream's name.
+        version: Its number.
+        root: The newest version with this root: 64 hexadecimal digits, or the first 8 or more.
+        metadata: The newest version with all of this metadata, such as ``{"step": 400}``. Without a
+            ``version``, ``root`` or ``metadata``: the newest version.
+        cache: As for `Subscriber`; so are ``trusted_keys``, ``stream_id``, ``threads`` and
+            ``on_event``.
+    Raises:
+        InputError: There is no such version.
+        EmptyStream: There is no version at all.
+
+    It also raises what `Subscriber` and its ``sync`` raise.
 
     ::
 
