@@ -9,7 +9,6 @@ from typing import Any
 from pulse_rl import Published, Publisher, fold_stream
 from pulse_rl.events import PhaseTimer
 from pulse_rl.sync.commit import HeadState
-from pulse_rl.sync.history_policy import Memory
 from pulse_rl.sync.request import LocalState
 
 
@@ -20,10 +19,7 @@ class FoldingPublisher(Publisher):
         super().__init__(store, **settings)
         self._spans = tuple(sorted(folds))
         if self._spans:
-            first, *longer = self._spans
-            self._rank.history._memory = (
-                Memory(8, first) if first > 16 else Memory(first, (longer or [8 * first])[0])
-            )
+            self._rank.history._span = self._spans[0]
         self._fold = partial(
             fold_stream,
             self._stream.store,

@@ -18,10 +18,10 @@ from functools import cache
 
 from .. import __version__
 from ..errors import InputError, PulseError
+from ..maintenance.compaction import DEFAULT_FOLDS
 from ..state.cast import COMPUTE_DTYPES
 from ..state.quantise_formats import FORMATS
 from ..sync.gc import DEFAULT_GRACE_SECONDS
-from ..sync.history_policy import DEFAULT_FOLDS
 from . import files, following, inventory, plan, runs, streams, study
 from .arguments import complete, count, fact, number, path, port, quantisation, seconds
 from .output import Console, open_streams, shortened

@@ -24,10 +24,12 @@ from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from ..sync.commit import store_patch
-from ..sync.history_policy import DEFAULT_FOLDS
 from ..sync.host_state import HostState, catch_up
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
+
+DEFAULT_FOLDS = (8, 64)
+"""The spans of folds, in versions."""
 
 
 def checked_folds(folds: Collection[int]) -> list[int]:
@@ -91,9 +93,13 @@ def _fold(
     missing = {
         (v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there
     } - listed
+    # A fold ends where a history starts: nobody could read on from elsewhere.
+    with where.limited():
+        passed = {fold for fold in missing if not _is_start(where, fold[1])}
+    missing -= passed
     if not missing:
         return
-    maker = _FoldMaker(where, spans, listed, threads=threads, listener=on_event)
+    maker = _FoldMaker(where, spans, listed | passed, threads=threads, listener=on_event)
     host = HostState(threads=threads, listener=on_event, watcher=maker)
     first, last = min(b for b, _ in missing), max(v for _, v in missing)
     for version in versions:
@@ -212,6 +218,13 @@ class _FoldMaker:
     def _emit(self, event: Event) -> None:
         if self._listener:
             self._listener(event)
+
+
+def _is_start(stream: Stream, version: int) -> bool:
+    try:
+        return not stream.manifest(version).remembers
+    except UNREADABLE:
+        return False
 
 
 def _is_readable(stream: Stream, version: int) -> bool:

@@ -61,19 +61,27 @@ class _AnchorCopy(NamedTuple):
 
 
 class Relay:
-    """Keeps the stream ``stream`` of the store ``source`` in the store ``target``, each payload
-    fetched once.
+    """Keeps a copy of a stream in another store, with each payload fetched once.
 
-    ``source`` and ``target``: stores, or their addresses (see `open_store`). The target is the
-    relay's: nobody publishes there. ``keep``: the newest versions that the target keeps restorable,
-    as `gc_stream` does (None: all). ``trusted_keys``, ``stream_id`` and ``allow_recreated`` are
-    those of `Subscriber`; where the stream is recreated, a relay that follows restarts empties the
-    target's copy first. ``threads``: the most requests to the source at a time (None: one per
-    core), with up to 8 MiB in memory for each. ``on_event`` gets `Relayed`, `FallbackUsed` and
-    `CallFailed`. Raises InputError and StoreError.
-
-    It holds nothing that is not in the stores: one that is killed goes on where it was, and one
+    It holds nothing that is not in the stores: one that is killed continues where it was. One
     thread uses it at a time.
+
+    Args:
+        source: The store of the stream, or its address (see `open_store`).
+        target: The store of the copy, or its address. It belongs to the relay: nobody publishes
+            there.
+        stream: The stream's name.
+        keep: How many of the newest versions the target keeps restorable, as for `gc_stream`.
+            Default: all.
+        trusted_keys: As for `Subscriber`.
+        stream_id: As for `Subscriber`.
+        allow_recreated: Empty the target's copy and start over if the stream is recreated.
+        threads: The maximum number of parallel requests to the source, with up to 8 MiB in memory
+            for each. Default: one per core.
+        on_event: Called with `Relayed`, `FallbackUsed` and `CallFailed`.
+    Raises:
+        InputError: A setting is out of range, or two exclude each other.
+        StoreError: A store cannot be opened.
     """
 
     def __init__(
@@ -108,9 +116,6 @@ class Relay:
         )
         self._target = Stream(open_store(target), stream, trusted, stream_id=stream_id)
         self._have: int | None = None
-        self._knows: bool | None = (
-            None  # what the target's readers at that version do, once it was looked up
-        )
         self._anchor: _AnchorCopy | None = None
         self._searched = False
         self._links: list[Link] = []
@@ -193,7 +198,7 @@ class Relay:
             self._anchor = None
         have = found.version if found else None
         if have != self._have:
-            self._have, self._knows = have, None
+            self._have = have
         return have
 
     def _adopt(self, manifest: Manifest) -> None:
@@ -224,29 +229,20 @@ class Relay:
     def _reach(self, version: int) -> None:
         """Copies the cheapest working path of links to ``version``, link by link; avoids one that
         cannot be used."""
-        if self._knows is None:
-            self._knows = self._have is None or knows_history(self._target, self._have)
-        route, at, knows, anchored = (
-            Planner(self.source, version),
-            self._have,
-            self._knows is True,
-            False,
-        )
+        route, at, anchored = Planner(self.source, version), self._have, False
         while self._have != version:
             try:
-                path = route.plan(at, knows=knows, tries=False)
+                path = route.plan(at)
             except ChainGap:
                 if at == self._have:
                     raise
-                at, knows = self._have, self._knows is True  # a path from an anchor broke
+                at = self._have  # a path from an anchor broke
                 continue
             for planned in path:
                 link = planned
                 try:
                     manifest = self.source.manifest(planned.version)
                     link = self.source.resolved(planned)
-                    if route.forgets(link, manifest):
-                        break
                     self._copy(link, manifest)
                 except BROKEN_LINK as error:
                     route.avoid(planned, link, error)
@@ -254,11 +250,11 @@ class Relay:
                     break
                 # On the way from an anchor the version may still be below that of the target: no
                 # step back there.
-                at, knows = link.version, history_available(link, manifest, before=knows)
+                at = link.version
                 anchored = anchored or link.base is None
                 self._links.append(link)
                 if self._have is None or at > self._have:
-                    self._have, self._knows = at, knows
+                    self._have = at
         if anchored:
             self._collect()
 
@@ -468,7 +464,7 @@ class Relay:
                 self._target.store.delete(name)
         self.source.forget()
         self._target.forget()
-        self._have, self._knows, self._anchor = None, None, None
+        self._have, self._anchor = None, None
         self._files = set()
 
     def _refused(self, version: int, error: PulseError) -> None:
@@ -476,31 +472,6 @@ class Relay:
 
     def _tell(self, link: Link | str, error: PulseError) -> None:
         fell_back(self._listener, self.source.name, str(link), error)
-
-
-def history_available(link: Link, manifest: Manifest, *, before: bool) -> bool:
-    """Whether all that ``manifest`` remembers is known to who came to it along ``link``;
-    ``before``: and knew all at the link's base."""
-    if link.base is None or not manifest.remembers:
-        return True
-    return manifest.remembers == (link.version - link.base,) if link.is_fold else before
-
-
-def knows_history(stream: Stream, version: int) -> bool:
-    """The same of who came to ``version`` by what there is in ``stream``, which has all that leads
-    there."""
-    links: list[Link] | None = None
-    with suppress(*UNREADABLE):
-        while (manifest := stream.manifest(version)).remembers:
-            links = stream.links() if links is None else links
-            folds = [link for link in links if link.is_fold and link.version == version]
-            if any(history_available(fold, manifest, before=False) for fold in folds):
-                return True
-            if manifest.patch is None:
-                return False
-            version = manifest.patch.base
-        return True
-    return False
 
 
 def chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from .._util.threads import checked_threads
 from ..errors import (
+    ChainGap,
     EmptyStream,
     InputError,
     PulseError,
@@ -141,7 +142,7 @@ def _check_folds(where: Stream, folds: list[Link]) -> list[str]:
     names promise. A link that promises something else may be anybody's."""
     problems = []
     for link in folds:
-        with suppress(*UNREADABLE):
+        with suppress(*UNREADABLE, ChainGap):
             for payload in where.resolved(link).payloads or ():
                 name = where.names.payload(payload.sha256, PATCH)
                 stored = where.store.head(name).nbytes

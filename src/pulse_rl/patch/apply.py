@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +17,7 @@ from ..errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
 from ..state import bits
 from ..state.digest import StateDigest
 from ..state.tensors import State, UIntArray
-from .blocks import Block, cut_whole, pieces_of
+from .blocks import Block, pieces_of
 from .changes import Piece, StateChanges, TensorChanges
 from .header import BlockEntry, check_of
 from .history import History, Recorder, Records
@@ -76,26 +76,6 @@ def advance_state(
     return undo
 
 
-def swap_changes(
-    state: State, digest: StateDigest, changes: Mapping[int, Changes], *, threads: int | None = None
-) -> tuple[dict[int, Changes], StateDigest]:
-    """Writes kept bits, by block of the cut of whole tensors, into a state in host memory with tree
-    ``digest``; returns the bits that they replace, in the same memory, and the new tree. As
-    `advance_state`."""
-    blocks = cut_whole(state.specs)
-    swapped = advance_state(
-        state, blocks, [changes.get(index) for index in range(len(blocks))], threads=threads
-    )
-
-    def leaves(index: int) -> list[bytes] | None:
-        return block_leaves([blocks[index]], state)[0] if index in swapped else None
-
-    tree = TreeUpdate(digest)
-    for block, found in zip(blocks, ordered_map(leaves, range(len(blocks)), threads), strict=True):
-        tree.add(block, found)
-    return swapped, tree.finish()
-
-
 def apply_patch(
     patch: Patch,
     state: State,
@@ -131,7 +111,7 @@ def apply_patch(
         if any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads)
         else None
     )
-    known = (history or History()).named(needed, blocks)
+    known = (history or History()).named(needed, blocks) if needed else None
     sliced = not header.is_whole  # blocks begin and end within leaves, which are hashed at the end
     recorder = Recorder(max_records) if max_records else None
     indices = list(payloads)
@@ -147,7 +127,8 @@ def apply_patch(
     def change(index: int) -> Changes:
         block, entry = blocks[index], header.blocks[index]
         before = block.read(state)
-        changes = decode_block(index, block, entry, payloads[index], before, known.past(index))
+        past = known.past(index) if known else ()
+        changes = decode_block(index, block, entry, payloads[index], before, past)
         if entry.codec_id == codecs.SAME:
             return changes
         # The old bits are noted before the first write, so that undo finds them whenever this

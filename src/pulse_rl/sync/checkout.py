@@ -14,12 +14,10 @@ from .._util.serial import Closing, NotCopyable
 from .._util.threads import ordered_map
 from ..errors import EmptyStream, InputError
 from ..events import Listener, Metadata
-from ..patch.undo import Trail
 from ..state.tensors import State
 from ..store import Store
 from ..stream.manifest import Manifest, checked_metadata
 from ..stream.unreadable import UNREADABLE
-from .host_state import HostState
 from .notices import absence
 from .subscriber import Subscriber
 
@@ -30,8 +28,7 @@ _ROOT = re.compile(r"[0-9a-f]{8,64}")
 class _Reader(Subscriber):
     """A subscriber that goes back, too."""
 
-    def _empty_host(self, threads: int | None, listener: Listener | None) -> HostState:
-        return HostState(threads=threads, listener=listener, trail=Trail())
+    _goes_back = True
 
     def versions(self) -> list[int]:
         """All that are listed, ascending. Raises EmptyStream and StoreError."""
@@ -65,10 +62,9 @@ class Checkout(Closing, NotCopyable):
     """A verified version of a stream in host memory, made by `pulse_rl.checkout`, that moves to
     others (`to`).
 
-    Beside the state it keeps the bits in which the versions differ at which it was, for as many
-    bytes as the state has at most, so that it goes back and forth between them without a fetch; the
-    oldest are let go first. While an anchor is restored there is a second state. Interrupts do no
-    harm, and one thread uses it at a time, as for `Subscriber`. A context manager.
+    It goes forward along patches and folds, and back from an anchor: then there is a second state
+    until it arrives. With a ``cache`` each payload is downloaded once. Interrupts do no harm, and
+    one thread uses it at a time, as for `Subscriber`. A context manager.
     """
 
     def __init__(self, reader: Any) -> None:
@@ -136,10 +132,9 @@ class Checkout(Closing, NotCopyable):
         with this ``root`` or with all that ``metadata`` says, as for `pulse_rl.checkout`; without
         any to the newest.
 
-        It goes along the bits that it keeps as near as they lead, from below; the rest of the way
-        is the cheapest path of patches and folds from there, or from an anchor. Each place has its
-        root again, computed from its bits. Raises what `Subscriber.sync` raises, and InputError for
-        a version that there is not; it then stays where it is.
+        It takes the cheapest path of patches and folds from where it is, or from an anchor, which
+        is the only way back. Raises what `Subscriber.sync` raises, and InputError for a version
+        that does not exist; it then stays where it is.
         """
         target = self._found(version, root, metadata)
         if target is not None and target not in self._listed and target not in self.versions():
@@ -201,14 +196,22 @@ def checkout(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Checkout:
-    """Any version of ``stream`` in ``store`` (or several, nearest first), verified: the exact bits
-    of a policy.
+    """Return any version of a stream, verified: the exact bits of a policy.
 
-    ``version``: its number; or the newest one with this ``root`` (64 hexadecimal digits, or the
-    first of them, 8 at least), or with this ``metadata``, ``{"step": 400}`` say; without any of
-    them the newest. ``cache``, ``trusted_keys``, ``stream_id``, ``threads`` and ``on_event`` are
-    those of `Subscriber`. Raises InputError for a version that there is not, EmptyStream, and what
-    `Subscriber` and its ``sync`` raise.
+    Args:
+        store: The store or its address, or several, nearest first.
+        stream: The stream's name.
+        version: Its number.
+        root: The newest version with this root: 64 hexadecimal digits, or the first 8 or more.
+        metadata: The newest version with all of this metadata, such as ``{"step": 400}``. Without a
+            ``version``, ``root`` or ``metadata``: the newest version.
+        cache: As for `Subscriber`; so are ``trusted_keys``, ``stream_id``, ``threads`` and
+            ``on_event``.
+    Raises:
+        InputError: There is no such version.
+        EmptyStream: There is no version at all.
+
+    It also raises what `Subscriber` and its ``sync`` raise.
 
     ::
 

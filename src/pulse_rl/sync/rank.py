@@ -256,7 +256,7 @@ class RankPublisher:
             aliases=layout.aliases,
             patch=patch,
             anchor=anchor,
-            remembers=state.history.spans,
+            remembers=len(state.history.windows),
             files=files,
         )
         self._pending = state

@@ -99,7 +99,7 @@ class ShardedRank(RankPublisher):
                 json.loads(json.dumps(arguments | {"stream": self._stream.name})),
                 sha256(held).hexdigest(),
                 len(held),
-                f"{at.version} {at.root} {at.history.spans}" if at else "",
+                f"{at.version} {at.root} {len(at.history.windows)}" if at else "",
                 local,
                 held,
                 shared,

@@ -42,35 +42,44 @@ _KEPT_RECEIPTS = 8
 
 
 class Subscriber(Closing, NotCopyable):
-    """Holds one version of a stream in host memory and moves it forward on `sync`. A context
-    manager; see `close`.
+    """Holds one version of a stream in host memory and moves it forward on `sync`.
 
-    ``store``: a store, or its address (see `open_store`); or several in order of preference, the
-    stream's own last, such as ``[near, origin]`` where a `Relay` keeps ``near``. A nearer one
-    decides what is newest, unless it is away or damaged, or a farther one has had a newer version
-    for `patience_seconds`. ``stream``: its name. ``base``: a state that the worker has already,
-    such as its checkpoint's path: where its root is that of a version of the stream, syncing starts
-    there instead of from an anchor. ``cache``: a folder below which, in ``pulse-cache``, payloads
-    are kept, 64 GiB at most, not to be downloaded again after a restart (not with ``select``).
-    ``trusted_keys``: Ed25519 public keys (64 hexadecimal digits each; extra ``[sign]``); then only
-    manifests that one of them has signed are accepted. ``stream_id``: the stream's
-    (`Manifest.stream_id`); without it the first version decides, and later ones of another stream
-    of this name are passed over. If the stream is deleted and recreated, `sync` raises
-    StreamRecreated; with ``allow_recreated`` it starts over with the new one instead. ``select``:
-    names of tensors, or patterns such as ``"layers.0.*"``: only these are fetched, held, verified
-    and shown (None: all). ``state``: a folder of this worker's own in which the state is a mapped
-    file instead of memory; a worker that starts again with it goes on from the version that is
-    there, once that is verified (not with ``select``). ``threads``: the maximum number of threads
-    (None: one per core). ``on_event`` gets the events of `pulse_rl.events`. Raises InputError,
-    StoreError, and ConcurrentUse where another process uses the folder ``state``.
+    It is a context manager; see `close`. Interrupts do no harm: the work is done on a thread of its
+    own, which an interrupted call leaves at a verified version. One thread uses it at a time
+    (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by any. It cannot be
+    copied, pickled, or used in a forked process.
 
-    Interrupts do no harm: the work is done on a thread of its own, which an interrupted call leaves
-    at a verified version. One thread uses it at a time (ConcurrentUse); `Update.acknowledge`,
-    `version` and `status` may be used by any. It cannot be copied, pickled, or used in a forked
-    process.
+    Args:
+        store: A store, or its address (see `open_store`); or several in order of preference, the
+            stream's own last, such as ``[near, origin]`` where a `Relay` keeps ``near``. A nearer
+            one decides what is newest, unless it is away or damaged, or a farther one has had a
+            newer version for `patience_seconds`.
+        stream: The stream's name.
+        base: A state that the worker has already, such as its checkpoint's path. If its root is
+            that of a version of the stream, syncing starts there instead of from an anchor.
+        cache: A folder below which, in ``pulse-cache``, payloads are kept, 64 GiB at most, so that
+            a restart does not download them again. Not with ``select``.
+        trusted_keys: Ed25519 public keys, 64 hexadecimal digits each (extra ``[sign]``). Only
+            manifests that one of them has signed are accepted.
+        stream_id: The stream's ID (`Manifest.stream_id`). Default: that of the first version found;
+            later ones of another stream of this name are passed over.
+        allow_recreated: Start over with the new stream if the stream is deleted and recreated.
+            Default: `sync` raises StreamRecreated.
+        select: Names of tensors, or patterns such as ``"layers.0.*"``. Only these are fetched,
+            held, verified and shown. Default: all.
+        state: A folder of this worker's own in which the state is a mapped file instead of memory.
+            A worker that starts again with it continues from the version in it, once that is
+            verified. Not with ``select``.
+        threads: The maximum number of threads. Default: one per core.
+        on_event: Called with the events of `pulse_rl.events`.
+    Raises:
+        InputError: A setting is out of range, or two exclude each other.
+        StoreError: The store cannot be opened.
+        ConcurrentUse: Another process uses the folder ``state``.
     """
 
     _idle_seconds: ClassVar[float | None] = None
+    _goes_back: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -192,19 +201,26 @@ class Subscriber(Closing, NotCopyable):
         return self._serial.run(self._state)
 
     def sync(self, target: int | None = None, *, progress: bool = False) -> Update | None:
-        """Moves to version ``target`` and returns what changed; None if there is nothing newer.
-        Without a ``target``, to the newest version that can be read and reached; what lies above it
-        is passed over with a `FallbackUsed`.
+        """Move to a version and return what changed since the last acknowledged update.
 
         Everything is fetched and verified on the host before this returns, so that a worker pauses
-        only to scatter the update. A missing or damaged object makes it take another path. When
-        this raises (ChainGap, StoreUnavailable, StreamRecreated …) the state rests at a verified
-        version, at which a repeated call goes on.
+        only to scatter the update. A missing or damaged object makes it take another path. What was
+        returned before and not acknowledged (`Update.acknowledge`) is returned again, together with
+        what is newer.
 
-        An update has all that changed since the last one that was acknowledged
-        (`Update.acknowledge`): what was returned and was not is returned again, together with what
-        is newer. ``progress``: show a bar for what takes more than half a second, in a terminal or
-        a notebook, with the time left.
+        Args:
+            target: The version to move to; versions below the current one are ignored. Default: the
+                newest version that can be read and reached. Newer ones that cannot are passed over
+                with a `FallbackUsed`.
+            progress: Show a bar, with the time left, in a terminal or a notebook for work of more
+                than half a second.
+        Returns: The update, or None if there is nothing newer.
+        Raises:
+            ChainGap: No path leads to the version.
+            StoreUnavailable: The store cannot be reached.
+            StreamRecreated: The stream was deleted and recreated.
+
+        When it raises, the state rests at a verified version, at which a repeated call goes on.
         """
         if target is not None:
             checked_count("target", target, 0)
@@ -227,27 +243,29 @@ class Subscriber(Closing, NotCopyable):
         layout: str | None = None,
         keep: int | None = None,
     ) -> None:
-        """Writes the current version to ``path``: a folder that engines load, with weights and
-        `files`; or, where the name ends with ``.safetensors``, the weights alone, as one file.
-        ``metadata`` are added to those of the weights.
+        """Write the current version to ``path``, a folder that engines load, or one file.
 
         A folder changes to the new version in one step, and whenever this process is killed it is
         the one version or the other: its files are links into ``.pulse/current``, and that is a
-        link to a folder of one version. The version before stays there until the next `save`.
-        Weights are one file, ``model.safetensors``, or with ``sharded`` those of the published
-        index, or of 5 GB. Files that pulse did not write are replaced with ``force`` only; where
-        other weights lie in the folder, it is refused.
+        link to a folder of one version. The version before stays there until the next `save`. What
+        is remembered of the versions before is written, too, as ``pulse.history``: a Subscriber
+        with this ``path`` as ``base`` continues from it.
 
-        With a ``layout`` each version has a folder of plain files in ``path``, as a framework's
-        trainer writes it: "prime-rl", "slime", "areal", "hf", or a pattern such as
-        ``"step_{}/STABLE"``: the folder's name, where the number is the ``step`` of the version's
-        metadata, or the version without one; and a file that is written last. It appears whole.
-        Shards that are as in the version before, which this Subscriber wrote, are hard links to it.
-        Of these folders the newest ``keep`` stay (None: all).
-
-        What is remembered of the versions before is written, too, as ``pulse.history``: a
-        Subscriber with this ``path`` as ``base`` goes on from it. Raises as `state` and `files` do,
-        InputError, StoreFull and StoreError.
+        Args:
+            path: A folder; or a name that ends with ``.safetensors``, for the weights alone.
+            metadata: Strings to add to the metadata of the weights.
+            sharded: Write the files of the published index, or files of 5 GB. Default: one file,
+                ``model.safetensors``.
+            force: Replace files that pulse did not write. Default: refuse, also where other weights
+                lie in the folder.
+            layout: Give each version a folder of plain files in ``path``, as a framework's trainer
+                writes it: "prime-rl", "slime", "areal", "hf", or a pattern such as
+                ``"step_{}/STABLE"``: the folder's name, where the number is the ``step`` of the
+                version's metadata, or the version without one; and a file that is written last.
+                It appears whole. Shards that did not change since the version before, which this
+                Subscriber wrote, are hard links to it.
+            keep: How many of the folders of a ``layout`` stay, the newest ones. Default: all.
+        Raises: What `state` and `files` raise, InputError, StoreFull and StoreError.
         """
         target = checked_path(path)
         named = None if layout is None else Layout.of(layout)
@@ -299,10 +317,16 @@ class Subscriber(Closing, NotCopyable):
         timeout_seconds: float | None = None,
         progress: bool = False,
     ) -> Iterator[Update]:
-        """Yields updates as versions appear, with a `wait_for_new` of ``poll_seconds`` between
-        looks; ends when none has appeared for ``timeout_seconds`` (None: never). Asking for the
-        next one acknowledges the one before. ``progress`` as for `sync`. Raises InputError, and
-        what `sync` raises."""
+        """Yield updates as versions appear.
+
+        Asking for the next update acknowledges the one before.
+
+        Args:
+            poll_seconds: Seconds between two polls (see `wait_for_new`).
+            timeout_seconds: End when no version has appeared for so long. Default: never.
+            progress: As for `sync`.
+        Raises: InputError, and what `sync` raises.
+        """
         last = time.monotonic()
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
         if timeout_seconds is not None:
@@ -371,7 +395,7 @@ class Subscriber(Closing, NotCopyable):
         previous = host.version
         if target is None:
             phases = self._sync_to_head(newcomer)
-        elif host.version is None or host.version < target or host.trail:
+        elif host.version is None or host.version < target or self._goes_back:
             phases = self._failover.reach(host, target)
         host = self._host  # another one where the stream was recreated
         if host.version is None:
