@@ -3,7 +3,6 @@ what."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from hashlib import sha256
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 
 from pulse_rl.errors import CorruptMessage
 from pulse_rl.loco import buffers
-from pulse_rl.loco.exchange import Sites
 from pulse_rl.loco.trainer import Delivery, Handshake, delivery_of, specs_digest
 from pulse_rl.loco.wire import Message
 from pulse_rl.state.tensors import DTYPES, TensorSpec
@@ -29,13 +27,12 @@ FIELDS = {
     "messages": ["cc", "dd"],
     "specs": "ee",
     "format": 1,
-    "site": "here",
 }
 
 
 def at(number: int, root: str = "root", momentum: str = "momentum") -> Handshake:
     """The handshake of a trainer whose last common round is ``number``."""
-    return Handshake(SETTINGS, number, root, momentum, [f"{number}-0", f"{number}-1"], "specs", "")
+    return Handshake(SETTINGS, number, root, momentum, [f"{number}-0", f"{number}-1"], "specs")
 
 
 LEADER = at(5)  # it holds the messages "5-0" and "5-1"
@@ -206,43 +203,3 @@ def test_a_message_about_buffers_is_read_as_it_was_written() -> None:
 def test_a_message_about_buffers_that_does_not_fit_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptMessage):
         buffers.BuffersMessage.parse(data, LENGTHS)
-
-
-# -- who forwards what
-
-
-def test_sites_are_in_the_order_of_their_lowest_rank() -> None:
-    sites = Sites.of(["west", "east", "west", "east", "east"])
-    assert sites.members == ((0, 2), (1, 3, 4))
-    assert [sites.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, 1]
-    assert sites.same_site(3) == (1, 3, 4)
-    assert (sites.several, sites.trainers) == (True, 5)
-    # An owner sums for its own site. Elsewhere it is the member that its number counts off.
-    assert [[sites.site_reducer(site, owner) for owner in range(5)] for site in (0, 1)] == [
-        [0, 2, 2, 2, 0],
-        [1, 1, 4, 3, 4],
-    ]
-
-
-@pytest.mark.parametrize("names", ["", "a", "aaaa", "abcd"])
-def test_alone_or_all_together_sites_make_no_difference(names: str) -> None:
-    sites = Sites.of(list(names))
-    assert sites.members == (tuple(range(len(names))),)
-    assert not sites.several
-    assert [sites.reduces_for(rank) for rank in range(len(names))] == [
-        [rank] for rank in range(len(names))
-    ]
-
-
-@pytest.mark.parametrize("names", ["aabb", "aaab", "abab", "aaabb", "aaaabbbbcccc", "abcddd"])
-def test_every_share_has_one_forwarder_in_every_site(names: str) -> None:
-    sites = Sites.of(list(names))
-    work = {rank: sites.reduces_for(rank) for rank in range(len(names))}
-    for ranks in sites.members:
-        assert sorted(itertools.chain.from_iterable(work[rank] for rank in ranks)) == list(
-            range(len(names))
-        )
-    assert all(rank in owners for rank, owners in work.items())
-    for ranks in sites.members:
-        if len(names) % len(ranks) == 0 and names == "".join(sorted(names)):
-            assert {len(work[rank]) for rank in ranks} == {len(names) // len(ranks)}

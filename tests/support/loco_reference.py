@@ -3,7 +3,7 @@ small job to train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -70,7 +70,6 @@ class Reference:
         gate_sums: bool = False,
         sweep: int | None = None,
         rank: int = 0,
-        sites: Sequence[str] = (),
     ) -> None:
         self.theta = nn.Parameter(theta.clone())
         self.residual = torch.zeros_like(theta)
@@ -80,7 +79,7 @@ class Reference:
         # and so on.
         ahead = lr / (1 - momentum) if lookahead is None else lookahead
         self.lookahead, self.gate_scale = torch.tensor(ahead), torch.tensor(gate_scale)
-        self.gate_sums, self.rank, self.sites = gate_sums, rank, sites
+        self.gate_sums, self.rank = gate_sums, rank
         self.sweep, self.number = sweep, 0
         self.summed = torch.zeros_like(theta)
         self.blocks: list[int] = []  # their elements; empty: one block
@@ -116,11 +115,11 @@ class Reference:
 
     @torch.no_grad()
     def outer_step(self, sent: list[Flat]) -> None:
-        """The outer step along the mean of what all sent, summed in rank order, or first within
-        each of the ``sites``, which are names by rank. With ``gate_sums`` sums whose mean the gate
-        holds back, and what the wire takes from the others, go to the residual of the owner."""
+        """The outer step along the mean of what all sent, summed in rank order. With ``gate_sums``
+        sums whose mean the gate holds back, and what the wire takes from the others, go to the
+        residual of the owner."""
         owners = self.owners(self.shares or len(sent))
-        total = self.between_sites(sent, owners) if self.sites else added(sent)
+        total = added(sent)
         if self.gate_sums:
             passed = self.passed(total, len(sent))
             self.keep(total - passed, torch.isin(owners, torch.tensor(self.owns or [self.rank])))
@@ -131,23 +130,6 @@ class Reference:
         self.theta.grad = torch.where(swept, torch.zeros(()), mean)
         self.outer.step()
         self.number += 1
-
-    def between_sites(self, sent: list[Flat], owners: torch.Tensor) -> Flat:
-        """The sums of the sites' sums. With ``gate_sums`` those that go to an owner elsewhere are
-        gated first, as if the site were one trainer; the member that is counted off for the owner
-        keeps the rest."""
-        sums = []
-        for site in dict.fromkeys(self.sites):
-            members = [rank for rank, name in enumerate(self.sites) if name == site]
-            one = added([sent[rank] for rank in members])
-            if self.gate_sums:
-                elsewhere = ~torch.isin(owners, torch.tensor(members))
-                passed = torch.where(elsewhere, self.passed(one, len(members)), one)
-                forwarders = torch.tensor(members)[owners % len(members)]
-                self.keep(one - passed, elsewhere & (forwarders == self.rank))
-                one = passed
-            sums.append(one)
-        return added(sums)
 
     def passed(self, sums: Flat, trainers: int) -> Flat:
         """The sums whose mean passes the gate, as the wire has them; 0 elsewhere."""
@@ -242,7 +224,7 @@ class Job:
         return flat(dict(self.model.named_parameters()))
 
 
-_OF_EXCHANGE = ("group", "site", "wire", "sweep", "timeout_seconds")
+_OF_EXCHANGE = ("group", "wire", "sweep", "timeout_seconds")
 
 
 def pulse_loco(model: Any, optimizers: Any, **settings: Any) -> PulseLoCo:
@@ -271,8 +253,8 @@ def cut_blocks(elements: int) -> None:
 
 
 def force_gated(gated: bool | None) -> None:
-    """From now on the sums of two trainers or more in this process are gated, those without sites
-    are not, or (None) the rule decides. Without a lookahead none are."""
+    """From now on the sums of two trainers or more in this process are gated, or none are, or
+    (None) the rule decides. Without a lookahead none are."""
     forced = None if gated is None else 2 if gated else 1 << 30
     exchange.GATE_SUMS_FROM = forced or GATE_SUMS_FROM
     exchange.GATE_SWEPT_SUMS_FROM = forced or GATE_SWEPT_SUMS_FROM

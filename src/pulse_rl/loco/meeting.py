@@ -26,13 +26,13 @@ class Round(OneLine):
 
     ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``,
     those about buffers and frozen parameters included; ``sent_bytes`` left its process in all
-    (headers, padding, and what it passed on or summed for others), and ``between_bytes`` of them
-    went to trainers of another site. ``summed`` parameters have a sum that is not 0, and passed its
-    gate if there is one. ``scattered``: each trainer summed a share of the parameters
-    (docs/loco.md, 4.3); otherwise all got all messages. ``root`` is that of theta, FP32.
-    ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and "buffers" for
-    buffers and frozen parameters. ``left_out``: over a store, why messages of this trainer were not
-    in this round, or in those that it took up before it; "" where it was not left out.
+    (headers, padding, and what it passed on or summed for others). ``summed`` parameters have a sum
+    that is not 0, and passed its gate if there is one. ``scattered``: each trainer summed a share
+    of the parameters (docs/loco.md, 4.3); otherwise all got all messages. ``root`` is that of
+    theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
+    "buffers" for buffers and frozen parameters. ``left_out``: over a store, why messages of this
+    trainer were not in this round, or in those that it took up before it; "" where it was not left
+    out.
     """
 
     number: int
@@ -43,7 +43,6 @@ class Round(OneLine):
     scattered: bool
     payload_bytes: int
     sent_bytes: int
-    between_bytes: int
     root: str
     seconds: dict[str, float]
     left_out: str = ""
@@ -138,7 +137,7 @@ class GroupRounds:
         try:
             # Agreed with the others first, taken over at once afterwards: a failure leaves this
             # trainer as it was.
-            take_up = self._trainer.meet(group, settings, self._exchange.site, lookahead)
+            take_up = self._trainer.meet(group, settings, lookahead)
 
             def begin() -> None:
                 take_up()
@@ -152,7 +151,7 @@ class GroupRounds:
 
     def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round:
         group, trainer, state = self._met(), self._trainer, self._trainer.state
-        sent, between = group.sent_bytes, group.between_bytes
+        sent = group.sent_bytes
         try:
             # 1. What no optimizer trains: buffers are averaged, frozen parameters compared.
             trainer.parameters.require()
@@ -192,7 +191,6 @@ class GroupRounds:
             scattered=pending.scattered,
             payload_bytes=pending.payload_bytes + buffers.payload_bytes,
             sent_bytes=group.sent_bytes - sent,
-            between_bytes=group.between_bytes - between,
             root=theta.root,
             seconds={},  # the caller's
         )

@@ -293,7 +293,7 @@ def _mean(group: TrainerGroup, residual: Floats) -> Floats:
     problem: CorruptMessage | None = None
     own = b""
     try:
-        arrived = group.all_to_all(shares, max_bytes=[lengths] * size)
+        arrived = group.all_to_all(shares, max_bytes=lengths)
         own = _mean_of(arrived, lengths[group.rank], size).tobytes()
     except CorruptMessage as error:
         problem = error

@@ -37,7 +37,7 @@ from ..errors import (
 from ..store import open_store
 from ..store.wrappers import BoundedStore
 from ..stream.signing import trusted_by
-from .exchange import GatedReduction, Phase, Sites
+from .exchange import GatedReduction, Phase
 from .group import TrainerNote
 from .meeting import Round
 from .outer import Delivery
@@ -384,7 +384,7 @@ class StoreRounds:
         if self._posts is None or self._posts.place != place:
             # Fixed by the round before: a message has its parts before it is known who will be in.
             members = len(self._members)
-            gated = self._reduction.gates_sums(Sites.of([""] * members))
+            gated = self._reduction.gates_sums(members)
             shares = cut_runs(self._blocks, members if gated else 1)
             self._posts = RoundPosts(
                 self._store,
@@ -509,7 +509,6 @@ class StoreRounds:
             scattered=sums is not None,
             payload_bytes=nbytes,
             sent_bytes=0,  # `run` knows, and why it was left out
-            between_bytes=0,
             root=self._root,
             seconds={},  # the caller's
         )

@@ -30,7 +30,6 @@ _FIELDS: dict[str, type] = {
     "momentum": str,
     "messages": list,
     "specs": str,
-    "site": str,
     "format": int,
 }
 
@@ -42,8 +41,8 @@ class Handshake:
     ``settings`` are those that all must share. ``round`` is its last common round, ``root`` the
     root of theta after it, ``momentum`` that of the outer momentum (both 64 hexadecimal digits).
     ``messages`` are the digests of that round's messages, one per trainer, and ``specs`` is the
-    digest of its parameters (`specs_digest`). ``site``: the name of its site, "" if it was given
-    none. ``format`` is that of the handshake and of all messages.
+    digest of its parameters (`specs_digest`). ``format`` is that of the handshake and of all
+    messages.
     """
 
     settings: dict[str, Any]
@@ -52,7 +51,6 @@ class Handshake:
     momentum: str
     messages: list[str]
     specs: str
-    site: str = ""
     format: int = FORMAT
 
     @property
@@ -101,7 +99,7 @@ def exchange_handshakes(group: TrainerGroup, own: Handshake) -> list[Handshake]:
 
 def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: int) -> None:
     """Raises StateMismatch if a trainer has other parameters than ``own_rank``, InputError if it
-    has other settings, or if some have a site and others have none."""
+    has other settings."""
     own = handshakes[own_rank]
     for rank, handshake in enumerate(handshakes):
         if handshake.specs != own.specs:
@@ -113,12 +111,6 @@ def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: i
             raise InputError(
                 f"trainer {rank} runs with {handshake.settings}, this one with {own.settings}"
             )
-    nowhere = [rank for rank, handshake in enumerate(handshakes) if not handshake.site]
-    if 0 < len(nowhere) < len(handshakes):
-        raise InputError(
-            f"trainers {nowhere} have no site, the others have one",
-            hint="Give every trainer the name of its site, or none of them.",
-        )
 
 
 def find_leader(handshakes: Sequence[Handshake]) -> int:
@@ -227,22 +219,20 @@ class Trainer:
         self,
         group: TrainerGroup,
         settings: dict[str, object],
-        site: str | None,
         lookahead: np.float32,
     ) -> Callable[[], None]:
         """Agrees with the others on one outer state. What is returned takes it up, and cannot fail;
         an error before leaves this trainer as it was.
 
-        ``settings``: those that all must share; ``site``: the name of this trainer's;
-        ``lookahead``: with what the next inner steps start where another state is taken up. Raises
-        TrainerLost, CorruptMessage, Diverged, StateMismatch, InputError and NonFinite.
+        ``settings``: those that all must share; ``lookahead``: with what the next inner steps start
+        where another state is taken up. Raises TrainerLost, CorruptMessage, Diverged,
+        StateMismatch, InputError and NonFinite.
         """
         # 1. Handshakes: all have one model and the same settings, and none that is in the latest
         # round has diverged.
-        handshakes = exchange_handshakes(group, self._handshake(settings, site))
+        handshakes = exchange_handshakes(group, self._handshake(settings))
         group.progress.met()
         require_same_model_and_settings(handshakes, group.rank)
-        group.sites = [handshake.site for handshake in handshakes]
         leader = find_leader(handshakes)
         require_no_divergence(handshakes, leader)
         # 2. Those behind the leader get its state, into copies: a trainer that is lost leaves the
@@ -266,7 +256,7 @@ class Trainer:
 
         return take_up
 
-    def _handshake(self, settings: dict[str, object], site: str | None) -> Handshake:
+    def _handshake(self, settings: dict[str, object]) -> Handshake:
         digests = self.state.digests()
         return Handshake(
             settings=settings,
@@ -275,7 +265,6 @@ class Trainer:
             momentum=digests["momentum"].root,
             messages=self.messages,
             specs=specs_digest(self.parameters.specs, self.buffers.specs),
-            site=site or "",
         )
 
     def _fetch_state(
