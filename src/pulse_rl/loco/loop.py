@@ -32,9 +32,9 @@ class OuterLoop(NotCopyable):
     0's weights, later the outer state of the latest round. Leaving it removes the hook. Outer state
     is FP32 in host memory, wherever the model is.
 
-    A loop is made of an outer ``state``, the ``buffers`` of the model, a ``reduction``, and what
-    the trainers ``meet`` in: `PulseLoCo` and `DiLoCo` put them together. ``threads`` (default: all
-    cores) share a round's blocks. Raises InputError for a ``sync_every`` below 1.
+    A loop is made of an outer ``state``, a ``reduction``, and what the trainers ``meet`` in:
+    `PulseLoCo` and `DiLoCo` put them together. ``threads`` (default: all cores) share a round's
+    blocks. Raises InputError for a ``sync_every`` below 1.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OuterLoop(NotCopyable):
         self.sync_every, self.on_round = sync_every, on_round
         self.reduction, self.state = reduction, state
         self.trainer = Trainer(state, reduction.residual)
-        self.parameters, self.buffers = state.parameters, self.trainer.buffers
+        self.parameters, self.frozen = state.parameters, self.trainer.frozen
         self.last_round: Round | None = None
         self._serial = SerialThread(type(self).__name__)
         self.meeting = meet(self.trainer, self._serial)
@@ -84,7 +84,7 @@ class OuterLoop(NotCopyable):
 
     @threads.setter
     def threads(self, threads: int | None) -> None:
-        self.state.threads = self.buffers.threads = threads
+        self.state.threads = self.frozen.threads = threads
 
     # -- a round
 
@@ -218,12 +218,10 @@ class OuterLoop(NotCopyable):
         self._join(move)
 
     def rewind(self) -> None:
-        """Gives the model the start of the round and the last common buffers, and discards the
-        local steps since; where these are in a message that all would refuse, also what was held
-        back, which they are part of."""
+        """Gives the model the start of the round, and discards the local steps since; where these
+        are in a message that all would refuse, also what was held back, which they are part of."""
 
         def rewind() -> None:
-            self.buffers.require()
             self.meeting.forget_steps()
             self._serial.run(lambda: self.trainer.rewind(self._lookahead()), whole=True)
 
@@ -336,7 +334,7 @@ class OuterLoop(NotCopyable):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Theta, outer momentum, residual, counters and the last round's buffers: copies, by name.
+        """Theta, outer momentum, residual and counters: copies, by name.
 
         Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three
         together resume to the same bits. Of a sharded trainer the first rank has all of it, the
@@ -350,10 +348,9 @@ class OuterLoop(NotCopyable):
         """Restores the saved ``state``, before the first round or after it. Raises StateMismatch
         and NonFinite, with nothing changed.
 
-        At a round's boundary (``inner_step`` 0) the model gets theta and the buffers; mid-round it
-        is left to its own checkpoint, as frozen parameters always are. A state without buffers
-        leaves the model's. All ranks of a sharded trainer call it; the first one's ``state``
-        counts.
+        At a round's boundary (``inner_step`` 0) the model gets theta; mid-round it is left to its
+        own checkpoint, as frozen parameters and buffers always are. All ranks of a sharded trainer
+        call it; the first one's ``state`` counts.
         """
 
         def restore() -> None:

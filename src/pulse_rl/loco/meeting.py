@@ -25,12 +25,12 @@ class Round(OneLine):
     them saw it.
 
     ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``,
-    those about buffers and frozen parameters included; ``sent_bytes`` left its process in all
+    those about frozen parameters and buffers included; ``sent_bytes`` left its process in all
     (headers, padding, and what it passed on or summed for others). ``summed`` parameters have a sum
     that is not 0, and passed its gate if there is one. ``scattered``: each trainer summed a share
     of the parameters (docs/loco.md, 4.3); otherwise all got all messages. ``root`` is that of
     theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
-    "buffers" for buffers and frozen parameters. ``left_out``: over a store, why messages of this
+    "frozen" for frozen parameters and buffers. ``left_out``: over a store, why messages of this
     trainer were not in this round, or in those that it took up before it; "" where it was not left
     out.
     """
@@ -153,10 +153,10 @@ class GroupRounds:
         group, trainer, state = self._met(), self._trainer, self._trainer.state
         sent = group.sent_bytes
         try:
-            # 1. What no optimizer trains: buffers are averaged, frozen parameters compared.
+            # 1. What no optimizer trains must not have changed.
             trainer.parameters.require()
-            with phase("buffers"):
-                buffers = trainer.buffers.agree(group, trainer.round + 1)
+            with phase("frozen"):
+                message_bytes = trainer.frozen.require_unchanged_on_all(group)
             # 2. Gate, wire, exchange. A failure up to here leaves theta, momentum and residual as
             # they were.
             pending = self._reduction.run(group, trainer.round, phase)
@@ -166,7 +166,6 @@ class GroupRounds:
                 with phase("update"):
                     summed = pending.apply(lookahead())
                     trainer.complete_round(pending.messages)
-                    buffers.commit()
                 return summed
 
             summed = self._serial.run(take_effect, whole=True)
@@ -189,7 +188,7 @@ class GroupRounds:
             entries=pending.entries,
             summed=summed,
             scattered=pending.scattered,
-            payload_bytes=pending.payload_bytes + buffers.payload_bytes,
+            payload_bytes=pending.payload_bytes + message_bytes,
             sent_bytes=group.sent_bytes - sent,
             root=theta.root,
             seconds={},  # the caller's

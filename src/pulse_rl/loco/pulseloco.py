@@ -31,8 +31,8 @@ class PulseLoCo(OuterLoop):
 
     ``model``: a module, or a mapping of names to the FP32 or BF16 tensors that ``inner_optimizer``
     trains: one, or a list in the order of their ``step()`` calls, where that of the last one ends
-    an inner step. Parameters that none of them trains must stay equal on all trainers; buffers are
-    averaged after each round (docs/loco.md, 4.1).
+    an inner step. Parameters that none of them trains, and buffers, must be equal on all
+    trainers and must not change (docs/loco.md, 4.1).
 
     After ``sync_every`` inner steps: ``s = (start - w) + residual``; the entries with ``cast(theta)
     != cast(theta - gate_scale * s)`` in ``gate_dtype`` are sent and leave the residual; theta takes

@@ -104,10 +104,9 @@ class StoreRounds:
             raise StateMismatch(
                 f"the saved state is of a trainer {trainer.name!r}, which is no name"
             )
-        trainer.buffers.require()
         run = {
-            "specs": specs_digest(trainer.parameters.specs, trainer.buffers.specs),
-            "untrained": trainer.buffers.digest(),
+            "specs": specs_digest(trainer.parameters.specs, trainer.frozen.specs),
+            "untrained": trainer.frozen.digest(),
             "settings": json.loads(json.dumps(settings | self._bounds())),
         }
         try:
@@ -238,8 +237,8 @@ class StoreRounds:
 
     def _run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
         residual = self._reduction.residual
-        with phase("buffers"):
-            self._trainer.buffers.require_unchanged()
+        with phase("frozen"):
+            self._trainer.frozen.require_unchanged()
         with phase("exchange"):
             done, delivery = self._end_exchange(lookahead())
         if not self._trainer.inner_step:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from ..state.tensors import TensorSpec
-from .buffers import FrozenAndBuffers
+from .frozen import FrozenTensors
 from .group import TrainerGroup
 from .outer import Delivery, OuterState, Residual
 from .parameters import Floats
@@ -166,7 +166,7 @@ class Trainer:
 
     def __init__(self, state: OuterState, residual: Residual | None) -> None:
         self.state, self.residual, self.parameters = state, residual, state.parameters
-        self.buffers = FrozenAndBuffers(self.parameters.model, self.parameters.tensors)
+        self.frozen = FrozenTensors(self.parameters.model, self.parameters.tensors)
         self.round = self.inner_step = 0
         self.name = ""
         """Among trainers that meet in a store; a checkpoint keeps it."""
@@ -185,7 +185,6 @@ class Trainer:
         was made."""
         if self.round == 0 and not self._from_checkpoint:
             self.state.theta[:] = self.parameters.read()
-            self.buffers.read_common()
 
     def write_start(self, lookahead: np.float32) -> None:
         """Gives the model its local start; all of it, as the model may hold anything."""
@@ -196,11 +195,10 @@ class Trainer:
             self.parameters.write(self.state.theta)
 
     def rewind(self, lookahead: np.float32) -> None:
-        """Gives the model the start of the round and the last common buffers."""
+        """Gives the model the start of the round."""
         self.inner_step = 0
         self.restored_in = None
         self.write_start(lookahead)
-        self.buffers.restore()
 
     def complete_round(self, messages: list[str]) -> None:
         self.messages = messages
@@ -235,16 +233,15 @@ class Trainer:
         require_same_model_and_settings(handshakes, group.rank)
         leader = find_leader(handshakes)
         require_no_divergence(handshakes, leader)
+        self.frozen.meet(group)
         # 2. Those behind the leader get its state, into copies: a trainer that is lost leaves the
         # others whole.
         behind = find_behind(handshakes, leader)
-        take_up_buffers = self.buffers.meet(group, leader)
         theta, momentum = self._fetch_state(group, leader, behind)
 
         # 3. Nothing that follows waits for another trainer.
         def take_up() -> None:
             from_checkpoint, self._from_checkpoint = self._from_checkpoint, False
-            take_up_buffers()
             if group.rank in behind:
                 self._settle_message(handshakes[leader], from_checkpoint)
                 self.state.theta[:], self.state.momentum[:] = theta, momentum
@@ -264,7 +261,7 @@ class Trainer:
             root=digests["theta"].root,
             momentum=digests["momentum"].root,
             messages=self.messages,
-            specs=specs_digest(self.parameters.specs, self.buffers.specs),
+            specs=specs_digest(self.parameters.specs, self.frozen.specs),
         )
 
     def _fetch_state(
@@ -293,9 +290,8 @@ class Trainer:
 
     def saved(self) -> dict[str, Any]:
         """Copies, by name."""
-        buffers, residual = self.buffers.saved(), self.residual
+        residual = self.residual
         return {
-            **({"buffers": buffers} if buffers else {}),
             "round": self.round,
             "inner_step": self.inner_step,
             "messages": list(self.messages),
@@ -322,7 +318,6 @@ class Trainer:
         message = saved.get("message")
         if message is not None and not isinstance(message, str):
             raise StateMismatch(f"the saved state's message is {message!r}, no digest")
-        buffers = self.buffers.loaded(saved["buffers"]) if "buffers" in saved else None
         counters, messages = (saved["round"], saved["inner_step"]), saved["messages"]
         if not (
             isinstance(messages, list) and all(isinstance(m, str) for m in messages)
@@ -349,7 +344,6 @@ class Trainer:
                 if self.name:  # over a store
                     self.residual.pending_message, self.residual.whole = message, "message" in saved
                 self.residual.started_with = np.float32(ahead)
-            self.buffers.load(buffers)
             if self.inner_step == 0:  # in mid-round the model is left to its own checkpoint
                 self.rewind(lookahead)
 
