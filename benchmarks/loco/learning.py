@@ -109,7 +109,6 @@ GROUPS: dict[str, Group] = {
     "lookahead": Group(
         [Variant(DILOCO), *(pulse(lookahead=c) for c in (0.0, 1.33, 3.0, 7.0, 14.0))]
     ),
-    "gate": Group([pulse(gate_scale=k) for k in (0.25, 0.5, 2.0)]),
     "momentum": Group(
         [v for mu in (0.0, 0.5, 0.95) for v in both(settings={"outer_momentum": mu})]
     ),

@@ -56,8 +56,8 @@ METHODS = {
     **{name: Method(PulseLoCo, {"wire": wire}) for name, wire in WIRES.items()},
     SWEPT: Method(PulseLoCo, {"wire": "int2", "sweep": 4}),
     PAPER: Method(PulseLoCo, {"lookahead": 0.0}),
-    NO_FEEDBACK: Method(partial(gated, NoFeedbackGate(torch.bfloat16, 1.0))),
-    CAST_DIFFERENCE: Method(partial(gated, CastDifferenceGate(torch.bfloat16, 1.0))),
+    NO_FEEDBACK: Method(partial(gated, NoFeedbackGate(torch.bfloat16))),
+    CAST_DIFFERENCE: Method(partial(gated, CastDifferenceGate(torch.bfloat16))),
 }
 _OF_EXCHANGE = ("wire", "sweep")
 _TIMEOUT_SECONDS = 900.0

@@ -25,7 +25,7 @@ ROUNDS = 4
 ALL_SUMS = {"gate_sums": False, "lookahead": 0.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "by default": {},
-    "bf16": {"wire": "BF16", "gate_scale": 0.5},
+    "bf16": {"wire": "BF16"},
     "a small lookahead": {"wire": "BF16", "lookahead": 1.5},
     "all sums": ALL_SUMS,
     "all sums, bf16": {**ALL_SUMS, "wire": "BF16"},

@@ -227,8 +227,6 @@ def test_a_round_that_was_begun_with_another_lookahead_is_ended_with_it() -> Non
         {"lookahead": -1.0},
         {"lookahead": math.nan},
         {"lookahead": "much"},
-        {"gate_scale": 0.0},
-        {"gate_scale": math.inf},
     ],
     ids=str,
 )

@@ -66,7 +66,6 @@ class Reference:
         lr: float = 0.7,
         momentum: float = 0.9,
         lookahead: float | None = None,
-        gate_scale: float = 1.0,
         gate_sums: bool = False,
         sweep: int | None = None,
         rank: int = 0,
@@ -78,7 +77,7 @@ class Reference:
         # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that,
         # and so on.
         ahead = lr / (1 - momentum) if lookahead is None else lookahead
-        self.lookahead, self.gate_scale = torch.tensor(ahead), torch.tensor(gate_scale)
+        self.lookahead = torch.tensor(ahead)
         self.gate_sums, self.rank = gate_sums, rank
         self.sweep, self.number = sweep, 0
         self.summed = torch.zeros_like(theta)
@@ -100,7 +99,7 @@ class Reference:
         """What is sent of ``s``."""
         before, after = (
             self.theta.to(self.gate_dtype),
-            (self.theta - self.gate_scale * s).to(self.gate_dtype),
+            (self.theta - s).to(self.gate_dtype),
         )
         open_ = (bits(before) != bits(after)) | self.swept()
         return torch.where(open_, rounded(s, self.wire), torch.zeros(()))
@@ -133,7 +132,7 @@ class Reference:
 
     def passed(self, sums: Flat, trainers: int) -> Flat:
         """The sums whose mean passes the gate, as the wire has them; 0 elsewhere."""
-        moved = self.theta - self.gate_scale * (sums / trainers)
+        moved = self.theta - sums / trainers
         before, after = self.theta.to(self.gate_dtype), moved.to(self.gate_dtype)
         open_ = (bits(before) != bits(after)) | self.swept()
         return torch.where(open_, rounded(sums, self.wire), torch.zeros(()))

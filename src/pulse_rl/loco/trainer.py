@@ -19,8 +19,7 @@ from .outer import Delivery, OuterState, Residual
 from .parameters import Floats
 from .wire import FORMAT
 
-MAX_SCALE = 1024.0
-"""Of a lookahead, and of a gate's scale."""
+MAX_LOOKAHEAD = 1024.0
 
 _MAX_HANDSHAKE_BYTES = 1 << 20
 _FIELDS: dict[str, type] = {
@@ -313,7 +312,7 @@ class Trainer:
         if missing:
             raise StateMismatch(f"the saved state has no {sorted(missing)}")
         ahead = saved.get("started_with", 0.0)
-        if not isinstance(ahead, float) or not 0 <= ahead <= MAX_SCALE:
+        if not isinstance(ahead, float) or not 0 <= ahead <= MAX_LOOKAHEAD:
             raise StateMismatch(f"the saved state's steps started with lookahead {ahead!r}")
         message = saved.get("message")
         if message is not None and not isinstance(message, str):
