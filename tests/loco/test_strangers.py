@@ -44,7 +44,7 @@ class Member:
 
     def lift_bounds(self) -> None:
         """It does not keep to them."""
-        self.meeting.exchange = replace(self.meeting.exchange, max_norm=None, max_entries=None)
+        self.meeting.exchange = replace(self.meeting.exchange, max_norm=None)
 
     def not_finite(self) -> bytes:
         """A post with a NaN."""
@@ -249,49 +249,17 @@ def test_what_only_members_may_say(kind: str, how: str) -> None:
         assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))
 
 
-def test_who_closes_asks_accept_and_says_why() -> None:
-    store, seen = MemoryStore(), list[tuple[str, int]]()
-
-    def accept(message: Any, number: int) -> bool | str:
-        tensors = message.tensors()
-        assert tensors.keys() == dict(a.job.model.named_parameters()).keys()
-        assert int((flat(tensors) != 0).sum()) == message.entries > 0
-        assert float(flat(tensors).double().norm()) == pytest.approx(message.norm)
-        seen.append((message.trainer, number))
-        return True if message.trainer == KEYS[0] or number else "not today"
-
-    a, b = Member(store, MEMBERS[0], accept=accept), Member(store, MEMBERS[1], quorum=2)
-    with a.loop, b.loop:
-        for _ in range(2):  # b waits for another, and a closes the round
-            with pytest.raises(TrainerLost, match="1 of 2 trainers"):
-                b.loop.rejoin() if b.loop.inner_step else b.round(1)
-            a.round()
-        b.loop.rejoin()
-        assert sorted(seen) == sorted((key, number) for key in KEYS for number in range(2))
-        assert [close_of(store, number)[0] for number in range(2)] == [KEYS[:1], sorted(KEYS)]
-        with pytest.raises(TrainerLost):
-            b.round(1)
-        a.round()
-        b.loop.rejoin()
-        assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))
-        assert list(close_of(store, 0)[1].values()) == ["not accepted: not today"]
-
-
-@pytest.mark.parametrize(
-    ("bound", "words"), [("max_norm", "its norm is"), ("max_entries", "entries, more than")]
-)
-def test_a_bound_holds_for_all(bound: str, words: str) -> None:
+def test_a_bound_holds_for_all() -> None:
     """Its own trainer does not send what is above it. Where a member does, it is passed over; where
     one closes a round with it, all refuse that."""
-    store = MemoryStore()
-    bounds: dict[str, Any] = {bound: {"max_norm": 1e-4, "max_entries": 10}[bound]}
-    honest = Member(store, MEMBERS[0], **bounds)
+    store, words = MemoryStore(), "its norm is"
+    honest = Member(store, MEMBERS[0], max_norm=1e-4)
     with honest.loop:
         with pytest.raises(InputError, match=words):
             honest.round()
         honest.loop.rewind()
         for quorum in (2, 1):
-            liar = Member(store, MEMBERS[1], quorum=quorum, **bounds)
+            liar = Member(store, MEMBERS[1], quorum=quorum, max_norm=1e-4)
             with liar.loop:
                 with pytest.raises(InputError, match="the run has the settings"):
                     Member(store, MEMBERS[1]).loop.__enter__()
@@ -332,7 +300,6 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
             "own key",
         ),
         "norm": (lambda: StoreExchange(store, max_norm=-1.0), "max_norm"),
-        "entries": (lambda: StoreExchange(store, max_entries=0), "max_entries"),
     }
 
 

@@ -10,7 +10,6 @@ from hashlib import sha256
 from itertools import accumulate
 
 import numpy as np
-import torch
 
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, NotFound, Untrusted
@@ -26,7 +25,6 @@ from .store_format import (
     Parts,
     Place,
     Post,
-    PostedMessage,
     Refused,
     head_bytes,
     norm_of,
@@ -88,8 +86,7 @@ class RoundPosts:
         """Bytes of each part."""
         # By post: one's bytes may be put in another's name.
         self._heads: dict[Post, Parts | str] = {}
-        self._messages: dict[Post, PostedMessage | str] = {}
-        self._accepted: dict[Post, bool | str] = {}
+        self._messages: dict[Post, list[Entries] | str] = {}
         self._damaged: Counter[Post] = Counter()
 
     # -- this trainer's own
@@ -110,7 +107,7 @@ class RoundPosts:
         data = b"".join([head, *messages])
         post = Post(self.place.trainer, sha256(head).hexdigest(), len(data))
         self._heads[post] = parts
-        self._messages[post] = self._message_of(post, by_share)
+        self._messages[post] = self._by_block(by_share)
         self.own = post, data
         return self.own
 
@@ -139,11 +136,10 @@ class RoundPosts:
         with closing(ordered_map(self._read, posts, self.threads)) as reads:
             for post, read in zip(posts, reads, strict=True):
                 if post.trainer not in found:
-                    reason = self._why_not(post, read)
-                    if reason is None:
+                    if not isinstance(read, str):
                         found[post.trainer] = post
-                    elif reason:
-                        refused.append(Refused(post.trainer, post.sha256, reason))
+                    elif read:
+                        refused.append(Refused(post.trainer, post.sha256, read))
                 if len(found) == most:
                     break
         return found, refused
@@ -154,40 +150,19 @@ class RoundPosts:
         found = self._messages.get(post, self._heads.get(post))
         return isinstance(found, str) or self._damaged[post] >= _TRIES
 
-    def _read(self, post: Post) -> PostedMessage | Parts | str:
+    def _read(self, post: Post) -> list[Entries] | Parts | str:
         """What must be known of a post before it is named, or why it cannot be; "" where it may be
         good later. One that arrives damaged is read again, and then passed over."""
         if self._damaged[post] >= _TRIES:
             return "it is damaged in the store"
         try:
             # Where shares are summed by their owners, these read what only they need.
-            return (
-                self.message(post)
-                if self._exchange.accept or len(self.shares) == 1
-                else self.head(post)
-            )
+            return self.message(post) if len(self.shares) == 1 else self.head(post)
         except NotFound:
             return ""
         except CorruptMessage:
             self._damaged[post] += 1
             return ""
-
-    def _why_not(self, post: Post, found: PostedMessage | Parts | str) -> str | None:
-        """Why this trainer does not name a post when it closes the round; "" where it may be good
-        later."""
-        accept = self._exchange.accept
-        if accept is None or not isinstance(found, PostedMessage):
-            return found if isinstance(found, str) else None
-        if post not in self._accepted:
-            self._accepted[post] = accept(found, self.place.round)
-        said = self._accepted[post]
-        return (
-            None
-            if said is True
-            else f"not accepted: {said}"
-            if isinstance(said, str)
-            else "not accepted"
-        )
 
     def head(self, post: Post) -> Parts | str:
         """The parts of a post."""
@@ -204,8 +179,8 @@ class RoundPosts:
         parts = self.head(post)
         if isinstance(parts, str):
             return parts
-        if len(parts) == 1 and isinstance(message := self._messages.get(post), PostedMessage):
-            return message.by_block
+        if len(parts) == 1 and isinstance(entries := self._messages.get(post), list):
+            return entries
         start = head_bytes(len(parts)) + sum(part.nbytes for part in parts[:share])
         try:
             message_of_share = self._verified(
@@ -215,13 +190,13 @@ class RoundPosts:
             return f"part {share} is damaged in the store"
         return self._decoded(parts, share, message_of_share)
 
-    def message(self, post: Post) -> PostedMessage | str:
-        """All of a post."""
+    def message(self, post: Post) -> list[Entries] | str:
+        """All entries of a post, by block."""
         if post not in self._messages:
             self._messages[post] = self._fetched(post)
         return self._messages[post]
 
-    def _fetched(self, post: Post) -> PostedMessage | str:
+    def _fetched(self, post: Post) -> list[Entries] | str:
         if (reason := self._too_long(post)) is not None:
             return reason
         data = self._bytes(post, 0, post.nbytes)
@@ -238,7 +213,7 @@ class RoundPosts:
             if isinstance(found, str):
                 return found
             by_share.append(found)
-        return self._message_of(post, by_share)
+        return self._by_block(by_share)
 
     def _bytes(self, post: Post, start: int, stop: int) -> bytes:
         if self.own is not None and post == self.own[0]:
@@ -270,9 +245,6 @@ class RoundPosts:
 
     def _too_long(self, post: Post) -> str | None:
         most = head_bytes(len(self.shares)) + sum(self._most)
-        if self._exchange.max_entries is not None:
-            # An entry takes at most 10 bytes.
-            most -= 10 * max(0, len(self._state.theta) - self._exchange.max_entries)
         return (
             f"it has {post.nbytes} bytes, more than its entries can need"
             if post.nbytes > most
@@ -283,10 +255,7 @@ class RoundPosts:
         for share, (part, of_part) in enumerate(zip(parts, self._most, strict=True)):
             if part.nbytes > of_part:
                 return f"part {share} has more bytes than its entries can need"
-        most, longest = self._exchange.max_entries, self._exchange.max_norm
-        count, norm = sum(part.entries for part in parts), norm_of(parts)
-        if most is not None and count > most:
-            return f"it has {count} entries, more than {most}"
+        longest, norm = self._exchange.max_norm, norm_of(parts)
         if longest is not None and norm > longest:
             return f"its norm is {norm:g}, more than {longest:g}"
         return None
@@ -300,20 +269,8 @@ class RoundPosts:
             return "its head has other entries, or another norm"
         return entries
 
-    def _message_of(self, post: Post, by_share: Sequence[Sequence[Entries]]) -> PostedMessage:
-        entries, parts = (
-            by_block(self.shares, by_share, len(self._state.parameters.blocks)),
-            self._heads[post],
-        )
-        assert not isinstance(parts, str)
-        count = sum(part.entries for part in parts)
-        return PostedMessage(post.trainer, post.nbytes, count, norm_of(parts), entries, self._dense)
-
-    def _dense(self, entries: Sequence[Entries]) -> dict[str, torch.Tensor]:
-        flat = np.zeros_like(self._state.theta)
-        for block, (places, values) in zip(self._state.parameters.blocks, entries, strict=True):
-            block.of(flat)[places] = values
-        return self._state.parameters.by_name(flat)
+    def _by_block(self, by_share: Sequence[Sequence[Entries]]) -> list[Entries]:
+        return by_block(self.shares, by_share, len(self._state.parameters.blocks))
 
 
 def by_block(

@@ -8,13 +8,12 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
-import torch
 
 from ..errors import CorruptMessage, Untrusted
 from ..stream.manifest import Signature
@@ -166,25 +165,6 @@ class Refused(NamedTuple):
     trainer: str
     sha256: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PostedMessage:
-    """What a ``trainer`` has sent for a round, as `StoreExchange.accept` gets it: so many
-    ``nbytes`` with so many ``entries``, whose L2 ``norm`` is this. ``by_block`` are those entries,
-    for `tensors`."""
-
-    trainer: str
-    nbytes: int
-    entries: int
-    norm: float
-    by_block: list[Entries]
-    _dense: Callable[[Sequence[Entries]], dict[str, torch.Tensor]]
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The pseudo-gradient by parameter, dense FP32 tensors on the host, 0 where nothing was
-        sent."""
-        return self._dense(self.by_block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from .round_posts import RoundPosts, by_block, cut_runs
 from .round_sums import RoundSums, cannot_count
 from .run_store import RunStore, pause
 from .store_exchange import StoreExchange
-from .store_format import MAX_TRAINERS, TRAINER, Close, Place, Post, PostedMessage
+from .store_format import MAX_TRAINERS, TRAINER, Close, Place, Post
 from .trainer import Trainer, specs_digest
 from .wire import Entries
 
@@ -413,12 +413,10 @@ class StoreRounds:
             return self._sums.entries()
         self._sums = None
         messages = ordered_map(partial(self._named, close), close.posts, posts.threads)
-        return [
-            list(of_block) for of_block in zip(*(found.by_block for found in messages), strict=True)
-        ]
+        return [list(of_block) for of_block in zip(*messages, strict=True)]
 
-    def _named(self, close: Close, post: Post) -> PostedMessage:
-        """A message that a close has named."""
+    def _named(self, close: Close, post: Post) -> list[Entries]:
+        """The entries, by block, of a post that a close has named."""
         found = self._round_posts().message(post)
         if isinstance(found, str):
             raise cannot_count(close, post.trainer, found)
@@ -539,7 +537,7 @@ class StoreRounds:
     # -- what is in the store
 
     def _bounds(self) -> dict[str, object]:
-        return {"max_norm": self.exchange.max_norm, "max_entries": self.exchange.max_entries}
+        return {"max_norm": self.exchange.max_norm}
 
     def _load_newest(self, lookahead: np.float32) -> Delivery:
         """Takes up the newest snapshot; what became of this trainer's messages in the rounds up to
