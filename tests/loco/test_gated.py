@@ -123,7 +123,7 @@ def test_what_cannot_be_read_fails_the_round_on_all(what: str) -> None:
             member.step()
         assert all(same(a, b) for a, b in zip(before, held(member.loop), strict=True))
         residual = member.loop.reduction.residual
-        assert (member.loop.round, residual.pending_message, residual.add_held_back) == (
+        assert (member.loop.round, residual.pending_message, residual.apply_withheld) == (
             1,
             None,
             None,

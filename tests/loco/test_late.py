@@ -63,7 +63,7 @@ def test_who_is_late_is_left_out_loses_nothing_and_does_not_wait() -> None:
         three = [a.round() and a.now for _ in range(3)]
         c.job.step(ord("c"))
         assert c.loop.last_round is not None
-        assert "round 1: " in c.loop.last_round.left_out
+        assert "round 1: " in c.loop.last_round.excluded_reason
         of_c.residual, of_c.whole = of_c.select(c.now)[0], True
         for now in three:
             end(of_a.select(now)[1])

@@ -12,7 +12,7 @@ import torch
 
 from pulse_rl.errors import CorruptMessage
 from pulse_rl.loco import frozen
-from pulse_rl.loco.trainer import Delivery, Handshake, delivery_of, specs_digest
+from pulse_rl.loco.trainer import Handshake, MessageOutcome, outcome_of, specs_digest
 from pulse_rl.loco.wire import Message
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from tests.support.entry_blocks import WIRES
@@ -40,21 +40,26 @@ LEADER = at(5)  # it holds the messages "5-0" and "5-1"
 @pytest.mark.parametrize(
     ("message", "number", "from_checkpoint", "expected"),
     [
-        ("5-1", 4, False, Delivery.COUNTED),
-        ("lost", 4, False, Delivery.NOT_COUNTED),
-        (None, 4, False, Delivery.NOT_COUNTED),
-        (None, 2, False, Delivery.NOT_COUNTED),  # only this trainer could have sent its local steps
-        ("lost", 3, False, Delivery.UNKNOWN),  # the messages of round 4 are forgotten
-        ("5-1", 3, False, Delivery.UNKNOWN),  # no message of round 4 is one of round 5
-        (None, 4, True, Delivery.UNKNOWN),  # it may have sent one after its checkpoint
-        (None, 2, True, Delivery.UNKNOWN),
+        ("5-1", 4, False, MessageOutcome.COUNTED),
+        ("lost", 4, False, MessageOutcome.NOT_COUNTED),
+        (None, 4, False, MessageOutcome.NOT_COUNTED),
+        (
+            None,
+            2,
+            False,
+            MessageOutcome.NOT_COUNTED,
+        ),  # only this trainer could have sent its local steps
+        ("lost", 3, False, MessageOutcome.UNKNOWN),  # the messages of round 4 are forgotten
+        ("5-1", 3, False, MessageOutcome.UNKNOWN),  # no message of round 4 is one of round 5
+        (None, 4, True, MessageOutcome.UNKNOWN),  # it may have sent one after its checkpoint
+        (None, 2, True, MessageOutcome.UNKNOWN),
     ],
 )
 def test_what_became_of_a_message(
-    message: str | None, number: int, from_checkpoint: bool, expected: Delivery
+    message: str | None, number: int, from_checkpoint: bool, expected: MessageOutcome
 ) -> None:
     """The table of docs/loco.md, section 5."""
-    assert delivery_of(message, number, LEADER, from_checkpoint=from_checkpoint) is expected
+    assert outcome_of(message, number, LEADER, from_checkpoint=from_checkpoint) is expected
 
 
 def test_a_handshake_is_the_json_that_the_document_describes() -> None:

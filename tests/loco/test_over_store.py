@@ -370,7 +370,7 @@ def test_overlap_may_begin_in_mid_round() -> None:
 def local_steps(member: Member) -> torch.Tensor:
     """What the inner steps under way have come to, as the next message counts it."""
     residual = member.loop.reduction.residual
-    residual._require_due()
+    residual._require_sendable_entries()
     return torch.cat(
         [torch.from_numpy(residual._steps(block)) for block in member.loop.parameters.blocks]
     )

@@ -20,10 +20,10 @@ from pulse_rl.loco.round_posts import RoundPosts
 from pulse_rl.loco.round_sums import RoundSums
 from pulse_rl.loco.store_format import (
     Close,
-    Parts,
-    Place,
-    Post,
+    RoundKey,
+    ShardedMessage,
     ShareSums,
+    Upload,
     head_bytes,
 )
 from pulse_rl.loco.store_rounds import StoreRounds
@@ -112,7 +112,7 @@ def test_who_comes_after_a_late_owner_makes_its_sums_first() -> None:
         meeting = member.loop.meeting
         assert isinstance(meeting, StoreRounds)
         close = Close(
-            meeting._store.run, 3, "", tuple(Post(name, "0" * 64, 200) for name in "abcdefgh")
+            meeting._store.run, 3, "", tuple(Upload(name, "0" * 64, 200) for name in "abcdefgh")
         )
 
         def distance(name: str, share: int) -> int:
@@ -187,11 +187,11 @@ def test_a_part_that_is_damaged_is_left_out_and_loses_nothing() -> None:
     with a.loop, b.loop:
         together(a, b, rounds=4)
         assert b.loop.last_round is not None
-        assert b.loop.last_round.left_out == (
+        assert b.loop.last_round.excluded_reason == (
             "round 4: a part of this trainer's message was refused: part 1 is damaged in the store"
         )
         together(a, b)
-        assert b.loop.last_round.left_out == ""
+        assert b.loop.last_round.excluded_reason == ""
         left_out = [
             [dict(each["left_out"]) for each in sums_of(store, number)] for number in range(5)
         ]
@@ -394,7 +394,7 @@ def test_all_stop_at_a_close_that_names_what_cannot_count(monkeypatch: pytest.Mo
     a, b = gated(store, "a", grace=0.0), gated(store, "b", grace=0.0)
     refused: list[str] = []
 
-    def head(self: RoundPosts, post: Post) -> Parts | str:
+    def head(self: RoundPosts, post: Upload) -> ShardedMessage | str:
         return (
             "its norm is too large"
             if refused and self.place.trainer == "b" == post.trainer
@@ -431,7 +431,7 @@ def test_names_in_deeper_folders_are_no_sums() -> None:
 def test_sums_are_signed_by_who_has_made_them() -> None:
     signers = [Signer.generate() for _ in range(2)]
     keys = [signer.public_key for signer in signers]
-    place = Place("run", 1, "", "00" * 32)
+    place = RoundKey("run", 1, "", "00" * 32)
     data = ShareSums("run", 1, 0, "00" * 32, keys[1], (), b"message").to_bytes(signers[1])
     assert ShareSums.parse(data, "sums", place, 0, trusted_by(keys)).message == b"message"
     data = ShareSums("run", 1, 0, "00" * 32, keys[0], (), b"message").to_bytes(signers[1])

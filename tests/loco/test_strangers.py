@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
 from pulse_rl.errors import CorruptMessage, InputError, TrainerLost, Untrusted
 from pulse_rl.loco import StoreExchange
-from pulse_rl.loco.store_format import MAX_CLOSE_BYTES, MAX_TRAINERS, Close, Post, Refused
+from pulse_rl.loco.store_format import MAX_CLOSE_BYTES, MAX_TRAINERS, Close, Refused, Upload
 from pulse_rl.loco.store_rounds import StoreRounds
 from tests.support.loco_reference import Job, flat, same
 from tests.support.posts import digest_of, not_finite, post_of, posts_of
@@ -56,7 +56,7 @@ class Member:
         if (under_way := self.meeting._under_way) is not None:
             under_way.wait()  # it was late, and does not wait by itself
         assert self.loop.last_round is not None
-        return self.loop.last_round.left_out
+        return self.loop.last_round.excluded_reason
 
 
 def members(store: Store, **settings: Any) -> list[Member]:
@@ -139,7 +139,7 @@ def test_junk_in_a_members_name_does_not_hide_its_message() -> None:
 
 @pytest.mark.parametrize("letter", ["x", "\N{CJK UNIFIED IDEOGRAPH-4E2D}", "\N{GRINNING FACE}"])
 def test_a_close_that_refuses_many_can_be_read(letter: str) -> None:
-    posts = tuple(Post(f"trainer-{number:04d}", "0" * 64, 10) for number in range(MAX_TRAINERS))
+    posts = tuple(Upload(f"trainer-{number:04d}", "0" * 64, 10) for number in range(MAX_TRAINERS))
     refused = tuple(Refused(post.trainer, post.sha256, 400 * letter) for post in posts)
     data = Close("run", 3, "theta", posts, refused).to_bytes(MEMBERS[0])
     assert len(data) <= MAX_CLOSE_BYTES

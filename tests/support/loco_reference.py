@@ -14,7 +14,7 @@ from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, exchange, parameters
 from pulse_rl.loco.exchange import GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
-from pulse_rl.loco.meeting import GroupRounds
+from pulse_rl.loco.rendezvous import GroupRounds
 
 Flat = torch.Tensor
 
@@ -108,7 +108,7 @@ class Reference:
     def start(self) -> Flat:
         """What the inner steps start from, in the model's dtype."""
         start = self.theta - self.lookahead * self.residual
-        if self.whole and self.lookahead:
+        if self.includes_sent and self.lookahead:
             start += (self.lookahead - 1) * self.gated(self.residual)
         return start.to(self.model_dtype)
 

@@ -461,11 +461,11 @@ class GatedReduction:
         try:
             if self.gates_sums(group.size):
                 reduce_gate = ReduceGate(state.theta, self.gate, self.wire, number)
-                residual.add_held_back = reduce_gate.add_residual
+                residual.apply_withheld = reduce_gate.add_residual
             if self.scatters(group.size):
                 arrived = transfer.scatter(own, reduce_gate)
             if arrived is None:  # by the rule, or for a sum that no message takes
-                residual.add_held_back = None
+                residual.apply_withheld = None
                 arrived = transfer.gather(own)
         except (
             NonFinite,

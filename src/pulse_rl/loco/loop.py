@@ -18,9 +18,9 @@ from .._util.serial import NotCopyable, SerialThread
 from ..errors import InputError
 from .exchange import Phase, Reduction
 from .group import TrainerNote
-from .meeting import Meeting, Round
 from .outer import OuterState
 from .ranks import Ranks
+from .rendezvous import Round, RoundProtocol
 from .trainer import Trainer
 
 
@@ -41,7 +41,7 @@ class OuterLoop(NotCopyable):
         self,
         state: OuterState,
         reduction: Reduction,
-        meet: Callable[[Trainer, SerialThread], Meeting],
+        meet: Callable[[Trainer, SerialThread], RoundProtocol],
         *,
         sync_every: int,
         on_round: Callable[[Round], None] | None,
@@ -60,7 +60,7 @@ class OuterLoop(NotCopyable):
         self.meeting = meet(self.trainer, self._serial)
         self._hooks: list[Any] = []
         self._seconds: dict[str, float] = {}
-        self._in_global_weights = self._told = False
+        self._in_global_weights = self._callback_wanted = False
 
     @property
     def _ranks(self) -> Ranks | None:
@@ -109,13 +109,13 @@ class OuterLoop(NotCopyable):
     def _lead_round(self, run: Callable[[], Round | None], *, reads: bool = False) -> None:
         # Each rank of a sharded trainer calls its own ``on_round``; all agree on what the model
         # holds meanwhile.
-        told = self.on_round is not None
-        self._told = self._ranks.any(told) if self._ranks else told
+        wanted = self.on_round is not None
+        self._callback_wanted = self._ranks.any(wanted) if self._ranks else wanted
         done = self._lead(run, reads=reads)
         if done is None:
             return
         self.last_round = done
-        if self._told:
+        if self._callback_wanted:
             with self.global_weights():
                 if self.on_round:
                     self.on_round(done)
@@ -124,8 +124,10 @@ class OuterLoop(NotCopyable):
         self, call: Callable[[Phase, Callable[[], np.float32]], Round | None]
     ) -> Round | None:
         self._seconds = {}
-        # Who is told of the round is shown theta.
-        done = call(self._phase, lambda: np.float32(0) if self._told else self._lookahead())
+        # The callback gets theta in the model.
+        done = call(
+            self._phase, lambda: np.float32(0) if self._callback_wanted else self._lookahead()
+        )
         self.meeting.note(self._note())
         if done is None:
             self._write_start()
@@ -167,7 +169,7 @@ class OuterLoop(NotCopyable):
 
     def __enter__(self) -> Self:
         if not self._hooks:
-            self._join(self.trainer.take_initial)
+            self._join(self.trainer.load_model_weights)
             self._hooks = self.parameters.optimizers.hook(self._after_step)
             self._restart()
         return self

@@ -17,9 +17,9 @@ from .exchange import Exchange, GatedReduction, PendingRound, Phase, exchange_of
 from .gate import Gate
 from .group import TrainerGroup
 from .loop import OuterLoop
-from .meeting import GroupRounds, Round
 from .outer import OuterState, Residual
 from .parameters import Parameters, parts
+from .rendezvous import GroupRounds, Round
 from .store_exchange import StoreExchange, rank_seconds_of, store_exchange_of, travel_of
 from .store_rounds import StoreRounds
 from .trainer import MAX_LOOKAHEAD

@@ -22,10 +22,10 @@ from .run_store import RunStore
 from .store_exchange import StoreExchange
 from .store_format import (
     Part,
-    Parts,
-    Place,
-    Post,
     Refused,
+    RoundKey,
+    ShardedMessage,
+    Upload,
     head_bytes,
     norm_of,
     read_head,
@@ -72,10 +72,10 @@ class RoundPosts:
         exchange: StoreExchange,
         reduction: GatedReduction,
         state: OuterState,
-        place: Place,
+        place: RoundKey,
         shares: list[list[Unit]],
         trusted: TrustedKeys | None,
-        own: tuple[Post, bytes] | None,
+        own: tuple[Upload, bytes] | None,
     ) -> None:
         self.place, self.shares, self.own = place, shares, own
         self._store, self._exchange, self._state, self._trusted = store, exchange, state, trusted
@@ -85,27 +85,27 @@ class RoundPosts:
         self._most = [self.coder.max_bytes(units) for units in shares]
         """Bytes of each part."""
         # By post: one's bytes may be put in another's name.
-        self._heads: dict[Post, Parts | str] = {}
-        self._messages: dict[Post, list[Entries] | str] = {}
-        self._damaged: Counter[Post] = Counter()
+        self._heads: dict[Upload, ShardedMessage | str] = {}
+        self._messages: dict[Upload, list[Entries] | str] = {}
+        self._damaged: Counter[Upload] = Counter()
 
     # -- this trainer's own
 
-    def write(self, entries: Sequence[Entries]) -> tuple[Post, bytes] | str:
+    def write(self, entries: Sequence[Entries]) -> tuple[Upload, bytes] | str:
         """The post of these entries, by block, which is its own from now on; or why it would be
         refused by all."""
         by_share = [
             [unit.take(entries[unit.block.number]) for unit in units] for units in self.shares
         ]
         messages = self.coder.encode_each(self.shares, by_share)
-        parts = Parts.of(
+        parts = ShardedMessage.of(
             [Part.of(message, of) for message, of in zip(messages, by_share, strict=True)]
         )
         if (reason := self._out_of_bounds(parts)) is not None:
             return reason
         head = write_head(self.place, parts, self._exchange.signer)
         data = b"".join([head, *messages])
-        post = Post(self.place.trainer, sha256(head).hexdigest(), len(data))
+        post = Upload(self.place.trainer, sha256(head).hexdigest(), len(data))
         self._heads[post] = parts
         self._messages[post] = self._by_block(by_share)
         self.own = post, data
@@ -119,13 +119,13 @@ class RoundPosts:
 
     # -- those of all
 
-    def good(self, members: Collection[str], most: int) -> tuple[dict[str, Post], list[Refused]]:
+    def good(self, members: Collection[str], most: int) -> tuple[dict[str, Upload], list[Refused]]:
         """By trainer, the first post that can count, of so many trainers at ``most``, ``members``
         first; and what cannot, as far as it was looked at."""
-        found: dict[str, Post] = {}
+        found: dict[str, Upload] = {}
         refused: list[Refused] = []
         tried: Counter[str] = Counter()
-        posts = list[Post]()
+        posts = list[Upload]()
         for post in sorted(
             self._store.posts(self.place.round),
             key=lambda post: (post.trainer not in members, *post),
@@ -144,13 +144,13 @@ class RoundPosts:
                     break
         return found, refused
 
-    def _is_refused(self, post: Post) -> bool:
+    def _is_refused(self, post: Upload) -> bool:
         """Whether it is known by now that a post cannot count: others in the trainer's name must
         not hide its own."""
         found = self._messages.get(post, self._heads.get(post))
         return isinstance(found, str) or self._damaged[post] >= _TRIES
 
-    def _read(self, post: Post) -> list[Entries] | Parts | str:
+    def _read(self, post: Upload) -> list[Entries] | ShardedMessage | str:
         """What must be known of a post before it is named, or why it cannot be; "" where it may be
         good later. One that arrives damaged is read again, and then passed over."""
         if self._damaged[post] >= _TRIES:
@@ -164,7 +164,7 @@ class RoundPosts:
             self._damaged[post] += 1
             return ""
 
-    def head(self, post: Post) -> Parts | str:
+    def head(self, post: Upload) -> ShardedMessage | str:
         """The parts of a post."""
         if post not in self._heads:
             if (reason := self._too_long(post)) is not None:
@@ -174,7 +174,7 @@ class RoundPosts:
                 self._take_head(post, self._verified(post, 0, stop, bytes.fromhex(post.sha256)))
         return self._heads[post]
 
-    def part(self, post: Post, share: int) -> list[Entries] | str:
+    def part(self, post: Upload, share: int) -> list[Entries] | str:
         """What a post has for a share, by unit."""
         parts = self.head(post)
         if isinstance(parts, str):
@@ -190,13 +190,13 @@ class RoundPosts:
             return f"part {share} is damaged in the store"
         return self._decoded(parts, share, message_of_share)
 
-    def message(self, post: Post) -> list[Entries] | str:
+    def message(self, post: Upload) -> list[Entries] | str:
         """All entries of a post, by block."""
         if post not in self._messages:
             self._messages[post] = self._fetched(post)
         return self._messages[post]
 
-    def _fetched(self, post: Post) -> list[Entries] | str:
+    def _fetched(self, post: Upload) -> list[Entries] | str:
         if (reason := self._too_long(post)) is not None:
             return reason
         data = self._bytes(post, 0, post.nbytes)
@@ -215,12 +215,12 @@ class RoundPosts:
             by_share.append(found)
         return self._by_block(by_share)
 
-    def _bytes(self, post: Post, start: int, stop: int) -> bytes:
+    def _bytes(self, post: Upload, start: int, stop: int) -> bytes:
         if self.own is not None and post == self.own[0]:
             return self.own[1][start:stop]
         return self._store.post(self.place.round, post, start, stop)
 
-    def _verified(self, post: Post, start: int, stop: int, digest: bytes) -> bytes:
+    def _verified(self, post: Upload, start: int, stop: int, digest: bytes) -> bytes:
         """Some bytes of a post. Raises CorruptMessage where they have not this SHA-256, however
         often they are read."""
         for _ in range(_TRIES):
@@ -229,7 +229,7 @@ class RoundPosts:
                 return data
         raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
 
-    def _take_head(self, post: Post, data: bytes) -> Parts | str:
+    def _take_head(self, post: Upload, data: bytes) -> ShardedMessage | str:
         """The parts by a post's first bytes, at least."""
         head = data[: head_bytes(len(self.shares))]
         if sha256(head).hexdigest() != post.sha256:
@@ -243,7 +243,7 @@ class RoundPosts:
         self._heads[post] = found
         return found
 
-    def _too_long(self, post: Post) -> str | None:
+    def _too_long(self, post: Upload) -> str | None:
         most = head_bytes(len(self.shares)) + sum(self._most)
         return (
             f"it has {post.nbytes} bytes, more than its entries can need"

@@ -35,7 +35,7 @@ _REASON = 200
 """Characters of a reason that a close has room for."""
 
 
-class Place(NamedTuple):
+class RoundKey(NamedTuple):
     """Where a post belongs: the ``run``, its ``round``, the ``trainer``, and theta's ``root``
     before the round."""
 
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts(Sequence[Part]):
+class ShardedMessage(Sequence[Part]):
     """Those of a post, by share, as its head has them: of many trainers they are many."""
 
     table: bytes
@@ -121,15 +121,15 @@ def head_bytes(shares: int) -> int:
     return _PARTS_AT + _PART.size * shares
 
 
-def write_head(place: Place, parts: Sequence[Part], signer: Signer | None) -> bytes:
-    table = Parts.of(parts).table
+def write_head(place: RoundKey, parts: Sequence[Part], signer: Signer | None) -> bytes:
+    table = ShardedMessage.of(parts).table
     signature = bytes.fromhex(signer.signature(place.signed(table)).value) if signer else _UNSIGNED
     return _MAGIC + bytes.fromhex(place.root) + signature + table
 
 
 def read_head(
-    data: bytes, nbytes: int, place: Place, trusted: TrustedKeys | None, shares: int
-) -> Parts:
+    data: bytes, nbytes: int, place: RoundKey, trusted: TrustedKeys | None, shares: int
+) -> ShardedMessage:
     """The parts of a post of ``nbytes`` that begins with ``data``. Raises CorruptMessage where it
     belongs elsewhere, and Untrusted unless the trainer, which is named by its key, is one of the
     ``trusted`` and has signed it."""
@@ -142,7 +142,7 @@ def read_head(
         found = data[_SIGNATURE_AT:_PARTS_AT]
         signature = None if found == _UNSIGNED else Signature(place.trainer, found.hex())
         trusted.check_message(place.signed(table), signature, "it")
-    parts = Parts(table)
+    parts = ShardedMessage(table)
     if head_bytes(shares) + sum(part.nbytes for part in parts) != nbytes:
         raise CorruptMessage("its parts do not add up to it")
     if not all(0 <= part.squares < math.inf for part in parts):
@@ -150,7 +150,7 @@ def read_head(
     return parts
 
 
-class Post(NamedTuple):
+class Upload(NamedTuple):
     """The message that a trainer has put for a round; ``sha256`` is that of its head, which has
     those of its parts."""
 
@@ -176,7 +176,7 @@ class Close:
     run: str
     round: int
     theta: str
-    posts: tuple[Post, ...]
+    posts: tuple[Upload, ...]
     refused: tuple[Refused, ...] = ()
 
     def to_bytes(self, signer: Signer | None) -> bytes:
@@ -205,7 +205,7 @@ class Close:
         Untrusted."""
         fields = unsealed(data, "close", name, trusted)
         try:
-            posts = tuple(Post(*post) for post in fields["posts"])
+            posts = tuple(Upload(*post) for post in fields["posts"])
             refused = tuple(Refused(*each) for each in fields["refused"])
             found = cls(fields["run"], fields["round"], fields["theta"], posts, refused)
             names = [post.trainer for post in posts]
@@ -264,7 +264,7 @@ class ShareSums(NamedTuple):
 
     @classmethod
     def parse(
-        cls, data: bytes, name: str, place: Place, share: int, trusted: TrustedKeys | None
+        cls, data: bytes, name: str, place: RoundKey, share: int, trusted: TrustedKeys | None
     ) -> Self:
         """Raises CorruptMessage unless ``data`` has the sums of the share in the round of
         ``place``, and Untrusted."""

@@ -15,7 +15,7 @@ from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMisma
 from ..state.tensors import TensorSpec
 from .frozen import FrozenTensors
 from .group import TrainerGroup
-from .outer import Delivery, OuterState, Residual
+from .outer import MessageOutcome, OuterState, Residual
 from .parameters import Floats
 from .wire import FORMAT
 
@@ -142,9 +142,9 @@ def require_no_divergence(handshakes: Sequence[Handshake], leader: int) -> None:
         )
 
 
-def delivery_of(
+def outcome_of(
     message: str | None, number: int, leader: Handshake, *, from_checkpoint: bool
-) -> Delivery:
+) -> MessageOutcome:
     """What became of the message of the round after ``number``, the last one that this trainer has
     completed.
 
@@ -153,10 +153,10 @@ def delivery_of(
     unknown what it sent after it was saved.
     """
     if leader.round == number + 1 and message in leader.messages:
-        return Delivery.COUNTED
+        return MessageOutcome.COUNTED
     if from_checkpoint or (message is not None and leader.round > number + 1):
-        return Delivery.UNKNOWN
-    return Delivery.NOT_COUNTED
+        return MessageOutcome.UNKNOWN
+    return MessageOutcome.NOT_COUNTED
 
 
 class Trainer:
@@ -179,7 +179,7 @@ class Trainer:
 
     # -- what the model holds
 
-    def take_initial(self) -> None:
+    def load_model_weights(self) -> None:
         """Before the first round theta is what the model holds: it may have been loaded since this
         was made."""
         if self.round == 0 and not self._from_checkpoint:
@@ -282,7 +282,7 @@ class Trainer:
         if self.residual is not None and leader.round != self.round:
             message = self.residual.pending_message
             self.residual.catch_up(
-                delivery_of(message, self.round, leader, from_checkpoint=from_checkpoint)
+                outcome_of(message, self.round, leader, from_checkpoint=from_checkpoint)
             )
 
     # -- checkpoints
@@ -301,7 +301,9 @@ class Trainer:
                 if residual and residual.started_with
                 else {}
             ),
-            **({"message": residual.pending_message} if residual and residual.whole else {}),
+            **(
+                {"message": residual.pending_message} if residual and residual.includes_sent else {}
+            ),
         }
 
     def loaded(self, saved: Mapping[str, Any]) -> Callable[[np.float32], None]:
@@ -341,7 +343,10 @@ class Trainer:
             if self.residual is not None:
                 self.residual.forget_message()
                 if self.name:  # over a store
-                    self.residual.pending_message, self.residual.whole = message, "message" in saved
+                    self.residual.pending_message, self.residual.includes_sent = (
+                        message,
+                        "message" in saved,
+                    )
                 self.residual.started_with = np.float32(ahead)
             if self.inner_step == 0:  # in mid-round the model is left to its own checkpoint
                 self.rewind(lookahead)

@@ -30,9 +30,9 @@ class Round(OneLine):
     that is not 0, and passed its gate if there is one. ``scattered``: each trainer summed a share
     of the parameters (docs/loco.md, 4.3); otherwise all got all messages. ``root`` is that of
     theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
-    "frozen" for frozen parameters and buffers. ``left_out``: over a store, why messages of this
-    trainer were not in this round, or in those that it took up before it; "" where it was not left
-    out.
+    "frozen" for frozen parameters and buffers. ``excluded_reason``: over a store, why messages of
+    this trainer were not in this round, or in those that it took up before it; "" where it was not
+    left out.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Round(OneLine):
     sent_bytes: int
     root: str
     seconds: dict[str, float]
-    left_out: str = ""
+    excluded_reason: str = ""
 
     @property
     def density(self) -> float:
@@ -68,7 +68,7 @@ class Round(OneLine):
         }
 
 
-class Meeting(Protocol):
+class RoundProtocol(Protocol):
     """One trainer's side of what the trainers of a run meet in.
 
     ``joined``: whether the trainer is among them, and may run a round. An error of `run` after
