@@ -80,6 +80,8 @@ class OuterState:
         # large model.
         def step(block: FlatBlock) -> int:
             summed, found = np.zeros(1, np.int64), entries[block.number]
+            # A swept block moves by the whole of its mean at once, past the momentum (1.3); the
+            # step that follows takes its sums as 0.
             if swept(block):
                 places, sums = sum_entries(found, block.stop - block.start)
                 block.of(self.theta)[places] -= residual.lookahead * (sums / np.float32(trainers))
@@ -87,25 +89,26 @@ class OuterState:
             theta, momentum, held_back = map(block.of, (self.theta, self.momentum, residual.next))
             known, octaves = classes.renewed(block, momentum)
             for part, segment in parts(block):
-
+                # ``start`` is the model's own memory where it is FP32 on the host. All positions of
+                # the part count as one granule, so that ``summed`` has one number.
                 def fill(start: Floats, part: slice = part) -> None:
                     sparse_outer_step(
-                        theta[part],
-                        momentum[part],
-                        held_back[part],
-                        float(lookahead),
-                        start,
-                        part.start,
-                        found,
-                        trainers,
-                        self.lr,
-                        self.mu,
-                        0,
-                        BLOCK_ELEMENTS,  # all of the part is counted in one place
-                        summed,
-                        rounding,
-                        octaves,
-                        known[part],
+                        theta=theta[part],
+                        momentum=momentum[part],
+                        residual=held_back[part],
+                        lookahead=float(lookahead),
+                        start=start,
+                        from_=part.start,
+                        summands=found,
+                        trainers=trainers,
+                        lr=self.lr,
+                        mu=self.mu,
+                        offset=0,
+                        granule=BLOCK_ELEMENTS,
+                        counts=summed,
+                        rounding=rounding,
+                        octaves=octaves,
+                        classes=known[part],
                     )
 
                 self.parameters.give(segment, fill)

@@ -7,6 +7,31 @@ many, the sums that the owners of shares make of them, and comes to the same the
 keeps what it has learnt in its residual.
 """
 
+# The states of a trainer, and the values of the flags that mean them. ``pending``, ``includes`` and
+# ``overlap`` are the residual's (`pending_message`, `includes_sent`, `overlap`), ``inner_step`` and
+# ``restored_in`` are `Trainer`'s; the others are this class's.
+#
+# | state    | pending | includes | _own | _under_way | _late | _refused | inner_step              |
+# |----------|---------|----------|------|------------|-------|----------|-------------------------|
+# | waiting  | None    | overlap  | None | None       | False | False    | below sync_every        |
+# | posted   | digest  | False    | set  | None       | False | False    | sync_every              |
+# | posted*  | digest  | True     | set  | running    | False | False    | of the next steps       |
+# | late     | digest  | True     | set  | running    | True  | False    | of the next steps       |
+# | counted  | None    | overlap  | None | None       | False | False    | 0, a new round begins   |
+# | refused  | None    | False    | None | None       | any   | True     | sync_every              |
+#
+# posted*: with overlap, the round ends behind the next inner steps.
+# counted: what `_apply` makes of a close that names the message. It is waiting, before a first step.
+# refused: all would refuse the message (not finite, or above max_norm), and the steps are in the
+#   residual already: `rewind` discards both. In lockstep (no overlap, not late) the steps are still
+#   in the model alone, and the flags stay those of waiting.
+# includes: `residual.flat` holds all that has not counted, also what was sent; `settle` takes the
+#   message out once it has counted. Without it `residual.next` holds what remains of a message.
+# A checkpoint of posted or late keeps ``pending`` and ``includes``, not ``_own``: `join` asks the
+#   store whether the post arrived. ``restored_in`` is the round of a checkpoint with inner steps,
+#   which may be part of an earlier message.
+# joined is False from an error in `_report` until `join`; no other flag changes then.
+
 from __future__ import annotations
 
 import json
@@ -242,6 +267,8 @@ class StoreRounds:
         residual = self._reduction.residual
         with phase("frozen"):
             self._trainer.frozen.require_unchanged()
+        # 1. The round before ends, if its message was sent behind these steps; rounds that others
+        # have closed meanwhile are taken up.
         with phase("exchange"):
             done, outcome = self._end_exchange(lookahead())
         if not self._trainer.inner_step:
@@ -252,7 +279,8 @@ class StoreRounds:
             # residual.
             self._trainer.inner_step = 0
             return done
-        # Who finds that a round was closed without it does not wait for the next one.
+        # 2. The gate makes the message, and its digest is noted before it leaves. A trainer that
+        # finds a round closed without it does not wait for the next one.
         behind = residual.overlap or late
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
@@ -274,6 +302,8 @@ class StoreRounds:
                 self._own, self._refused = written, False
             # First: it may count although this trainer fails.
             residual.pending_message, residual.includes_sent = written[0].sha256, behind
+        # 3. Behind the next steps with overlap or when late; else this trainer waits for the close,
+        # and takes the outer step.
         if residual.includes_sent:
 
             def go_on() -> None:
@@ -490,6 +520,9 @@ class StoreRounds:
             residual.apply_withheld = sums.add_withheld if sums else None
             summed = self._reduction.step(close.round, entries, len(close.posts), lookahead)
             self._trainer.complete_round([post.sha256 for post in close.posts])
+            # Steps without a message of their own are in the residual now: with them it includes
+            # what a gate lets through. So it does where a message has not counted, which stays
+            # in it until the next one is made.
             residual.includes_sent |= (included and steps) or (
                 outcome == MessageOutcome.NOT_COUNTED and (included or steps)
             )
