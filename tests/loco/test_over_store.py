@@ -125,7 +125,7 @@ def simulate(members: list[Member], store: Store) -> dict[str, Reference]:
                 assert number == ended - 1
                 sent[name] = out
             else:
-                reference.residual, reference.whole = s, True
+                reference.residual, reference.includes_sent = s, True
             if number == ended - 1:
                 log.pop(0)
         sums = sums_of(store, number)
@@ -195,7 +195,7 @@ def overlapped(
     else:
         reference.residual = reference.residual + learnt
     reference.residual, sent = reference.select(reference.start().float())
-    reference.whole = True
+    reference.includes_sent = True
     return sent
 
 

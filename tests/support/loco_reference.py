@@ -72,7 +72,7 @@ class Reference:
     ) -> None:
         self.theta = nn.Parameter(theta.clone())
         self.residual = torch.zeros_like(theta)
-        self.whole = False  # it has what a gate lets through
+        self.includes_sent = False  # it has what a gate lets through
         self.gate_dtype, self.wire, self.model_dtype = gate_dtype, wire, model_dtype
         # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that,
         # and so on.
@@ -92,7 +92,7 @@ class Reference:
         residual."""
         s = (self.start().float() - now) + self.residual
         sent = self.gated(s)
-        self.residual, self.whole = s - sent, False
+        self.residual, self.includes_sent = s - sent, False
         return s, sent
 
     def gated(self, s: Flat) -> Flat:

@@ -21,7 +21,7 @@ keeps what it has learnt in its residual.
 # | refused  | None    | False    | None | None       | any   | True     | sync_every              |
 #
 # posted*: with overlap, the round ends behind the next inner steps.
-# counted: what `_apply` makes of a close that names the message. It is waiting, before a first step.
+# counted: what `_apply` makes of a close that names the message; waiting, before a first step.
 # refused: all would refuse the message (not finite, or above max_norm), and the steps are in the
 #   residual already: `rewind` discards both. In lockstep (no overlap, not late) the steps are still
 #   in the model alone, and the flags stay those of waiting.
