@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.loco import learning, links, tables
 
 PARTS = ("links", *learning.GROUPS)
-DEFAULT = ("links", "methods", "heldout", "H", "trainers", "scaling", "sites")
+DEFAULT = ("links", "methods", "heldout", "H", "trainers", "scaling")
 
 
 def main() -> int:

@@ -21,9 +21,9 @@ from pulse_rl.loco.exchange import PendingRound, Phase, exchange_of
 from pulse_rl.loco.gate import Gate
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
-from pulse_rl.loco.meeting import GroupRounds
 from pulse_rl.loco.outer import OuterState, Residual
 from pulse_rl.loco.parameters import FlatBlock, Floats, Parameters, Positions, is_finite
+from pulse_rl.loco.rendezvous import GroupRounds
 from pulse_rl.loco.wire import Entries
 
 CHUNK = 4096

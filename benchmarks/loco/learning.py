@@ -4,10 +4,9 @@ of one process.
     python -m benchmarks.loco.learning [--only GROUP ...] [--seeds 0 1] [--rounds 32] [--log NAME]
 
 ``methods`` are all of them on the arithmetic task, ``heldout`` those of interest on pretrained
-weights, by held-out cloze prompts; ``scaling`` (more trainers), ``sites`` (two of them) and the
-others change one setting. Rounds are of `SYNC_EVERY` inner steps; with another H a run has as many
-steps. 32 of 4 trainers take two to three minutes of a core on the arithmetic task, ten on
-pretrained weights.
+weights, by held-out cloze prompts; ``scaling`` (more trainers) and the others change one setting.
+Rounds are of `SYNC_EVERY` inner steps; with another H a run has as many steps. 32 of 4 trainers
+take two to three minutes of a core on the arithmetic task, ten on pretrained weights.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from benchmarks.loco.methods import (
     DILOCO,
     INT2,
     METHODS,
-    ONE_LEVEL,
     PULSE,
     SWEPT,
     make_loop,
@@ -49,15 +47,13 @@ from pulse_rl.loco.loop import OuterLoop
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with changed ``settings``, the loop's and the exchange's. ``sites``: the trainers
-    are in so many, of equal size."""
+    """A method with changed ``settings``, the loop's and the exchange's."""
 
     method: str = PULSE
     task: str = tasks.ARITHMETIC
     trainers: int = TRAINERS
     lr: float = LR
     sync_every: int = SYNC_EVERY
-    sites: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -93,9 +89,7 @@ def pulse(**settings: Any) -> Variant:
 SPARSE = "SparseLoCo 3%"
 
 GROUPS: dict[str, Group] = {
-    "methods": Group(
-        [Variant(m, lr=LR_DDP if m == DDP else LR) for m in METHODS if m != ONE_LEVEL]
-    ),
+    "methods": Group([Variant(m, lr=LR_DDP if m == DDP else LR) for m in METHODS]),
     "H": Group(
         [Variant(m, sync_every=h) for h in (30, 100) for m in (DILOCO, SPARSE, PULSE, INT2, SWEPT)],
         rounds=75,
@@ -115,7 +109,6 @@ GROUPS: dict[str, Group] = {
     "lookahead": Group(
         [Variant(DILOCO), *(pulse(lookahead=c) for c in (0.0, 1.33, 3.0, 7.0, 14.0))]
     ),
-    "gate": Group([pulse(gate_scale=k) for k in (0.25, 0.5, 2.0)]),
     "momentum": Group(
         [v for mu in (0.0, 0.5, 0.95) for v in both(settings={"outer_momentum": mu})]
     ),
@@ -130,9 +123,6 @@ GROUPS: dict[str, Group] = {
         rounds=STEADY_FROM,
         evaluated=False,
     ),
-    "sites": Group(
-        [Variant(m, trainers=8, sites=2) for m in (DILOCO, ONE_LEVEL, PULSE)], rounds=16
-    ),
 }
 
 
@@ -140,10 +130,10 @@ GROUPS: dict[str, Group] = {
 class Outcome:
     """A run. Means over trainers: ``payloads`` and ``links``, bytes of its messages and of all that
     left a process, and ``rewards`` and ``losses``, held out, by theta, of each round; ``density``
-    and ``summed`` (of all parameters), ``payload``, ``link`` and ``between`` (bytes that leave a
-    site) of a round of the last ones; ``ring``: what a dense ring all-reduce sends; ``reward``,
-    ``loss`` and ``ahead`` (by the weights that the inner steps start from) of the last ones;
-    ``consensus``: after the last one, by the mean of these."""
+    and ``summed`` (of all parameters), ``payload`` and ``link`` of a round of the last ones;
+    ``ring``: what a dense ring all-reduce sends; ``reward``, ``loss`` and ``ahead`` (by the weights
+    that the inner steps start from) of the last ones; ``consensus``: after the last one, by the
+    mean of these."""
 
     title: str
     method: str
@@ -156,7 +146,6 @@ class Outcome:
     summed: float
     payload: float
     link: float
-    between: float
     ring: int
     payloads: list[float]
     links: list[float]
@@ -169,7 +158,7 @@ class Outcome:
 
     def __str__(self) -> str:
         learnt = (self.reward, self.loss, self.ahead, self.consensus)
-        sizes = (self.payload, self.link, self.between, sum(self.links))
+        sizes = (self.payload, self.link, sum(self.links))
         return (
             f"{self.title:52} {self.seed:4} {self.density:>8.2%} {self.summed:>7.2%} "
             + " ".join(f"{size / 1e6:>8.3f}" for size in sizes)
@@ -179,9 +168,9 @@ class Outcome:
 
 
 HEADING = (
-    "MB of a round: a message, what leaves a process, what leaves a site; of a run; times less "
+    "MB of a round: a message, what leaves a process; of a run; times less "
     "than a dense ring\n"
-    f"{'method':52} seed  density  summed  payload     link  between      run   less    reward   "
+    f"{'method':52} seed  density  summed  payload     link      run   less    reward   "
     "   loss     ahead "
     "consensus"
 )
@@ -189,17 +178,14 @@ HEADING = (
 
 def measure(variant: Variant, seed: int, rounds: int, evaluate: bool) -> Outcome:
     """``rounds`` of `SYNC_EVERY` steps."""
-    members = variant.trainers // variant.sites
 
     def make(rank: int, masters: Masters, optimizer: torch.optim.Optimizer) -> Ddp | OuterLoop:
-        site = {"site": f"site {rank // members}"} if variant.sites > 1 else {}
         return make_loop(
             variant.method,
             masters,
             optimizer,
             sync_every=variant.sync_every,
             **variant.settings,
-            **site,
         )
 
     steps = rounds * SYNC_EVERY
@@ -216,8 +202,6 @@ def measure(variant: Variant, seed: int, rounds: int, evaluate: bool) -> Outcome
     steady = [r for trained in done for r in trained.rounds[last:]]
     count = done[0].loop.parameters.count
     ring = 2 * (variant.trainers - 1) * 4 * count // variant.trainers
-    # A ring of ranks in the order of the sites crosses each site's border once.
-    crossing = [ring if variant.method == DILOCO else members * r.between_bytes for r in steady]
     judges = done[:TRAINERS] if evaluate else []
     held_out = list(zip(*(trained.held_out for trained in judges), strict=True))
     of_last = [found for of_round in held_out[last:] for found in of_round]
@@ -241,7 +225,6 @@ def measure(variant: Variant, seed: int, rounds: int, evaluate: bool) -> Outcome
         summed=fmean(r.summed / r.parameters for r in steady) if steady else 1.0,
         payload=fmean(payloads[last:]),
         link=fmean(links[last:]),
-        between=fmean(crossing) if variant.sites > 1 else 0.0,
         ring=ring,
         payloads=payloads,
         links=links,

@@ -20,7 +20,6 @@ from benchmarks.loco.baselines import (
 )
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM
 from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo
-from pulse_rl.loco.exchange import Sites
 from pulse_rl.loco.loop import OuterLoop
 from pulse_rl.loco.wire import WireName
 
@@ -37,17 +36,10 @@ class Method:
     outer: bool = True
 
 
-def one_level(*arguments: Any, **settings: Any) -> PulseLoCo:
-    """Knows the sites, and does as if there were none."""
-    loop = PulseLoCo(*arguments, **settings)
-    loop.reduction.sites = lambda group: Sites.of([""] * group.size)  # type: ignore[method-assign]
-    return loop
-
-
 DDP, DILOCO, PULSE = "DDP", "DiLoCo", "PULSELoCo FP32"
 DILOCO_INT8, DILOCO_FP4 = "DiLoCo int8", "DiLoCo FP4"
 WIRES = {f"PULSELoCo {name}": name for name in get_args(WireName)}
-INT2, SWEPT, ONE_LEVEL = "PULSELoCo int2", "PULSELoCo int2, sweep 4", "PULSELoCo, one level"
+INT2, SWEPT = "PULSELoCo int2", "PULSELoCo int2, sweep 4"
 PAPER, NO_FEEDBACK, CAST_DIFFERENCE = "no lookahead", "no error feedback", "cast difference"
 SPARSELOCO = {f"SparseLoCo {percent}%": percent / 100 for percent in (1, 3, 10)}
 DENSE = (DDP, DILOCO, DILOCO_INT8, DILOCO_FP4)
@@ -64,11 +56,10 @@ METHODS = {
     **{name: Method(PulseLoCo, {"wire": wire}) for name, wire in WIRES.items()},
     SWEPT: Method(PulseLoCo, {"wire": "int2", "sweep": 4}),
     PAPER: Method(PulseLoCo, {"lookahead": 0.0}),
-    NO_FEEDBACK: Method(partial(gated, NoFeedbackGate(torch.bfloat16, 1.0))),
-    CAST_DIFFERENCE: Method(partial(gated, CastDifferenceGate(torch.bfloat16, 1.0))),
-    ONE_LEVEL: Method(one_level),
+    NO_FEEDBACK: Method(partial(gated, NoFeedbackGate(torch.bfloat16))),
+    CAST_DIFFERENCE: Method(partial(gated, CastDifferenceGate(torch.bfloat16))),
 }
-_OF_EXCHANGE = ("wire", "sweep", "site")
+_OF_EXCHANGE = ("wire", "sweep")
 _TIMEOUT_SECONDS = 900.0
 
 

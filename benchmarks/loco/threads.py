@@ -18,7 +18,7 @@ import torch
 from benchmarks.loco import baselines
 from benchmarks.loco.baselines import Ddp
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, WARM_UP
-from pulse_rl.loco import PulseLoCo, Round, meeting
+from pulse_rl.loco import PulseLoCo, Round, rendezvous
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
 
@@ -40,7 +40,7 @@ class ThreadedGroup(TrainerGroup):
 
     def __init__(self, rank: int, size: int, places: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(timeout_seconds=_WAIT_SECONDS)
-        self.rank, self.size, self.sites = rank, size, [""] * size
+        self.rank, self.size = rank, size
         self._places, self._barrier = places, barrier
 
     def _swap(self, own: Any) -> list[Any]:
@@ -50,11 +50,11 @@ class ThreadedGroup(TrainerGroup):
         return list(self._places)
 
     def _all_gather_array(self, data: Bytes) -> list[Bytes]:
-        self._count_ring((self.size - 1) * len(data))
+        self.sent_bytes += (self.size - 1) * len(data)
         return self._swap(data.copy())
 
     def _all_to_all_arrays(self, pieces: list[Bytes], lengths: list[int]) -> list[Bytes]:
-        self._count_each([len(piece) for piece in pieces])
+        self.sent_bytes += sum(map(len, pieces)) - len(pieces[self.rank])
         return [theirs[self.rank] for theirs in self._swap(pieces)]
 
     def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
@@ -62,7 +62,7 @@ class ThreadedGroup(TrainerGroup):
 
     def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
         array[:] = sum(self._swap(array.copy()))
-        self._count_ring(2 * (self.size - 1) * array.nbytes // self.size)
+        self.sent_bytes += 2 * (self.size - 1) * array.nbytes // self.size
 
 
 @dataclass
@@ -222,7 +222,7 @@ def _exchanges(trainers: int, barrier: threading.Barrier) -> Iterator[threading.
         return ThreadedGroup(rank_of.value, trainers, places, barrier)
 
     with (
-        mock.patch.object(meeting, "TrainerGroup", make),
+        mock.patch.object(rendezvous, "TrainerGroup", make),
         mock.patch.object(baselines, "TrainerGroup", make),
     ):
         yield rank_of

@@ -171,7 +171,6 @@ def outcome(method: str, seed: int, rewards: list[float], **facts: object) -> Ou
         summed=0.2,
         payload=5e5,
         link=9e5,
-        between=0.0,
         ring=1000,
         payloads=[4e5, 6e5],
         links=[8e5, 1e6],
@@ -330,21 +329,3 @@ def test_threads_count_what_processes_count() -> None:
     assert outcome.summed * PARAMETERS == pytest.approx(found[0][1][2])
     assert (outcome.reward, outcome.rewards) == (None, [])
     assert str(outcome).split()[-1] == "-"
-
-
-def test_sites_count_what_leaves_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tasks.TASKS, "tiny", Tiny)
-    dense, one, two = (
-        learning.measure(
-            Variant(method, task="tiny", lr=1e-4, sites=2),
-            0,
-            2,
-            evaluate=method != methods.ONE_LEVEL,
-        )
-        for method in (methods.DILOCO, methods.ONE_LEVEL, methods.PULSE)
-    )
-    size, roots = 4 * PARAMETERS, 3 * 32
-    assert (dense.link, dense.ring, dense.between) == (1.5 * size + roots, 1.5 * size, 1.5 * size)
-    assert 0 < one.between < 2 * one.link
-    assert 0 < two.between < 2 * two.link
-    assert (one.reward, two.loss) == (None, 2.0)

@@ -27,7 +27,7 @@ from pulse_rl._util import faults
 from pulse_rl._util.threads import Call
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, parameters, round_posts, round_sums, store_rounds, wire
-from pulse_rl.loco.store_format import Close, Place, Post, ShareSums, head_bytes, sealed
+from pulse_rl.loco.store_format import Close, RoundKey, ShareSums, Upload, head_bytes, sealed
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.store import Data
 from tests.support.loco_reference import Reference, added, flat, force_gated, same
@@ -168,7 +168,7 @@ class Node:
     @property
     def is_whole(self) -> bool:
         """Whether its residual is whole: with overlap, or after it was late."""
-        return self.loop.reduction.residual.whole
+        return self.loop.reduction.residual.includes_sent
 
     @property
     def root(self) -> str:
@@ -411,7 +411,7 @@ class Rounds:
         if kind == "close":
             old = [self.disk.peek(name) for name in self.closes()]
             posts = tuple(
-                Post(each.name, "0" * 64, 99)
+                Upload(each.name, "0" * 64, 99)
                 for each in sorted(self.nodes, key=lambda each: each.name)
             )
             data = rng.choice((*old, Close(run, number, node.root, posts).to_bytes(signer), b"{}"))
@@ -440,7 +440,7 @@ class Rounds:
             kept = self.disk.peek(rng.choice(posts_)) if posts_ and kind == "replayed" else None
             assert isinstance(node.loop.meeting, StoreRounds)
             messages = [bytes(20_000)] if kind == "oversized" else not_finite(node.loop.meeting)
-            data = post_of(Place(run, number, node.name, node.root), messages, signer)
+            data = post_of(RoundKey(run, number, node.name, node.root), messages, signer)
             if kept:
                 data = data[:36] + kept[36:]  # with the signature that it had
             if kept and not self.signers:

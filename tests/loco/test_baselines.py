@@ -114,10 +114,10 @@ def compared(trainer: Trainer) -> list[str]:
     for number, make in enumerate(
         (
             lambda job: gated(
-                NoFeedbackGate(torch.bfloat16, 1.0), job.model, job.optimizer, sync_every=1
+                NoFeedbackGate(torch.bfloat16), job.model, job.optimizer, sync_every=1
             ),
             lambda job: gated(
-                CastDifferenceGate(torch.bfloat16, 1.0), job.model, job.optimizer, sync_every=1
+                CastDifferenceGate(torch.bfloat16), job.model, job.optimizer, sync_every=1
             ),
             lambda job: sparse_loco(job.model, job.optimizer, sync_every=1, fraction=0.1),
             lambda job: quantised_diloco(

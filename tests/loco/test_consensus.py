@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pulse_rl.errors import CorruptMessage, Diverged, InputError, TrainerLost
-from tests.support import site_members
+from tests.support import group_members
+from tests.support.group_members import Member, members
 from tests.support.loco_reference import Flat, Job, flat, group_of, pulse_loco, same
-from tests.support.site_members import Member, members
 from tests.support.trainers import Trainer, together
 
 
@@ -33,9 +33,9 @@ def test_of_one_trainer_it_is_where_its_steps_start() -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("names", ["   ", "     ", "aabb"])
+@pytest.mark.parametrize("size", [3, 5])
 @pytest.mark.parametrize("lookahead", [7.0, 0.3])
-def test_it_is_the_rule_to_the_bit_and_changes_nothing(names: str, lookahead: float) -> None:
+def test_it_is_the_rule_to_the_bit_and_changes_nothing(size: int, lookahead: float) -> None:
     found: dict[int, list[Flat]] = {}
 
     def work(member: Member) -> None:
@@ -44,10 +44,10 @@ def test_it_is_the_rule_to_the_bit_and_changes_nothing(names: str, lookahead: fl
             residual = member.reference.residual.clone()
             found.setdefault(member.rank, []).extend([residual, flat(member.loop.averaged_state())])
 
-    everyone = members(names, work, lookahead=lookahead, forced=True)
+    everyone = members(size, work, lookahead=lookahead, forced=True)
     theta = everyone[0].reference.theta.detach()
-    residuals = [found[rank][-2] for rank in range(len(names))]
-    for rank in range(len(names)):
+    residuals = [found[rank][-2] for rank in range(size)]
+    for rank in range(size):
         assert same(found[rank][-1], expected(theta, residuals, lookahead))
     assert not same(found[0][-1], theta)
 
@@ -60,7 +60,7 @@ def test_without_a_lookahead_it_is_theta_and_costs_a_root() -> None:
         assert same(flat(member.loop.averaged_state()), flat(member.loop.global_state()))
         assert exchange.sent_bytes - sent == 3 * 32
 
-    members("    ", work, lookahead=0.0, gate_sums=False)
+    members(4, work, lookahead=0.0, gate_sums=False)
 
 
 def test_it_is_refused_where_it_would_be_something_else() -> None:
@@ -103,7 +103,7 @@ def test_trainers_that_do_not_agree_are_named() -> None:
         with pytest.raises(Diverged, match=r"averaged state .* trainers \[1\]"):
             member.loop.averaged_state()
 
-    members("   ", work, forced=True)
+    members(3, work, forced=True)
 
 
 @pytest.mark.parametrize("where", ["all_to_all", "all_gather"])
@@ -113,7 +113,7 @@ def test_what_one_cannot_read_is_refused_by_all(
     where: str, reader: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Damaged on the way to one trainer, which may have an empty share; the trainers can go on."""
-    monkeypatch.setattr(site_members, "SIZE", size)
+    monkeypatch.setattr(group_members, "SIZE", size)
 
     def damaged(whole: Any) -> Any:
         def receive(*messages: Any, **bounds: Any) -> None:
@@ -135,7 +135,7 @@ def test_what_one_cannot_read_is_refused_by_all(
             assert same(flat(member.loop.global_state()), before)
             assert member.loop.averaged_state()
 
-    members("   ", work, forced=True)
+    members(3, work, forced=True)
 
 
 @pytest.mark.parametrize("where", ["all_to_all", "all_gather"])
@@ -153,7 +153,7 @@ def test_messages_of_another_length_are_refused_by_all(
         with pytest.raises(CorruptMessage, match=r"trainer [12] (sent 3996 bytes|could not)"):
             member.loop.averaged_state()
 
-    members("   ", work, forced=True)
+    members(3, work, forced=True)
 
 
 def real_trainers(trainer: Trainer) -> bytes:

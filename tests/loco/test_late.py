@@ -52,7 +52,7 @@ def test_who_is_late_is_left_out_loses_nothing_and_does_not_wait() -> None:
         """It puts what it has, and goes on."""
         assert c.loop.inner_step == 0
         of_c.residual, sent = of_c.select(of_c.start())
-        of_c.whole = True
+        of_c.includes_sent = True
         assert same(flat(c.loop.residual()), of_c.residual), (
             "with what it sends, until that has counted"
         )
@@ -63,8 +63,8 @@ def test_who_is_late_is_left_out_loses_nothing_and_does_not_wait() -> None:
         three = [a.round() and a.now for _ in range(3)]
         c.job.step(ord("c"))
         assert c.loop.last_round is not None
-        assert "round 1: " in c.loop.last_round.left_out
-        of_c.residual, of_c.whole = of_c.select(c.now)[0], True
+        assert "round 1: " in c.loop.last_round.excluded_reason
+        of_c.residual, of_c.includes_sent = of_c.select(c.now)[0], True
         for now in three:
             end(of_a.select(now)[1])
         sent = is_late()

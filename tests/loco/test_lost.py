@@ -43,18 +43,8 @@ PLACES = ["gate", 1, 2, 3, "update", 4]
 # The same of a scattered round: lengths, parts, lengths of the sums, sums, whether all were read,
 # roots.
 PLACES_SCATTERED = ["gate", 1, 2, 3, 4, 5, "update", 6]
-# The same of two levels: lengths, parts, lengths of the sites' sums, these, lengths of the sums,
-# sums, whether, roots.
-PLACES_SITES = [2, 4, 6, "update", 8]
-WAYS = ["gathered", "scattered", "gated", "sites"]
-"""The last ones: scattered, and its sums pass a gate; among several sites, where there are."""
-SITES = "abab"
-
-
-def sites_of(ranks: tuple[int, ...]) -> str:
-    """Those of the reference among these trainers: "" where they make no difference."""
-    names = "".join(SITES[rank] for rank in ranks)
-    return names if 1 < len(set(names)) < len(names) else ""
+WAYS = ["gathered", "scattered", "gated"]
+"""The last one: scattered, and its sums pass a gate."""
 
 
 class CheckedTrainer:
@@ -74,7 +64,6 @@ class CheckedTrainer:
             self.job.optimizer,
             sync_every=2,
             timeout_seconds=timeout_seconds,
-            site=SITES[trainer.rank] if way == "sites" else None,
         )
 
     def __enter__(self) -> Self:
@@ -98,9 +87,6 @@ class CheckedTrainer:
         found = copy.deepcopy(self.reference)
         found.residual = self.s - self.sent
         found.rank = ranks.index(self.trainer.rank) if self.trainer.rank in ranks else -1
-        if self.way == "sites":
-            found.sites = sites_of(ranks)
-            found.gate_sums = found.sites != ""
         found.outer_step([self.trainer.get(f"sent-{number}", rank) for rank in ranks])
         return found
 
@@ -165,7 +151,7 @@ def survive(
 ) -> str:
     """A round in which ``victim`` is lost; the others go on. Returns theta's root two rounds
     later."""
-    last = {"gathered": 4, "sites": 8}.get(way, 6)
+    last = 4 if way == "gathered" else 6
     finished = place in ("update", last)  # by then the others have all that they need
     everyone = (0, 1, 2)
     survivors = tuple(rank for rank in everyone if rank != victim)
@@ -205,9 +191,7 @@ def test_the_others_go_on(how: signal.Signals, way: str) -> None:
     """In every part of a round; side by side, as most of the time is waiting."""
     timeout_seconds = 20 if how == signal.SIGKILL else 4
     groups = {}
-    for i, place in enumerate(
-        {"gathered": PLACES, "sites": PLACES_SITES}.get(way, PLACES_SCATTERED)
-    ):
+    for i, place in enumerate(PLACES if way == "gathered" else PLACES_SCATTERED):
         victim = i % 3
         groups[place] = Group(survive, 3, place, how, victim, timeout_seconds, way, lost=(victim,))
     for place, roots in side_by_side(groups).items():

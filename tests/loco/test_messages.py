@@ -1,21 +1,18 @@
-"""What trainers send each other besides entries: handshakes, messages, buffers; and who forwards
+"""What trainers send each other besides entries: handshakes, messages; and who forwards
 what."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from hashlib import sha256
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from pulse_rl.errors import CorruptMessage
-from pulse_rl.loco import buffers
-from pulse_rl.loco.exchange import Sites
-from pulse_rl.loco.trainer import Delivery, Handshake, delivery_of, specs_digest
+from pulse_rl.loco import frozen
+from pulse_rl.loco.trainer import Handshake, MessageOutcome, outcome_of, specs_digest
 from pulse_rl.loco.wire import Message
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from tests.support.entry_blocks import WIRES
@@ -29,13 +26,12 @@ FIELDS = {
     "messages": ["cc", "dd"],
     "specs": "ee",
     "format": 1,
-    "site": "here",
 }
 
 
 def at(number: int, root: str = "root", momentum: str = "momentum") -> Handshake:
     """The handshake of a trainer whose last common round is ``number``."""
-    return Handshake(SETTINGS, number, root, momentum, [f"{number}-0", f"{number}-1"], "specs", "")
+    return Handshake(SETTINGS, number, root, momentum, [f"{number}-0", f"{number}-1"], "specs")
 
 
 LEADER = at(5)  # it holds the messages "5-0" and "5-1"
@@ -44,21 +40,26 @@ LEADER = at(5)  # it holds the messages "5-0" and "5-1"
 @pytest.mark.parametrize(
     ("message", "number", "from_checkpoint", "expected"),
     [
-        ("5-1", 4, False, Delivery.COUNTED),
-        ("lost", 4, False, Delivery.NOT_COUNTED),
-        (None, 4, False, Delivery.NOT_COUNTED),
-        (None, 2, False, Delivery.NOT_COUNTED),  # only this trainer could have sent its local steps
-        ("lost", 3, False, Delivery.UNKNOWN),  # the messages of round 4 are forgotten
-        ("5-1", 3, False, Delivery.UNKNOWN),  # no message of round 4 is one of round 5
-        (None, 4, True, Delivery.UNKNOWN),  # it may have sent one after its checkpoint
-        (None, 2, True, Delivery.UNKNOWN),
+        ("5-1", 4, False, MessageOutcome.COUNTED),
+        ("lost", 4, False, MessageOutcome.NOT_COUNTED),
+        (None, 4, False, MessageOutcome.NOT_COUNTED),
+        (
+            None,
+            2,
+            False,
+            MessageOutcome.NOT_COUNTED,
+        ),  # only this trainer could have sent its local steps
+        ("lost", 3, False, MessageOutcome.UNKNOWN),  # the messages of round 4 are forgotten
+        ("5-1", 3, False, MessageOutcome.UNKNOWN),  # no message of round 4 is one of round 5
+        (None, 4, True, MessageOutcome.UNKNOWN),  # it may have sent one after its checkpoint
+        (None, 2, True, MessageOutcome.UNKNOWN),
     ],
 )
 def test_what_became_of_a_message(
-    message: str | None, number: int, from_checkpoint: bool, expected: Delivery
+    message: str | None, number: int, from_checkpoint: bool, expected: MessageOutcome
 ) -> None:
     """The table of docs/loco.md, section 5."""
-    assert delivery_of(message, number, LEADER, from_checkpoint=from_checkpoint) is expected
+    assert outcome_of(message, number, LEADER, from_checkpoint=from_checkpoint) is expected
 
 
 def test_a_handshake_is_the_json_that_the_document_describes() -> None:
@@ -133,33 +134,15 @@ def test_a_damaged_message_is_refused(damage: object) -> None:
         Message.parse(damage(message), 2)  # type: ignore[operator]
 
 
-# -- buffers
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
-)
-def test_the_mean_of_equal_bits_is_those_bits(dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(3)
-    x = torch.from_numpy(rng.normal(0, 1, 1000) * np.exp2(rng.integers(-10, 10, 1000))).to(dtype)
-    x[:3] = torch.tensor([float("nan"), float("-inf"), -0.0])
-    for count in (1, 2, 3, 7, 10):
-        found, finite = buffers.mean(count * [x])
-        assert finite
-        assert torch.equal(buffers.bits_of(found), buffers.bits_of(x))
-    y = x.clone()
-    y[0] = 1
-    assert not buffers.mean([x, y])[1]
-    pair = [torch.tensor([1.0, 65504.0], dtype=dtype), torch.tensor([2.0, 65504.0], dtype=dtype)]
-    assert buffers.mean(pair)[0].tolist() == [1.5, pair[0][1].item()]
+# -- frozen tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, where it is no SHA-256: changes that cancel in a sum, in any piece, and another
     order."""
-    monkeypatch.setattr(buffers, "_PIECE", 1 << 4)
-    buffers._weights.cache_clear()
+    monkeypatch.setattr(frozen, "_PIECE", 1 << 4)
+    frozen._weights.cache_clear()
     x = torch.arange(40).to(dtype)
     others = [x.clone() for _ in range(4)]
     others[0][33] = others[0][32]
@@ -168,81 +151,10 @@ def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.Mon
     others[3] = x.roll(16)
     try:
         found = [
-            buffers.fingerprint_on_device(t)
+            frozen.fingerprint_on_device(t)
             for t in [x, x.clone(), x.reshape(5, 8).t().contiguous().t(), *others]
         ]
     finally:
-        buffers._weights.cache_clear()
+        frozen._weights.cache_clear()
     assert found[0] == found[1] == found[2]
     assert len(set(found)) == 1 + len(others)
-
-
-MESSAGE = buffers.BuffersMessage("aa", {"f": "bb"}, {"b": b"1234"}, "")
-LENGTHS = (frozenset({"f"}), {"b": 4, "c": 2})
-
-
-def test_a_message_about_buffers_is_read_as_it_was_written() -> None:
-    data = MESSAGE.to_bytes()
-    assert data[:4] == b"PLSU"
-    assert buffers.BuffersMessage.parse(data, LENGTHS) == MESSAGE
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"PLSU\xff\xff\xff\xff{}",
-        b"PLSX" + MESSAGE.to_bytes()[4:],
-        MESSAGE.to_bytes()[:-1],
-        MESSAGE.to_bytes() + b"\0",
-        MESSAGE.to_bytes().replace(b'"b"', b'"x"'),
-        MESSAGE.to_bytes().replace(b'"f"', b'"g"'),
-        MESSAGE.to_bytes().replace(b'"bb"', b"1234"),
-        MESSAGE.to_bytes().replace(b"common", b"uncomm"),
-        MESSAGE.to_bytes().replace(b"{", b"("),
-        MESSAGE.to_bytes().replace(b'["b"]', b"[{ }]"),
-    ],
-)
-def test_a_message_about_buffers_that_does_not_fit_is_refused(data: bytes) -> None:
-    with pytest.raises(CorruptMessage):
-        buffers.BuffersMessage.parse(data, LENGTHS)
-
-
-# -- who forwards what
-
-
-def test_sites_are_in_the_order_of_their_lowest_rank() -> None:
-    sites = Sites.of(["west", "east", "west", "east", "east"])
-    assert sites.members == ((0, 2), (1, 3, 4))
-    assert [sites.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, 1]
-    assert sites.same_site(3) == (1, 3, 4)
-    assert (sites.several, sites.trainers) == (True, 5)
-    # An owner sums for its own site. Elsewhere it is the member that its number counts off.
-    assert [[sites.site_reducer(site, owner) for owner in range(5)] for site in (0, 1)] == [
-        [0, 2, 2, 2, 0],
-        [1, 1, 4, 3, 4],
-    ]
-
-
-@pytest.mark.parametrize("names", ["", "a", "aaaa", "abcd"])
-def test_alone_or_all_together_sites_make_no_difference(names: str) -> None:
-    sites = Sites.of(list(names))
-    assert sites.members == (tuple(range(len(names))),)
-    assert not sites.several
-    assert [sites.reduces_for(rank) for rank in range(len(names))] == [
-        [rank] for rank in range(len(names))
-    ]
-
-
-@pytest.mark.parametrize("names", ["aabb", "aaab", "abab", "aaabb", "aaaabbbbcccc", "abcddd"])
-def test_every_share_has_one_forwarder_in_every_site(names: str) -> None:
-    sites = Sites.of(list(names))
-    work = {rank: sites.reduces_for(rank) for rank in range(len(names))}
-    for ranks in sites.members:
-        assert sorted(itertools.chain.from_iterable(work[rank] for rank in ranks)) == list(
-            range(len(names))
-        )
-    assert all(rank in owners for rank, owners in work.items())
-    for ranks in sites.members:
-        if len(names) % len(ranks) == 0 and names == "".join(sorted(names)):
-            assert {len(work[rank]) for rank in ranks} == {len(names) // len(ranks)}

@@ -125,7 +125,7 @@ def simulate(members: list[Member], store: Store) -> dict[str, Reference]:
                 assert number == ended - 1
                 sent[name] = out
             else:
-                reference.residual, reference.whole = s, True
+                reference.residual, reference.includes_sent = s, True
             if number == ended - 1:
                 log.pop(0)
         sums = sums_of(store, number)
@@ -195,7 +195,7 @@ def overlapped(
     else:
         reference.residual = reference.residual + learnt
     reference.residual, sent = reference.select(reference.start().float())
-    reference.whole = True
+    reference.includes_sent = True
     return sent
 
 
@@ -370,7 +370,7 @@ def test_overlap_may_begin_in_mid_round() -> None:
 def local_steps(member: Member) -> torch.Tensor:
     """What the inner steps under way have come to, as the next message counts it."""
     residual = member.loop.reduction.residual
-    residual._require_due()
+    residual._require_sendable_entries()
     return torch.cat(
         [torch.from_numpy(residual._steps(block)) for block in member.loop.parameters.blocks]
     )
@@ -526,7 +526,7 @@ def refusals() -> dict[str, tuple[Callable[[Store], Any], type[PulseError], str]
             "settings",
         ),
         "model": (lambda s: run(s, nn.Linear(2, 2)).__enter__(), StateMismatch, "those of the run"),
-        "buffers": (buffers, StateMismatch, "not averaged"),
+        "buffers": (buffers, StateMismatch, "1.running_mean'.* changed"),
         "both": (
             lambda s: PulseLoCo(*_parts(), sync_every=1, group=object(), over=s),
             InputError,

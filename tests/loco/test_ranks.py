@@ -358,7 +358,7 @@ def apart(trainer: Trainer, folder: str) -> list[Any]:
     with loop:
         step(model, optimizer, 0, 3)
         found.append((loop.round, weights(model)))
-    # 4. The buffers of a saved state are in the models of all ranks, and must not change on any.
+    # 4. Buffers must be the same on all ranks.
     model.get_buffer("scale").fill_(3 + trainer.rank)
     with pytest.raises(StateMismatch, match="scale"), loop:
         pass

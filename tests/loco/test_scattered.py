@@ -81,7 +81,7 @@ def skewed(seed: int) -> Job:
     return job
 
 
-def resumed(trainer: Trainer, stop: int, gated: bool, sites: str) -> None:
+def resumed(trainer: Trainer, stop: int, gated: bool) -> None:
     """From a checkpoint of all trainers, in mid-round or at a boundary, to the same bits, shares
     included: trainers that meet cut them alike."""
     force_scattered(True)
@@ -98,8 +98,6 @@ def resumed(trainer: Trainer, stop: int, gated: bool, sites: str) -> None:
 
     trainer.connect("start")
     settings = {"sync_every": 3, "wire": "BF16", "lookahead": 7.0}
-    if sites:
-        settings["site"] = sites[trainer.rank]
     job, rounds = skewed(trainer.rank), list[Round]()
     loop = looped(job, rounds, **settings)
     run(job, loop, 11)
@@ -116,16 +114,14 @@ def resumed(trainer: Trainer, stop: int, gated: bool, sites: str) -> None:
     assert all(r.scattered for r in rounds)
 
 
-@pytest.mark.parametrize(
-    ("stop", "gated", "sites"),
-    [(5, False, ""), (6, False, ""), (5, True, ""), (6, True, ""), (5, True, "aba")],
-)
-def test_resume_is_exact(stop: int, sites: str, *, gated: bool) -> None:
-    together(resumed, 3, stop, gated, sites, seconds=60)
+@pytest.mark.parametrize("stop", [5, 6])
+@pytest.mark.parametrize("gated", [False, True])
+def test_resume_is_exact(stop: int, *, gated: bool) -> None:
+    together(resumed, 3, stop, gated, seconds=60)
 
 
 def tied(trainer: Trainer) -> None:
-    """Tied weights are one parameter; buffers and frozen parameters go their own way beside it."""
+    """Tied weights are one parameter; buffers and frozen parameters stay as they are."""
     trainer.connect("start")
     roots = []
     for scattered in (False, True):
@@ -134,6 +130,7 @@ def tied(trainer: Trainer) -> None:
         model = nn.Sequential(
             nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(20, 20), nn.Linear(20, 20)
         )
+        model[1].eval()
         model[2].weight = model[0].weight
         model[3].weight.requires_grad_(False)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -150,7 +147,7 @@ def tied(trainer: Trainer) -> None:
             assert "2.weight" not in loop.global_state()
             assert model[2].weight is model[0].weight
         assert [r.scattered for r in rounds] == [scattered] * 3
-        roots.append([(r.root, model[1].running_mean.sum().item()) for r in rounds])
+        roots.append([r.root for r in rounds])
     assert roots[0] == roots[1]
 
 
@@ -222,7 +219,7 @@ def elsewhere(trainer: Trainer) -> None:
         exchange = group_of(loop)
         with torch.device("meta"):
             arrived = exchange.all_to_all(
-                [bytes([trainer.rank, to]) for to in range(2)], max_bytes=[[9, 9]] * 2
+                [bytes([trainer.rank, to]) for to in range(2)], max_bytes=[9, 9]
             )
         assert arrived == [bytes([source, trainer.rank]) for source in range(2)]
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
 from pulse_rl.errors import CorruptMessage, InputError, TrainerLost, Untrusted
 from pulse_rl.loco import StoreExchange
-from pulse_rl.loco.store_format import MAX_CLOSE_BYTES, MAX_TRAINERS, Close, Post, Refused
+from pulse_rl.loco.store_format import MAX_CLOSE_BYTES, MAX_TRAINERS, Close, Refused, Upload
 from pulse_rl.loco.store_rounds import StoreRounds
 from tests.support.loco_reference import Job, flat, same
 from tests.support.posts import digest_of, not_finite, post_of, posts_of
@@ -44,7 +44,7 @@ class Member:
 
     def lift_bounds(self) -> None:
         """It does not keep to them."""
-        self.meeting.exchange = replace(self.meeting.exchange, max_norm=None, max_entries=None)
+        self.meeting.exchange = replace(self.meeting.exchange, max_norm=None)
 
     def not_finite(self) -> bytes:
         """A post with a NaN."""
@@ -56,7 +56,7 @@ class Member:
         if (under_way := self.meeting._under_way) is not None:
             under_way.wait()  # it was late, and does not wait by itself
         assert self.loop.last_round is not None
-        return self.loop.last_round.left_out
+        return self.loop.last_round.excluded_reason
 
 
 def members(store: Store, **settings: Any) -> list[Member]:
@@ -139,7 +139,7 @@ def test_junk_in_a_members_name_does_not_hide_its_message() -> None:
 
 @pytest.mark.parametrize("letter", ["x", "\N{CJK UNIFIED IDEOGRAPH-4E2D}", "\N{GRINNING FACE}"])
 def test_a_close_that_refuses_many_can_be_read(letter: str) -> None:
-    posts = tuple(Post(f"trainer-{number:04d}", "0" * 64, 10) for number in range(MAX_TRAINERS))
+    posts = tuple(Upload(f"trainer-{number:04d}", "0" * 64, 10) for number in range(MAX_TRAINERS))
     refused = tuple(Refused(post.trainer, post.sha256, 400 * letter) for post in posts)
     data = Close("run", 3, "theta", posts, refused).to_bytes(MEMBERS[0])
     assert len(data) <= MAX_CLOSE_BYTES
@@ -249,49 +249,17 @@ def test_what_only_members_may_say(kind: str, how: str) -> None:
         assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))
 
 
-def test_who_closes_asks_accept_and_says_why() -> None:
-    store, seen = MemoryStore(), list[tuple[str, int]]()
-
-    def accept(message: Any, number: int) -> bool | str:
-        tensors = message.tensors()
-        assert tensors.keys() == dict(a.job.model.named_parameters()).keys()
-        assert int((flat(tensors) != 0).sum()) == message.entries > 0
-        assert float(flat(tensors).double().norm()) == pytest.approx(message.norm)
-        seen.append((message.trainer, number))
-        return True if message.trainer == KEYS[0] or number else "not today"
-
-    a, b = Member(store, MEMBERS[0], accept=accept), Member(store, MEMBERS[1], quorum=2)
-    with a.loop, b.loop:
-        for _ in range(2):  # b waits for another, and a closes the round
-            with pytest.raises(TrainerLost, match="1 of 2 trainers"):
-                b.loop.rejoin() if b.loop.inner_step else b.round(1)
-            a.round()
-        b.loop.rejoin()
-        assert sorted(seen) == sorted((key, number) for key in KEYS for number in range(2))
-        assert [close_of(store, number)[0] for number in range(2)] == [KEYS[:1], sorted(KEYS)]
-        with pytest.raises(TrainerLost):
-            b.round(1)
-        a.round()
-        b.loop.rejoin()
-        assert same(flat(a.loop.global_state()), flat(b.loop.global_state()))
-        assert list(close_of(store, 0)[1].values()) == ["not accepted: not today"]
-
-
-@pytest.mark.parametrize(
-    ("bound", "words"), [("max_norm", "its norm is"), ("max_entries", "entries, more than")]
-)
-def test_a_bound_holds_for_all(bound: str, words: str) -> None:
+def test_a_bound_holds_for_all() -> None:
     """Its own trainer does not send what is above it. Where a member does, it is passed over; where
     one closes a round with it, all refuse that."""
-    store = MemoryStore()
-    bounds: dict[str, Any] = {bound: {"max_norm": 1e-4, "max_entries": 10}[bound]}
-    honest = Member(store, MEMBERS[0], **bounds)
+    store, words = MemoryStore(), "its norm is"
+    honest = Member(store, MEMBERS[0], max_norm=1e-4)
     with honest.loop:
         with pytest.raises(InputError, match=words):
             honest.round()
         honest.loop.rewind()
         for quorum in (2, 1):
-            liar = Member(store, MEMBERS[1], quorum=quorum, **bounds)
+            liar = Member(store, MEMBERS[1], quorum=quorum, max_norm=1e-4)
             with liar.loop:
                 with pytest.raises(InputError, match="the run has the settings"):
                     Member(store, MEMBERS[1]).loop.__enter__()
@@ -332,7 +300,6 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
             "own key",
         ),
         "norm": (lambda: StoreExchange(store, max_norm=-1.0), "max_norm"),
-        "entries": (lambda: StoreExchange(store, max_entries=0), "max_entries"),
     }
 
 

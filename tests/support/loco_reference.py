@@ -3,7 +3,7 @@ small job to train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, exchange, parameters
 from pulse_rl.loco.exchange import GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
-from pulse_rl.loco.meeting import GroupRounds
+from pulse_rl.loco.rendezvous import GroupRounds
 
 Flat = torch.Tensor
 
@@ -66,21 +66,19 @@ class Reference:
         lr: float = 0.7,
         momentum: float = 0.9,
         lookahead: float | None = None,
-        gate_scale: float = 1.0,
         gate_sums: bool = False,
         sweep: int | None = None,
         rank: int = 0,
-        sites: Sequence[str] = (),
     ) -> None:
         self.theta = nn.Parameter(theta.clone())
         self.residual = torch.zeros_like(theta)
-        self.whole = False  # it has what a gate lets through
+        self.includes_sent = False  # it has what a gate lets through
         self.gate_dtype, self.wire, self.model_dtype = gate_dtype, wire, model_dtype
         # In the end a sent entry moves theta by the whole of it: 1 + mu at once, then mu of that,
         # and so on.
         ahead = lr / (1 - momentum) if lookahead is None else lookahead
-        self.lookahead, self.gate_scale = torch.tensor(ahead), torch.tensor(gate_scale)
-        self.gate_sums, self.rank, self.sites = gate_sums, rank, sites
+        self.lookahead = torch.tensor(ahead)
+        self.gate_sums, self.rank = gate_sums, rank
         self.sweep, self.number = sweep, 0
         self.summed = torch.zeros_like(theta)
         self.blocks: list[int] = []  # their elements; empty: one block
@@ -94,14 +92,14 @@ class Reference:
         residual."""
         s = (self.start().float() - now) + self.residual
         sent = self.gated(s)
-        self.residual, self.whole = s - sent, False
+        self.residual, self.includes_sent = s - sent, False
         return s, sent
 
     def gated(self, s: Flat) -> Flat:
         """What is sent of ``s``."""
         before, after = (
             self.theta.to(self.gate_dtype),
-            (self.theta - self.gate_scale * s).to(self.gate_dtype),
+            (self.theta - s).to(self.gate_dtype),
         )
         open_ = (bits(before) != bits(after)) | self.swept()
         return torch.where(open_, rounded(s, self.wire), torch.zeros(()))
@@ -110,17 +108,17 @@ class Reference:
     def start(self) -> Flat:
         """What the inner steps start from, in the model's dtype."""
         start = self.theta - self.lookahead * self.residual
-        if self.whole and self.lookahead:
+        if self.includes_sent and self.lookahead:
             start += (self.lookahead - 1) * self.gated(self.residual)
         return start.to(self.model_dtype)
 
     @torch.no_grad()
     def outer_step(self, sent: list[Flat]) -> None:
-        """The outer step along the mean of what all sent, summed in rank order, or first within
-        each of the ``sites``, which are names by rank. With ``gate_sums`` sums whose mean the gate
-        holds back, and what the wire takes from the others, go to the residual of the owner."""
+        """The outer step along the mean of what all sent, summed in rank order. With ``gate_sums``
+        sums whose mean the gate holds back, and what the wire takes from the others, go to the
+        residual of the owner."""
         owners = self.owners(self.shares or len(sent))
-        total = self.between_sites(sent, owners) if self.sites else added(sent)
+        total = added(sent)
         if self.gate_sums:
             passed = self.passed(total, len(sent))
             self.keep(total - passed, torch.isin(owners, torch.tensor(self.owns or [self.rank])))
@@ -132,26 +130,9 @@ class Reference:
         self.outer.step()
         self.number += 1
 
-    def between_sites(self, sent: list[Flat], owners: torch.Tensor) -> Flat:
-        """The sums of the sites' sums. With ``gate_sums`` those that go to an owner elsewhere are
-        gated first, as if the site were one trainer; the member that is counted off for the owner
-        keeps the rest."""
-        sums = []
-        for site in dict.fromkeys(self.sites):
-            members = [rank for rank, name in enumerate(self.sites) if name == site]
-            one = added([sent[rank] for rank in members])
-            if self.gate_sums:
-                elsewhere = ~torch.isin(owners, torch.tensor(members))
-                passed = torch.where(elsewhere, self.passed(one, len(members)), one)
-                forwarders = torch.tensor(members)[owners % len(members)]
-                self.keep(one - passed, elsewhere & (forwarders == self.rank))
-                one = passed
-            sums.append(one)
-        return added(sums)
-
     def passed(self, sums: Flat, trainers: int) -> Flat:
         """The sums whose mean passes the gate, as the wire has them; 0 elsewhere."""
-        moved = self.theta - self.gate_scale * (sums / trainers)
+        moved = self.theta - sums / trainers
         before, after = self.theta.to(self.gate_dtype), moved.to(self.gate_dtype)
         open_ = (bits(before) != bits(after)) | self.swept()
         return torch.where(open_, rounded(sums, self.wire), torch.zeros(()))
@@ -242,7 +223,7 @@ class Job:
         return flat(dict(self.model.named_parameters()))
 
 
-_OF_EXCHANGE = ("group", "site", "wire", "sweep", "timeout_seconds")
+_OF_EXCHANGE = ("group", "wire", "sweep", "timeout_seconds")
 
 
 def pulse_loco(model: Any, optimizers: Any, **settings: Any) -> PulseLoCo:
@@ -271,8 +252,8 @@ def cut_blocks(elements: int) -> None:
 
 
 def force_gated(gated: bool | None) -> None:
-    """From now on the sums of two trainers or more in this process are gated, those without sites
-    are not, or (None) the rule decides. Without a lookahead none are."""
+    """From now on the sums of two trainers or more in this process are gated, or none are, or
+    (None) the rule decides. Without a lookahead none are."""
     forced = None if gated is None else 2 if gated else 1 << 30
     exchange.GATE_SUMS_FROM = forced or GATE_SUMS_FROM
     exchange.GATE_SWEPT_SUMS_FROM = forced or GATE_SWEPT_SUMS_FROM

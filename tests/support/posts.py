@@ -8,12 +8,12 @@ import numpy as np
 
 from pulse_rl import Signer
 from pulse_rl.loco.round_posts import RoundPosts
-from pulse_rl.loco.store_format import Part, Place, head_bytes, write_head
+from pulse_rl.loco.store_format import Part, RoundKey, head_bytes, write_head
 from pulse_rl.loco.store_rounds import StoreRounds
 
 
 def post_of(
-    place: Place,
+    place: RoundKey,
     messages: list[bytes],
     signer: Signer | None = None,
     *,

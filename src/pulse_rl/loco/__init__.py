@@ -8,8 +8,8 @@ from .._util import extra
 
 with extra("torch"):
     from .exchange import Exchange
-    from .meeting import Round
     from .pulseloco import DiLoCo, PulseLoCo
+    from .rendezvous import Round
     from .store_exchange import StoreExchange
 
 __all__ = ["DiLoCo", "Exchange", "PulseLoCo", "Round", "StoreExchange"]

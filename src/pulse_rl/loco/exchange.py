@@ -1,5 +1,5 @@
-"""How a round's entries travel: to all trainers, or to the owners of shares and back as sums, by
-site where there are several (docs/loco.md, sections 4.3 to 4.5)."""
+"""How a round's entries travel: to all trainers, or to the owners of shares and back as sums
+(docs/loco.md, sections 4.3 and 4.4)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import islice
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -53,37 +52,27 @@ Sums = list[Entries] | bytes
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who takes part, and how messages travel between them: what a loop takes as ``group``. All but
-    ``site`` is one setting of all trainers.
+    """Who takes part, and how messages travel between them: what a loop takes as ``group``. All
+    trainers have the same settings.
 
     ``group``: the trainers (default: all of torch.distributed; without it, this trainer alone). A
     trainer that dies, or stalls for more than ``timeout_seconds``, raises TrainerLost on the
-    others. ``site``: the name of this trainer's site, a node or a region whose trainers have fast
-    links among them. Its members sum their entries before these go to the owners of shares
-    elsewhere: over the slow links a site costs about as much as one trainer (docs/loco.md, 4.5).
-    All trainers have one, or none has; ranks of one site should follow each other. ``wire``: how
-    values travel: "FP32" exactly; "BF16", "int4" and "int2" rounded to 7, 2 and 0 explicit bits of
-    mantissa, for about nine, four and two bits a value once they are coded. What rounding loses
-    stays in the residual. ``sweep``: every so many rounds the gates let all of a block of
-    parameters pass, each block in its turn, so that theta has learnt what the trainers have. For
-    "int4" and "int2", and with a lookahead (docs/loco.md, 1.3).
+    others. ``wire``: how values travel: "FP32" exactly; "BF16", "int4" and "int2" rounded to 7, 2
+    and 0 explicit bits of mantissa, for about nine, four and two bits a value once they are coded.
+    What rounding loses stays in the residual. ``sweep``: every so many rounds the gates let all of
+    a block of parameters pass, each block in its turn, so that theta has learnt what the trainers
+    have. For "int4" and "int2", and with a lookahead (docs/loco.md, 1.3).
 
     Raises InputError.
     """
 
     group: dist.ProcessGroup | None = None
-    site: str | None = None
     wire: WireName = "FP32"
     sweep: int | None = None
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         require_sweep(self.sweep, Wire(self.wire))
-        if self.site is not None and not (isinstance(self.site, str) and self.site):
-            raise InputError(
-                f"site is {self.site!r}",
-                hint="Give the name of this trainer's site, or None on all trainers.",
-            )
         if self.timeout_seconds <= 0:
             raise InputError(
                 f"timeout_seconds is {self.timeout_seconds}",
@@ -108,56 +97,6 @@ def require_sweep(sweep: int | None, wire: Wire) -> None:
 def exchange_of(group: dist.ProcessGroup | Exchange | None) -> Exchange:
     """By the ``group`` of a loop: a process group gets the default settings."""
     return group if isinstance(group, Exchange) else Exchange(group=group)
-
-
-@dataclass(frozen=True, slots=True)
-class Sites:
-    """``members``: the ranks of each site, ascending; sites in the order of their lowest rank. A
-    single one of all trainers where sites make no difference."""
-
-    members: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, names: Sequence[str]) -> Self:
-        """By the name of each trainer's site, in rank order. They make a difference if there are
-        several, and a trainer that is not alone in its own."""
-        ranks: dict[str, list[int]] = {}
-        for rank, name in enumerate(names):
-            ranks.setdefault(name, []).append(rank)
-        differ = 1 < len(ranks) < len(names)
-        return cls(tuple(map(tuple, ranks.values())) if differ else (tuple(range(len(names))),))
-
-    @property
-    def several(self) -> bool:
-        return len(self.members) > 1
-
-    @property
-    def trainers(self) -> int:
-        return sum(map(len, self.members))
-
-    def number_of(self, rank: int) -> int:
-        """Which site trainer ``rank`` is in."""
-        return next(number for number, ranks in enumerate(self.members) if rank in ranks)
-
-    def same_site(self, rank: int) -> tuple[int, ...]:
-        """The trainers of the site of ``rank``, itself included."""
-        return self.members[self.number_of(rank)]
-
-    def site_reducer(self, site: int, owner: int) -> int:
-        """Who sums, for the members of a site, their entries for the share of ``owner``: the owner
-        itself, if it is one of them."""
-        ranks = self.members[site]
-        return owner if owner in ranks else ranks[owner % len(ranks)]
-
-    def site_reducers(self, owner: int) -> list[int]:
-        """Those of the other sites for the share of ``owner``, in the order of the sites."""
-        sites = range(len(self.members))
-        return [self.site_reducer(site, owner) for site in sites if owner not in self.members[site]]
-
-    def reduces_for(self, rank: int) -> list[int]:
-        """The owners whose shares trainer ``rank`` sums for its site, its own included."""
-        site = self.number_of(rank)
-        return [owner for owner in range(self.trainers) if self.site_reducer(site, owner) == rank]
 
 
 def cut_shares(blocks: Sequence[FlatBlock], trainers: int) -> list[list[Unit]]:
@@ -186,17 +125,6 @@ class Transferred:
     messages: list[str]
     payload_bytes: int
     scattered: bool
-
-
-class SiteSums(NamedTuple):
-    """What a trainer has after its site's parts: ``sums`` over the site by the owner of the share,
-    ``digest`` and ``payload_bytes`` of the parts that it has sent itself, and the ``problem`` with
-    those that it could not read."""
-
-    sums: dict[int, Sums]
-    digest: str
-    payload_bytes: int
-    problem: CorruptMessage | None
 
 
 class Transfer:
@@ -254,12 +182,9 @@ class Transfer:
             found.insert(group.rank, mine)
         return Transferred(others, [digest_of(m) for m in messages], len(message), scattered=False)
 
-    def scatter(
-        self, own: LocalMessage, sites: Sites, gate: ReduceGate | None = None
-    ) -> Transferred | None:
+    def scatter(self, own: LocalMessage, gate: ReduceGate | None = None) -> Transferred | None:
         """Every trainer gets what falls in its share, and all get the sums, those that pass
-        ``gate`` if there is one. Among several ``sites`` each first sums its own entries. Raises as
-        `gather`.
+        ``gate`` if there is one. Raises as `gather`.
 
         None, on all trainers alike, if a sum is too large for a message: then they gather.
         """
@@ -267,21 +192,22 @@ class Transfer:
         shares = cut_shares(self._blocks, group.size)
         mine = shares[rank]
         coder = replace(self._coder, wire=gate.wire if gate else Wire())
-        # 1. Entries go to those who sum them: the owners of shares, or their reducers in this
-        # trainer's site.
-        near = self._sum_parts(own, shares, sites)
-        sums, problem = near.sums[rank], near.problem
-        # 2. Sums of sites go to the owners elsewhere.
-        if sites.several:
-            try:
-                sums = self._sum_sites(coder, shares, sites, near.sums, gate)
-            except CorruptMessage as error:
-                sums, problem = b"", problem or error
-        # 3. All get all sums. Whatever went wrong here is said in place of them: the others wait
+        # 1. Entries go to the owners of their shares.
+        with self._phase("gate"):
+            parts = [self._message(units, own) for units in shares]
+            digest = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
+            self._announce(digest)
+        problem: CorruptMessage | None = None
+        sums: Sums = b""  # nothing: what arrived could not be read
+        try:
+            sums = self._sum_parts(own, shares, parts)
+        except CorruptMessage as error:
+            problem = error
+        # 2. All get all sums. Whatever went wrong here is said in place of them: the others wait
         # for this trainer.
         with self._phase("gate"):
-            sums = self._filter(gate, mine, sums, group.size)
-            answer = self._answer(coder, mine, sums, near.digest)
+            sums = self._filter(gate, mine, sums)
+            answer = self._answer(coder, mine, sums, digest)
         answers: list[bytes] = []
         found: list[list[Entries]] = [[] for _ in self._blocks]
         digests: list[str] = []
@@ -296,7 +222,7 @@ class Transfer:
                     digests = self._read_answers(coder, shares, answers, sums, found)
         except CorruptMessage as error:
             problem = problem or error
-        # 4. From here on all trainers know the same, and raise alike.
+        # 3. From here on all trainers know the same, and raise alike.
         self._all_read(problem)
         if not all(_is_answer(a) for a in answers):
             raise CorruptMessage("a trainer's sums are of no known form")
@@ -305,92 +231,35 @@ class Transfer:
                 raise NonFinite(a.removeprefix(_NON_FINITE).decode(errors="replace"))
         if _TOO_LARGE in answers:
             return None
-        return Transferred(found, digests, near.payload_bytes, scattered=True)
+        return Transferred(found, digests, sum(map(len, parts)), scattered=True)
 
-    def _sum_parts(self, own: LocalMessage, shares: Sequence[list[Unit]], sites: Sites) -> SiteSums:
-        """Sends this trainer's entries to those who sum them for its site, and sums what it
-        gets."""
-        group, rank = self._group, self._group.rank
-        everyone, same_site = range(group.size), sites.same_site(rank)
-        units = [
-            [unit for owner in sites.reduces_for(to) for unit in shares[owner]] for to in everyone
-        ]
-        with self._phase("gate"):
-            parts = [self._message(units[to], own) if to in same_site else b"" for to in everyone]
-            digest = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
-            self._announce(digest)
-        # Who may send how much to whom follows from the sites: nobody allocates more, whatever a
-        # message says.
-        most = [self._coder.max_bytes(of) for of in units]
-        limits = [
-            [most[to] if to in sites.same_site(source) else 0 for to in everyone]
-            for source in everyone
-        ]
-        payload_bytes = sum(map(len, parts))
-        sums: dict[int, Sums] = dict.fromkeys(
-            sites.reduces_for(rank), b""
-        )  # nothing: what arrived could not be read
-        try:
-            with self._phase("exchange"):
-                arrived = group.all_to_all(parts, max_bytes=limits)
-            bad = _not_finite(arrived)
-            if bad is not None:
-                return SiteSums(
-                    dict.fromkeys(sums, _NON_FINITE + bad.encode()), digest, payload_bytes, None
-                )
-            with self._phase("decode"):
-                # One's own entries are not coded, and stand in the sum where a message of this rank
-                # would.
-                ours = [unit.take(own.entries[unit.block.number]) for unit in units[rank]]
-                others = [arrived[source] for source in same_site if source != rank]
-                found = iter(
-                    self._add(self._coder, units[rank], others, ours, same_site.index(rank))
-                )
-        except CorruptMessage as error:
-            return SiteSums(sums, digest, payload_bytes, error)
-        return SiteSums(
-            {owner: list(islice(found, len(shares[owner]))) for owner in sums},
-            digest,
-            payload_bytes,
-            None,
-        )
-
-    def _sum_sites(
-        self,
-        coder: Coder,
-        shares: Sequence[list[Unit]],
-        sites: Sites,
-        near: dict[int, Sums],
-        gate: ReduceGate | None,
+    def _sum_parts(
+        self, own: LocalMessage, shares: Sequence[list[Unit]], parts: Sequence[bytes]
     ) -> Sums:
-        """Sends the ``near`` sums of shares of other sites to their owners, those that pass
-        ``gate`` if there is one. Returns the sums of this trainer's share over all sites. Raises
-        CorruptMessage."""
+        """Sends this trainer's ``parts`` to the owners of their shares, and sums what it gets.
+        Raises CorruptMessage."""
         group, rank = self._group, self._group.rank
-        site, everyone = sites.number_of(rank), range(group.size)
-        messages = [b""] * group.size
-        with self._phase("gate"):
-            for owner, sums in near.items():
-                if owner != rank:
-                    passed = self._filter(gate, shares[owner], sums, len(sites.same_site(rank)))
-                    messages[owner] = (
-                        passed if isinstance(passed, bytes) else coder.encode(shares[owner], passed)
-                    )
-        most = [coder.max_bytes(units) for units in shares]
-        froms = [sites.site_reducers(owner) for owner in everyone]
-        limits = [
-            [most[owner] if source in froms[owner] else 0 for owner in everyone]
-            for source in everyone
-        ]
+        # Nobody allocates more than a share can need, whatever a message announces.
+        limits = [self._coder.max_bytes(units) for units in shares]
         with self._phase("exchange"):
-            arrived = group.all_to_all(messages, max_bytes=limits)
-        ours, others = near[rank], [arrived[source] for source in froms[rank]]
-        # A word in place of sums, from here or elsewhere, goes on in place of the share's sums.
-        words = [said for said in (ours, *others) if isinstance(said, bytes) and _is_control(said)]
-        if isinstance(ours, bytes) or words:
-            return words[0]
+            arrived = group.all_to_all(parts, max_bytes=limits)
+        bad = _not_finite(arrived)
+        if bad is not None:
+            return _NON_FINITE + bad.encode()
         with self._phase("decode"):
-            return self._add(coder, shares[rank], others, ours, site)
+            # One's own entries are not coded: they stand in the sum where a message of this rank
+            # would.
+            units, coder = shares[rank], self._coder
+            ours = [unit.take(own.entries[unit.block.number]) for unit in units]
+            decoded = coder.decode(units, [m for source, m in enumerate(arrived) if source != rank])
+
+            def add(item: tuple[Unit, list[Entries], Entries]) -> Entries:
+                unit, entries, mine = item
+                entries.insert(rank, mine)
+                return sum_entries(entries, unit.stop - unit.start)
+
+            items = list(zip(units, decoded, ours, strict=True))
+            return list(ordered_map(add, items, coder.threads))
 
     def _message(self, units: Sequence[Unit], own: LocalMessage) -> bytes:
         if own.bad is not None:
@@ -399,35 +268,13 @@ class Transfer:
             units, [unit.take(own.entries[unit.block.number]) for unit in units]
         )
 
-    def _add(
-        self,
-        coder: Coder,
-        units: Sequence[Unit],
-        messages: Sequence[bytes],
-        own: Sequence[Entries],
-        place: int,
-    ) -> list[Entries]:
-        """By unit, the sums that are not 0 of the entries of ``messages``, in order, with this
-        trainer's ``own`` at their ``place`` among them. Raises CorruptMessage."""
-
-        def add(item: tuple[Unit, list[Entries], Entries]) -> Entries:
-            unit, entries, ours = item
-            entries.insert(place, ours)
-            return sum_entries(entries, unit.stop - unit.start)
-
-        decoded = coder.decode(units, messages)
-        return list(ordered_map(add, list(zip(units, decoded, own, strict=True)), coder.threads))
-
-    def _filter(
-        self, gate: ReduceGate | None, units: Sequence[Unit], sums: Sums, trainers: int
-    ) -> Sums:
-        """What is sent of ``sums`` over so many ``trainers``: those that pass ``gate``, if there is
-        one."""
+    def _filter(self, gate: ReduceGate | None, units: Sequence[Unit], sums: Sums) -> Sums:
+        """What is sent of ``sums``: those that pass ``gate``, if there is one."""
         if isinstance(sums, bytes):
             return sums
 
         def sent_of(item: tuple[Unit, Entries]) -> Entries:
-            return gate.filter(*item, trainers) if gate else item[1]
+            return gate.filter(*item, self._group.size) if gate else item[1]
 
         sent = list(ordered_map(sent_of, list(zip(units, sums, strict=True)), self._coder.threads))
         return sent if all(is_finite(values).all() for _, values in sent) else _TOO_LARGE
@@ -549,19 +396,16 @@ class GatedReduction:
     def forget(self) -> None:
         self.classes.forget()
 
-    def sites(self, group: TrainerGroup) -> Sites:
-        return Sites.of(group.sites)
+    def gates_sums(self, trainers: int) -> bool:
+        """Whether the sums that so many trainers send pass a gate; without a lookahead, which feels
+        what is withheld, none."""
+        fewest = GATE_SWEPT_SUMS_FROM if self.exchange.sweep else GATE_SUMS_FROM
+        return bool(self.residual.lookahead) and trainers >= fewest
 
-    def gates_sums(self, sites: Sites) -> bool:
-        """Whether the sums that trainers send pass a gate; without a lookahead, which feels what is
-        withheld, none."""
-        trainers = GATE_SWEPT_SUMS_FROM if self.exchange.sweep else GATE_SUMS_FROM
-        return bool(self.residual.lookahead) and (sites.several or sites.trainers >= trainers)
-
-    def scatters(self, sites: Sites) -> bool:
+    def scatters(self, trainers: int) -> bool:
         """Whether each trainer sums a share; otherwise all get all messages."""
-        trainers = SCATTER_FEW_BITS_FROM if self.wire.few_bits else SCATTER_FROM
-        return self.gates_sums(sites) or sites.several or sites.trainers >= trainers
+        fewest = SCATTER_FEW_BITS_FROM if self.wire.few_bits else SCATTER_FROM
+        return self.gates_sums(trainers) or trainers >= fewest
 
     def message(self, number: int) -> LocalMessage:
         """What this trainer has to send in the round after ``number``; fills the next residual."""
@@ -613,15 +457,15 @@ class GatedReduction:
             group, self.coder(number), state.parameters.blocks, phase, require_same, announce
         )
         arrived: Transferred | None = None
-        sites, reduce_gate = self.sites(group), None
+        reduce_gate: ReduceGate | None = None
         try:
-            if self.gates_sums(sites):
+            if self.gates_sums(group.size):
                 reduce_gate = ReduceGate(state.theta, self.gate, self.wire, number)
-                residual.add_held_back = reduce_gate.add_residual
-            if self.scatters(sites):
-                arrived = transfer.scatter(own, sites, reduce_gate)
+                residual.apply_withheld = reduce_gate.add_residual
+            if self.scatters(group.size):
+                arrived = transfer.scatter(own, reduce_gate)
             if arrived is None:  # by the rule, or for a sum that no message takes
-                residual.add_held_back = None
+                residual.apply_withheld = None
                 arrived = transfer.gather(own)
         except (
             NonFinite,

@@ -61,12 +61,11 @@ def _nonzero(values: Floats) -> Positions:
     return np.flatnonzero(values).astype(np.uint32)
 
 
-def scaled_open_entries(
-    theta: Floats, s: Floats, scale: np.float32, rounding: Rounding
-) -> Positions:
-    """The positions where ``cast(theta) != cast(theta - scale * s)``, of finite ``s``."""
-    scaled = np.clip(scale * s, -_OPENS, _OPENS)
-    positions = open_entries(theta, theta, scaled, np.empty_like(s), rounding)
+def changing_entries(theta: Floats, s: Floats, rounding: Rounding) -> Positions:
+    """The positions where ``cast(theta) != cast(theta - s)``, of ``s`` without NaN."""
+    # Beyond the limit any entry changes the cast; the kernel takes nothing above 2^64.
+    limited = np.clip(s, -_OPENS, _OPENS)
+    positions = open_entries(theta, theta, limited, np.empty_like(s), rounding)
     assert positions is not None
     return positions
 
@@ -74,22 +73,21 @@ def scaled_open_entries(
 class Gate:
     """Selects what a trainer sends of ``s``, its local steps and its residual (PULSE, Algorithm 2).
 
-    Open where ``cast(theta) != cast(theta - scale * s)`` in ``dtype``, and with a ``sweep`` for all
+    Open where ``cast(theta) != cast(theta - s)`` in ``dtype``, and with a ``sweep`` for all
     of a block in one round of so many. An ablation replaces one of the three methods.
     """
 
-    def __init__(self, dtype: torch.dtype, scale: float, sweep: int | None = None) -> None:
-        self.dtype, self.rounding, self.scale = dtype, rounding_of(dtype), np.float32(scale)
+    def __init__(self, dtype: torch.dtype, sweep: int | None = None) -> None:
+        self.dtype, self.rounding = dtype, rounding_of(dtype)
         self.sweep = sweep
 
     def settings(self) -> dict[str, object]:
         """What all trainers must have in common."""
-        gate = {
+        return {
             "gate": type(self).__name__,
             "gate_dtype": str(self.dtype),
-            "gate_scale": float(self.scale),
+            "sweep": self.sweep,
         }
-        return {**gate, "sweep": self.sweep}
 
     def sweeps(self, block: FlatBlock, number: int) -> bool:
         """Whether all of a block passes in the round after ``number`` (docs/loco.md, section
@@ -141,7 +139,7 @@ class Gate:
             if self.sweeps(block, number):
                 positions = _nonzero(wire.round(s))
             else:
-                positions = scaled_open_entries(block.of(state.theta), s, self.scale, self.rounding)
+                positions = changing_entries(block.of(state.theta), s, self.rounding)
             return positions, wire.round(s[positions])
 
         return state.each_block(of)
@@ -156,7 +154,8 @@ class Gate:
     ) -> Positions | None:
         """Fills ``s`` and returns the positions of the entries to send; None if an entry of ``s``
         is not finite."""
-        theta, found = block.of(state.theta), list[Positions]()
+        theta = block.of(state.theta)
+        found: list[Positions] = []
         for part, segment in parts(block):
             positions = open_entries(
                 theta[part],
@@ -171,9 +170,7 @@ class Gate:
             if positions is None:
                 return None
             found.append(positions)
-        if self.scale == 1:
-            return np.concatenate(found)
-        return scaled_open_entries(theta, s, self.scale, self.rounding)
+        return np.concatenate(found)
 
     def values(self, theta: Floats, s: Floats) -> Floats:
         """The values to send for the selected entries ``s``, before they are rounded to the wire
@@ -207,7 +204,7 @@ class ReduceGate:
         else:
             # The mean is what theta moves by, as it is for the gate of a trainer's own entries.
             mean, theta = values / np.float32(trainers), unit.of(self._theta)[places]
-            kept = scaled_open_entries(theta, mean, self._gate.scale, self._gate.rounding)
+            kept = changing_entries(theta, mean, self._gate.rounding)
         sent, rest = self.wire.round(values[kept]), values.copy()
         rest[kept] -= sent
         left = np.flatnonzero(rest)

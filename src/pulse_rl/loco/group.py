@@ -34,15 +34,13 @@ class TrainerGroup:
     No call takes longer than ``timeout_seconds``: a trainer that dies, or stalls for longer, raises
     TrainerLost on all others. ``sent_bytes`` counts what left this process: gathered messages
     travel around a ring, each process to the next rank, so each forwards all but one of them,
-    padded. ``between_bytes`` counts those of them that went to a trainer of another one of the
-    ``sites``, names by rank, "" of all trainers until they have met; broadcasts, which are in no
-    round, it does not count. ``progress`` knows what the errors tell of the others.
+    padded. ``progress`` knows what the errors tell of the others.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0
     ) -> None:
-        self.sent_bytes = self.between_bytes = 0
+        self.sent_bytes = 0
         self.progress = TrainerNotes(None, 0, 1)
         self._transport = GlooTransport(
             group,
@@ -51,7 +49,6 @@ class TrainerGroup:
             lost=lambda error: self.progress.lost(error, timeout_seconds),
         )
         self.size, self.rank = self._transport.size, self._transport.rank
-        self.sites = [""] * self.size
         self.progress = TrainerNotes(self._transport.store, self.rank, self.size)
 
     def all_gather(self, message: bytes, *, max_bytes: int) -> list[bytes]:
@@ -86,12 +83,10 @@ class TrainerGroup:
                 raise CorruptMessage(f"the message of trainer {rank} was damaged in transit")
         return messages
 
-    def all_to_all(
-        self, messages: Sequence[bytes], *, max_bytes: Sequence[Sequence[int]]
-    ) -> list[bytes]:
+    def all_to_all(self, messages: Sequence[bytes], *, max_bytes: Sequence[int]) -> list[bytes]:
         """What every trainer has for this one, in rank order.
 
-        ``messages[r]`` goes to trainer r, which takes ``max_bytes[s][r]`` at most from trainer s.
+        ``messages[r]`` goes to trainer r, which takes ``max_bytes[r]`` at most from each trainer.
         Lengths first, to all; then each message behind its SHA-256. Raises as `all_gather`, and for
         a length over the limit on all trainers alike.
         """
@@ -101,7 +96,7 @@ class TrainerGroup:
         announced = self.all_gather_fixed(struct.pack(form, *map(len, messages)))
         lengths = [struct.unpack(form, row) for row in announced]
         for rank, row in enumerate(lengths):
-            for length, most in zip(row, max_bytes[rank], strict=True):
+            for length, most in zip(row, max_bytes, strict=True):
                 if length > most:
                     raise CorruptMessage(
                         f"trainer {rank} announces {length} bytes, more than {most}"
@@ -139,7 +134,7 @@ class TrainerGroup:
         if self.size == 1:
             return
         self._transport.all_reduce(array)
-        self._count_ring(2 * (self.size - 1) * array.nbytes // self.size)
+        self.sent_bytes += 2 * (self.size - 1) * array.nbytes // self.size
 
     def failures(self, problem: Exception | None) -> list[int]:
         """The trainers that have a ``problem``, in rank order: all call it, so that a round fails
@@ -178,28 +173,14 @@ class TrainerGroup:
 
     def _all_gather_array(self, data: Bytes) -> list[Bytes]:
         found = self._transport.gather_arrays(data)
-        self._count_ring((self.size - 1) * len(data))
+        self.sent_bytes += (self.size - 1) * len(data)
         return found
 
     def _all_to_all_arrays(self, pieces: list[Bytes], lengths: list[int]) -> list[Bytes]:
         """The pieces for this trainer, of ``lengths`` bytes."""
         found = self._transport.all_to_all(pieces, lengths)
-        self._count_each([len(piece) for piece in pieces])
+        self.sent_bytes += sum(map(len, pieces)) - len(pieces[self.rank])
         return found
-
-    def _count_ring(self, count: int) -> None:
-        """So many bytes went to the next rank."""
-        self._count(count, (self.rank + 1) % self.size)
-
-    def _count_each(self, counts: Sequence[int]) -> None:
-        """So many bytes went to each trainer; its own stay here."""
-        for rank, count in enumerate(counts):
-            if rank != self.rank:
-                self._count(count, rank)
-
-    def _count(self, count: int, to: int) -> None:
-        self.sent_bytes += count
-        self.between_bytes += count if self.sites[to] != self.sites[self.rank] else 0
 
 
 @dataclass(frozen=True, slots=True)

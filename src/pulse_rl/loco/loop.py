@@ -18,9 +18,9 @@ from .._util.serial import NotCopyable, SerialThread
 from ..errors import InputError
 from .exchange import Phase, Reduction
 from .group import TrainerNote
-from .meeting import Meeting, Round
 from .outer import OuterState
 from .ranks import Ranks
+from .rendezvous import Round, RoundProtocol
 from .trainer import Trainer
 
 
@@ -32,16 +32,16 @@ class OuterLoop(NotCopyable):
     0's weights, later the outer state of the latest round. Leaving it removes the hook. Outer state
     is FP32 in host memory, wherever the model is.
 
-    A loop is made of an outer ``state``, the ``buffers`` of the model, a ``reduction``, and what
-    the trainers ``meet`` in: `PulseLoCo` and `DiLoCo` put them together. ``threads`` (default: all
-    cores) share a round's blocks. Raises InputError for a ``sync_every`` below 1.
+    A loop is made of an outer ``state``, a ``reduction``, and what the trainers ``meet`` in:
+    `PulseLoCo` and `DiLoCo` put them together. ``threads`` (default: all cores) share a round's
+    blocks. Raises InputError for a ``sync_every`` below 1.
     """
 
     def __init__(
         self,
         state: OuterState,
         reduction: Reduction,
-        meet: Callable[[Trainer, SerialThread], Meeting],
+        meet: Callable[[Trainer, SerialThread], RoundProtocol],
         *,
         sync_every: int,
         on_round: Callable[[Round], None] | None,
@@ -54,13 +54,13 @@ class OuterLoop(NotCopyable):
         self.sync_every, self.on_round = sync_every, on_round
         self.reduction, self.state = reduction, state
         self.trainer = Trainer(state, reduction.residual)
-        self.parameters, self.buffers = state.parameters, self.trainer.buffers
+        self.parameters, self.frozen = state.parameters, self.trainer.frozen
         self.last_round: Round | None = None
         self._serial = SerialThread(type(self).__name__)
         self.meeting = meet(self.trainer, self._serial)
         self._hooks: list[Any] = []
         self._seconds: dict[str, float] = {}
-        self._in_global_weights = self._told = False
+        self._in_global_weights = self._callback_wanted = False
 
     @property
     def _ranks(self) -> Ranks | None:
@@ -84,7 +84,7 @@ class OuterLoop(NotCopyable):
 
     @threads.setter
     def threads(self, threads: int | None) -> None:
-        self.state.threads = self.buffers.threads = threads
+        self.state.threads = self.frozen.threads = threads
 
     # -- a round
 
@@ -109,13 +109,13 @@ class OuterLoop(NotCopyable):
     def _lead_round(self, run: Callable[[], Round | None], *, reads: bool = False) -> None:
         # Each rank of a sharded trainer calls its own ``on_round``; all agree on what the model
         # holds meanwhile.
-        told = self.on_round is not None
-        self._told = self._ranks.any(told) if self._ranks else told
+        wanted = self.on_round is not None
+        self._callback_wanted = self._ranks.any(wanted) if self._ranks else wanted
         done = self._lead(run, reads=reads)
         if done is None:
             return
         self.last_round = done
-        if self._told:
+        if self._callback_wanted:
             with self.global_weights():
                 if self.on_round:
                     self.on_round(done)
@@ -124,8 +124,10 @@ class OuterLoop(NotCopyable):
         self, call: Callable[[Phase, Callable[[], np.float32]], Round | None]
     ) -> Round | None:
         self._seconds = {}
-        # Who is told of the round is shown theta.
-        done = call(self._phase, lambda: np.float32(0) if self._told else self._lookahead())
+        # The callback gets theta in the model.
+        done = call(
+            self._phase, lambda: np.float32(0) if self._callback_wanted else self._lookahead()
+        )
         self.meeting.note(self._note())
         if done is None:
             self._write_start()
@@ -167,7 +169,7 @@ class OuterLoop(NotCopyable):
 
     def __enter__(self) -> Self:
         if not self._hooks:
-            self._join(self.trainer.take_initial)
+            self._join(self.trainer.load_model_weights)
             self._hooks = self.parameters.optimizers.hook(self._after_step)
             self._restart()
         return self
@@ -218,12 +220,10 @@ class OuterLoop(NotCopyable):
         self._join(move)
 
     def rewind(self) -> None:
-        """Gives the model the start of the round and the last common buffers, and discards the
-        local steps since; where these are in a message that all would refuse, also what was held
-        back, which they are part of."""
+        """Gives the model the start of the round, and discards the local steps since; where these
+        are in a message that all would refuse, also what was held back, which they are part of."""
 
         def rewind() -> None:
-            self.buffers.require()
             self.meeting.forget_steps()
             self._serial.run(lambda: self.trainer.rewind(self._lookahead()), whole=True)
 
@@ -336,7 +336,7 @@ class OuterLoop(NotCopyable):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Theta, outer momentum, residual, counters and the last round's buffers: copies, by name.
+        """Theta, outer momentum, residual and counters: copies, by name.
 
         Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three
         together resume to the same bits. Of a sharded trainer the first rank has all of it, the
@@ -350,10 +350,9 @@ class OuterLoop(NotCopyable):
         """Restores the saved ``state``, before the first round or after it. Raises StateMismatch
         and NonFinite, with nothing changed.
 
-        At a round's boundary (``inner_step`` 0) the model gets theta and the buffers; mid-round it
-        is left to its own checkpoint, as frozen parameters always are. A state without buffers
-        leaves the model's. All ranks of a sharded trainer call it; the first one's ``state``
-        counts.
+        At a round's boundary (``inner_step`` 0) the model gets theta; mid-round it is left to its
+        own checkpoint, as frozen parameters and buffers always are. All ranks of a sharded trainer
+        call it; the first one's ``state`` counts.
         """
 
         def restore() -> None:

@@ -80,6 +80,8 @@ class OuterState:
         # large model.
         def step(block: FlatBlock) -> int:
             summed, found = np.zeros(1, np.int64), entries[block.number]
+            # A swept block moves by the whole of its mean at once, past the momentum (1.3); the
+            # step that follows takes its sums as 0.
             if swept(block):
                 places, sums = sum_entries(found, block.stop - block.start)
                 block.of(self.theta)[places] -= residual.lookahead * (sums / np.float32(trainers))
@@ -87,25 +89,26 @@ class OuterState:
             theta, momentum, held_back = map(block.of, (self.theta, self.momentum, residual.next))
             known, octaves = classes.renewed(block, momentum)
             for part, segment in parts(block):
-
+                # ``start`` is the model's own memory where it is FP32 on the host. All positions of
+                # the part count as one granule, so that ``summed`` has one number.
                 def fill(start: Floats, part: slice = part) -> None:
                     sparse_outer_step(
-                        theta[part],
-                        momentum[part],
-                        held_back[part],
-                        float(lookahead),
-                        start,
-                        part.start,
-                        found,
-                        trainers,
-                        self.lr,
-                        self.mu,
-                        0,
-                        BLOCK_ELEMENTS,  # all of the part is counted in one place
-                        summed,
-                        rounding,
-                        octaves,
-                        known[part],
+                        theta=theta[part],
+                        momentum=momentum[part],
+                        residual=held_back[part],
+                        lookahead=float(lookahead),
+                        start=start,
+                        from_=part.start,
+                        summands=found,
+                        trainers=trainers,
+                        lr=self.lr,
+                        mu=self.mu,
+                        offset=0,
+                        granule=BLOCK_ELEMENTS,
+                        counts=summed,
+                        rounding=rounding,
+                        octaves=octaves,
+                        classes=known[part],
                     )
 
                 self.parameters.give(segment, fill)
@@ -114,7 +117,7 @@ class OuterState:
         return sum(self.each_block(step))
 
 
-class Delivery(Enum):
+class MessageOutcome(Enum):
     """What became of the message that a trainer sent in a round whose end it did not see."""
 
     COUNTED = "counted"
@@ -140,13 +143,13 @@ class Residual:
         # Whether ``flat`` is all that has not counted: with the message on its way, and steps that
         # no message had yet. With ``overlap`` it is, else where this trainer was left out of a
         # round.
-        self.overlap = self.whole = overlap
+        self.overlap = self.includes_sent = overlap
         # The entries, by block, of the message on its way, or of one that would be sent now; from
         # theta and ``flat``.
-        self.find_due: Callable[[], Sequence[Entries]] = tuple
-        self._due: Sequence[Entries] | None = None
+        self.find_sendable_entries: Callable[[], Sequence[Entries]] = tuple
+        self._sendable_entries: Sequence[Entries] | None = None
         # Adds what a gate of sums held back here in the round under way.
-        self.add_held_back: Callable[[Floats], None] | None = None
+        self.apply_withheld: Callable[[Floats], None] | None = None
 
     def write_start(self) -> None:
         """Gives the model what its next inner steps start from."""
@@ -157,22 +160,22 @@ class Residual:
                 state.parameters.give(segment, partial(self._fill_start, block, part))
 
         if self.started_with:
-            self._require_due()
+            self._require_sendable_entries()
             state.each_block(write)
         else:
             state.parameters.write(state.theta)
 
-    def _require_due(self) -> None:
-        if self.whole and self._due is None:
-            self._due = self.find_due()
+    def _require_sendable_entries(self) -> None:
+        if self.includes_sent and self._sendable_entries is None:
+            self._sendable_entries = self.find_sendable_entries()
 
     def _fill_start(self, block: FlatBlock, part: slice, out: Floats) -> None:
         """Fills ``out`` with what the steps under way start from, with a lookahead. What is due
         counts once: it is as much as any round's steps, and soon moves theta."""
         np.multiply(self.started_with, block.of(self.flat)[part], out=out)
         np.subtract(block.of(self._state.theta)[part], out, out=out)
-        if self._due is not None:
-            places, values = self._due[block.number]
+        if self._sendable_entries is not None:
+            places, values = self._sendable_entries[block.number]
             of = slice(*np.searchsorted(places, (part.start, part.stop)))
             out[places[of] - np.uint32(part.start)] += (self.started_with - np.float32(1)) * values[
                 of
@@ -180,8 +183,8 @@ class Residual:
 
     def complete_next(self) -> None:
         """What was held back of sums is part of what the next steps start from."""
-        if self.add_held_back is not None:
-            self.add_held_back(self.next)
+        if self.apply_withheld is not None:
+            self.apply_withheld(self.next)
 
     def take_next(self) -> None:
         """The round has taken effect, or its message has counted."""
@@ -196,23 +199,24 @@ class Residual:
         self.forget_message()
 
     def forget_message(self) -> None:
-        self.pending_message = self.add_held_back = self._due = None
-        self.whole = self.overlap
+        self.pending_message = self.apply_withheld = self._sendable_entries = None
+        self.includes_sent = self.overlap
 
-    def settle(self, delivery: Delivery, sent: Sequence[Entries], *, steps: bool) -> None:
-        """The end of a round where ``flat`` is whole. The message that was on its way had the
-        entries ``sent``, by block: what has counted, or may have, leaves ``flat``, and the inner
-        ``steps`` since, if there are any, enter it. Raises NonFinite, with nothing changed."""
+    def settle(self, outcome: MessageOutcome, sent: Sequence[Entries], *, steps: bool) -> None:
+        """The end of a round where ``flat`` includes what was sent. The message that was on its way
+        had the entries ``sent``, by block: what has counted, or may have, leaves ``flat``, and the
+        inner ``steps`` since, if there are any, enter it. Raises NonFinite, with nothing
+        changed."""
         if steps:
-            self._require_due()
+            self._require_sendable_entries()
             self._state.each_block(self._require_finite_steps)
 
         def work(block: FlatBlock) -> None:
             flat = block.of(self.flat)
             learnt = self._steps(block) if steps else np.zeros_like(flat)
-            if delivery == Delivery.UNKNOWN:
+            if outcome == MessageOutcome.UNKNOWN:
                 flat.fill(0)
-            elif delivery == Delivery.COUNTED:
+            elif outcome == MessageOutcome.COUNTED:
                 places, values = sent[block.number]
                 flat[places] -= values
             flat += learnt
@@ -220,16 +224,16 @@ class Residual:
         self._state.each_block(work)
         self.forget_message()
 
-    def catch_up(self, delivery: Delivery) -> None:
+    def catch_up(self, outcome: MessageOutcome) -> None:
         """After a round whose end this trainer did not see (docs/loco.md, section 5): what it has
         not sent stays, what counted, or may have counted, does not. Theta is still that of the last
         round it has seen."""
-        match delivery:
-            case Delivery.COUNTED:
+        match outcome:
+            case MessageOutcome.COUNTED:
                 self.take_next()
-            case Delivery.UNKNOWN:
+            case MessageOutcome.UNKNOWN:
                 self.flat.fill(0)
-            case Delivery.NOT_COUNTED:
+            case MessageOutcome.NOT_COUNTED:
                 for block in self._state.parameters.blocks:
                     s = self._accumulated(block)
                     np.copyto(block.of(self.flat), s, where=is_finite(s))
@@ -293,7 +297,7 @@ def _mean(group: TrainerGroup, residual: Floats) -> Floats:
     problem: CorruptMessage | None = None
     own = b""
     try:
-        arrived = group.all_to_all(shares, max_bytes=[lengths] * size)
+        arrived = group.all_to_all(shares, max_bytes=lengths)
         own = _mean_of(arrived, lengths[group.rank], size).tobytes()
     except CorruptMessage as error:
         problem = error

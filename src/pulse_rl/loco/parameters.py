@@ -14,7 +14,7 @@ import torch
 from ..errors import InputError, NonFinite, StateMismatch, UnsupportedTensor
 from ..patch.blocks import cut
 from ..state.tensors import DTYPES, Segment, State, TensorSpec, is_sharded
-from .buffers import Model, require_dense
+from .frozen import Model, require_dense
 from .ranks import Ranks, ranks_of, require_no_flat_parameters, reshard, without_ddp
 
 BLOCK_ELEMENTS = 1 << 22

@@ -17,12 +17,12 @@ from .exchange import Exchange, GatedReduction, PendingRound, Phase, exchange_of
 from .gate import Gate
 from .group import TrainerGroup
 from .loop import OuterLoop
-from .meeting import GroupRounds, Round
 from .outer import OuterState, Residual
 from .parameters import Parameters, parts
+from .rendezvous import GroupRounds, Round
 from .store_exchange import StoreExchange, rank_seconds_of, store_exchange_of, travel_of
 from .store_rounds import StoreRounds
-from .trainer import MAX_SCALE
+from .trainer import MAX_LOOKAHEAD
 
 
 class PulseLoCo(OuterLoop):
@@ -31,14 +31,13 @@ class PulseLoCo(OuterLoop):
 
     ``model``: a module, or a mapping of names to the FP32 or BF16 tensors that ``inner_optimizer``
     trains: one, or a list in the order of their ``step()`` calls, where that of the last one ends
-    an inner step. Parameters that none of them trains must stay equal on all trainers; buffers are
-    averaged after each round (docs/loco.md, 4.1).
+    an inner step. Parameters that none of them trains, and buffers, must be equal on all
+    trainers and must not change (docs/loco.md, 4.1).
 
     After ``sync_every`` inner steps: ``s = (start - w) + residual``; the entries with ``cast(theta)
-    != cast(theta - gate_scale * s)`` in ``gate_dtype`` are sent and leave the residual; theta takes
+    != cast(theta - s)`` in ``gate_dtype`` are sent and leave the residual; theta takes
     one Nesterov step (``outer_lr``, ``outer_momentum``) along the mean over all trainers, summed in
-    rank order; the model gets the next start. A ``gate_scale`` of 1 is the paper's, less sends
-    less.
+    rank order; the model gets the next start.
 
     ``lookahead``: the inner steps start from ``theta - lookahead * residual``, so that what was
     held back is not learnt again in each round. "auto", the default, is ``outer_lr / (1 -
@@ -74,7 +73,6 @@ class PulseLoCo(OuterLoop):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         lookahead: float | Literal["auto"] = "auto",
-        gate_scale: float = 1.0,
         gate_dtype: torch.dtype = torch.bfloat16,
         group: dist.ProcessGroup | Exchange | None = None,
         over: Store | str | StoreExchange | None = None,
@@ -87,11 +85,10 @@ class PulseLoCo(OuterLoop):
             )
         stored = None if over is None else store_exchange_of(over)
         exchange = travel_of(stored) if stored else exchange_of(group)
-        scale = checked_number("gate_scale", gate_scale, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
         parameters = Parameters(model, inner_optimizer, rank_seconds_of(stored) if stored else None)
         state = OuterState(parameters, outer_lr, outer_momentum)
         if lookahead == "auto":
-            lookahead = min(outer_lr / (1 - outer_momentum), MAX_SCALE)
+            lookahead = min(outer_lr / (1 - outer_momentum), MAX_LOOKAHEAD)
         if overlap not in (0, 1) or (overlap and not stored):
             raise InputError(
                 f"overlap is {overlap!r}", hint="Use 0, or, where trainers meet over a store, 1."
@@ -101,11 +98,9 @@ class PulseLoCo(OuterLoop):
                 "a sweep without a lookahead overshoots",
                 hint='Leave lookahead at "auto", or sweep out.',
             )
-        ahead = checked_number("lookahead", lookahead, maximum=MAX_SCALE)
+        ahead = checked_number("lookahead", lookahead, maximum=MAX_LOOKAHEAD)
         residual = Residual(state, ahead, overlap=bool(overlap))
-        reduction = GatedReduction(
-            state, residual, Gate(gate_dtype, scale, exchange.sweep), exchange
-        )
+        reduction = GatedReduction(state, residual, Gate(gate_dtype, exchange.sweep), exchange)
         meet = (
             partial(StoreRounds, stored, reduction)
             if stored

@@ -17,7 +17,7 @@ from .._util.collective import GlooTransport, RankGroup
 from .._util.serial import SerialThread
 from ..errors import InputError, RankLost, StateMismatch, UnsupportedTensor
 from ..state.tensors import is_sharded
-from .buffers import Model, digest_of, fingerprint
+from .frozen import Model, digest_of, fingerprint
 
 _HINT = (
     "Every rank of a trainer must have its shard of every DTensor: data, tensor and expert "
@@ -235,16 +235,13 @@ class Ranks:
         return {f"buffer {name}": buffer for name, buffer in named if not is_sharded(buffer)}
 
     def _versions(self) -> dict[str, tuple[int, int]]:
-        """What changes with each write to a trained tensor or a buffer."""
-        tensors = {
-            name: self.whole(tensor) for name, tensor in self._trained.items()
-        } | self._buffers()
+        """By trained tensor, what changes with each write to it."""
+        tensors = {name: self.whole(tensor) for name, tensor in self._trained.items()}
         return {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def _distribute(self, written: Sequence[str]) -> None:
-        tensors = self._trained | self._buffers()
-        for tensor in [tensors[name] for name in written]:
+        for tensor in [self._trained[name] for name in written]:
             if not is_sharded(tensor):
                 dist.broadcast(tensor.detach(), self._leader, self._devices)
                 continue

@@ -10,7 +10,6 @@ from hashlib import sha256
 from itertools import accumulate
 
 import numpy as np
-import torch
 
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, NotFound, Untrusted
@@ -23,11 +22,10 @@ from .run_store import RunStore
 from .store_exchange import StoreExchange
 from .store_format import (
     Part,
-    Parts,
-    Place,
-    Post,
-    PostedMessage,
     Refused,
+    RoundKey,
+    ShardedMessage,
+    Upload,
     head_bytes,
     norm_of,
     read_head,
@@ -74,10 +72,10 @@ class RoundPosts:
         exchange: StoreExchange,
         reduction: GatedReduction,
         state: OuterState,
-        place: Place,
+        place: RoundKey,
         shares: list[list[Unit]],
         trusted: TrustedKeys | None,
-        own: tuple[Post, bytes] | None,
+        own: tuple[Upload, bytes] | None,
     ) -> None:
         self.place, self.shares, self.own = place, shares, own
         self._store, self._exchange, self._state, self._trusted = store, exchange, state, trusted
@@ -87,30 +85,29 @@ class RoundPosts:
         self._most = [self.coder.max_bytes(units) for units in shares]
         """Bytes of each part."""
         # By post: one's bytes may be put in another's name.
-        self._heads: dict[Post, Parts | str] = {}
-        self._messages: dict[Post, PostedMessage | str] = {}
-        self._accepted: dict[Post, bool | str] = {}
-        self._damaged: Counter[Post] = Counter()
+        self._heads: dict[Upload, ShardedMessage | str] = {}
+        self._messages: dict[Upload, list[Entries] | str] = {}
+        self._damaged: Counter[Upload] = Counter()
 
     # -- this trainer's own
 
-    def write(self, entries: Sequence[Entries]) -> tuple[Post, bytes] | str:
+    def write(self, entries: Sequence[Entries]) -> tuple[Upload, bytes] | str:
         """The post of these entries, by block, which is its own from now on; or why it would be
         refused by all."""
         by_share = [
             [unit.take(entries[unit.block.number]) for unit in units] for units in self.shares
         ]
         messages = self.coder.encode_each(self.shares, by_share)
-        parts = Parts.of(
+        parts = ShardedMessage.of(
             [Part.of(message, of) for message, of in zip(messages, by_share, strict=True)]
         )
         if (reason := self._out_of_bounds(parts)) is not None:
             return reason
         head = write_head(self.place, parts, self._exchange.signer)
         data = b"".join([head, *messages])
-        post = Post(self.place.trainer, sha256(head).hexdigest(), len(data))
+        post = Upload(self.place.trainer, sha256(head).hexdigest(), len(data))
         self._heads[post] = parts
-        self._messages[post] = self._message_of(post, by_share)
+        self._messages[post] = self._by_block(by_share)
         self.own = post, data
         return self.own
 
@@ -122,13 +119,13 @@ class RoundPosts:
 
     # -- those of all
 
-    def good(self, members: Collection[str], most: int) -> tuple[dict[str, Post], list[Refused]]:
+    def good(self, members: Collection[str], most: int) -> tuple[dict[str, Upload], list[Refused]]:
         """By trainer, the first post that can count, of so many trainers at ``most``, ``members``
         first; and what cannot, as far as it was looked at."""
-        found: dict[str, Post] = {}
+        found: dict[str, Upload] = {}
         refused: list[Refused] = []
         tried: Counter[str] = Counter()
-        posts = list[Post]()
+        posts = list[Upload]()
         for post in sorted(
             self._store.posts(self.place.round),
             key=lambda post: (post.trainer not in members, *post),
@@ -139,57 +136,35 @@ class RoundPosts:
         with closing(ordered_map(self._read, posts, self.threads)) as reads:
             for post, read in zip(posts, reads, strict=True):
                 if post.trainer not in found:
-                    reason = self._why_not(post, read)
-                    if reason is None:
+                    if not isinstance(read, str):
                         found[post.trainer] = post
-                    elif reason:
-                        refused.append(Refused(post.trainer, post.sha256, reason))
+                    elif read:
+                        refused.append(Refused(post.trainer, post.sha256, read))
                 if len(found) == most:
                     break
         return found, refused
 
-    def _is_refused(self, post: Post) -> bool:
+    def _is_refused(self, post: Upload) -> bool:
         """Whether it is known by now that a post cannot count: others in the trainer's name must
         not hide its own."""
         found = self._messages.get(post, self._heads.get(post))
         return isinstance(found, str) or self._damaged[post] >= _TRIES
 
-    def _read(self, post: Post) -> PostedMessage | Parts | str:
+    def _read(self, post: Upload) -> list[Entries] | ShardedMessage | str:
         """What must be known of a post before it is named, or why it cannot be; "" where it may be
         good later. One that arrives damaged is read again, and then passed over."""
         if self._damaged[post] >= _TRIES:
             return "it is damaged in the store"
         try:
             # Where shares are summed by their owners, these read what only they need.
-            return (
-                self.message(post)
-                if self._exchange.accept or len(self.shares) == 1
-                else self.head(post)
-            )
+            return self.message(post) if len(self.shares) == 1 else self.head(post)
         except NotFound:
             return ""
         except CorruptMessage:
             self._damaged[post] += 1
             return ""
 
-    def _why_not(self, post: Post, found: PostedMessage | Parts | str) -> str | None:
-        """Why this trainer does not name a post when it closes the round; "" where it may be good
-        later."""
-        accept = self._exchange.accept
-        if accept is None or not isinstance(found, PostedMessage):
-            return found if isinstance(found, str) else None
-        if post not in self._accepted:
-            self._accepted[post] = accept(found, self.place.round)
-        said = self._accepted[post]
-        return (
-            None
-            if said is True
-            else f"not accepted: {said}"
-            if isinstance(said, str)
-            else "not accepted"
-        )
-
-    def head(self, post: Post) -> Parts | str:
+    def head(self, post: Upload) -> ShardedMessage | str:
         """The parts of a post."""
         if post not in self._heads:
             if (reason := self._too_long(post)) is not None:
@@ -199,13 +174,13 @@ class RoundPosts:
                 self._take_head(post, self._verified(post, 0, stop, bytes.fromhex(post.sha256)))
         return self._heads[post]
 
-    def part(self, post: Post, share: int) -> list[Entries] | str:
+    def part(self, post: Upload, share: int) -> list[Entries] | str:
         """What a post has for a share, by unit."""
         parts = self.head(post)
         if isinstance(parts, str):
             return parts
-        if len(parts) == 1 and isinstance(message := self._messages.get(post), PostedMessage):
-            return message.by_block
+        if len(parts) == 1 and isinstance(entries := self._messages.get(post), list):
+            return entries
         start = head_bytes(len(parts)) + sum(part.nbytes for part in parts[:share])
         try:
             message_of_share = self._verified(
@@ -215,13 +190,13 @@ class RoundPosts:
             return f"part {share} is damaged in the store"
         return self._decoded(parts, share, message_of_share)
 
-    def message(self, post: Post) -> PostedMessage | str:
-        """All of a post."""
+    def message(self, post: Upload) -> list[Entries] | str:
+        """All entries of a post, by block."""
         if post not in self._messages:
             self._messages[post] = self._fetched(post)
         return self._messages[post]
 
-    def _fetched(self, post: Post) -> PostedMessage | str:
+    def _fetched(self, post: Upload) -> list[Entries] | str:
         if (reason := self._too_long(post)) is not None:
             return reason
         data = self._bytes(post, 0, post.nbytes)
@@ -238,14 +213,14 @@ class RoundPosts:
             if isinstance(found, str):
                 return found
             by_share.append(found)
-        return self._message_of(post, by_share)
+        return self._by_block(by_share)
 
-    def _bytes(self, post: Post, start: int, stop: int) -> bytes:
+    def _bytes(self, post: Upload, start: int, stop: int) -> bytes:
         if self.own is not None and post == self.own[0]:
             return self.own[1][start:stop]
         return self._store.post(self.place.round, post, start, stop)
 
-    def _verified(self, post: Post, start: int, stop: int, digest: bytes) -> bytes:
+    def _verified(self, post: Upload, start: int, stop: int, digest: bytes) -> bytes:
         """Some bytes of a post. Raises CorruptMessage where they have not this SHA-256, however
         often they are read."""
         for _ in range(_TRIES):
@@ -254,7 +229,7 @@ class RoundPosts:
                 return data
         raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
 
-    def _take_head(self, post: Post, data: bytes) -> Parts | str:
+    def _take_head(self, post: Upload, data: bytes) -> ShardedMessage | str:
         """The parts by a post's first bytes, at least."""
         head = data[: head_bytes(len(self.shares))]
         if sha256(head).hexdigest() != post.sha256:
@@ -268,11 +243,8 @@ class RoundPosts:
         self._heads[post] = found
         return found
 
-    def _too_long(self, post: Post) -> str | None:
+    def _too_long(self, post: Upload) -> str | None:
         most = head_bytes(len(self.shares)) + sum(self._most)
-        if self._exchange.max_entries is not None:
-            # An entry takes at most 10 bytes.
-            most -= 10 * max(0, len(self._state.theta) - self._exchange.max_entries)
         return (
             f"it has {post.nbytes} bytes, more than its entries can need"
             if post.nbytes > most
@@ -283,10 +255,7 @@ class RoundPosts:
         for share, (part, of_part) in enumerate(zip(parts, self._most, strict=True)):
             if part.nbytes > of_part:
                 return f"part {share} has more bytes than its entries can need"
-        most, longest = self._exchange.max_entries, self._exchange.max_norm
-        count, norm = sum(part.entries for part in parts), norm_of(parts)
-        if most is not None and count > most:
-            return f"it has {count} entries, more than {most}"
+        longest, norm = self._exchange.max_norm, norm_of(parts)
         if longest is not None and norm > longest:
             return f"its norm is {norm:g}, more than {longest:g}"
         return None
@@ -300,20 +269,8 @@ class RoundPosts:
             return "its head has other entries, or another norm"
         return entries
 
-    def _message_of(self, post: Post, by_share: Sequence[Sequence[Entries]]) -> PostedMessage:
-        entries, parts = (
-            by_block(self.shares, by_share, len(self._state.parameters.blocks)),
-            self._heads[post],
-        )
-        assert not isinstance(parts, str)
-        count = sum(part.entries for part in parts)
-        return PostedMessage(post.trainer, post.nbytes, count, norm_of(parts), entries, self._dense)
-
-    def _dense(self, entries: Sequence[Entries]) -> dict[str, torch.Tensor]:
-        flat = np.zeros_like(self._state.theta)
-        for block, (places, values) in zip(self._state.parameters.blocks, entries, strict=True):
-            block.of(flat)[places] = values
-        return self._state.parameters.by_name(flat)
+    def _by_block(self, by_share: Sequence[Sequence[Entries]]) -> list[Entries]:
+        return by_block(self.shares, by_share, len(self._state.parameters.blocks))
 
 
 def by_block(

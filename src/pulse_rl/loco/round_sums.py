@@ -17,7 +17,7 @@ from .parameters import Floats, is_finite
 from .round_posts import RoundPosts
 from .run_store import RunStore, pause
 from .store_exchange import StoreExchange
-from .store_format import MAX_SUMS_HEAD, Close, Parts, Post, ShareSums, norm, squares_of
+from .store_format import MAX_SUMS_HEAD, Close, ShardedMessage, ShareSums, Upload, norm, squares_of
 from .wire import Entries
 
 
@@ -115,7 +115,7 @@ class RoundSums:
             if not own:
                 pause(began, now)
 
-    def _head(self, post: Post) -> Parts | str | None:
+    def _head(self, post: Upload) -> ShardedMessage | str | None:
         """What is known of a post; None where it was damaged or deleted since the round was
         closed."""
         try:
@@ -172,7 +172,7 @@ class RoundSums:
         self, share: int, without: Collection[str] = ()
     ) -> tuple[list[tuple[str, str]], list[list[Entries]]]:
         """What the posts have for a share, in order, and whose part could not be read, and why."""
-        left_out, good, posts = list[tuple[str, str]](), list[list[Entries]](), list[Post]()
+        left_out, good, posts = list[tuple[str, str]](), list[list[Entries]](), list[Upload]()
         for post in self.close.posts:
             if post.trainer in without:
                 continue

@@ -19,7 +19,16 @@ from ..store.base import create_or_confirm, is_name, whole
 from ..stream.signing import Signer, TrustedKeys
 from .outer import OuterState
 from .parameters import Floats
-from .store_format import MAX_CLOSE_BYTES, POST, Close, Place, Post, ShareSums, sealed, unsealed
+from .store_format import (
+    MAX_CLOSE_BYTES,
+    POST,
+    Close,
+    RoundKey,
+    ShareSums,
+    Upload,
+    sealed,
+    unsealed,
+)
 
 _RUN = "loco/run.json"
 _POSTS, _CLOSED, _SUMS = "loco/posts", "loco/closed", "loco/sums"
@@ -105,25 +114,25 @@ class RunStore:
         """Closes a round, unless it is closed."""
         self._create(f"{_CLOSED}/{close.round:012d}.json", close.to_bytes(self._signer))
 
-    def posts(self, number: int) -> Iterator[Post]:
+    def posts(self, number: int) -> Iterator[Upload]:
         """Those of a round, by their names; members' alone where members have keys."""
         for info in islice(self._store.list(f"{_POSTS}/{number:012d}"), _MAX_LEFT):
             match = POST.fullmatch(info.name.rpartition("/")[2])
             if match and (self._trusted is None or match[1] in self._trusted.keys):
-                yield Post(match[1], match[2], info.nbytes)
+                yield Upload(match[1], match[2], info.nbytes)
 
     def has_post(self, number: int, trainer: str, digest: str) -> bool:
         try:
-            self._store.head(self._post_name(number, Post(trainer, digest, 0)))
+            self._store.head(self._post_name(number, Upload(trainer, digest, 0)))
         except NotFound:
             return False
         return True
 
-    def put_post(self, number: int, post: Post, data: bytes) -> None:
+    def put_post(self, number: int, post: Upload, data: bytes) -> None:
         self._store.put(self._post_name(number, post), data)
         self.sent_bytes += len(data)
 
-    def post(self, number: int, post: Post, start: int, stop: int) -> bytes:
+    def post(self, number: int, post: Upload, start: int, stop: int) -> bytes:
         """Bytes [``start``, ``stop``) of it; fewer, where there are fewer than there were."""
         name = self._post_name(number, post)
         try:
@@ -136,7 +145,7 @@ class RunStore:
             return b""
 
     @staticmethod
-    def _post_name(number: int, post: Post) -> str:
+    def _post_name(number: int, post: Upload) -> str:
         return f"{_POSTS}/{number:012d}/{post.trainer}.{post.sha256}"
 
     # -- sums
@@ -154,7 +163,7 @@ class RunStore:
                 found[int(stem)] = info.nbytes
         return found
 
-    def share_sums(self, place: Place, share: int, nbytes: int) -> ShareSums:
+    def share_sums(self, place: RoundKey, share: int, nbytes: int) -> ShareSums:
         name = self._sums_name(place.round, share)
         return ShareSums.parse(whole(self._store, name, nbytes), name, place, share, self._trusted)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from .._util.settings import checked_count, checked_number
@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..store import Store
 from ..stream.signing import Signer, TrustedKeys
 from .exchange import Exchange
-from .store_format import TRAINER, PostedMessage
+from .store_format import TRAINER
 from .wire import WireName
 
 _MOST_SECONDS = 30 * 86400.0  # torch counts in microseconds
@@ -36,11 +36,8 @@ class StoreExchange:
 
     ``signer``: this trainer's key, with which it signs all that it writes; its name is the public
     key then. ``trusted_keys``: the public keys of all members, its own among them; what others
-    write is refused. ``max_norm`` and ``max_entries``: a message with a larger L2 norm, or more
-    entries, is refused by all alike, by its own trainer with InputError; one setting of all
-    trainers. ``accept(message, round)`` is called by the trainer that closes the round after
-    ``round`` others, with each `PostedMessage` that is good otherwise: what it returns is True, or,
-    as text, why the message is left out of this round. Raises InputError.
+    write is refused. ``max_norm``: a message with a larger L2 norm is refused by all alike, by
+    its own trainer with InputError; one setting of all trainers. Raises InputError.
     """
 
     store: Store | str
@@ -53,8 +50,6 @@ class StoreExchange:
     signer: Signer | None = None
     trusted_keys: Collection[str] | None = None
     max_norm: float | None = None
-    max_entries: int | None = None
-    accept: Callable[[PostedMessage, int], bool | str] | None = None
 
     def __post_init__(self) -> None:
         travel_of(self)
@@ -63,8 +58,6 @@ class StoreExchange:
         checked_number("deadline_seconds", self.deadline_seconds)
         if self.max_norm is not None:
             checked_number("max_norm", self.max_norm)
-        if self.max_entries is not None:
-            checked_count("max_entries", self.max_entries)
         if self.trainer is not None and not (
             isinstance(self.trainer, str) and TRAINER.fullmatch(self.trainer)
         ):

@@ -8,13 +8,12 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
-import torch
 
 from ..errors import CorruptMessage, Untrusted
 from ..stream.manifest import Signature
@@ -36,7 +35,7 @@ _REASON = 200
 """Characters of a reason that a close has room for."""
 
 
-class Place(NamedTuple):
+class RoundKey(NamedTuple):
     """Where a post belongs: the ``run``, its ``round``, the ``trainer``, and theta's ``root``
     before the round."""
 
@@ -67,7 +66,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts(Sequence[Part]):
+class ShardedMessage(Sequence[Part]):
     """Those of a post, by share, as its head has them: of many trainers they are many."""
 
     table: bytes
@@ -122,15 +121,15 @@ def head_bytes(shares: int) -> int:
     return _PARTS_AT + _PART.size * shares
 
 
-def write_head(place: Place, parts: Sequence[Part], signer: Signer | None) -> bytes:
-    table = Parts.of(parts).table
+def write_head(place: RoundKey, parts: Sequence[Part], signer: Signer | None) -> bytes:
+    table = ShardedMessage.of(parts).table
     signature = bytes.fromhex(signer.signature(place.signed(table)).value) if signer else _UNSIGNED
     return _MAGIC + bytes.fromhex(place.root) + signature + table
 
 
 def read_head(
-    data: bytes, nbytes: int, place: Place, trusted: TrustedKeys | None, shares: int
-) -> Parts:
+    data: bytes, nbytes: int, place: RoundKey, trusted: TrustedKeys | None, shares: int
+) -> ShardedMessage:
     """The parts of a post of ``nbytes`` that begins with ``data``. Raises CorruptMessage where it
     belongs elsewhere, and Untrusted unless the trainer, which is named by its key, is one of the
     ``trusted`` and has signed it."""
@@ -143,7 +142,7 @@ def read_head(
         found = data[_SIGNATURE_AT:_PARTS_AT]
         signature = None if found == _UNSIGNED else Signature(place.trainer, found.hex())
         trusted.check_message(place.signed(table), signature, "it")
-    parts = Parts(table)
+    parts = ShardedMessage(table)
     if head_bytes(shares) + sum(part.nbytes for part in parts) != nbytes:
         raise CorruptMessage("its parts do not add up to it")
     if not all(0 <= part.squares < math.inf for part in parts):
@@ -151,7 +150,7 @@ def read_head(
     return parts
 
 
-class Post(NamedTuple):
+class Upload(NamedTuple):
     """The message that a trainer has put for a round; ``sha256`` is that of its head, which has
     those of its parts."""
 
@@ -169,25 +168,6 @@ class Refused(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PostedMessage:
-    """What a ``trainer`` has sent for a round, as `StoreExchange.accept` gets it: so many
-    ``nbytes`` with so many ``entries``, whose L2 ``norm`` is this. ``by_block`` are those entries,
-    for `tensors`."""
-
-    trainer: str
-    nbytes: int
-    entries: int
-    norm: float
-    by_block: list[Entries]
-    _dense: Callable[[Sequence[Entries]], dict[str, torch.Tensor]]
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The pseudo-gradient by parameter, dense FP32 tensors on the host, 0 where nothing was
-        sent."""
-        return self._dense(self.by_block)
-
-
-@dataclass(frozen=True, slots=True)
 class Close:
     """The end of the round after ``round`` others of a ``run``: whose messages count, in the order
     in which they are added up, and which were ``refused``. ``theta`` is the root of theta before
@@ -196,7 +176,7 @@ class Close:
     run: str
     round: int
     theta: str
-    posts: tuple[Post, ...]
+    posts: tuple[Upload, ...]
     refused: tuple[Refused, ...] = ()
 
     def to_bytes(self, signer: Signer | None) -> bytes:
@@ -225,7 +205,7 @@ class Close:
         Untrusted."""
         fields = unsealed(data, "close", name, trusted)
         try:
-            posts = tuple(Post(*post) for post in fields["posts"])
+            posts = tuple(Upload(*post) for post in fields["posts"])
             refused = tuple(Refused(*each) for each in fields["refused"])
             found = cls(fields["run"], fields["round"], fields["theta"], posts, refused)
             names = [post.trainer for post in posts]
@@ -284,7 +264,7 @@ class ShareSums(NamedTuple):
 
     @classmethod
     def parse(
-        cls, data: bytes, name: str, place: Place, share: int, trusted: TrustedKeys | None
+        cls, data: bytes, name: str, place: RoundKey, share: int, trusted: TrustedKeys | None
     ) -> Self:
         """Raises CorruptMessage unless ``data`` has the sums of the share in the round of
         ``place``, and Untrusted."""

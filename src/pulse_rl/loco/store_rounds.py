@@ -7,6 +7,31 @@ many, the sums that the owners of shares make of them, and comes to the same the
 keeps what it has learnt in its residual.
 """
 
+# The states of a trainer, and the values of the flags that mean them. ``pending``, ``includes`` and
+# ``overlap`` are the residual's (`pending_message`, `includes_sent`, `overlap`), ``inner_step`` and
+# ``restored_in`` are `Trainer`'s; the others are this class's.
+#
+# | state    | pending | includes | _own | _under_way | _late | _refused | inner_step              |
+# |----------|---------|----------|------|------------|-------|----------|-------------------------|
+# | waiting  | None    | overlap  | None | None       | False | False    | below sync_every        |
+# | posted   | digest  | False    | set  | None       | False | False    | sync_every              |
+# | posted*  | digest  | True     | set  | running    | False | False    | of the next steps       |
+# | late     | digest  | True     | set  | running    | True  | False    | of the next steps       |
+# | counted  | None    | overlap  | None | None       | False | False    | 0, a new round begins   |
+# | refused  | None    | False    | None | None       | any   | True     | sync_every              |
+#
+# posted*: with overlap, the round ends behind the next inner steps.
+# counted: what `_apply` makes of a close that names the message; waiting, before a first step.
+# refused: all would refuse the message (not finite, or above max_norm), and the steps are in the
+#   residual already: `rewind` discards both. In lockstep (no overlap, not late) the steps are still
+#   in the model alone, and the flags stay those of waiting.
+# includes: `residual.flat` holds all that has not counted, also what was sent; `settle` takes the
+#   message out once it has counted. Without it `residual.next` holds what remains of a message.
+# A checkpoint of posted or late keeps ``pending`` and ``includes``, not ``_own``: `join` asks the
+#   store whether the post arrived. ``restored_in`` is the round of a checkpoint with inner steps,
+#   which may be part of an earlier message.
+# joined is False from an error in `_report` until `join`; no other flag changes then.
+
 from __future__ import annotations
 
 import json
@@ -37,16 +62,16 @@ from ..errors import (
 from ..store import open_store
 from ..store.wrappers import BoundedStore
 from ..stream.signing import trusted_by
-from .exchange import GatedReduction, Phase, Sites
+from .exchange import GatedReduction, Phase
 from .group import TrainerNote
-from .meeting import Round
-from .outer import Delivery
+from .outer import MessageOutcome
 from .parameters import Floats
+from .rendezvous import Round
 from .round_posts import RoundPosts, by_block, cut_runs
 from .round_sums import RoundSums, cannot_count
 from .run_store import RunStore, pause
 from .store_exchange import StoreExchange
-from .store_format import MAX_TRAINERS, TRAINER, Close, Place, Post, PostedMessage
+from .store_format import MAX_TRAINERS, TRAINER, Close, RoundKey, Upload
 from .trainer import Trainer, specs_digest
 from .wire import Entries
 
@@ -75,7 +100,7 @@ class StoreRounds:
         store = BoundedStore(open_store(exchange.store))
         self._store = RunStore(store, trainer.state, exchange.signer, self._trusted)
         self._state, self._blocks = trainer.state, trainer.parameters.blocks
-        reduction.residual.find_due = self._find_due
+        reduction.residual.find_sendable_entries = self._find_sendable_entries
         self._members: frozenset[str] = frozenset()
         """Of the round before."""
         self._root = ""
@@ -83,14 +108,14 @@ class StoreRounds:
         self._posts: RoundPosts | None = None
         self._sums: RoundSums | None = None
         # Why this trainer's messages were not in the last rounds.
-        self._left_out: deque[str] = deque(maxlen=4)
-        self._since_snapshot = self._told_bytes = 0
+        self._excluded_reasons: deque[str] = deque(maxlen=4)
+        self._since_snapshot = self._reported_bytes = 0
         # Whether its last message was made while others had closed a round without it; whether what
         # it has not sent makes a message that all would refuse.
         self._late = self._refused = False
         # The post of the round under way, and, with overlap, the thread that exchanges it and its
         # work.
-        self._own: tuple[Post, bytes] | None = None
+        self._own: tuple[Upload, bytes] | None = None
         self._behind = SerialThread("PulseLoCo exchange").post
         self._under_way: Operation[Close] | None = None
 
@@ -104,10 +129,9 @@ class StoreRounds:
             raise StateMismatch(
                 f"the saved state is of a trainer {trainer.name!r}, which is no name"
             )
-        trainer.buffers.require()
         run = {
-            "specs": specs_digest(trainer.parameters.specs, trainer.buffers.specs),
-            "untrained": trainer.buffers.digest(),
+            "specs": specs_digest(trainer.parameters.specs, trainer.frozen.specs),
+            "untrained": trainer.frozen.digest(),
             "settings": json.loads(json.dumps(settings | self._bounds())),
         }
         try:
@@ -148,16 +172,16 @@ class StoreRounds:
         self._members = self._store.members_before(trainer.round)
         if self._own is not None and self._own[0].sha256 != residual.pending_message:
             self._own = None  # of a state before the one that was loaded
-        pending = residual.pending_message if residual.whole and not self._own else None
+        pending = residual.pending_message if residual.includes_sent and not self._own else None
         if pending is not None:
             # It was saved with its message on the way. One that never arrived is still in the
             # residual.
             arrived = self._store.has_post(trainer.round, trainer.name, pending)
             if not arrived and self._store.closed(trainer.round) is None:
                 residual.forget_message()
-                residual.whole = True  # as it was: so its steps began
+                residual.includes_sent = True  # as it was: so its steps began
         self._catch_up(lookahead)
-        self._told_bytes = self._store.sent_bytes
+        self._reported_bytes = self._store.sent_bytes
         self.joined = True
 
     def note(self, note: TrainerNote) -> None:
@@ -172,7 +196,7 @@ class StoreRounds:
         residual = self._reduction.residual
         if self._refused:
             residual.discard()  # the steps are part of it
-        elif not residual.whole:
+        elif not residual.includes_sent:
             residual.forget_message()  # one that was put for the round is of steps that are no more
         self._refused = False
 
@@ -203,11 +227,11 @@ class StoreRounds:
         """Ends the round that is due: this trainer's message is put, and counts in this round or
         stays to be sent in the next one."""
         self._trainer.parameters.require()
-        return self._told(partial(self._run, phase, lookahead))
+        return self._report(partial(self._run, phase, lookahead))
 
     def finish(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
         residual = self._reduction.residual
-        if not residual.whole or residual.pending_message is None:
+        if not residual.includes_sent or residual.pending_message is None:
             return None
 
         def work() -> Round | None:
@@ -217,9 +241,9 @@ class StoreRounds:
                 self._put()  # it counts if the others go on
                 return None
 
-        return self._told(work)
+        return self._report(work)
 
-    def _told(self, work: Callable[[], Round | None]) -> Round | None:
+    def _report(self, work: Callable[[], Round | None]) -> Round | None:
         """The round that ``work`` has ended, with what this trainer has sent meanwhile, and why it
         was left out."""
         try:
@@ -231,31 +255,37 @@ class StoreRounds:
             raise
         if done is None:
             return None
-        left_out = "; ".join(self._left_out)
-        self._left_out.clear()
-        sent, self._told_bytes = self._store.sent_bytes - self._told_bytes, self._store.sent_bytes
-        return replace(done, sent_bytes=sent, left_out=left_out)
+        reason = "; ".join(self._excluded_reasons)
+        self._excluded_reasons.clear()
+        sent, self._reported_bytes = (
+            self._store.sent_bytes - self._reported_bytes,
+            self._store.sent_bytes,
+        )
+        return replace(done, sent_bytes=sent, excluded_reason=reason)
 
     def _run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
         residual = self._reduction.residual
-        with phase("buffers"):
-            self._trainer.buffers.require_unchanged()
+        with phase("frozen"):
+            self._trainer.frozen.require_unchanged()
+        # 1. The round before ends, if its message was sent behind these steps; rounds that others
+        # have closed meanwhile are taken up.
         with phase("exchange"):
-            done, delivery = self._end_exchange(lookahead())
+            done, outcome = self._end_exchange(lookahead())
         if not self._trainer.inner_step:
             return done  # its steps have counted, in the message of a call that failed, or may have
-        late = self._late = delivery is Delivery.NOT_COUNTED
-        if delivery is not None and not late and not residual.overlap:
+        late = self._late = outcome is MessageOutcome.NOT_COUNTED
+        if outcome is not None and not late and not residual.overlap:
             # What was late has counted: it is in step with the others again. Its steps are in the
             # residual.
             self._trainer.inner_step = 0
             return done
-        # Who finds that a round was closed without it does not wait for the next one.
+        # 2. The gate makes the message, and its digest is noted before it leaves. A trainer that
+        # finds a round closed without it does not wait for the next one.
         behind = residual.overlap or late
         # One message a round: where a call failed that had put it, this one puts the same again.
         if residual.pending_message is None:
             with phase("gate"):
-                if residual.whole or behind:
+                if residual.includes_sent or behind:
                     self._serial.run(partial(self._take_steps, lookahead()), whole=True)
                     self._refused = True  # unless it is not
                 own = self._reduction.message(self._trainer.round)
@@ -271,8 +301,10 @@ class StoreRounds:
                     )
                 self._own, self._refused = written, False
             # First: it may count although this trainer fails.
-            residual.pending_message, residual.whole = written[0].sha256, behind
-        if residual.whole:
+            residual.pending_message, residual.includes_sent = written[0].sha256, behind
+        # 3. Behind the next steps with overlap or when late; else this trainer waits for the close,
+        # and takes the outer step.
+        if residual.includes_sent:
 
             def go_on() -> None:
                 self._trainer.inner_step = 0
@@ -301,11 +333,11 @@ class StoreRounds:
         if self._own is not None and self._reduction.residual.pending_message is not None:
             self._store.put_post(self._trainer.round, *self._own)
 
-    def _end_exchange(self, lookahead: np.float32) -> tuple[Round | None, Delivery | None]:
+    def _end_exchange(self, lookahead: np.float32) -> tuple[Round | None, MessageOutcome | None]:
         """Ends what goes on behind the inner steps, and takes up the rounds that were closed, as
         `_catch_up`."""
         residual, operation = self._reduction.residual, self._under_way
-        if residual.whole and residual.pending_message is not None:
+        if residual.includes_sent and residual.pending_message is not None:
             try:
                 if operation is None:
                     self._exchange()
@@ -324,30 +356,30 @@ class StoreRounds:
     def _take_steps(self, lookahead: np.float32) -> None:
         """Before a message is made of all that the residual has: the inner steps are part of it."""
         residual = self._reduction.residual
-        residual.settle(Delivery.NOT_COUNTED, (), steps=True)
-        residual.whole = False
+        residual.settle(MessageOutcome.NOT_COUNTED, (), steps=True)
+        residual.includes_sent = False
         self._trainer.write_start(lookahead)
 
-    def _catch_up(self, lookahead: np.float32) -> tuple[Round | None, Delivery | None]:
+    def _catch_up(self, lookahead: np.float32) -> tuple[Round | None, MessageOutcome | None]:
         """Takes up the rounds that were closed since this trainer's last one: the last of them, and
         what became of its message in that. A message that is due stays due, unless it has
         counted."""
-        done, delivery = None, None
+        done, outcome = None, None
         while (close := self._store.closed(self._trainer.round)) is not None:
-            due, delivery = self._trainer.inner_step, self._delivery(close)
-            whole, restored = (
-                self._reduction.residual.whole,
+            due, outcome = self._trainer.inner_step, self._outcome(close)
+            included, restored = (
+                self._reduction.residual.includes_sent,
                 self._trainer.restored_in == self._trainer.round,
             )
             try:
                 done = self._apply(close, lookahead)
             except NotFound:  # its messages are gone: a later snapshot has what they led to
-                delivery = self._load_newest(lookahead)
-            if delivery == Delivery.NOT_COUNTED or (
-                whole and not (restored and delivery == Delivery.UNKNOWN)
+                outcome = self._load_newest(lookahead)
+            if outcome == MessageOutcome.NOT_COUNTED or (
+                included and not (restored and outcome == MessageOutcome.UNKNOWN)
             ):
                 self._trainer.inner_step = due
-        return done, delivery
+        return done, outcome
 
     def _wait(self) -> Close:
         """Waits until the round is closed, and closes it where enough trainers are in."""
@@ -380,11 +412,11 @@ class StoreRounds:
 
     def _round_posts(self) -> RoundPosts:
         number, trainer = self._trainer.round, self._trainer
-        place = Place(self._store.run, number, trainer.name, self._root)
+        place = RoundKey(self._store.run, number, trainer.name, self._root)
         if self._posts is None or self._posts.place != place:
             # Fixed by the round before: a message has its parts before it is known who will be in.
             members = len(self._members)
-            gated = self._reduction.gates_sums(Sites.of([""] * members))
+            gated = self._reduction.gates_sums(members)
             shares = cut_runs(self._blocks, members if gated else 1)
             self._posts = RoundPosts(
                 self._store,
@@ -414,12 +446,10 @@ class StoreRounds:
             return self._sums.entries()
         self._sums = None
         messages = ordered_map(partial(self._named, close), close.posts, posts.threads)
-        return [
-            list(of_block) for of_block in zip(*(found.by_block for found in messages), strict=True)
-        ]
+        return [list(of_block) for of_block in zip(*messages, strict=True)]
 
-    def _named(self, close: Close, post: Post) -> PostedMessage:
-        """A message that a close has named."""
+    def _named(self, close: Close, post: Upload) -> list[Entries]:
+        """The entries, by block, of a post that a close has named."""
         found = self._round_posts().message(post)
         if isinstance(found, str):
             raise cannot_count(close, post.trainer, found)
@@ -449,43 +479,54 @@ class StoreRounds:
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
         state, residual = self._state, self._reduction.residual
-        whole, entries, delivery = residual.whole, self._gathered(close), self._delivery(close)
-        steps = self._has_new_steps(delivery)
+        included, entries, outcome = (
+            residual.includes_sent,
+            self._gathered(close),
+            self._outcome(close),
+        )
+        steps = self._has_new_steps(outcome)
         posts, sums = self._round_posts(), self._sums
         own: list[Entries] = []
         back: list[Entries] = []
-        if delivery == Delivery.COUNTED and (
-            whole or (sums and sums.leaves_out(self._trainer.name))
+        if outcome == MessageOutcome.COUNTED and (
+            included or (sums and sums.leaves_out(self._trainer.name))
         ):
             own, back = self._own_entries(close, sums)
-        if delivery == Delivery.COUNTED and sums and (why := sums.leaves_out(self._trainer.name)):
-            self._left_out.append(
+        if (
+            outcome == MessageOutcome.COUNTED
+            and sums
+            and (why := sums.leaves_out(self._trainer.name))
+        ):
+            self._excluded_reasons.append(
                 f"round {close.round + 1}: a part of this trainer's message was refused: {why}"
             )
-        if delivery == Delivery.NOT_COUNTED and self._trainer.inner_step:
-            self._left_out.append(
+        if outcome == MessageOutcome.NOT_COUNTED and self._trainer.inner_step:
+            self._excluded_reasons.append(
                 f"round {close.round + 1}: "
                 f"{close.reason(self._trainer.name, residual.pending_message)}"
             )
 
         def take_effect() -> int:
             # What the message had is in the others' theta now; what stays is in the next residual.
-            if whole:
-                residual.settle(delivery, own, steps=steps)
-            elif delivery != Delivery.COUNTED:
-                self._keep_local_steps(delivery)
-            if whole or delivery != Delivery.COUNTED:
+            if included:
+                residual.settle(outcome, own, steps=steps)
+            elif outcome != MessageOutcome.COUNTED:
+                self._keep_local_steps(outcome)
+            if included or outcome != MessageOutcome.COUNTED:
                 np.copyto(residual.next, residual.flat)
             elif back:
                 for block, (places, values) in zip(self._blocks, back, strict=True):
                     block.of(residual.next)[places] += values  # exact: s = sent + residual
-            residual.add_held_back = sums.add_withheld if sums else None
+            residual.apply_withheld = sums.add_withheld if sums else None
             summed = self._reduction.step(close.round, entries, len(close.posts), lookahead)
             self._trainer.complete_round([post.sha256 for post in close.posts])
-            residual.whole |= (whole and steps) or (
-                delivery == Delivery.NOT_COUNTED and (whole or steps)
+            # Steps without a message of their own are in the residual now: with them it includes
+            # what a gate lets through. So it does where a message has not counted, which stays
+            # in it until the next one is made.
+            residual.includes_sent |= (included and steps) or (
+                outcome == MessageOutcome.NOT_COUNTED and (included or steps)
             )
-            if residual.whole:
+            if residual.includes_sent:
                 self._trainer.write_start(lookahead)
             return summed
 
@@ -509,75 +550,80 @@ class StoreRounds:
             scattered=sums is not None,
             payload_bytes=nbytes,
             sent_bytes=0,  # `run` knows, and why it was left out
-            between_bytes=0,
             root=self._root,
             seconds={},  # the caller's
         )
 
-    def _delivery(self, close: Close) -> Delivery:
+    def _outcome(self, close: Close) -> MessageOutcome:
         """What became of what this trainer had to send, by the end of a round."""
         counted = {post.trainer: post.sha256 for post in close.posts}.get(self._trainer.name)
         if counted is None:
-            return Delivery.NOT_COUNTED
+            return MessageOutcome.NOT_COUNTED
         # Else it is a message that this trainer had put before it came back from a checkpoint.
         return (
-            Delivery.COUNTED
+            MessageOutcome.COUNTED
             if counted == self._reduction.residual.pending_message
-            else Delivery.UNKNOWN
+            else MessageOutcome.UNKNOWN
         )
 
-    def _has_new_steps(self, delivery: Delivery) -> bool:
+    def _has_new_steps(self, outcome: MessageOutcome) -> bool:
         """Whether there are inner steps, none of which may be part of a message that has this
-        ``delivery``."""
-        may_be = delivery == Delivery.UNKNOWN and self._trainer.restored_in == self._trainer.round
+        ``outcome``."""
+        may_be = (
+            outcome == MessageOutcome.UNKNOWN and self._trainer.restored_in == self._trainer.round
+        )
         return bool(self._trainer.inner_step) and not may_be
 
-    def _keep_local_steps(self, delivery: Delivery) -> None:
+    def _keep_local_steps(self, outcome: MessageOutcome) -> None:
         """Puts what was learnt since the last round into the residual, all of it or, of what may
         have counted, none."""
-        if self._trainer.inner_step or delivery == Delivery.UNKNOWN:
-            self._reduction.residual.catch_up(delivery)
+        if self._trainer.inner_step or outcome == MessageOutcome.UNKNOWN:
+            self._reduction.residual.catch_up(outcome)
 
     # -- what is in the store
 
     def _bounds(self) -> dict[str, object]:
-        return {"max_norm": self.exchange.max_norm, "max_entries": self.exchange.max_entries}
+        return {"max_norm": self.exchange.max_norm}
 
-    def _load_newest(self, lookahead: np.float32) -> Delivery:
+    def _load_newest(self, lookahead: np.float32) -> MessageOutcome:
         """Takes up the newest snapshot; what became of this trainer's messages in the rounds up to
         it."""
-        began, delivery = self._trainer.round, Delivery.NOT_COUNTED
+        began, outcome = self._trainer.round, MessageOutcome.NOT_COUNTED
 
         def settle() -> None:
             residual = self._reduction.residual
-            if residual.whole:
+            if residual.includes_sent:
                 # The message is gone, what it had is not: it follows from theta and the residual.
-                residual.settle(delivery, self._find_due(), steps=self._has_new_steps(delivery))
-            elif delivery == Delivery.COUNTED:
+                residual.settle(
+                    outcome, self._find_sendable_entries(), steps=self._has_new_steps(outcome)
+                )
+            elif outcome == MessageOutcome.COUNTED:
                 residual.take_next()
             else:
-                self._keep_local_steps(delivery)
-            residual.whole = True
-            if self._sums is not None and delivery != Delivery.UNKNOWN:
+                self._keep_local_steps(outcome)
+            residual.includes_sent = True
+            if self._sums is not None and outcome != MessageOutcome.UNKNOWN:
                 self._sums.add_withheld(residual.flat)
 
-        def find_delivery(newest: int) -> None:
-            nonlocal delivery
+        def find_outcome(newest: int) -> None:
+            nonlocal outcome
             closes = ordered_map(
                 self._store.closed, range(began, newest), self._round_posts().threads
             )
-            first, *later = [self._delivery(close) for close in closes if close is not None]
-            delivery = (
-                first if all(each == Delivery.NOT_COUNTED for each in later) else Delivery.UNKNOWN
+            first, *later = [self._outcome(close) for close in closes if close is not None]
+            outcome = (
+                first
+                if all(each == MessageOutcome.NOT_COUNTED for each in later)
+                else MessageOutcome.UNKNOWN
             )
 
-        if not self._take_up_newest(began, lookahead, find_delivery, settle):
+        if not self._take_up_newest(began, lookahead, find_outcome, settle):
             raise StoreError(
                 f"the messages of round {began + 1} are gone, and there is no later snapshot "
                 "that can be read",
                 hint="Is the store damaged? Start from another trainer's checkpoint.",
             )
-        return delivery
+        return outcome
 
     def _take_up_newest(
         self,
@@ -605,7 +651,7 @@ class StoreRounds:
                 break  # no later ones have taken their place
         return False
 
-    def _find_due(self) -> list[Entries]:
+    def _find_sendable_entries(self) -> list[Entries]:
         """What the message on its way has, or would have, which is part of the residual."""
         reduction = self._reduction
         return reduction.gate.entries_of(

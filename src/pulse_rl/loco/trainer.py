@@ -13,14 +13,13 @@ import numpy as np
 
 from ..errors import CorruptMessage, Diverged, InputError, NonFinite, StateMismatch
 from ..state.tensors import TensorSpec
-from .buffers import FrozenAndBuffers
+from .frozen import FrozenTensors
 from .group import TrainerGroup
-from .outer import Delivery, OuterState, Residual
+from .outer import MessageOutcome, OuterState, Residual
 from .parameters import Floats
 from .wire import FORMAT
 
-MAX_SCALE = 1024.0
-"""Of a lookahead, and of a gate's scale."""
+MAX_LOOKAHEAD = 1024.0
 
 _MAX_HANDSHAKE_BYTES = 1 << 20
 _FIELDS: dict[str, type] = {
@@ -30,7 +29,6 @@ _FIELDS: dict[str, type] = {
     "momentum": str,
     "messages": list,
     "specs": str,
-    "site": str,
     "format": int,
 }
 
@@ -42,8 +40,8 @@ class Handshake:
     ``settings`` are those that all must share. ``round`` is its last common round, ``root`` the
     root of theta after it, ``momentum`` that of the outer momentum (both 64 hexadecimal digits).
     ``messages`` are the digests of that round's messages, one per trainer, and ``specs`` is the
-    digest of its parameters (`specs_digest`). ``site``: the name of its site, "" if it was given
-    none. ``format`` is that of the handshake and of all messages.
+    digest of its parameters (`specs_digest`). ``format`` is that of the handshake and of all
+    messages.
     """
 
     settings: dict[str, Any]
@@ -52,7 +50,6 @@ class Handshake:
     momentum: str
     messages: list[str]
     specs: str
-    site: str = ""
     format: int = FORMAT
 
     @property
@@ -101,7 +98,7 @@ def exchange_handshakes(group: TrainerGroup, own: Handshake) -> list[Handshake]:
 
 def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: int) -> None:
     """Raises StateMismatch if a trainer has other parameters than ``own_rank``, InputError if it
-    has other settings, or if some have a site and others have none."""
+    has other settings."""
     own = handshakes[own_rank]
     for rank, handshake in enumerate(handshakes):
         if handshake.specs != own.specs:
@@ -113,12 +110,6 @@ def require_same_model_and_settings(handshakes: Sequence[Handshake], own_rank: i
             raise InputError(
                 f"trainer {rank} runs with {handshake.settings}, this one with {own.settings}"
             )
-    nowhere = [rank for rank, handshake in enumerate(handshakes) if not handshake.site]
-    if 0 < len(nowhere) < len(handshakes):
-        raise InputError(
-            f"trainers {nowhere} have no site, the others have one",
-            hint="Give every trainer the name of its site, or none of them.",
-        )
 
 
 def find_leader(handshakes: Sequence[Handshake]) -> int:
@@ -151,9 +142,9 @@ def require_no_divergence(handshakes: Sequence[Handshake], leader: int) -> None:
         )
 
 
-def delivery_of(
+def outcome_of(
     message: str | None, number: int, leader: Handshake, *, from_checkpoint: bool
-) -> Delivery:
+) -> MessageOutcome:
     """What became of the message of the round after ``number``, the last one that this trainer has
     completed.
 
@@ -162,10 +153,10 @@ def delivery_of(
     unknown what it sent after it was saved.
     """
     if leader.round == number + 1 and message in leader.messages:
-        return Delivery.COUNTED
+        return MessageOutcome.COUNTED
     if from_checkpoint or (message is not None and leader.round > number + 1):
-        return Delivery.UNKNOWN
-    return Delivery.NOT_COUNTED
+        return MessageOutcome.UNKNOWN
+    return MessageOutcome.NOT_COUNTED
 
 
 class Trainer:
@@ -174,7 +165,7 @@ class Trainer:
 
     def __init__(self, state: OuterState, residual: Residual | None) -> None:
         self.state, self.residual, self.parameters = state, residual, state.parameters
-        self.buffers = FrozenAndBuffers(self.parameters.model, self.parameters.tensors)
+        self.frozen = FrozenTensors(self.parameters.model, self.parameters.tensors)
         self.round = self.inner_step = 0
         self.name = ""
         """Among trainers that meet in a store; a checkpoint keeps it."""
@@ -188,12 +179,11 @@ class Trainer:
 
     # -- what the model holds
 
-    def take_initial(self) -> None:
+    def load_model_weights(self) -> None:
         """Before the first round theta is what the model holds: it may have been loaded since this
         was made."""
         if self.round == 0 and not self._from_checkpoint:
             self.state.theta[:] = self.parameters.read()
-            self.buffers.read_common()
 
     def write_start(self, lookahead: np.float32) -> None:
         """Gives the model its local start; all of it, as the model may hold anything."""
@@ -204,11 +194,10 @@ class Trainer:
             self.parameters.write(self.state.theta)
 
     def rewind(self, lookahead: np.float32) -> None:
-        """Gives the model the start of the round and the last common buffers."""
+        """Gives the model the start of the round."""
         self.inner_step = 0
         self.restored_in = None
         self.write_start(lookahead)
-        self.buffers.restore()
 
     def complete_round(self, messages: list[str]) -> None:
         self.messages = messages
@@ -227,34 +216,31 @@ class Trainer:
         self,
         group: TrainerGroup,
         settings: dict[str, object],
-        site: str | None,
         lookahead: np.float32,
     ) -> Callable[[], None]:
         """Agrees with the others on one outer state. What is returned takes it up, and cannot fail;
         an error before leaves this trainer as it was.
 
-        ``settings``: those that all must share; ``site``: the name of this trainer's;
-        ``lookahead``: with what the next inner steps start where another state is taken up. Raises
-        TrainerLost, CorruptMessage, Diverged, StateMismatch, InputError and NonFinite.
+        ``settings``: those that all must share; ``lookahead``: with what the next inner steps start
+        where another state is taken up. Raises TrainerLost, CorruptMessage, Diverged,
+        StateMismatch, InputError and NonFinite.
         """
         # 1. Handshakes: all have one model and the same settings, and none that is in the latest
         # round has diverged.
-        handshakes = exchange_handshakes(group, self._handshake(settings, site))
+        handshakes = exchange_handshakes(group, self._handshake(settings))
         group.progress.met()
         require_same_model_and_settings(handshakes, group.rank)
-        group.sites = [handshake.site for handshake in handshakes]
         leader = find_leader(handshakes)
         require_no_divergence(handshakes, leader)
+        self.frozen.meet(group)
         # 2. Those behind the leader get its state, into copies: a trainer that is lost leaves the
         # others whole.
         behind = find_behind(handshakes, leader)
-        take_up_buffers = self.buffers.meet(group, leader)
         theta, momentum = self._fetch_state(group, leader, behind)
 
         # 3. Nothing that follows waits for another trainer.
         def take_up() -> None:
             from_checkpoint, self._from_checkpoint = self._from_checkpoint, False
-            take_up_buffers()
             if group.rank in behind:
                 self._settle_message(handshakes[leader], from_checkpoint)
                 self.state.theta[:], self.state.momentum[:] = theta, momentum
@@ -266,7 +252,7 @@ class Trainer:
 
         return take_up
 
-    def _handshake(self, settings: dict[str, object], site: str | None) -> Handshake:
+    def _handshake(self, settings: dict[str, object]) -> Handshake:
         digests = self.state.digests()
         return Handshake(
             settings=settings,
@@ -274,8 +260,7 @@ class Trainer:
             root=digests["theta"].root,
             momentum=digests["momentum"].root,
             messages=self.messages,
-            specs=specs_digest(self.parameters.specs, self.buffers.specs),
-            site=site or "",
+            specs=specs_digest(self.parameters.specs, self.frozen.specs),
         )
 
     def _fetch_state(
@@ -297,16 +282,15 @@ class Trainer:
         if self.residual is not None and leader.round != self.round:
             message = self.residual.pending_message
             self.residual.catch_up(
-                delivery_of(message, self.round, leader, from_checkpoint=from_checkpoint)
+                outcome_of(message, self.round, leader, from_checkpoint=from_checkpoint)
             )
 
     # -- checkpoints
 
     def saved(self) -> dict[str, Any]:
         """Copies, by name."""
-        buffers, residual = self.buffers.saved(), self.residual
+        residual = self.residual
         return {
-            **({"buffers": buffers} if buffers else {}),
             "round": self.round,
             "inner_step": self.inner_step,
             "messages": list(self.messages),
@@ -317,7 +301,9 @@ class Trainer:
                 if residual and residual.started_with
                 else {}
             ),
-            **({"message": residual.pending_message} if residual and residual.whole else {}),
+            **(
+                {"message": residual.pending_message} if residual and residual.includes_sent else {}
+            ),
         }
 
     def loaded(self, saved: Mapping[str, Any]) -> Callable[[np.float32], None]:
@@ -328,12 +314,11 @@ class Trainer:
         if missing:
             raise StateMismatch(f"the saved state has no {sorted(missing)}")
         ahead = saved.get("started_with", 0.0)
-        if not isinstance(ahead, float) or not 0 <= ahead <= MAX_SCALE:
+        if not isinstance(ahead, float) or not 0 <= ahead <= MAX_LOOKAHEAD:
             raise StateMismatch(f"the saved state's steps started with lookahead {ahead!r}")
         message = saved.get("message")
         if message is not None and not isinstance(message, str):
             raise StateMismatch(f"the saved state's message is {message!r}, no digest")
-        buffers = self.buffers.loaded(saved["buffers"]) if "buffers" in saved else None
         counters, messages = (saved["round"], saved["inner_step"]), saved["messages"]
         if not (
             isinstance(messages, list) and all(isinstance(m, str) for m in messages)
@@ -358,9 +343,11 @@ class Trainer:
             if self.residual is not None:
                 self.residual.forget_message()
                 if self.name:  # over a store
-                    self.residual.pending_message, self.residual.whole = message, "message" in saved
+                    self.residual.pending_message, self.residual.includes_sent = (
+                        message,
+                        "message" in saved,
+                    )
                 self.residual.started_with = np.float32(ahead)
-            self.buffers.load(buffers)
             if self.inner_step == 0:  # in mid-round the model is left to its own checkpoint
                 self.rewind(lookahead)
 

@@ -141,7 +141,7 @@ class Message:
         """The message with a random number in it: two trainers may send the same payloads, and
         their messages must still differ (docs/loco.md, section 5)."""
         # A trainer that was lost asks by the digest whether its message has counted
-        # (`trainer.delivery_of`).
+        # (`trainer.outcome_of`).
         nonce = int.from_bytes(os.urandom(8), "little")
         header = _HEADER.pack(MAGIC, FORMAT, self.wire, 0, self.round, nonce, len(self.payloads))
         lengths = struct.pack(f"<{len(self.payloads)}I", *map(len, self.payloads))

@@ -25,14 +25,14 @@ class Round(OneLine):
     them saw it.
 
     ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``,
-    those about buffers and frozen parameters included; ``sent_bytes`` left its process in all
-    (headers, padding, and what it passed on or summed for others), and ``between_bytes`` of them
-    went to trainers of another site. ``summed`` parameters have a sum that is not 0, and passed its
-    gate if there is one. ``scattered``: each trainer summed a share of the parameters
-    (docs/loco.md, 4.3); otherwise all got all messages. ``root`` is that of theta, FP32.
-    ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and "buffers" for
-    buffers and frozen parameters. ``left_out``: over a store, why messages of this trainer were not
-    in this round, or in those that it took up before it; "" where it was not left out.
+    those about frozen parameters and buffers included; ``sent_bytes`` left its process in all
+    (headers, padding, and what it passed on or summed for others). ``summed`` parameters have a sum
+    that is not 0, and passed its gate if there is one. ``scattered``: each trainer summed a share
+    of the parameters (docs/loco.md, 4.3); otherwise all got all messages. ``root`` is that of
+    theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
+    "frozen" for frozen parameters and buffers. ``excluded_reason``: over a store, why messages of
+    this trainer were not in this round, or in those that it took up before it; "" where it was not
+    left out.
     """
 
     number: int
@@ -43,10 +43,9 @@ class Round(OneLine):
     scattered: bool
     payload_bytes: int
     sent_bytes: int
-    between_bytes: int
     root: str
     seconds: dict[str, float]
-    left_out: str = ""
+    excluded_reason: str = ""
 
     @property
     def density(self) -> float:
@@ -69,7 +68,7 @@ class Round(OneLine):
         }
 
 
-class Meeting(Protocol):
+class RoundProtocol(Protocol):
     """One trainer's side of what the trainers of a run meet in.
 
     ``joined``: whether the trainer is among them, and may run a round. An error of `run` after
@@ -138,7 +137,7 @@ class GroupRounds:
         try:
             # Agreed with the others first, taken over at once afterwards: a failure leaves this
             # trainer as it was.
-            take_up = self._trainer.meet(group, settings, self._exchange.site, lookahead)
+            take_up = self._trainer.meet(group, settings, lookahead)
 
             def begin() -> None:
                 take_up()
@@ -152,12 +151,12 @@ class GroupRounds:
 
     def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round:
         group, trainer, state = self._met(), self._trainer, self._trainer.state
-        sent, between = group.sent_bytes, group.between_bytes
+        sent = group.sent_bytes
         try:
-            # 1. What no optimizer trains: buffers are averaged, frozen parameters compared.
+            # 1. What no optimizer trains must not have changed.
             trainer.parameters.require()
-            with phase("buffers"):
-                buffers = trainer.buffers.agree(group, trainer.round + 1)
+            with phase("frozen"):
+                message_bytes = trainer.frozen.require_unchanged_on_all(group)
             # 2. Gate, wire, exchange. A failure up to here leaves theta, momentum and residual as
             # they were.
             pending = self._reduction.run(group, trainer.round, phase)
@@ -167,7 +166,6 @@ class GroupRounds:
                 with phase("update"):
                     summed = pending.apply(lookahead())
                     trainer.complete_round(pending.messages)
-                    buffers.commit()
                 return summed
 
             summed = self._serial.run(take_effect, whole=True)
@@ -190,9 +188,8 @@ class GroupRounds:
             entries=pending.entries,
             summed=summed,
             scattered=pending.scattered,
-            payload_bytes=pending.payload_bytes + buffers.payload_bytes,
+            payload_bytes=pending.payload_bytes + message_bytes,
             sent_bytes=group.sent_bytes - sent,
-            between_bytes=group.between_bytes - between,
             root=theta.root,
             seconds={},  # the caller's
         )

@@ -1,15 +1,14 @@
-"""Trainers of several sites, in threads beside the dense reference."""
+"""Trainers of one group, in threads beside the dense reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.loco.threads import as_threads
-from pulse_rl.loco.exchange import Sites
 from tests.support.loco_reference import Flat, Reference, force_gated, group_of, pulse_loco
 
 SIZE = 3000
@@ -21,13 +20,12 @@ class Member:
     def __init__(
         self,
         rank: int,
-        sites: Sequence[str],
+        size: int,
         seen: dict[tuple[int, int], Flat],
-        one_level: bool = False,
         gate_sums: bool = True,
         **settings: Any,
     ) -> None:
-        self.rank, self.size, self.seen, self.settings = rank, len(sites), seen, settings
+        self.rank, self.size, self.seen, self.settings = rank, size, seen, settings
         self.random = torch.Generator().manual_seed(100 + rank)
         start = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)) / 50
         self.weight = nn.Parameter(start.clone())
@@ -38,12 +36,9 @@ class Member:
             self.optimizer,
             sync_every=1,
             threads=1,
-            site=sites[rank] or None,
             **settings,
         )
-        if one_level:
-            self.loop.reduction.sites = lambda group: Sites.of([""] * group.size)  # type: ignore[method-assign]
-        self.reference = Reference(start, rank=rank, sites=sites, gate_sums=gate_sums, **settings)
+        self.reference = Reference(start, rank=rank, gate_sums=gate_sums, **settings)
 
     def _select(self) -> None:
         """Before the loop's own hook: what this trainer is about to send."""
@@ -70,16 +65,16 @@ class Member:
         assert done is not None
         assert done.summed == int(self.reference.summed.count_nonzero())
         assert done.entries == int(self.seen[number, self.rank].count_nonzero())
-        assert done.scattered or not self.reference.sites
+        assert done.scattered or not self.reference.gate_sums
 
 
 def members(
-    names: str, work: Callable[[Member], None], *, forced: bool | None = None, **settings: Any
+    size: int, work: Callable[[Member], None], *, forced: bool | None = None, **settings: Any
 ) -> list[Member]:
     """``work`` of every member, each in a thread, after they have met. ``forced``: `force_gated`
     meanwhile."""
-    sites, seen = [name.strip() for name in names], dict[tuple[int, int], Flat]()
-    everyone = [Member(rank, sites, seen, **settings) for rank in range(len(sites))]
+    seen: dict[tuple[int, int], Flat] = {}
+    everyone = [Member(rank, size, seen, **settings) for rank in range(size)]
 
     def run(rank: int) -> None:
         with everyone[rank].loop:
