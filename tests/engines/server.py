@@ -95,7 +95,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
     data = json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as found:
-        is_json = "json" in found.headers["Content-Type"]
+        is_json = found.headers.get_content_type() == "application/json"
         return json.loads(found.read()) if is_json else None
 
 
