@@ -34,16 +34,9 @@ def server(
     """The URL of a server that is up. ``pulse``: with the backend; ``dev``: the weight routes;
     ``options``: more."""
     port = port or free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        checkpoint,
-        "--port",
-        str(port),
-    ]
-    command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "128"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
+    command += ["--port", str(port), "--host", "127.0.0.1"]
+    command += ["--enforce-eager", "--max-model-len", "128"]
     command += ["--max-num-seqs", "8", "--served-model-name", "policy"]
     command += ["--tensor-parallel-size", str(tensor_parallel)]
     if pulse:
@@ -88,25 +81,22 @@ def complete(url: str, tokens: int = 8, **options: Any) -> dict[str, Any]:
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    data = json.dumps(body | options).encode()
-    request = urllib.request.Request(
-        f"{url}/v1/completions", data, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as found:
-        answer: dict[str, Any] = json.loads(found.read())
-    return answer
+    return post(f"{url}/v1/completions", body | options)
 
 
 def checksums(url: str) -> dict[str, str]:
     """vLLM's own SHA-256 of every live tensor under its runtime name."""
-    request = urllib.request.Request(
-        f"{url}/weight_checker",
-        json.dumps({"action": "checksum"}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as found:
-        sums: dict[str, str] = json.loads(found.read())["checksums"]
+    sums: dict[str, str] = post(f"{url}/weight_checker", {"action": "checksum"})["checksums"]
     return sums
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    """The answer to a JSON body; None where it is not JSON."""
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as found:
+        is_json = found.headers.get_content_type() == "application/json"
+        return json.loads(found.read()) if is_json else None
 
 
 def free_port() -> int:

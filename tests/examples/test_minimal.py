@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import pulse_rl
+from tests.support.programs import CHECKOUT, ran
 from tests.support.trainers import printed
-
-CHECKOUT = Path(__file__).parents[2]
-
-
-def run(program: str, *args: str) -> str:
-    command = [sys.executable, f"examples/{program}", *args]
-    done = subprocess.run(
-        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -36,7 +24,8 @@ def test_a_worker_follows_a_trainer(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_trainers_stay_in_step() -> None:
     rounds = re.findall(
-        r"round (\d+): ([\d,]+) bytes a trainer, not ([\d,]+); root", run("minimal_loco.py")
+        r"round (\d+): ([\d,]+) bytes a trainer, not ([\d,]+); root",
+        ran("examples/minimal_loco.py"),
     )
     assert [int(number) for number, _, _ in rounds] == [1, 2, 3]
     assert all(
@@ -46,7 +35,7 @@ def test_two_trainers_stay_in_step() -> None:
 
 @pytest.mark.slow
 def test_the_asynchronous_loop_learns() -> None:
-    text = run("async_grpo.py", "60")
+    text = ran("examples/async_grpo.py", 60)
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+),", text)]
     assert len(rewards) == 10
     assert rewards[-1] > rewards[0]

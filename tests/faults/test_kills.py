@@ -3,13 +3,12 @@ on. And programs that end at a random moment."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
+
+from tests.support.programs import ran
 
 from . import kills
 
@@ -34,10 +33,5 @@ def test_every_kill_point_is_survived(
 
 def test_programs_end_with_everything_under_way() -> None:
     """``make faults`` has more of them."""
-    command = [sys.executable, "-m", "tests.faults", "exits", "--sequences", "4"]
-    checkout = Path(__file__).parents[2]
-    done = subprocess.run(
-        command, cwd=checkout, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "exits, seed 1: 4 sequences" in done.stdout
+    said = ran("-m", "tests.faults", "exits", "--sequences", 4)
+    assert "exits, seed 1: 4 sequences" in said

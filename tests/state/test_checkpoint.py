@@ -25,10 +25,8 @@ from tests.support.states import Rng, all_dtypes, policy, snapshot
 
 @pytest.fixture(scope="module")
 def qwen() -> Any:
-    from transformers import (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-    )  # takes seconds, which a quick run has not
+    # It takes seconds, which a quick run has not.
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}

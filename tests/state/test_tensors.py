@@ -36,19 +36,9 @@ TORCH_DTYPES = {
     "C64": torch.complex64,
 }
 NUMPY_DTYPES = {
-    "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "U16": np.uint16,
-    "I16": np.int16,
-    "F16": np.float16,
-    "U32": np.uint32,
-    "I32": np.int32,
-    "F32": np.float32,
-    "U64": np.uint64,
-    "I64": np.int64,
-    "F64": np.float64,
-    "C64": np.complex64,
+    name: torch.zeros(0, dtype=dtype).numpy().dtype
+    for name, dtype in TORCH_DTYPES.items()
+    if name != "BF16" and not name.startswith("F8")
 }
 
 

@@ -31,6 +31,7 @@ from tests.trainers.support import common, tiny
 WORDS = 256
 SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>"]
 STEPS = 3
+SETTINGS: dict[str, Any] = {"num_generations": 2, "max_completion_length": 8, "max_steps": STEPS}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -71,12 +72,7 @@ def numbers(completions: list[Any], **_: Any) -> list[float]:
 
 
 def grpo(checkpoint: str, folder: Path, rollout_func: Any, **others: Any) -> GRPOTrainer:
-    settings = {
-        "num_generations": 2,
-        "max_completion_length": 8,
-        "max_steps": STEPS,
-        **others.pop("config", {}),
-    }
+    settings = SETTINGS | others.pop("config", {})
     return GRPOTrainer(
         model=checkpoint,
         reward_funcs=numbers,
@@ -93,15 +89,8 @@ def grpo(checkpoint: str, folder: Path, rollout_func: Any, **others: Any) -> GRP
 def async_grpo(
     checkpoint: str, folder: Path, url: str, transfer: Any, **others: Any
 ) -> AsyncGRPOTrainer:
-    settings = {
-        "num_generations": 2,
-        "max_completion_length": 8,
-        "max_steps": STEPS,
-        "vllm_server_base_url": url,
-        "gradient_checkpointing": False,
-        "max_inflight_tasks": 4,
-        **others.pop("config", {}),
-    }
+    settings = SETTINGS | {"vllm_server_base_url": url, "gradient_checkpointing": False}
+    settings |= {"max_inflight_tasks": 4} | others.pop("config", {})
     rows = [{"prompt": [{"role": "user", "content": f"w{n + 3} w{n + 4}"}]} for n in range(20)]
     return AsyncGRPOTrainer(
         model=checkpoint,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from peft import LoraConfig, PeftModel
 
 from pulse_rl import Subscriber
 from pulse_rl.integrations.transformers import PulseCallback
-from tests.engines.server import complete, server
+from tests.engines.server import complete, post, server
 
 from .support import grpo, untrained
 from .test_rollout import NOISE, log_probabilities
@@ -49,13 +47,8 @@ def test_a_server_generates_with_each_version_by_its_name(
             folder = tmp_path / f"adapter-v{version}"
             worker.save(folder)
             update.acknowledge()
-            body = {"lora_name": f"policy-v{version}", "lora_path": str(folder)}
-            request = urllib.request.Request(
-                f"{url}/v1/load_lora_adapter",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            urllib.request.urlopen(request).close()
+            adapter = {"lora_name": f"policy-v{version}", "lora_path": str(folder)}
+            post(f"{url}/v1/load_lora_adapter", adapter)
             choice = complete(url, model=f"policy-v{version}", prompt=prompt)["choices"][0]
             said = torch.tensor(choice["logprobs"]["token_logprobs"])
             adapted = PeftModel.from_pretrained(untrained(torch.bfloat16), folder)
