@@ -272,7 +272,16 @@ def test_a_cast_state_is_a_state_like_another(rng: Rng) -> None:
     assert notices(events) == []
 
 
-@pytest.mark.parametrize("dtype", ["F32", "bfloat16", "", 16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "bf16"])
+def test_a_dtype_has_several_names(dtype: Any, rng: Rng) -> None:
+    wide = {"w": rng.standard_normal(300, np.float32)}
+    with Publisher(MemoryStore(), stream="s") as publisher:
+        root = publisher.publish(wide, dtype="BF16").root
+        again = publisher.submit(wide, dtype=dtype).result()
+    assert (again.root, again.changed) == (root, 0)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "float32", "", 16, torch.float32])
 def test_what_is_no_compute_dtype_is_refused(dtype: Any, rng: Rng) -> None:
     with pytest.raises(InputError, match="unknown compute dtype") as caught:
         Publisher(MemoryStore(), stream="s").publish({"w": weights(rng, 3)}, dtype=dtype)
