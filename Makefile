@@ -224,8 +224,6 @@ clean:
 # Random sequences of faults against an exact model (streams, fleets with relays, groups), and a SIGKILL at every store
 # call of real processes. A sequence that breaks a promise is shrunk and printed. 100,000 sequences of streams take an hour
 # on two cores. By the same driver, with --sequences, --minutes, --seed and --only:
-#   python -m tests.faults hostile     workers beside a hostile co-writer, in real time: an hour
-#   python -m tests.faults interrupts  20,000 calls interrupted by signals and retried at once
 #   python -m tests.faults exits       programs that end at any moment, with everything under way
 #   python -m tests.faults ranks       ranks that are killed, interrupted, and skip steps, started again
 SEQUENCES ?= 10000

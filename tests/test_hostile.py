@@ -19,15 +19,16 @@ from pulse_rl import (
 )
 from pulse_rl.store import Data
 from tests.hostile import make, pieces
+from tests.support.checkpoints import entry, file_of
 from tests.support.manifests import show_next
 from tests.support.states import LIMIT_MEMORY, run_python, taken
 
 CORPUS = Path(__file__).parent / "hostile"
 
-SPARE_BYTES = 448 << 20
-"""What all files together may allocate: twice the cap of a patch's header (128 MiB plain, decoded
-and joined), and some for Python's own pools. A file that gets what it claims needs a thousand times
-more."""
+SPARE_BYTES = {"patch": 448 << 20, "safetensors": 64 << 20, "json": 64 << 20}
+"""What all files of a kind together may allocate. Patches: twice the cap of a header (128 MiB
+plain, decoded and joined), and some for Python's own pools. A file that gets what it claims needs a
+thousand times more."""
 
 
 def files(kind: str) -> list[Path]:
@@ -110,7 +111,7 @@ def test_every_hostile_file_is_refused_in_bounded_memory(kind: str) -> None:
     code = LIMIT_MEMORY + (
         "import sys; sys.path[:0] = sys.argv[3:]\n"
         "from tests import test_hostile\n"
-        "limit_memory(test_hostile.SPARE_BYTES)\n"
+        "limit_memory(test_hostile.SPARE_BYTES[sys.argv[1]])\n"
         "for way in test_hostile.WAYS[sys.argv[1]]:\n"
         "    for text in test_hostile.refuse_all(sys.argv[1], way):\n"
         "        print(way, text)\n"
@@ -191,5 +192,5 @@ def test_the_same_files_unharmed_are_accepted(tmp_path: Path) -> None:
     subscriber.sync()
     assert subscriber.root == state_root(pieces.changed())
     good = tmp_path / "good.safetensors"
-    good.write_bytes(make.checkpoint({"a": make.entry("BF16", [4], 0, 8)}, bytes(8)))
+    good.write_bytes(file_of({"a": entry("BF16", [4], [0, 8])}, bytes(8)))
     assert as_state(good).elements == 4

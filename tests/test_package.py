@@ -101,10 +101,12 @@ def test_what_is_exported_has_a_docstring() -> None:
 
 @pytest.mark.slow
 def test_every_module_can_be_imported_and_says_what_it_is_for() -> None:
+    """And none has errors of its own: all are in `pulse_rl.errors`."""
     for name in modules():
         module = importlib.import_module(name)
         if not name.endswith("._kernels"):
             assert module.__doc__, name
+    assert {c.__module__ for c in error_classes()} == {"pulse_rl.errors"}
 
 
 def test_the_version_is_the_distributions() -> None:
@@ -118,12 +120,6 @@ def error_classes() -> list[type[PulseError]]:
             child for child in parent.__subclasses__() if child.__module__.startswith("pulse_rl")
         ]
     return found
-
-
-def test_every_error_is_in_errors() -> None:
-    for name in modules():
-        importlib.import_module(name)
-    assert {c.__module__ for c in error_classes()} == {"pulse_rl.errors"}
 
 
 def test_kinds_are_distinct_and_stable() -> None:

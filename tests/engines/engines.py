@@ -64,7 +64,6 @@ def answer(llm: LLM, prompt: list[int] = PROMPT) -> tuple[torch.Tensor, list[int
     """(log-probabilities of the prompt's tokens after the first, the next 8 tokens, greedily)."""
     sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=0, ignore_eos=True)
     output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
-    assert output.prompt_logprobs is not None
     found = [
         found[token].logprob
         for found, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)

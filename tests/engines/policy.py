@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 import pulse_rl
+from tests.trainers.support import tiny
 
 PROMPT = list(range(10, 58))
 
@@ -18,19 +19,9 @@ class Policy:
     """``folder``/model is the checkpoint of version 0, ``store`` holds the stream "policy"."""
 
     def __init__(self, folder: Path, *, tied: bool = True, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        config = Qwen2Config(
-            vocab_size=501,  # padded by the engine
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            tie_word_embeddings=tied,
-            initializer_range=0.06,
-        )
-        self.model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        sizes = {"vocab_size": 501, "hidden_size": 128, "intermediate_size": 256}  # 501 is padded
+        others = {"max_position_embeddings": 256, "initializer_range": 0.06}
+        self.model = tiny(torch.bfloat16, seed, tie_word_embeddings=tied, **sizes, **others)
         self.folder = folder
         self.checkpoint = self.save("model")
         self.store = str(folder / "store")
@@ -54,28 +45,28 @@ class Policy:
 
     def step(self, density: float = 0.05) -> int:
         """Draws ``density`` of each tensor anew, publishes, and returns the version."""
-        with torch.no_grad():
-            for weight in self.model.parameters():
-                chosen = torch.rand(weight.shape, generator=self.generator) < density
-                drawn = torch.randn(weight.shape, generator=self.generator) * 0.06
-                weight.copy_(torch.where(chosen, drawn.to(weight.dtype), weight))
+        redraw(self.model, density, self.generator)
         self.version = self.publisher.publish(self.model.state_dict()).version
         return self.version
 
-    def log_probabilities_of_the_next(self) -> torch.Tensor:
-        """Of every token after PROMPT, as Hugging Face computes them in FP32: float32
-        [vocabulary]."""
-        with torch.no_grad():
-            logits = self.model.float()(torch.tensor([PROMPT])).logits[0, -1]
-            self.model.to(torch.bfloat16)
+    @torch.no_grad()
+    def log_probabilities_of_all(self) -> torch.Tensor:
+        """Of every token after each of PROMPT, as Hugging Face computes them in FP32: float32
+        [len(PROMPT), vocabulary]."""
+        logits = self.model.float()(torch.tensor([PROMPT])).logits[0]
+        self.model.to(torch.bfloat16)
         return logits.log_softmax(-1)
 
     def log_probabilities(self) -> torch.Tensor:
-        """Of PROMPT, as Hugging Face computes them in FP32: float32 [len(PROMPT) - 1]."""
-        with torch.no_grad():
-            logits = self.model.float()(torch.tensor([PROMPT])).logits[0]
-            self.model.to(torch.bfloat16)
-        found: torch.Tensor = logits.log_softmax(-1)[:-1].gather(
-            -1, torch.tensor(PROMPT)[1:, None]
-        )[:, 0]
-        return found
+        """Of PROMPT: float32 [len(PROMPT) - 1]."""
+        tokens = torch.tensor(PROMPT)[1:, None]
+        return self.log_probabilities_of_all()[:-1].gather(-1, tokens)[:, 0]
+
+
+@torch.no_grad()
+def redraw(model: torch.nn.Module, density: float, generator: torch.Generator) -> None:
+    """Draws ``density`` of each weight of a model anew."""
+    for weight in model.parameters():
+        chosen = torch.rand(weight.shape, generator=generator) < density
+        drawn = torch.randn(weight.shape, generator=generator) * 0.06
+        weight.copy_(torch.where(chosen, drawn.to(weight.dtype), weight))

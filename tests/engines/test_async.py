@@ -80,7 +80,6 @@ def one_update(
     )
     assert started.wait(60)
     done = handle.sync()
-    assert done is not None
     assert str(done.version) == now
     first = running.result(60).outputs[0]
     after = asyncio.run_coroutine_threadsafe(

@@ -8,7 +8,6 @@ on a CPU.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from hashlib import sha256
@@ -22,6 +21,8 @@ import pulse_rl
 from pulse_rl import Bits
 from pulse_rl.state.quantise import QuantisedState
 from pulse_rl.state.tensors import State
+from tests.engines.policy import redraw
+from tests.support.programs import ran
 
 FORMATS = {
     # first: vLLM makes its groups of experts for a model that has some
@@ -169,13 +170,7 @@ def updated(case: str, folder: Path) -> list[str]:
             engine.init_info_cls(store=store, stream="policy", follow=False, audit_every=3)
         )
         for number in range(10):
-            with torch.no_grad():
-                for weight in trained.parameters():
-                    chosen = torch.rand(weight.shape, generator=generator) < (
-                        0.3 if number % 4 == 3 else 0.01
-                    )
-                    drawn = torch.randn(weight.shape, generator=generator) * 0.06
-                    weight.copy_(torch.where(chosen, drawn.to(weight.dtype), weight))
+            redraw(trained, 0.3 if number % 4 == 3 else 0.01, generator)
             engine.start_weight_update()
             engine.receive_weights(engine.update_info_cls(version=publish(), wait_seconds=60))
             engine.finish_weight_update()
@@ -225,13 +220,9 @@ def nvfp4(name: str, weight: Any) -> Any:
 def differing() -> dict[str, list[str]]:
     """What ten updates leave wrong, by the case. In a process of its own: vLLM's kernels are
     replaced there."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, *FORMATS], capture_output=True, text=True, check=False
-    )
-    assert not done.returncode, done.stderr[-4000:]
-    found = [
-        json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')
-    ]  # it logs there
+    said = ran("-m", __name__, *FORMATS, seconds=1200)
+    # vLLM logs there, too.
+    found = [json.loads(line) for line in said.splitlines() if line.startswith('{"case"')]
     return {row["case"]: row["differ"] for row in found}
 
 

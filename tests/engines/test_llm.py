@@ -89,7 +89,6 @@ def test_twenty_updates_a_failed_one_and_thirty_at_once(
             for _ in range(30):
                 policy.step(density=0.01)
             report = handle.sync()
-            assert report is not None
             assert (report.version, report.full) == (policy.version, False)
             assert handle.audit() == ()
             a_flipped_bit_is_found_and_repaired(policy, llm, handle)
@@ -106,7 +105,6 @@ def follow_for_twenty_updates(policy: Policy, llm: Any, handle: EngineHandle) ->
     for number in range(1, 21):
         policy.step()
         report = handle.sync()
-        assert report is not None
         assert (report.version, report.previous, report.full) == (number, number - 1, False)
         assert (report.audit_seconds is not None) == (number == 1)
         found, now = answer(llm)[0], policy.log_probabilities()
@@ -127,7 +125,6 @@ def a_failed_update_is_rolled_back(policy: Policy, llm: Any, handle: EngineHandl
     assert checksums(llm) == bits
     assert handle.version == before
     report = handle.sync()
-    assert report is not None
     assert (report.version, report.previous) == (policy.version, before)
     assert checksums(llm) != bits
 
@@ -149,7 +146,6 @@ def a_flipped_bit_is_found_and_repaired(policy: Policy, llm: Any, handle: Engine
     assert handle.audit() == ("model.layers.0.mlp.down_proj.weight",)
     assert handle.version is None
     report = handle.sync()
-    assert report is not None
     assert (report.version, report.full) == (policy.version, True)
     assert checksums(llm) == bits
 
@@ -162,12 +158,10 @@ def test_weights_of_no_checkpoint_are_loaded_by_vllm_and_then_proved(policy: Pol
         dummy = checksums(llm)
         with connect(llm, store=policy.store, stream="policy") as handle:
             report = handle.sync()
-            assert report is not None
             assert (report.version, report.previous, report.full) == (1, None, True)
             assert report.audit_seconds is not None
             policy.step()
             report = handle.sync()
-            assert report is not None
             assert (report.version, report.full) == (2, False)
             assert handle.audit() == ()
         answered, live = answer(llm), checksums(llm)
@@ -210,6 +204,5 @@ def test_a_slow_link_does_not_lengthen_the_pause(shared: tuple[Policy, Any]) -> 
         llm.collective_rpc(slow_down, args=(1e6 / 8,))
         policy.step(density=0.9)
         report = handle.sync()
-        assert report is not None
         assert report.fetch_seconds > 7 * report.fetched_bytes / 1e6
         assert report.pause_seconds < report.fetch_seconds / 2

@@ -27,7 +27,6 @@ def test_fp8_weights_are_derived_again_from_the_stream(
             for number in range(1, 6):
                 policy.step(density=0.01 if number % 2 else 0.3)
                 report = handle.sync()
-                assert report is not None
                 assert (report.version, report.previous, report.full) == (number, number - 1, False)
             bits = checksums(llm)
             policy.step()
@@ -54,11 +53,9 @@ def test_dummy_weights_are_quantised_by_vllm_and_then_proved(policy: Policy) -> 
     with engine(policy.checkpoint, quantization=SCHEME, load_format="dummy") as llm:
         with connect(llm, store=policy.store, stream="policy") as handle:
             report = handle.sync()
-            assert report is not None
             assert (report.version, report.full) == (1, True)
             policy.step()
             report = handle.sync()
-            assert report is not None
             assert (report.version, report.full) == (2, False)
             assert handle.audit() == ()
         live = checksums(llm)

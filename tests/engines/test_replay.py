@@ -4,35 +4,18 @@ bit of a logprob."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from pulse_rl.rollouts import Rollout
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
+from tests.support.programs import ran
 
 
 def test_rollouts_of_all_versions_come_out_the_same(tmp_path: Path) -> None:
     """In one engine, which goes back from the newest version to the first; then by the command, in
     one of its own."""
-    made = run(
-        "-m", "benchmarks.replay", "--versions", "5", "--rollouts", "8", "--folder", str(tmp_path)
-    )
-    assert made.returncode == 0, made.stderr[-4000:]
-    facts = json.loads(made.stdout.splitlines()[-1])
+    options = ("--versions", 5, "--rollouts", 8, "--folder", tmp_path)
+    facts = json.loads(ran("-m", "benchmarks.replay", *options, seconds=1200).splitlines()[-1])
     assert (facts["rollouts"], facts["same"], facts["versions"]) == (8, 8, 5)
     assert facts["across"] == [[[2, 0], [3, 3]], [[3, 0], [4, 3]]], (
         "the token from which on the weights were others"
@@ -42,11 +25,10 @@ def test_rollouts_of_all_versions_come_out_the_same(tmp_path: Path) -> None:
     altered = replace(first, logprobs=(first.logprobs[0], -0.5, *first.logprobs[2:]))
     for rollout in (altered, last):
         rollout.append(tmp_path / "two.jsonl")
-    command = "import sys; from pulse_rl.cli import main; sys.exit(main())"
-    options = ("--store", str(tmp_path / "store"), "--json")
-    done = run("-c", command, "replay", str(tmp_path / "two.jsonl"), *options)
-    assert done.returncode == 1, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    program = "import sys; from pulse_rl.cli import main; sys.exit(main())"
+    replay = ("replay", tmp_path / "two.jsonl", "--store", tmp_path / "store", "--json")
+    said = ran("-c", program, *replay, status=1, seconds=1200)
+    found = [json.loads(line) for line in said.splitlines()]
     assert [(each.get("differing"), each["same"]) for each in found] == [
         ([1], False),
         ([], True),
@@ -55,6 +37,5 @@ def test_rollouts_of_all_versions_come_out_the_same(tmp_path: Path) -> None:
 
 
 def test_the_example_shows_equal_logprobs(tmp_path: Path) -> None:
-    done = run("-m", "examples.replay", "--folder", str(tmp_path))
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "the same, to the last bit" in done.stdout
+    said = ran("-m", "examples.replay", "--folder", tmp_path, seconds=1200)
+    assert "the same, to the last bit" in said

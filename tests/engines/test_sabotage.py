@@ -77,32 +77,14 @@ HANDLED: dict[str, tuple[Any, Any]] = {
     "scaled": (scale, lambda layer, x: linear(x, layer.weight)),
     "a copy": (keep, lambda layer, x: x @ layer.mine),
 }
+DIFFERS = "does not compute with the checkpoint .* 1 tensors differ, " + VICTIM
+UNUSED = f"the engine's '{VICTIM}' do not compute with the weights"
 REFUSED = {
-    "rows permuted": (
-        flip,
-        "auto",
-        "does not compute with the checkpoint .* 1 tensors differ, " + VICTIM,
-    ),
-    "scaled": (
-        scale,
-        "auto",
-        "does not compute with the checkpoint .* 1 tensors differ, " + VICTIM,
-    ),
-    "a copy": (
-        compute_with_a_copy,
-        "auto",
-        f"the engine's '{VICTIM}' do not compute with the weights",
-    ),
-    "rows permuted, dummy": (
-        flip,
-        "dummy",
-        f"the engine's '{VICTIM}' do not compute with the weights",
-    ),
-    "a copy, dummy": (
-        compute_with_a_copy,
-        "dummy",
-        f"the engine's '{VICTIM}' do not compute with the weights",
-    ),
+    "rows permuted": (flip, "auto", DIFFERS),
+    "scaled": (scale, "auto", DIFFERS),
+    "a copy": (compute_with_a_copy, "auto", UNUSED),
+    "rows permuted, dummy": (flip, "dummy", UNUSED),
+    "a copy, dummy": (compute_with_a_copy, "dummy", UNUSED),
 }
 
 

@@ -46,7 +46,6 @@ def test_weights_that_sleep_and_reloading_take_away_are_written_again(
         llm.collective_rpc(lose)
         llm.wake_up(tags=["weights"])
         report = handle.sync()
-        assert report is not None
         assert (report.version, report.full, checksums(llm)) == (1, True, bits)
         assert llm.llm_engine.is_sleeping()
         llm.wake_up(tags=["kv_cache"])
@@ -56,7 +55,6 @@ def test_weights_that_sleep_and_reloading_take_away_are_written_again(
         assert handle.version is None
         assert checksums(llm) != bits
         report = handle.sync()
-        assert report is not None
         assert (report.version, report.full, checksums(llm)) == (1, True, bits)
         assert torch.equal(answer(llm)[0], followed[0])
 

@@ -31,6 +31,7 @@ from sglang.srt.plugins import load_plugins  # noqa: E402
 from pulse_rl import Publisher, Subscriber  # noqa: E402
 from pulse_rl.integrations.sglang import plugin  # noqa: E402
 from pulse_rl.integrations.transformers import checkpoint_weights  # noqa: E402
+from tests.engines.policy import redraw  # noqa: E402
 
 from .package import join  # noqa: E402
 
@@ -106,13 +107,7 @@ def differing(case: str, folder: Path) -> list[str]:
         (status,) = plugin.answer(runner, {"action": "open", "init_info": asked})
         assert "failure" not in status, status
         for number in range(10):
-            with torch.no_grad():
-                for weight in trained.parameters():
-                    chosen = torch.rand(weight.shape, generator=generator) < (
-                        0.3 if number % 4 == 3 else 0.01
-                    )
-                    drawn = torch.randn(weight.shape, generator=generator) * 0.06
-                    weight.copy_(torch.where(chosen, drawn.to(weight.dtype), weight))
+            redraw(trained, 0.3 if number % 4 == 3 else 0.01, generator)
             stage(runner, publish())
             plugin.begin_weight_update(None, updater)
             plugin.update(model, [])

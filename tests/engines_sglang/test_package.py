@@ -4,20 +4,17 @@ of it."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import ran
 
 
 def run(module: str, *arguments: object) -> str:
     """What a module prints, in a process of its own: SGLang's groups and configuration are of the
     process."""
-    command = [sys.executable, "-m", f"tests.engines_sglang.{module}", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    return ran("-m", f"tests.engines_sglang.{module}", *arguments, seconds=600)
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
@@ -38,18 +35,8 @@ def test_quantised_checkpoints_follow_streams_of_such(tmp_path: Path) -> None:
 
 def test_the_maps_of_sglangs_models_lead_where_their_loaders_do(tmp_path: Path) -> None:
     """Gemma's norms keep weight + 1 in a buffer, which only SGLang's own loader renews."""
-    names = [
-        "Qwen2",
-        "Qwen3",
-        "Qwen3Moe",
-        "Llama",
-        "Mistral",
-        "Mixtral",
-        "Glm4",
-        "Olmo2",
-        "Granite",
-    ]
-    names += ["Olmoe", "GraniteMoe", "Phi3", "StableLm", "OPT"]
+    names = ["Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Mixtral", "Glm4", "Olmo2"]
+    names += ["Granite", "Olmoe", "GraniteMoe", "Phi3", "StableLm", "OPT"]
     printed = run("models", tmp_path).splitlines()
     assert [line for line in printed if line in names] == names
     (refused,) = [line for line in printed if " refused: " in line]

@@ -53,7 +53,6 @@ def twenty_updates(policy: Policy, server: Server, handle: EngineHandle) -> None
     for number in range(1, 21):
         policy.step()
         done = handle.sync()
-        assert done is not None
         assert (done.version, done.previous, done.full) == (number, number - 1, False)
     assert equal(policy, server)
     assert handle.audit() == ()
@@ -76,7 +75,6 @@ def thirty_versions_at_once(policy: Policy, server: Server, handle: EngineHandle
     for _ in range(30):
         policy.step(0.01)
     done = handle.sync()
-    assert done is not None
     assert (done.version, equal(policy, server)) == (policy.version, True)
 
 
@@ -89,7 +87,6 @@ def a_flipped_bit_is_found_and_repaired(
     weight.data.view(-1).view(dtype=weight.dtype)[3] += 1
     assert handle.audit() == ("model.layers.1.self_attn.q_proj.weight",)
     done = handle.sync()
-    assert done is not None
     assert (done.full, equal(policy, server), handle.audit()) == (True, True, ())
 
 
@@ -111,7 +108,6 @@ def released_memory_is_filled_again(policy: Policy, server: Server, handle: Engi
         handle.sync()
     assert post(server, "resume_memory_occupation", {"tags": ["weights"]})[0] == 200
     done = handle.sync()
-    assert done is not None
     assert (done.full, equal(policy, server)) == (True, True)
     assert post(server, "resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})[0] == 200
 

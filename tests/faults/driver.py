@@ -29,7 +29,7 @@ from pulse_rl.sync import baseline, commit, host_state, planner, publisher
 from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 
-from . import exits, hostile, interrupts, kills
+from . import exits, kills
 from .fleet import Fleet
 from .hostile_world import HostileWorld
 from .modes import CONCURRENT, INLINE, STEADY
@@ -81,8 +81,6 @@ WORLDS: dict[str, Callable[[Random, str, Interrupter], World]] = {
 
 PROGRAMS: dict[str, Callable[[int], Counter[str]]] = {
     "kills": kills.sequence,
-    "interrupts": interrupts.sequence,
-    "hostile": hostile.sequence,
     "exits": exits.sequence,
     "ranks": lambda seed: import_module("tests.faults.rank_runs").sequence(
         seed

@@ -179,7 +179,6 @@ class Fleet:
                 )
         state: State = self._trainer.step(rng)
         done = self._publisher.publish(state, anchor=rng.random() < 0.1)
-        self._publisher.wait()
         self.published[done.version] = snapshot(state)
 
     def burst(self, rng: Random) -> None:

@@ -209,38 +209,6 @@ def publisher_points(folder: Path, steps: int, modes: Iterable[str]) -> Counter[
     return at_every_call(folder, modes, act, check)
 
 
-def crash_loops(folder: Path, steps: int, lives: Iterable[int], restarts: int = 12) -> Counter[str]:
-    """Publishers that live for so many calls each, one after another; the last one lives to the
-    end."""
-    result = Counter[str]()
-    for life in lives:
-        root, log = folder / f"loop-{life}", folder / f"loop-{life}.log"
-        log.touch()
-        committed: dict[int, bytes] = {}
-        for k in range(restarts):
-            ended = forked(
-                lambda k=k: publish(FusedStore(root, Fuse(life, MODES[k % 3])), log, steps, False)  # noqa: B023
-            )  # type: ignore[misc]
-            now = manifests(root)
-            require(
-                committed.items() <= now.items(),
-                f"life {life}: a committed version is gone or has changed",
-            )
-            committed = now
-            if ended == 0:
-                break
-            require(ended == -signal.SIGKILL, f"life {life}: ended with {ended}")
-            result[MODES[k % 3]] += 1
-
-        def finish() -> None:
-            publish(FusedStore(root, Fuse()), log, steps, False)  # noqa: B023
-            check_stream(root, steps, committed, log)  # noqa: B023
-
-        require(forked(finish) == 0, f"life {life}: the restart failed")
-        shutil.rmtree(root)
-    return result
-
-
 def check_live(live: Path, roots: list[str]) -> int:
     """The version in the live file, -1 without one; whenever the process died, it is a whole and
     verified one."""
@@ -341,9 +309,8 @@ ROLES: dict[str, Callable[[Path, int, Iterable[str]], Counter[str]]] = {
     "publisher": publisher_points,
     "subscriber": subscriber_points,
     "gc": gc_points,
-    "loop": lambda folder, steps, _: crash_loops(folder, steps, range(1, 25)),
 }
-VERSIONS = {"publisher": 21, "subscriber": 33, "gc": 13, "loop": 8}
+VERSIONS = {"publisher": 21, "subscriber": 33, "gc": 13}
 """Of the long run of each role."""
 
 

@@ -270,9 +270,6 @@ class RankTrainer:
         check(len({(one.version, one.root) for one in done}) == 1, f"the ranks return {done}")
         return done[0]
 
-    def wait(self) -> None:
-        self._all(lambda rank: self._ranks[rank].keep_up())
-
     def _all(self, act: Callable[[int], Any]) -> list[Any]:
         done: dict[int, Any] = {}
         failed: dict[int, BaseException] = {}

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import ExitStack
 from importlib import import_module
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -21,12 +20,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, State, Subscriber
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber
 from pulse_rl.errors import ChainGap
 from tests.support.interrupts import Interrupter
 from tests.support.publishers import FoldingPublisher
 
-from . import hostile, interrupts
 from .driver import WORLDS, described, repeatable, run, search, shrunk
 from .model import GAP, MUST, Model, Violation, check
 from .modes import INLINE, STEADY
@@ -139,23 +137,6 @@ def test_what_breaks_a_promise_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert f"--only {found.seed} --steps {shorter.steps[0]},{shorter.steps[1]}" in described(
         shorter
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("store", "model"), [("memory", "numpy"), ("local", "torch")])
-def test_interrupted_calls_that_are_retried_at_once(store: str, model: str, tmp_path: Path) -> None:
-    result = interrupts.run(
-        LocalStore(tmp_path) if store == "local" else MemoryStore(), count=100, model=model, seed=1
-    )
-    assert result["interrupts"] >= 100
-    assert result["rounds"]
-
-
-@pytest.mark.slow
-def test_workers_beside_a_hostile_co_writer_in_real_time() -> None:
-    result = hostile.run(3, seed=2)
-    assert result["rests"]
-    assert result["checked"]
 
 
 # The harness itself: faults that it claims to inject happen, and a library that lies is caught.

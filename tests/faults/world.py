@@ -315,7 +315,6 @@ class World(Disturbances, Upkeep):
                 published = publisher.publish(state)
             if interrupted and isinstance(client, RankClients):
                 client.calm()
-            publisher.wait()
         except CrashNow:
             pass
         except PublisherConflict:

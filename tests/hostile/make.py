@@ -36,6 +36,7 @@ from tests.hostile.pieces import (
     with_block,
 )
 from tests.support.block_codecs import GAPS, ZSTD
+from tests.support.checkpoints import entry, file_of
 
 HERE = Path(__file__).parent
 TERA = 1 << 40
@@ -63,69 +64,50 @@ def patches() -> Iterator[tuple[str, bytes]]:
     yield "not-a-frame", framed(b"", stored=bytes(range(64)), claim=64)
     yield "two-frames", framed(b"", stored=zstd.compress(bytes(10), 1) * 2, claim=20)
 
+    def header(blocks: bytes, body: bytes = b"", **parts: bytes) -> bytes:
+        return framed(plain_header(blocks, **parts), body)
+
     none, block = varint(2) + b"\0\0", varint(2) + b"\3\0"
     yield "header-ends-early", framed(plain_header(none)[:-1])
-    yield "header-goes-on", framed(plain_header(none + b"more"))
-    yield "padded-varint", framed(plain_header(none, slices=b"\x81\0\0\x90\x10"))
-    yield "endless-varint", framed(plain_header(none, slices=b"\xff" * 30))
-    yield "history-of-no-versions", framed(plain_header(none, history=b"\1\0" + bytes(8)))
-    yield (
-        "history-of-65-windows",
-        framed(plain_header(none, history=varint(65) + b"\1" * 65 + bytes(8))),
-    )
-    yield "history-cut", framed(plain_header(b"", history=b"\1\1" + bytes(7), slices=b""))
-    yield (
-        "history-that-is-not-named",
-        framed(plain_header(varint(2) + b"\6\0" + b"\1\1" + bytes(8)), b"x"),
-    )
-    yield "slices-2-to-the-60", framed(plain_header(none, slices=varint(1 << 60)))
-    yield "slices-of-the-cap", framed(plain_header(none, slices=varint(1 << 20)))
+    ten = varint(10) + bytes(8)  # the length and checksum of a payload
+    yield "header-goes-on", header(none + b"more")
+    yield "padded-varint", header(none, slices=b"\x81\0\0\x90\x10")
+    yield "endless-varint", header(none, slices=b"\xff" * 30)
+    yield "history-of-no-versions", header(none, history=b"\1\0" + bytes(8))
+    yield "history-of-65-windows", header(none, history=varint(65) + b"\1" * 65 + bytes(8))
+    yield "history-cut", header(b"", history=b"\1\1" + bytes(7), slices=b"")
+    yield "history-that-is-not-named", header(varint(2) + b"\6\0" + b"\1\1" + bytes(8), b"x")
+    yield "slices-2-to-the-60", header(none, slices=varint(1 << 60))
+    yield "slices-of-the-cap", header(none, slices=varint(1 << 20))
     yield (
         "slices-of-the-cap-that-are-there",
-        framed(plain_header(none, slices=varint(1 << 20) + b"\1\1" * (1 << 20))),
+        header(none, slices=varint(1 << 20) + b"\1\1" * (1 << 20)),
     )
-    yield (
-        "slices-that-touch",
-        framed(plain_header(none, slices=b"\2\0" + varint(64) + b"\0" + varint(2000))),
-    )
-    yield "slices-of-nothing", framed(plain_header(none, slices=b"\2\0" + varint(2064) + b"\0\0"))
-    yield "slices-of-too-little", framed(plain_header(none, slices=b"\1\0" + varint(2063)))
-    yield "slices-of-too-much", framed(plain_header(none, slices=b"\1\0" + varint(2065)))
-    yield (
-        "slices-past-the-end",
-        framed(plain_header(none, slices=b"\1" + varint(2060) + varint(2064))),
-    )
+    yield "slices-that-touch", header(none, slices=b"\2\0" + varint(64) + b"\0" + varint(2000))
+    yield "slices-of-nothing", header(none, slices=b"\2\0" + varint(2064) + b"\0\0")
+    yield "slices-of-too-little", header(none, slices=b"\1\0" + varint(2063))
+    yield "slices-of-too-much", header(none, slices=b"\1\0" + varint(2065))
+    yield "slices-past-the-end", header(none, slices=b"\1" + varint(2060) + varint(2064))
     yield (
         "slices-with-a-hole",
-        framed(
-            plain_header(varint(2) + b"\0\0", slices=b"\2\0" + varint(5) + varint(1) + varint(2058))
-        ),
+        header(varint(2) + b"\0\0", slices=b"\2\0" + varint(5) + varint(1) + varint(2058)),
     )
-    yield "no-slices", framed(plain_header(b"\0", slices=b"\0"))
-    yield "terabytes", framed(plain_header(none, slices=b"\1\0" + varint(TERA)))
+    yield "no-slices", header(b"\0", slices=b"\0")
+    yield "terabytes", header(none, slices=b"\1\0" + varint(TERA))
     yield (
         "terabytes-in-blocks",
-        framed(plain_header(varint(1 << 18) + bytes(1 << 18), slices=b"\1\0" + varint(TERA))),
+        header(varint(1 << 18) + bytes(1 << 18), slices=b"\1\0" + varint(TERA)),
     )
     yield "most-blocks", header_of_many_blocks()
-    yield (
-        "slice-overflows",
-        framed(plain_header(none, slices=b"\1" + varint((1 << 64) - 1) + varint(2064))),
-    )
-    yield "blocks-2-to-the-60", framed(plain_header(varint(1 << 60) + b"\0\0"))
-    yield "blocks-one-too-many", framed(plain_header(varint(3) + b"\0\0\0"))
-    yield "blocks-one-too-few", framed(plain_header(varint(1) + b"\0"))
+    yield "slice-overflows", header(none, slices=b"\1" + varint((1 << 64) - 1) + varint(2064))
+    yield "blocks-2-to-the-60", header(varint(1 << 60) + b"\0\0")
+    yield "blocks-one-too-many", header(varint(3) + b"\0\0\0")
+    yield "blocks-one-too-few", header(varint(1) + b"\0")
     yield "unknown-codec", with_block(b"x", 99, 1)
-    yield (
-        "changes-past-the-block",
-        framed(plain_header(block + varint(2001) + varint(10) + bytes(8)), b"x" * 10),
-    )
-    yield "no-changes", framed(plain_header(block + varint(0) + varint(10) + bytes(8)), b"x" * 10)
-    yield "payload-of-terabytes", framed(plain_header(block + varint(1) + varint(TERA) + bytes(8)))
-    yield (
-        "payload-of-no-checksum",
-        framed(plain_header(block + varint(1) + varint(10) + bytes(8)), b"x" * 10),
-    )
+    yield "changes-past-the-block", header(block + varint(2001) + ten, b"x" * 10)
+    yield "no-changes", header(block + varint(0) + ten, b"x" * 10)
+    yield "payload-of-terabytes", header(block + varint(1) + varint(TERA) + bytes(8))
+    yield "payload-of-no-checksum", header(block + varint(1) + ten, b"x" * 10)
     entries = (BlockEntry(0, 0, 0),) * 2
     yield "another-base", PatchHeader("1" * 64, "2" * 64, all_of(base().specs), entries).to_bytes()
 
@@ -186,75 +168,77 @@ def blocks() -> Iterator[tuple[str, bytes]]:
     yield "dense-empty", with_block(b"\0" * 8, 1, 2000)
 
 
-def entry(dtype: str, shape: Any, start: Any, stop: Any) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
-
-
-def checkpoint(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
-
-
 def checkpoints() -> Iterator[tuple[str, bytes]]:
-    good = checkpoint({"a": entry("BF16", [4], 0, 8), "b": entry("U8", [2], 8, 10)}, bytes(10))
+    good = file_of({"a": entry("BF16", [4], [0, 8]), "b": entry("U8", [2], [8, 10])}, bytes(10))
     for at in (0, 3, 8, 20, len(good) - 1):
         yield f"truncated-{at}", good[:at]
     yield "longer", good + b"\0"
-    yield "header-of-exabytes", checkpoint({}, length=(1 << 64) - 1)
-    yield "header-of-100-mib", checkpoint({}, length=100 << 20)
+    yield "header-of-exabytes", file_of({}, length=(1 << 64) - 1)
+    yield "header-of-100-mib", file_of({}, length=100 << 20)
     yield (
         "overlapping",
-        checkpoint({"a": entry("U8", [8], 0, 8), "b": entry("U8", [8], 4, 12)}, bytes(12)),
+        file_of({"a": entry("U8", [8], [0, 8]), "b": entry("U8", [8], [4, 12])}, bytes(12)),
     )
     yield (
         "same-place",
-        checkpoint({"a": entry("U8", [8], 0, 8), "b": entry("U8", [8], 0, 8)}, bytes(8)),
+        file_of({"a": entry("U8", [8], [0, 8]), "b": entry("U8", [8], [0, 8])}, bytes(8)),
     )
-    yield "gap", checkpoint({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 8, 12)}, bytes(12))
-    yield "negative-start", checkpoint({"a": entry("U8", [8], -8, 0)}, bytes(8))
-    yield "negative-length", checkpoint({"a": entry("U8", [8], 8, 0)}, bytes(8))
-    yield "negative-shape", checkpoint({"a": entry("U8", [-8], 0, 8)}, bytes(8))
-    yield "negative-shape-twice", checkpoint({"a": entry("U8", [-2, -4], 0, 8)}, bytes(8))
-    yield "terabytes", checkpoint({"a": entry("U8", [TERA], 0, TERA)}, bytes(8))
+    yield "gap", file_of({"a": entry("U8", [4], [0, 4]), "b": entry("U8", [4], [8, 12])}, bytes(12))
+    yield "negative-start", file_of({"a": entry("U8", [8], [-8, 0])}, bytes(8))
+    yield "negative-length", file_of({"a": entry("U8", [8], [8, 0])}, bytes(8))
+    yield "negative-shape", file_of({"a": entry("U8", [-8], [0, 8])}, bytes(8))
+    yield "negative-shape-twice", file_of({"a": entry("U8", [-2, -4], [0, 8])}, bytes(8))
+    yield "header-cut", file_of(b'{"a":{"dtype":')
+    yield "header-null", file_of(None)
+    yield "gap-at-the-start", file_of({"a": entry(offsets=[1, 5])}, bytes(5))
+    yield "offsets-of-another-length", file_of({"a": entry(offsets=[0, 3])}, bytes(4))
+    yield "no-offsets", file_of({"a": {"dtype": "U8", "shape": [4]}}, bytes(4))
+    yield "shape-a-number", file_of({"a": entry(shape=4)}, bytes(4))
+    yield "shape-an-object", file_of({"a": entry(shape={}, offsets=[0, 1])}, bytes(1))
+    yield "elements-past-the-cap", file_of({"a": entry("U8", [1 << 60], [0, 1 << 60])}, bytes(4))
+    yield "dimension-past-2-to-the-64", file_of({"a": entry("U8", [0, 1 << 70], [0, 0])})
+    yield "terabytes", file_of({"a": entry("U8", [TERA], [0, TERA])}, bytes(8))
     yield (
         "past-2-to-the-64",
-        checkpoint({"a": entry("F64", [1 << 62, 1 << 62], 0, 1 << 127)}, bytes(8)),
+        file_of({"a": entry("F64", [1 << 62, 1 << 62], [0, 1 << 127])}, bytes(8)),
     )
-    yield "shape-of-floats", checkpoint({"a": entry("U8", [8.0], 0, 8)}, bytes(8))
-    yield "shape-of-booleans", checkpoint({"a": entry("U8", [True], False, True)}, bytes(1))
-    yield "shape-of-words", checkpoint({"a": entry("U8", "8", "0", "8")}, bytes(8))
-    yield "shape-of-17-dimensions", checkpoint({"a": entry("U8", [1] * 17, 0, 1)}, bytes(1))
+    yield "shape-of-floats", file_of({"a": entry("U8", [8.0], [0, 8])}, bytes(8))
+    yield "shape-of-booleans", file_of({"a": entry("U8", [True], [False, True])}, bytes(1))
+    yield "shape-of-words", file_of({"a": entry("U8", "8", ["0", "8"])}, bytes(8))
+    yield "shape-of-17-dimensions", file_of({"a": entry("U8", [1] * 17, [0, 1])}, bytes(1))
     yield (
         "three-offsets",
-        checkpoint({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, bytes(1)),
+        file_of({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, bytes(1)),
     )
-    yield "no-dtype", checkpoint({"a": {"shape": [1], "data_offsets": [0, 1]}}, bytes(1))
-    yield "unknown-dtype", checkpoint({"a": entry("Q4_K", [1], 0, 1)}, bytes(1))
+    yield "no-dtype", file_of({"a": {"shape": [1], "data_offsets": [0, 1]}}, bytes(1))
+    yield "unknown-dtype", file_of({"a": entry("Q4_K", [1], [0, 1])}, bytes(1))
     yield (
         "dtype-a-list",
-        checkpoint({"a": {"dtype": ["U8"], "shape": [1], "data_offsets": [0, 1]}}, bytes(1)),
+        file_of({"a": {"dtype": ["U8"], "shape": [1], "data_offsets": [0, 1]}}, bytes(1)),
     )
-    yield "entry-a-list", checkpoint({"a": ["U8", [1], [0, 1]]}, bytes(1))
-    yield "metadata-of-numbers", checkpoint({"__metadata__": {"a": 1}})
-    yield "metadata-a-list", checkpoint({"__metadata__": ["a"]})
-    once = json.dumps({"a": entry("U8", [1], 0, 1)}, separators=(",", ":"))[1:-1]
-    yield "twice", checkpoint(f"{{{once},{once}}}".encode(), bytes(1))
-    yield "name-empty", checkpoint({"": entry("U8", [1], 0, 1)}, bytes(1))
-    yield "name-of-2000-bytes", checkpoint({"x" * 2000: entry("U8", [1], 0, 1)}, bytes(1))
+    yield "entry-a-list", file_of({"a": ["U8", [1], [0, 1]]}, bytes(1))
+    yield "metadata-of-numbers", file_of({"__metadata__": {"a": 1}})
+    yield "metadata-a-list", file_of({"__metadata__": ["a"]})
+    once = json.dumps({"a": entry("U8", [1], [0, 1])}, separators=(",", ":"))[1:-1]
+    field = once.replace(",", ',"dtype":"I8",', 1)
+    yield "field-twice", file_of(f"{{{field}}}".encode(), bytes(1))
+    yield "twice", file_of(f"{{{once},{once}}}".encode(), bytes(1))
+    yield "name-empty", file_of({"": entry("U8", [1], [0, 1])}, bytes(1))
+    yield "name-of-2000-bytes", file_of({"x" * 2000: entry("U8", [1], [0, 1])}, bytes(1))
     yield (
         "name-of-half-a-surrogate",
-        checkpoint(b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', bytes(1)),
+        file_of(b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', bytes(1)),
     )
-    yield "not-json", checkpoint(b"{'a': 1}")
-    yield "not-an-object", checkpoint(b"[]")
-    yield "not-utf-8", checkpoint(b'{"\xff":0}')
-    yield "deep-lists", checkpoint(b"[" * 20_000)
-    yield "deep-objects", checkpoint(b'{"a":' * 10_000)
-    yield "digits", checkpoint(b'{"a":' + b"9" * 10_000 + b"}")
-    yield "digits-in-the-shape", checkpoint({"a": entry("U8", [int("9" * 4000)], 0, 1)}, bytes(1))
+    yield "not-json", file_of(b"{'a': 1}")
+    yield "not-an-object", file_of(b"[]")
+    yield "not-utf-8", file_of(b'{"\xff":0}')
+    yield "deep-lists", file_of(b"[" * 20_000)
+    yield "deep-objects", file_of(b'{"a":' * 10_000)
+    yield "digits", file_of(b'{"a":' + b"9" * 10_000 + b"}")
+    yield "digits-in-the-shape", file_of({"a": entry("U8", [int("9" * 4000)], [0, 1])}, bytes(1))
     yield (
         "infinity",
-        checkpoint(b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,NaN]}}', bytes(1)),
+        file_of(b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,NaN]}}', bytes(1)),
     )
 
 
@@ -312,31 +296,36 @@ def sealed(value: dict[str, Any]) -> bytes:
 
 
 def manifests() -> Iterator[tuple[str, bytes]]:
-    good = sealed(manifest())
+    def made(**changes: Any) -> bytes:
+        return sealed(manifest(**changes))
+
+    def patched(**changes: Any) -> bytes:
+        return made(patch=manifest()["patch"] | changes)
+
+    def payload(digest: str = "0" * 64, nbytes: int = 100) -> list[dict[str, Any]]:
+        return [{"sha256": digest, "bytes": nbytes}]
+
+    good = made()
     for at in (0, 1, 50, len(good) - 1):
         yield f"truncated-{at}", good[:at]
     yield "longer", good + b"\n"
     yield "spaces", json.dumps(manifest()).encode()
     yield "flipped", good.replace(b'"elements":2064', b'"elements":2065')
     huge = 10**40
-    parts = [{"sha256": "0" * 64, "bytes": 100}]
-    link = manifest()["patch"]
+    parts = payload()
     for key in ("version", "epoch", "elements", "dense_bytes", "created"):
-        yield f"{key}-huge", sealed(manifest(**{key: huge}))
-        yield (
-            f"{key}-negative",
-            sealed(manifest(**{key: -1})) if key != "created" else sealed(manifest(created="1")),
-        )
-        yield f"{key}-a-word", sealed(manifest(**{key: "1"}))
-        yield f"{key}-null", sealed(manifest(**{key: None}))
-    yield "epoch-0", sealed(manifest(epoch=0))
-    yield "version-true", sealed(manifest(version=True))
-    yield "version-1.0", sealed(manifest(version=1.0))
+        yield f"{key}-huge", made(**{key: huge})
+        yield f"{key}-negative", made(**{key: -1}) if key != "created" else made(created="1")
+        yield f"{key}-a-word", made(**{key: "1"})
+        yield f"{key}-null", made(**{key: None})
+    yield "epoch-0", made(epoch=0)
+    yield "version-true", made(version=True)
+    yield "version-1.0", made(version=1.0)
     yield "created-infinite", good.replace(b"0.5", b"1e999")
     yield "created-not-a-number", good.replace(b"0.5", b"NaN")
-    yield "other-version", sealed(manifest(version=2))
-    yield "other-stream", sealed(manifest(stream="other"))
-    yield "path-as-stream", sealed(manifest(stream="../../policy"))
+    yield "other-version", made(version=2)
+    yield "other-stream", made(stream="other")
+    yield "path-as-stream", made(stream="../../policy")
     yield "stream_id-missing", sealed({k: v for k, v in manifest().items() if k != "stream_id"})
     for tag, stream_id in (
         ("empty", ""),
@@ -344,7 +333,7 @@ def manifests() -> Iterator[tuple[str, bytes]]:
         ("short", "a" * 31),
         ("null", None),
     ):
-        yield f"stream_id-{tag}", sealed(manifest(stream_id=stream_id))
+        yield f"stream_id-{tag}", made(stream_id=stream_id)
     for tag, spans in (
         ("0", [0]),
         ("65", [65]),
@@ -352,61 +341,46 @@ def manifests() -> Iterator[tuple[str, bytes]]:
         ("null", None),
         ("a-word", ["1"]),
     ):
-        yield f"remembers-{tag}", sealed(manifest(remembers=spans))
-    shard = {"shards": [{"sha256": "0" * 64, "bytes": 100}]}
-    yield "remembers-at-an-anchor", sealed(manifest(remembers=[1], anchor=shard))
-    yield "part-twice", sealed(manifest(patch=link | {"parts": parts * 2}))
-    yield "other-format", sealed(manifest(format="pulse.manifest.9"))
+        yield f"remembers-{tag}", made(remembers=spans)
+    shard = {"shards": payload()}
+    yield "remembers-at-an-anchor", made(remembers=[1], anchor=shard)
+    yield "part-twice", patched(parts=parts * 2)
+    yield "other-format", made(format="pulse.manifest.9")
     for wrong in ("", "0" * 63, "0" * 65, "A" * 64, "../" * 21 + "x", "0" * 63 + "\n", "０" * 64):
         tag = sha256(wrong.encode()).hexdigest()[:6]
-        yield f"root-{tag}", sealed(manifest(root=wrong))
-        yield (
-            f"payload-{tag}",
-            sealed(manifest(patch=link | {"parts": [{"sha256": wrong, "bytes": 1}]})),
-        )
-        yield (
-            f"shard-{tag}",
-            sealed(manifest(patch=None, anchor={"shards": [{"sha256": wrong, "bytes": 1}]})),
-        )
-    yield "nothing", sealed(manifest(patch=None))
-    yield "no-parts", sealed(manifest(patch=link | {"parts": []}))
-    yield "no-shards", sealed(manifest(patch=None, anchor={"shards": []}))
-    yield (
-        "payload-of-no-bytes",
-        sealed(manifest(patch=link | {"parts": [{"sha256": "0" * 64, "bytes": 0}]})),
-    )
-    yield (
-        "payload-of-negative-bytes",
-        sealed(manifest(patch=link | {"parts": [{"sha256": "0" * 64, "bytes": -5}]})),
-    )
-    yield "base-itself", sealed(manifest(patch=link | {"base": 1}))
-    yield "base-later", sealed(manifest(patch=link | {"base": 7}))
-    yield "base-negative", sealed(manifest(patch=link | {"base": -1}))
-    yield "changed-more-than-all", sealed(manifest(patch=link | {"changed": 2065}))
+        yield f"root-{tag}", made(root=wrong)
+        yield f"payload-{tag}", patched(parts=payload(wrong, 1))
+        yield f"shard-{tag}", made(patch=None, anchor={"shards": payload(wrong, 1)})
+    yield "nothing", made(patch=None)
+    yield "no-parts", patched(parts=[])
+    yield "no-shards", made(patch=None, anchor={"shards": []})
+    yield "payload-of-no-bytes", patched(parts=payload(nbytes=0))
+    yield "payload-of-negative-bytes", patched(parts=payload(nbytes=-5))
+    yield "base-itself", patched(base=1)
+    yield "base-later", patched(base=7)
+    yield "base-negative", patched(base=-1)
+    yield "changed-more-than-all", patched(changed=2065)
     yield "unknown-key", sealed(manifest() | {"run": "rm -rf"})
-    yield (
-        "unknown-key-of-a-payload",
-        sealed(manifest(patch=link | {"parts": [parts[0] | {"url": "http://x"}]})),
-    )
+    yield "unknown-key-of-a-payload", patched(parts=[parts[0] | {"url": "http://x"}])
     yield "missing-key", sealed({k: v for k, v in manifest().items() if k != "root"})
     yield "other-order", sealed(dict(reversed(manifest().items())))
     yield "key-twice", good.replace(b'"version":1', b'"version":1,"version":1')
     yield "escaped", good.replace(b"hostile", b"hosti\\u006ce")
-    yield "metadata-deep", sealed(manifest(metadata={"a": {"b": {}}}))
-    yield "metadata-list", sealed(manifest(metadata={"a": [1]}))
-    yield "metadata-null", sealed(manifest(metadata={"a": None}))
-    yield "metadata-huge", sealed(manifest(metadata={"a": huge}))
-    yield "aliases-of-numbers", sealed(manifest(aliases={"a": 1}))
+    yield "metadata-deep", made(metadata={"a": {"b": {}}})
+    yield "metadata-list", made(metadata={"a": [1]})
+    yield "metadata-null", made(metadata={"a": None})
+    yield "metadata-huge", made(metadata={"a": huge})
+    yield "aliases-of-numbers", made(aliases={"a": 1})
     yield "nested", b'{"format":' + b"[" * 20_000 + b"]" * 20_000 + b"}"
     yield "nested-objects", b'{"metadata":' * 4_000
     yield "digits", good.replace(b'"elements":2064', b'"elements":' + b"9" * 5000)
-    yield "half-a-surrogate", sealed(manifest(publisher="\ud800"))
+    yield "half-a-surrogate", made(publisher="\ud800")
     yield "escaped-surrogate", good.replace(b"hostile", b"\\ud800")
     yield "not-utf-8", good.replace(b"hostile", b"hosti\xffe")
     for tag, names in FILES.items():
         yield (
             f"files-{tag}",
-            sealed(manifest(files=[{"name": n, "sha256": "0" * 64, "bytes": 5} for n in names])),
+            made(files=[{"name": n, "sha256": "0" * 64, "bytes": 5} for n in names]),
         )
     for tag, wrong in (
         ("of-terabytes", TERA),
@@ -417,15 +391,12 @@ def manifests() -> Iterator[tuple[str, bytes]]:
         files = [
             {"name": name, "sha256": "0" * 64, "bytes": n} for name, n in (("a", 5), ("b", wrong))
         ]
-        yield f"files-{tag}", sealed(manifest(files=files))
-    yield (
-        "files-of-no-digest",
-        sealed(manifest(files=[{"name": "a", "sha256": "../a", "bytes": 5}])),
-    )
-    yield "files-null", sealed(manifest(files=None))
+        yield f"files-{tag}", made(files=files)
+    yield "files-of-no-digest", made(files=[{"name": "a", "sha256": "../a", "bytes": 5}])
+    yield "files-null", made(files=None)
     yield "zeros", bytes(1000)
-    yield "signature-a-word", sealed(manifest(signature="trust me"))
-    yield "signature-of-words", sealed(manifest(signature={"key": "x", "value": "y", "more": "z"}))
+    yield "signature-a-word", made(signature="trust me")
+    yield "signature-of-words", made(signature={"key": "x", "value": "y", "more": "z"})
 
 
 def links() -> Iterator[tuple[str, bytes]]:

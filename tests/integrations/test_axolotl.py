@@ -12,6 +12,8 @@ import pytest
 from pulse_rl.errors import InputError
 from tests.support.framework_stubs import integration
 
+pytestmark = pytest.mark.slow  # transformers takes seconds to import
+
 PulsePlugin = integration("axolotl").PulsePlugin
 
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from pulse_rl import LocalStore, Publisher
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
-from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.integrations.megatron import MegatronWeights
 
 Tensors = dict[str, torch.Tensor]
@@ -84,9 +83,12 @@ def moved(given: Tensors) -> Tensors:
     }
 
 
+@pytest.mark.slow
 def test_the_map_of_what_an_export_moves(tmp_path: Path) -> None:
     """After each change the slices make the version that the export makes, without another
     export."""
+    from pulse_rl.integrations.fsdp import ShardedPublisher  # DTensor takes seconds to import
+
     model, bridge = Model(), Bridge(moved)
     weights = MegatronWeights(bridge, [model])
     stores = [LocalStore(tmp_path / name) for name in ("slices", "gathered")]

@@ -58,7 +58,6 @@ def test_a_fold_that_is_none_is_not_passed_on() -> None:
         if version == 0:
             Relay(source, target, stream="s", threads=1).sync()
     patch = Subscriber(source, stream="s").stream.manifest(1).patch
-    assert patch is not None
     (part,) = patch.parts
     false, listed = fold_link("s", 0, 16, (part.sha256, part.bytes))
     source.put(false, listed)
@@ -102,7 +101,6 @@ def test_a_stream_that_is_recreated(rng: Rng) -> None:
             relay.sync()
     assert newest_root(target) == roots(states)[3]
     done = Relay(source, target, stream="policy", allow_recreated=True, threads=1).sync()
-    assert done is not None
     assert (done.version, newest_root(target)) == (0, root)
     reader.sync()
     assert (reader.version, reader.root) == (0, root)

@@ -8,19 +8,17 @@ rewrite of its inside.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from pulse_rl import Bits, Subscriber, Update
-from pulse_rl.errors import StoreUnavailable
 
 STREAM = "policy"
 LEAF = 1 << 20
 Tensors = dict[str, Bits]
-T = TypeVar("T")
 
 
 def root_of(tensors: Mapping[str, Bits]) -> str:
@@ -125,51 +123,6 @@ class Worker:
     @property
     def root(self) -> str:
         return root_of(self.tensors)
-
-
-class Flaky:
-    """A store whose call number ``fail_at`` (0: the next) fails once, before it has an effect or
-    ``after`` it."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.calls: list[tuple[str, str]] = []
-        self.fail_at: int | None = None
-        self.after = False
-        self.read = 0  # bytes
-
-    def arm(self, at: int | None, *, after: bool = False) -> None:
-        self.calls, self.fail_at, self.after = [], at, after
-
-    def _call(self, call: str, name: str, act: Callable[[], T]) -> T:
-        due = len(self.calls) == self.fail_at
-        self.calls.append((call, name))
-        if not due:
-            return act()
-        self.fail_at = None
-        if self.after:
-            act()
-        raise StoreUnavailable(f"{call} {name}: the connection broke")
-
-    def put(self, name: str, data: Any) -> None:
-        self._call("put", name, lambda: self.inner.put(name, data))
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self._call("put_new", name, lambda: self.inner.put_new(name, data))
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        data = self._call("get", name, lambda: bytes(self.inner.get(name, start, stop)))
-        self.read += len(data)
-        return data
-
-    def head(self, name: str) -> Any:
-        return self._call("head", name, lambda: self.inner.head(name))
-
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[Any]:
-        return iter(self._call("list", folder, lambda: tuple(self.inner.list(folder, start_after))))
-
-    def delete(self, name: str) -> None:
-        self._call("delete", name, lambda: self.inner.delete(name))
 
 
 def objects(store: Any) -> dict[str, bytes]:

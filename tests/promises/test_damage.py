@@ -3,12 +3,14 @@ never a wrong one."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from pulse_rl import MemoryStore, Publisher, Store, verify_stream
+from pulse_rl import LocalStore, MemoryStore, Publisher, Store, verify_stream
 from pulse_rl.errors import ChainGap, PulseError
 from tests.support.lying_store import LyingStore
 from tests.support.publishers import FoldingPublisher
@@ -35,6 +37,10 @@ def junk(data: bytes, chance: Random) -> bytes | None:
     return chance.randbytes(chance.choice((1, 40, 5000)))
 
 
+def link_to_a_file(path: Path) -> None:
+    path.symlink_to("/etc/hostname")
+
+
 Harm = Callable[[bytes, Random], bytes | None]
 HARMS: list[Harm] = [flip, cut, delete, junk]
 
@@ -47,36 +53,56 @@ def stream(versions: int = 5) -> tuple[MemoryStore, list[str]]:
         return store, publish(publisher, trainer, versions)
 
 
+def require_right_bits(store: Store, roots: list[str]) -> None:
+    """Newcomers at each version get its very bits or an error of the library's."""
+    for target in (*range(len(roots)), None):
+        newcomer = Worker(store)
+        try:
+            newcomer.sync(target)
+        except PulseError:
+            continue
+        if newcomer.subscriber.version is not None:
+            assert newcomer.root == roots[newcomer.subscriber.version]
+
+
+def require_goes_on(publisher: Publisher, store: Store, trainer: Trainer) -> None:
+    publish(publisher, trainer)
+    publish(publisher, trainer, anchor=True)
+    late = Worker(store)
+    late.sync()
+    assert late.root == trainer.root
+
+
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: str(harm.__name__))
 def test_any_object_may_be_harmed(harm: Harm) -> None:
-    """One after another: newcomers and followers of each version get its very bits or an error of
-    the library's, and a publisher goes on."""
+    """One after another."""
     store, roots = stream()
     chance = Random(5)
     for name, data in objects(store).items():
-        worker = Worker(store)
-        worker.sync(2)
         harmed = copied(store, MemoryStore())
         if (now := harm(data, chance)) is None:
             harmed.delete(name)
         else:
             harmed.put(name, now)
-        worker.subscriber.close()
-        for target in (*range(len(roots)), None):
-            newcomer = Worker(harmed)
-            try:
-                newcomer.sync(target)
-            except PulseError:
-                continue
-            if newcomer.subscriber.version is not None:
-                assert newcomer.root == roots[newcomer.subscriber.version]
-        trainer = Trainer(seed=9, elements=600)
+        require_right_bits(harmed, roots)
         with Publisher(harmed, stream=STREAM, threads=1) as publisher:
-            publish(publisher, trainer)
-            publish(publisher, trainer, anchor=True)
-        late = Worker(harmed)
-        late.sync()
-        assert late.root == trainer.root
+            require_goes_on(publisher, harmed, Trainer(seed=9, elements=600))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, link_to_a_file], ids=lambda m: m.__name__)
+def test_a_folder_a_pipe_or_a_link_may_stand_in_the_place_of_any_object(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    store, roots = stream(versions=3)
+    for number, name in enumerate(objects(store)):
+        odd, trainer = copied(store, LocalStore(tmp_path / str(number))), Trainer(9, elements=600)
+        with Publisher(odd, stream=STREAM, threads=1) as publisher:
+            now = roots + publish(publisher, trainer)
+            odd.delete(name)
+            make(odd.root / name)
+            require_right_bits(odd, now)
+            require_goes_on(publisher, odd, trainer)
 
 
 def test_verification_says_what_is_damaged() -> None:

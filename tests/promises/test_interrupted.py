@@ -7,8 +7,9 @@ import pytest
 
 from pulse_rl import MemoryStore, Publisher, Store, state_root, verify_stream
 from pulse_rl.errors import AlreadyExists, PublisherConflict, PulseError, StoreUnavailable
+from tests.support.stores import FaultyStore
 
-from .oracle import STREAM, Flaky, Trainer, Worker, held, publish, root_of
+from .oracle import STREAM, Trainer, Worker, held, publish, root_of
 
 
 def whole(store: Store) -> list[str]:
@@ -21,12 +22,12 @@ def whole(store: Store) -> list[str]:
 
 @pytest.mark.parametrize("after", [False, True], ids=["request lost", "reply lost"])
 def test_a_publish_may_fail_at_every_call_to_the_store(after: bool) -> None:
-    store = Flaky(MemoryStore())
+    store = FaultyStore(MemoryStore())
     trainer, acknowledged = Trainer(elements=600), []
     publisher = Publisher(store, stream=STREAM, anchor_ratio=0.1, threads=1)
     at = 0
     while True:
-        store.arm(at, after=after)
+        store.fail(at, after=after)
         state = trainer.step()
         try:
             published = publisher.publish(state)
@@ -34,13 +35,13 @@ def test_a_publish_may_fail_at_every_call_to_the_store(after: bool) -> None:
             published = publisher.publish(state)
             at += 1
         else:
-            if store.fail_at is not None:
+            if not store.fired:
                 break
             at += 1
         acknowledged.append((published.version, published.root))
         assert published.root == trainer.root
     assert at > 3
-    store.arm(None)
+    store.heal()
     roots = whole(store)
     assert [roots[version] for version, _ in acknowledged] == [root for _, root in acknowledged]
     assert roots[-1] == state_root(state)
@@ -48,7 +49,7 @@ def test_a_publish_may_fail_at_every_call_to_the_store(after: bool) -> None:
 
 @pytest.mark.parametrize("newcomer", [False, True], ids=["follower", "newcomer"])
 def test_a_sync_may_fail_at_every_call_to_the_store(newcomer: bool) -> None:
-    store = Flaky(MemoryStore())
+    store = FaultyStore(MemoryStore())
     trainer = Trainer(elements=600)
     publisher = Publisher(store, stream=STREAM, threads=1)
     roots = publish(publisher, trainer)
@@ -57,7 +58,7 @@ def test_a_sync_may_fail_at_every_call_to_the_store(newcomer: bool) -> None:
     while True:
         roots += publish(publisher, trainer)
         worker = Worker(store) if newcomer else worker
-        store.arm(at)
+        store.fail(at)
         try:
             worker.sync()
         except StoreUnavailable:
@@ -65,7 +66,7 @@ def test_a_sync_may_fail_at_every_call_to_the_store(newcomer: bool) -> None:
             assert version is None or root_of(held(worker.subscriber)) == roots[version]
             worker.sync()
         assert worker.root == trainer.root
-        if store.fail_at is not None:
+        if not store.fired:
             break
         at += 1
     assert at > 1, "a sync calls the store at least for a list and a payload"
@@ -111,14 +112,14 @@ def test_of_two_publishers_the_later_one_goes_on(store: Store) -> None:
 
 
 def test_a_store_that_is_away_leaves_the_last_version(store: Store) -> None:
-    flaky, trainer = Flaky(store), Trainer()
+    flaky, trainer = FaultyStore(store), Trainer()
     publisher, worker = Publisher(flaky, stream=STREAM), Worker(flaky)
     publish(publisher, trainer)
     worker.sync()
     root = worker.root
     publish(publisher, trainer)
     for _ in range(3):
-        flaky.arm(0)
+        flaky.fail(0)
         with pytest.raises(StoreUnavailable):
             worker.sync()
         assert (worker.subscriber.version, worker.subscriber.root) == (0, root)

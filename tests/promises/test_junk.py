@@ -56,7 +56,6 @@ def test_updates_begin_at_once(count: int, nbytes: int, rng: Rng) -> None:
 def test_the_tools_find_the_head(count: int, nbytes: int, rng: Rng) -> None:
     store, roots = with_junk(rng, count, nbytes, versions=9)
     head = Publisher(store, stream="policy").head()
-    assert head is not None
     assert (head.version, head.root) == (8, roots[8])
     assert list(fold_stream(store, "policy")) in ([(0, 8)], [])
     near = MemoryStore()

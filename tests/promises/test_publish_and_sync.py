@@ -21,18 +21,9 @@ from pulse_rl import (
 )
 from pulse_rl.errors import InputError
 from pulse_rl.integrations.torch import apply_
+from tests.support.states import UINTS, WIDTHS
 
 from .oracle import STREAM, Trainer, Worker, held, publish, root_of
-
-WIDTHS = {
-    **dict.fromkeys(
-        ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1
-    ),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
-    **dict.fromkeys(("I32", "U32", "F32"), 4),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
-}
-UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def test_a_worker_that_follows_has_every_version(store: Store) -> None:
@@ -41,7 +32,6 @@ def test_a_worker_that_follows_has_every_version(store: Store) -> None:
         for version in range(8):
             (root,) = publish(publisher, trainer)
             update = worker.sync()
-            assert update is not None
             assert (update.version, update.root, worker.root) == (version, root, root)
             assert worker.sync() is None
     assert state_root(trainer.state) == trainer.root
@@ -68,7 +58,6 @@ def test_a_worker_that_was_away_has_each_change_once(store: Store) -> None:
         worker.sync()
         publish(publisher, trainer, 5)
         update = worker.sync()
-    assert update is not None
     assert (update.previous, update.version) == (0, 5)
     for _, indices, values in update:
         assert indices is None or (np.all(np.diff(indices) > 0) and len(indices) == len(values))
@@ -117,7 +106,6 @@ def test_tied_tensors_are_stored_once_and_arrive_under_all_names(store: Store) -
         assert published.elements == 4000
     subscriber = Subscriber(store, stream=STREAM)
     update = subscriber.sync()
-    assert update is not None
     (alias,) = update.aliases
     assert {alias, update.aliases[alias]} == {"embed", "head"}
     assert np.array_equal(subscriber.state.read("embed"), subscriber.state.read("head"))
@@ -146,7 +134,6 @@ def test_an_update_that_was_not_taken_over_is_delivered_again(store: Store) -> N
             break  # an interrupt in the midst
         publish(publisher, trainer)
         update = worker.sync()
-    assert update is not None
     assert (update.previous, update.version, worker.root) == (0, 2, trainer.root)
 
 

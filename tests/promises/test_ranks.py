@@ -14,10 +14,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from pulse_rl import Bits, LocalStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import PulseError, StoreUnavailable
 from pulse_rl.integrations.fsdp import ShardedPublisher
+from tests.support.stores import FaultyStore
 from tests.support.trainers import Trainer as Rank
 from tests.support.trainers import together
 
-from .oracle import STREAM, Flaky, Worker, root_of
+from .oracle import STREAM, Worker, root_of
 from .test_history import states
 
 pytestmark = pytest.mark.slow
@@ -117,20 +118,20 @@ def failing(rank: Rank, folder: str) -> list[str]:
     together."""
     rank.connect("world")
     mesh = init_device_mesh("cpu", (rank.size,))
-    store = Flaky(LocalStore(folder))
+    store = FaultyStore(LocalStore(folder))
     roots = []
     with ShardedPublisher(store, stream=STREAM, threads=1) as publisher:
         publisher.publish(sharded(0, mesh))
         for step in range(1, 6):
-            store.arm(step - 1 if rank.rank == step % rank.size else None)
+            if rank.rank == step % rank.size:
+                store.fail(step - 1)
             try:
                 publisher.publish(sharded(step, mesh))
             except PulseError:
-                store.arm(None)
+                store.heal()
                 publisher.publish(sharded(step, mesh))
-            store.arm(None)
+            store.heal()
             head = publisher.head()
-            assert head is not None
             roots.append(head.root)
     return roots
 
@@ -190,7 +191,6 @@ def recurring(rank: Rank, folder: str, steps: range) -> list[tuple[int, int, str
                     {"weight": distribute_tensor(weight, mesh, [Shard(0)])}
                 )
                 head = publisher.head()
-                assert head is not None
                 done.append((published.patch_bytes, len(head.remembers), published.root))
     return done
 

@@ -20,7 +20,7 @@ from pulse_rl.errors import CorruptCheckpoint, FormatError, InputError, Unsuppor
 from pulse_rl.integrations.torch import to_torch
 from pulse_rl.state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from tests.support.checkpoints import HOSTILE, entry, file_of
-from tests.support.states import LIMIT_MEMORY, Rng, all_dtypes, policy, run_python, snapshot
+from tests.support.states import Rng, all_dtypes, policy, snapshot
 
 
 @pytest.fixture(scope="module")
@@ -111,35 +111,14 @@ def test_files_in_a_folder_without_an_index(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_files_are_refused(data: bytes, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(CorruptCheckpoint) as caught:
+@pytest.mark.parametrize("title", HOSTILE)
+def test_hostile_files_are_refused(title: str, tmp_path: Path) -> None:
+    """`tests/test_hostile.py` shows in how little memory."""
+    unknown = title in ("unknown-dtype", "dtype-a-list")
+    (tmp_path / "model.safetensors").write_bytes(HOSTILE[title])
+    with pytest.raises(UnsupportedTensor if unknown else CorruptCheckpoint) as caught:
         load(tmp_path)
     assert "model.safetensors" in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_header_of_terabytes_allocates_nothing(tmp_path: Path) -> None:
-    for name in ("terabytes", "header past the cap", "elements past the cap"):
-        (tmp_path / f"{name}.safetensors").write_bytes(HOSTILE[name])
-    done = run_python(
-        LIMIT_MEMORY
-        + """
-import sys
-from pathlib import Path
-from pulse_rl.errors import CorruptCheckpoint
-from pulse_rl.state.checkpoint import load
-limit_memory(64 << 20)
-for file in Path(sys.argv[1]).iterdir():
-    try:
-        load(file)
-    except CorruptCheckpoint:
-        print("refused")
-""",
-        str(tmp_path),
-    )
-    assert (done.returncode, done.stdout) == (0, "refused\n" * 3), done.stderr
 
 
 @given(st.data())

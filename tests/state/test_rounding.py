@@ -94,18 +94,6 @@ def test_every_number_becomes_the_nearest_one(name: str, rng: np.random.Generato
     )
 
 
-@pytest.mark.parametrize("name", ROUNDINGS)
-def test_the_cast_is_torchs(name: str, rng: np.random.Generator) -> None:
-    bits = patterns(name, rng)
-    bits = bits[~is_nan(bits)]
-    if name == "F8_E4M3":  # torch has changed its mind on what exceeds 448
-        bits = bits[np.abs(bits.view(np.float32)) <= 448]
-    expected = (
-        torch.from_numpy(bits.view(np.float32)).to(TORCH_DTYPES[name]).view(torch.uint8).numpy()
-    )
-    np.testing.assert_array_equal(round_bits(bits, DTYPES[name]).view(np.uint8), expected)
-
-
 @pytest.mark.parametrize("count", [0, 1, 7, 31, 32, 33, 1000])
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_any_number_of_values(name: str, count: int, rng: np.random.Generator) -> None:
@@ -132,18 +120,6 @@ def test_nan_stays_a_quiet_nan_with_its_sign_and_upper_payload(
 ) -> None:
     """torch's own NaN bits differ between processors, so they are no oracle."""
     assert [hex(b) for b in round_bits(NANS, DTYPES[name])] == [hex(b) for b in expected]
-
-
-@pytest.mark.parametrize("name", ROUNDINGS)
-def test_every_nan_stays_nan_and_nothing_else_becomes_one(
-    name: str, rng: np.random.Generator
-) -> None:
-    bits = patterns(name, rng)
-    codes = round_bits(bits, DTYPES[name])
-    back = torch.from_numpy(
-        codes.view(f"i{codes.itemsize}" if codes.itemsize > 1 else np.uint8)
-    ).view(TORCH_DTYPES[name])
-    np.testing.assert_array_equal(back.float().isnan().numpy(), is_nan(bits))
 
 
 def test_denormals_are_rounded_where_the_processor_flushes_them() -> None:
@@ -246,11 +222,6 @@ def test_the_kernel_refuses_what_it_cannot_write() -> None:
 # -- states after the cast
 
 
-SPECIAL = np.array(
-    [np.nan, -0.0, 0.0, np.inf, -np.inf, 1e-45, -1e-40, 3e38, 448, -465, 6e4, 7e4], np.float32
-)
-
-
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
 @pytest.mark.parametrize("source", ["F32", "BF16", "F16", "F64"])
 def test_casts_are_those_of_torch(rng: Rng, source: str, dtype: str) -> None:
@@ -262,12 +233,7 @@ def test_casts_are_those_of_torch(rng: Rng, source: str, dtype: str) -> None:
         bits = np.arange(1 << 16, dtype=np.uint16)
         values = torch.from_numpy(bits.view(np.int16)).view(TORCH_DTYPES[source]).float()
     else:
-        every = rng.integers(1 << 32, size=1 << 17, dtype=np.uint32).view(np.float32)
-        usual = rng.standard_normal(1 << 17, np.float32) * np.float32(30)
-        halfway = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16) | np.uint32(0x8000)).view(
-            np.float32
-        )
-        values = torch.from_numpy(np.concatenate([every, usual, halfway, SPECIAL]))
+        values = torch.from_numpy(patterns(dtype, rng).view(np.float32))
         if source == "F64":
             values = values[
                 ~values.isnan()

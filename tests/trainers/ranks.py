@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer
@@ -19,7 +19,16 @@ from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.integrations.transformers import PulseCallback, checkpoint_weights
 from pulse_rl.integrations.weights import is_sharded, policy_weights
 from tests.trainers.models import family
-from tests.trainers.support import Witness, arguments, cast, followed, saved, sentences, tiny
+from tests.trainers.support import (
+    Witness,
+    adapted,
+    arguments,
+    cast,
+    followed,
+    saved,
+    sentences,
+    tiny,
+)
 from tests.trainers.test_trl import grpo
 
 
@@ -107,13 +116,7 @@ def fsdp2_lora_each(store: LocalStore) -> None:
 
 def sharded_lora(*, each: bool) -> None:
     base = tiny(torch.bfloat16)
-    model = get_peft_model(
-        base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    )
-    for name, parameter in model.named_parameters():  # the same on both ranks
-        if "lora_" in name:
-            torch.manual_seed(len(name))
-            nn.init.normal_(parameter, std=0.05)
+    model = adapted(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     expected = cast(copy.deepcopy(model).float().merge_and_unload().state_dict())
     model.float()
     for module in [m for m in model.modules() if each and hasattr(m, "base_layer")]:

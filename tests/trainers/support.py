@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from pulse_rl import Store, Subscriber, state_root
+from pulse_rl import Published, Store, Subscriber, state_root
+from pulse_rl.events import Event
 
 WORDS = 64
 
@@ -51,6 +54,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         padding_side="left",
     )
+
+
+def adapted(model: torch.nn.Module, config: Any) -> Any:
+    """A model with adapters that do something, the same on every rank."""
+    from peft import get_peft_model
+
+    made = get_peft_model(model, config)
+    for name, parameter in made.named_parameters():
+        if "lora_" in name and "magnitude" not in name:
+            torch.manual_seed(len(name))
+            torch.nn.init.normal_(parameter, std=0.05)
+    return made
 
 
 def saved(folder: Path) -> str:
@@ -118,6 +133,17 @@ class Witness(TrainerCallback):
         self.note(state.global_step, kwargs["model"])
 
 
+class Merged(Witness):
+    """Notes what PEFT's own merge of a copy of the model holds, computed in FP32."""
+
+    def note(self, step: int, model: Any) -> None:
+        super().note(step, copy.deepcopy(model).float().merge_and_unload())
+
+
+def collect(published: list[Published]) -> Callable[[Event], None]:
+    return lambda event: published.append(event) if isinstance(event, Published) else None
+
+
 def followed(store: Store | str, stream: str = "policy", key: str = "step") -> dict[int, str]:
     """The root of a follower's own state after each version, by the ``key`` in the version's
     metadata."""
@@ -129,7 +155,6 @@ def followed(store: Store | str, stream: str = "policy", key: str = "step") -> d
     with Subscriber(store, stream=stream) as follower:
         for version in range(last + 1):
             update = follower.sync(version)
-            assert update is not None
             update.acknowledge()
             roots[update.metadata[key]] = state_root(follower.state)
     return roots

@@ -4,8 +4,6 @@ fail."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,48 +14,19 @@ from examples.grpo.settings import Settings as GrpoSettings
 from examples.loco.__main__ import compare_weights
 from examples.loco.settings import Settings
 from pulse_rl.cli import main
+from tests.support.programs import ran
 
-CHECKOUT = Path(__file__).parents[2]
-SMALL = ["--sft-steps", "30", "--prompts", "4", "--checkpoint-every", "2"]
-SMALL_LOCO = [
-    "--trainers",
-    "2",
-    "--workers",
-    "1",
-    "--rounds",
-    "3",
-    "--sync-every",
-    "2",
-    "--prompts",
-    "2",
-]
-SMALL_LOCO += ["--sft-steps", "10", "--patience", "60"]
-
-
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "examples.grpo", *arguments]
-    return subprocess.run(
-        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=180, check=False
-    )
+SMALL = "--steps 6 --sft-steps 30 --prompts 4 --checkpoint-every 2"
+SMALL_LOCO = "--trainers 2 --workers 1 --rounds 3 --sync-every 2 --prompts 2"
 
 
 def test_killed_trainer_and_worker_resume_with_identical_weights(tmp_path: Path) -> None:
-    done = demo(
-        "--run",
-        str(tmp_path),
-        "--steps",
-        "6",
-        *SMALL,
-        "--kill",
-        "trainer@3",
-        "--kill",
-        "worker-1@4",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = f"{SMALL} --kill trainer@3 --kill worker-1@4".split()
+    said = ran("-m", "examples.grpo", "--run", tmp_path, *options)
     result = json.loads((tmp_path / "trainer.jsonl").read_text().splitlines()[-1])
     assert (result["event"], result["step"]) == ("result", 6)
-    assert done.stdout.count(f"{result['root']}  bit-identical") == 4
-    assert done.stdout.count("SIGKILL, as asked") == 2
+    assert said.count(f"{result['root']}  bit-identical") == 4
+    assert said.count("SIGKILL, as asked") == 2
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
 
     report = tmp_path / f"store/reports/worker-0/{result['version']:012d}.json"
@@ -72,21 +41,9 @@ def journal(folder: RunFolder, trainer: str) -> list[dict[str, object]]:
 
 
 def test_a_killed_trainer_resumes_and_all_models_are_identical_at_the_end(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "examples.loco",
-        "--run",
-        str(tmp_path),
-        *SMALL_LOCO,
-        "--kill",
-        "trainer-1@1",
-    ]
-    done = subprocess.run(
-        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all 2 trainers hold the same theta" in done.stdout
+    options = f"{SMALL_LOCO} --sft-steps 10 --patience 60 --kill trainer-1@1".split()
+    said = ran("-m", "examples.loco", "--run", tmp_path, *options)
+    assert "all 2 trainers hold the same theta" in said
 
     folder = RunFolder(tmp_path)
     settings = Settings.load(folder.settings)

@@ -16,22 +16,14 @@ from torch.distributed.fsdp import fully_shard
 from pulse_rl import state_root
 from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations.weights import policy_weights
-from tests.trainers.support import cast, saved_names, tiny
+from tests.trainers.support import adapted, cast, saved_names, tiny
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
-def adapted(dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
-    """A model with adapters that do something."""
-    model = get_peft_model(
-        tiny(dtype),
-        LoraConfig(**{"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **config}),
-    )
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name and "magnitude" not in name:
-            nn.init.normal_(parameter, std=0.05)
-    return model
+def made(dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
+    whole = {"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **config}
+    return adapted(tiny(dtype), LoraConfig(**whole))
 
 
 @pytest.fixture
@@ -51,7 +43,7 @@ def unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
 
 
 def test_after_50_merges_the_base_has_the_bits_that_it_had() -> None:
-    model = adapted()
+    model = made()
     before = bits(model)
     roots = {state_root(policy_weights(model, "BF16")) for _ in range(50)}
     assert len(roots) == 1
@@ -76,7 +68,7 @@ def test_after_50_merges_the_base_has_the_bits_that_it_had() -> None:
 def test_what_is_published_is_what_peft_merges_in_fp32(
     dtype: torch.dtype, config: dict[str, Any]
 ) -> None:
-    model = adapted(dtype, **config)
+    model = made(dtype, **config)
     before = bits(model)
     weights = policy_weights(model)
     assert unchanged(model, before)
@@ -95,7 +87,7 @@ def test_what_is_published_is_what_peft_merges_in_fp32(
 
 
 def test_an_adapter_on_one_of_two_tied_tensors_unties_them_as_the_forward_pass_does() -> None:
-    model = adapted(torch.float32, target_modules=["q_proj", "embed_tokens"])
+    model = made(torch.float32, target_modules=["q_proj", "embed_tokens"])
     plain = tiny(torch.float32, seed=2)
     plain.lm_head.weight = nn.Parameter(torch.empty_like(plain.lm_head.weight))
     plain.load_state_dict(policy_weights(model))
@@ -105,7 +97,7 @@ def test_an_adapter_on_one_of_two_tied_tensors_unties_them_as_the_forward_pass_d
 
 
 def test_several_adapters_and_one_that_is_merged_already() -> None:
-    model = adapted()
+    model = made()
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "other"])
     both = (
@@ -119,7 +111,7 @@ def test_several_adapters_and_one_that_is_merged_already() -> None:
     assert all(
         torch.equal(tensor, both[name].to(torch.bfloat16)) for name, tensor in weights.items()
     )
-    merged = adapted(torch.float32)
+    merged = made(torch.float32)
     expected = state_root(policy_weights(merged))
     merged.merge_adapter()
     assert state_root(policy_weights(merged)) == expected
@@ -129,7 +121,7 @@ def test_several_adapters_and_one_that_is_merged_already() -> None:
 def test_layers_that_fsdp2_shards_one_by_one(config: dict[str, Any], alone: None) -> None:
     """An FSDP2 unit for each adapted layer, and one for a part of it: their classes refuse to be
     copied."""
-    model = adapted(torch.float32, **config)
+    model = made(torch.float32, **config)
     expected = state_root(cast(policy_weights(model)))
     for name, module in list(model.named_modules()):
         if name.endswith(("q_proj", "down_proj", "v_proj.lora_A.default")):
@@ -182,9 +174,9 @@ def test_what_cannot_be_merged_is_refused() -> None:
     with pytest.raises(UnsupportedTensor, match="prompt"):
         policy_weights(prompts)
     with pytest.raises(UnsupportedTensor, match="TrainableTokens"):
-        policy_weights(adapted(trainable_token_indices=[1, 2]))
+        policy_weights(made(trainable_token_indices=[1, 2]))
     for dtype in (torch.uint8, torch.float8_e4m3fn):
-        quantised = adapted()
+        quantised = made()
         layer = quantised.get_base_model().model.layers[0].self_attn.q_proj.base_layer
         layer.weight = nn.Parameter(torch.zeros(64, 64).to(dtype), requires_grad=False)
         with pytest.raises(UnsupportedTensor, match=f"{dtype} weights"):

@@ -3,12 +3,11 @@ Megatron-Core's tensor, pipeline and data parallelism by Megatron-Bridge."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import ran_on_two_ranks
 
 
 @pytest.mark.parametrize(
@@ -17,22 +16,4 @@ import pytest
 )
 def test_two_ranks(program: str, package: str, tmp_path: Path) -> None:
     pytest.importorskip(package, reason="make test-trainers installs it")
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        f"tests.trainers.{program}",
-    ]
-    result = subprocess.run(
-        [sys.executable, *command, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"},
-        cwd=Path(__file__).parents[2],
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("is content") == 2
+    ran_on_two_ranks(f"tests.trainers.{program}", tmp_path)

@@ -3,11 +3,9 @@ GPU; and compiled."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.programs import ran
 
 PROGRAM = """
 from pulse_rl.integrations.scatter_kernel import by_kernel
@@ -36,27 +34,9 @@ print("compiled")
 
 def test_the_kernel_compiles_for_devices_that_are_not_here() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILATION],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "compiled\n"
+    assert ran("-c", COMPILATION) == "compiled\n"
 
 
 def test_the_kernel_writes_what_it_should() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "written\n"
+    assert ran("-c", PROGRAM, TRITON_INTERPRET="1") == "written\n"

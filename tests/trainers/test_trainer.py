@@ -15,10 +15,9 @@ from transformers import Trainer, TrainerCallback
 
 from pulse_rl import LocalStore, MemoryStore, Published, Subscriber
 from pulse_rl.errors import StoreError, StoreUnavailable
-from pulse_rl.events import Event
 from pulse_rl.integrations.transformers import PulseCallback
 from pulse_rl.store import Data
-from tests.trainers.support import Witness, arguments, followed, sentences, tiny
+from tests.trainers.support import Witness, arguments, collect, followed, sentences, tiny
 
 
 def trained(
@@ -38,11 +37,7 @@ def trained(
 def test_an_fp32_model_is_followed_bit_for_bit_by_small_patches(tmp_path: Path) -> None:
     store, witness, published = MemoryStore(), Witness(), list[Published]()
 
-    def listen(event: Event) -> None:
-        if isinstance(event, Published):
-            published.append(event)
-
-    callback = PulseCallback(store, stream="policy", replace=False, on_event=listen)
+    callback = PulseCallback(store, stream="policy", replace=False, on_event=collect(published))
     trainer = trained(tmp_path, callback, witness)
     assert trainer.model.dtype == torch.float32
     assert followed(store) == witness.roots
@@ -55,7 +50,6 @@ def test_an_fp32_model_is_followed_bit_for_bit_by_small_patches(tmp_path: Path) 
 def test_metrics_become_metadata_and_ours_go_into_the_log(tmp_path: Path) -> None:
     store = MemoryStore()
     trainer = trained(tmp_path, callback := PulseCallback(store, stream="policy", replace=False))
-    assert callback.published is not None
     facts = callback.published.metadata
     assert (facts["step"], facts["logged_step"]) == (4, 3)
     third = next(row for row in trainer.state.log_history if row["step"] == 3)
@@ -135,7 +129,6 @@ def test_a_run_that_is_resumed_continues_the_stream(tmp_path: Path) -> None:
         tiny(), arguments(tmp_path, **saving), train_dataset=sentences(), callbacks=[callback]
     )
     trainer.train(resume_from_checkpoint=True)
-    assert callback.published is not None
     assert (callback.published.version, callback.published.metadata["step"]) == (5, 4)
     assert callback.published.changed is not None
 

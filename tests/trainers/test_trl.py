@@ -14,10 +14,18 @@ from peft import LoraConfig
 from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from pulse_rl import MemoryStore, Published, Subscriber, state_root
-from pulse_rl.events import Event
+from pulse_rl import MemoryStore, Published, Subscriber
 from pulse_rl.integrations.transformers import PulseCallback
-from tests.trainers.support import Witness, cast, common, followed, saved, saved_names, tokenizer
+from tests.trainers.support import (
+    Merged,
+    Witness,
+    collect,
+    common,
+    followed,
+    saved,
+    saved_names,
+    tokenizer,
+)
 
 LORA = LoraConfig(
     r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
@@ -60,10 +68,6 @@ def sft(folder: Path, callbacks: list[TrainerCallback], **others: Any) -> Traine
     )
 
 
-def collect(published: list[Published]) -> Callable[[Event], None]:
-    return lambda event: published.append(event) if isinstance(event, Published) else None
-
-
 @pytest.mark.parametrize("make", [grpo, sft])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_full_training(tmp_path: Path, make: Callable[..., Trainer], dtype: str) -> None:
@@ -87,23 +91,6 @@ def test_rewards_become_metadata(tmp_path: Path) -> None:
     assert callback.published is not None
     third = next(row for row in trainer.state.log_history if row["step"] == 3)
     assert callback.published.metadata["reward"] == third["reward"]
-
-
-class Merged(TrainerCallback):
-    """Notes after each step what PEFT's own merge of a copy of the model holds, computed in FP32,
-    cast to BF16."""
-
-    def __init__(self) -> None:
-        self.roots: dict[int, str] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.on_step_end(args, state, control, **kwargs)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        import copy
-
-        merged = copy.deepcopy(kwargs["model"]).float().merge_and_unload()
-        self.roots[state.global_step] = state_root(cast(merged.state_dict()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 from transformers import Trainer
 
@@ -21,7 +21,7 @@ from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.integrations.fsdp import ShardedPublisher
 from pulse_rl.integrations.transformers import PulseCallback, checkpoint_weights
 from pulse_rl.integrations.weights import policy_weights
-from tests.trainers.support import Witness, arguments, cast, followed, sentences, tiny
+from tests.trainers.support import Witness, adapted, arguments, cast, followed, sentences, tiny
 
 
 def config(stage: int, *, offload: bool = False) -> dict[str, Any]:
@@ -135,14 +135,7 @@ def traps(store: LocalStore) -> None:
 
 def lora(store: LocalStore) -> None:
     """Adapters are merged on whole layers, one after another."""
-    base = tiny()
-    made = get_peft_model(
-        base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    )
-    for name, parameter in made.named_parameters():  # the same on both ranks
-        if "lora_" in name:
-            torch.manual_seed(len(name))
-            nn.init.normal_(parameter, std=0.05)
+    made = adapted(tiny(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     alone = tiny()
     alone.load_state_dict(copy.deepcopy(made).merge_and_unload().state_dict())
     expected = state_root(cast(checkpoint_weights(alone)))

@@ -165,7 +165,6 @@ def written_anew(url: str, store: str) -> dict[str, str]:
     over them."""
     with connect(url, store=store, stream="policy") as handle:
         done = handle.sync()
-        assert done is not None
         assert done.full
         assert handle.audit() == ()
     return checksums(url)

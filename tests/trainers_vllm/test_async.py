@@ -8,10 +8,9 @@ from pathlib import Path
 from peft import LoraConfig
 
 from pulse_rl import Published
-from pulse_rl.events import Event
 from pulse_rl.integrations.trl import PulseWeightTransfer
 from tests.engines.server import checksums
-from tests.trainers.support import Witness, followed
+from tests.trainers.support import Witness, collect, followed
 
 from .support import STEPS, async_grpo, weight_version, written_anew
 
@@ -21,18 +20,13 @@ def test_after_each_step_the_server_has_the_cast_weights(
 ) -> None:
     store, witness, published = str(tmp_path / "store"), Witness(), list[Published]()
 
-    def listen(event: Event) -> None:
-        if isinstance(event, Published):
-            published.append(event)
-
-    transfer = PulseWeightTransfer(url, store, "policy", on_event=listen)
+    transfer = PulseWeightTransfer(url, store, "policy", on_event=collect(published))
     trainer = async_grpo(checkpoint, tmp_path, url, transfer, callbacks=[witness])
     trainer.train()
     assert str(trainer.model.dtype) == "torch.float32"
     assert sorted(witness.roots) == list(range(STEPS + 1))
     assert followed(store, key="sync") == {step + 1: root for step, root in witness.roots.items()}
     assert all(0 < p.density < 0.05 for p in published[1:])
-    assert transfer.synced is not None
     assert (transfer.synced.version, transfer.synced.previous, transfer.synced.full) == (
         STEPS,
         STEPS - 1,
@@ -51,7 +45,6 @@ def test_lora_is_sent_merged(
     settings = {"learning_rate": 1e-3}
     trainer = async_grpo(checkpoint, tmp_path, url, transfer, peft_config=lora, config=settings)
     trainer.train()
-    assert transfer.published is not None
     assert transfer.published.version == STEPS
     assert 0 < transfer.published.density < 0.5
     assert checksums(url) == written_anew(url, store)

@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 from verl.checkpoint_engine import (
     CheckpointEngineManager,
     CheckpointEngineRegistry,
@@ -36,23 +36,14 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
 import pulse_rl
+from tests.trainers.support import tiny
 
 LR = 1e-6
 
 
-def tiny() -> Qwen2ForCausalLM:
-    """427,136 FP32 weights, untied, the same in every process."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    return Qwen2ForCausalLM(config)
+def untied() -> Qwen2ForCausalLM:
+    """427,136 FP32 weights, the same in every process."""
+    return tiny(hidden_size=128, intermediate_size=256, tie_word_embeddings=False)
 
 
 def configured(store: str) -> RolloutConfig:
@@ -91,7 +82,7 @@ class Actor(ActorRolloutRefWorker):
             bucket_size=1 << 20,
             **engine.engine_kwargs[engine.backend],
         )
-        self.model = tiny()
+        self.model = untied()
         fully_shard(self.model, mesh=init_device_mesh("cpu", (self.world_size,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
         self.extra: dict[str, torch.Tensor] = {}
@@ -132,7 +123,7 @@ class Rollout(BaseRollout):
 
     def __init__(self, rank: int) -> None:
         self.replica_rank, self.is_leader_rank = rank, True
-        self.model = tiny().to(torch.bfloat16)
+        self.model = untied().to(torch.bfloat16)
         for parameter in self.model.parameters():
             nn.init.zeros_(parameter)  # nothing that was not received can pass for it
         self.steps: int | None = None

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import ray
 
 import pulse_rl
 from examples.ray_fleet import Fleet
+from tests.support.programs import ran
 
-CHECKOUT = Path(__file__).parents[2]
 WARM_UP = 60  # some answers are right then, so that the steps change weights
 
 
@@ -45,42 +43,15 @@ def test_workers_and_the_trainer_may_die_and_all_end_with_the_same_bits(
 
 
 def test_the_program_kills_and_adds_a_worker_and_proves_the_bits(tmp_path: Path) -> None:
-    settings = [
-        "--workers",
-        "2",
-        "--steps",
-        "8",
-        "--kill-at",
-        "2",
-        "--add-at",
-        "3",
-        "--remove-at",
-        "6",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "examples.ray_fleet",
-        "--store",
-        str(tmp_path),
-        "--warm-up",
-        str(WARM_UP),
-    ]
-    done = subprocess.run(
-        [*command, *settings],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"(\S+) (was killed|was added|has left)", done.stdout) == [
+    settings = ("--workers", 2, "--steps", 8, "--kill-at", 2, "--add-at", 3, "--remove-at", 6)
+    program = ("-m", "examples.ray_fleet", "--store", tmp_path, "--warm-up", WARM_UP)
+    said = ran(*program, *settings, seconds=600)
+    assert re.findall(r"(\S+) (was killed|was added|has left)", said) == [
         ("worker-0", "was killed"),
         ("worker-2", "was added"),
         ("worker-0", "has left"),
     ]
-    roots = dict(re.findall(r"(\S+) +version +8  root (\w{64})", done.stdout))
+    roots = dict(re.findall(r"(\S+) +version +8  root (\w{64})", said))
     assert roots.keys() == {"trainer", "worker-1", "worker-2"}
     assert len(set(roots.values())) == 1
-    assert done.stdout.splitlines()[-1] == "the same bits everywhere"
+    assert said.splitlines()[-1] == "the same bits everywhere"

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 
 from .. import __version__
 from ..errors import InputError, PulseError
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+@cache
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; each command sets ``run``."""
     parser = argparse.ArgumentParser(

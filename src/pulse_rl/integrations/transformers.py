@@ -261,15 +261,6 @@ class PulseCallback(TrainerCallback):
                     model, kwargs.get("optimizer"), args.learning_rate, self._dtype
                 ):
                     _log.warning("stream %s: %s", self._stream, words)
-            head = self._publisher.head()
-            if head is not None and state.global_step == 0:
-                _log.warning(
-                    "stream %s is continued: its newest version is %d, of step %s. A new one "
-                    "needs another name",
-                    self._stream,
-                    head.version,
-                    head.metadata.get("step", "?"),
-                )
             self._files = None if self._adapter else self._beside(model, kwargs)
         weights = self._take(model, first)
         if first:

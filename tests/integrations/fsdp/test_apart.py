@@ -136,13 +136,6 @@ def settings_of_their_own(trainer: Trainer) -> None:
         given = usual | (other if trainer.rank == 1 else {})
         with pytest.raises(InputError, match=reason):
             ShardedPublisher(given.pop("store"), **given)
-    with pytest.raises(
-        TypeError if trainer.rank == 1 else StreamError,
-        match="unexpected keyword argument 'thread'",
-    ):
-        ShardedPublisher(
-            str(folder), stream="policy", **({"thread": 1} if trainer.rank == 1 else {})
-        )  # type: ignore[call-arg]
     assert time.monotonic() - began < 30
 
 
