@@ -40,9 +40,10 @@ def test_a_lazy_module_is_refused_with_what_to_do(module: nn.Module) -> None:
     assert publisher.publish(module.state_dict()).version == 0
 
 
-def test_a_module_is_told_to_give_its_state_dict() -> None:
+def test_an_object_with_a_state_dict_is_told_to_give_it() -> None:
+    optimizer: Any = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(InputError, match="not a state") as caught:
-        Publisher(MemoryStore(), stream="s").publish(nn.Linear(2, 2))  # type: ignore[arg-type]
+        Publisher(MemoryStore(), stream="s").publish(optimizer)
     assert "state_dict()" in caught.value.hint
 
 

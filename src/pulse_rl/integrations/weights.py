@@ -32,6 +32,7 @@ __all__ = [
     "is_sharded",
     "policy_weights",
     "torch_dtype",
+    "whole_weights",
 ]
 
 _TORCH = {
@@ -110,6 +111,18 @@ def policy_weights(
             known[id(tensor)] = cast_to_host(tensor, target, keep=keep) if gathered else detached
         taken[plain] = known[id(tensor)]
     return as_saved(core, unwrapped(taken)) if keep else {}
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`policy_weights` of a model that one process holds whole. Raises UnsupportedTensor for one
+    that is sharded: to gather it is a collective."""
+    if is_sharded(model):
+        raise UnsupportedTensor(
+            "the parameters of the module are sharded over ranks",
+            hint="Use PulseCallback, or ShardedPublisher on all ranks, which takes the model "
+            "itself.",
+        )
+    return policy_weights(model)
 
 
 def adapter_weights(

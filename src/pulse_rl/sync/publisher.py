@@ -203,8 +203,8 @@ class Publisher(Closing, NotCopyable):
         signed with another key.
 
         Args:
-            source: A mapping of names to tensors (a ``state_dict``), a `State`, or a checkpoint's
-                path. It must not change during the call.
+            source: A torch.nn.Module, a mapping of names to tensors (a ``state_dict``), a `State`,
+                or a checkpoint's path (see `as_state`). It must not change during the call.
             metadata: The caller's own data about the version, small and flat, such as
                 ``{"step": 10}``.
             dtype: The compute dtype that floating-point tensors wider than it are cast to, rounded
