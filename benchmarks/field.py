@@ -2,8 +2,9 @@
 Pulse beside dense.
 
     python -m benchmarks.field [--models 0.6B 1.7B]     # what this machine can; the table says what
-    it could not python -m benchmarks.field --commands               # what to run on GPUs, for each
-    row python -m benchmarks.field --with-pulse URL STORE SCRIPT [ARGS …]
+    it could not
+    python -m benchmarks.field --commands               # what to run on GPUs, for each row
+    python -m benchmarks.field --with-pulse URL STORE SCRIPT [ARGS …]
 
 A row publishes random BF16 weights of a Qwen3's shape to a folder, changes 0.85% of them by a unit
 in the last place, and has a subscriber follow. ``dense``: the same bytes through the same folder by
@@ -13,8 +14,7 @@ held before, in states.
 ``--with-pulse`` runs a script of TRL's unchanged, but that GRPOTrainer gets
 ``rollout_func=pulse_rollout(URL, STORE, "policy")`` and AsyncGRPOTrainer
 ``weight_transfer=PulseWeightTransfer(URL, STORE, "policy")``. Their logs have the figures for the
-table: ``pulse/bytes``, ``pulse/density``, ``pulse/pause_seconds``, ``perf/weight_sync_s``.
-"""
+table: ``pulse/bytes``, ``pulse/density``, ``pulse/pause_seconds``, ``perf/weight_sync_s``."""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 worker.
 
     python -m benchmarks.fleet [--workers 1 10 100 400] [--regions 2] [--versions 6] [--every 4]
-    [--json FILE] python -m benchmarks.fleet --link 2e6 [--workers 1 10 100]
+    [--json FILE]
+    python -m benchmarks.fleet --link 2e6 [--workers 1 10 100]
 
 Real subscribers with a small state each, as threads of a few processes; a server of the S3 protocol
 (moto, one process of Python) as the origin; a relay for each region, which keeps a folder. Workers
-read the folder ("relays"), or a server that shows it ("served"). A version is published
+read the folder ("relays"), or wait at a server that shows it ("served"). A version is published
 every few seconds. What each worker and relay asks of the origin is counted where it asks. Beside it
 stands what is expected: bytes and requests; and of the seconds, until when the relays had the
 version. A first version that all have is not counted.

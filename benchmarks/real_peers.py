@@ -5,10 +5,13 @@ and who hashes what.
     [--save]
 
 PEER_GRAIL=CHECKOUT   of one-covenant/grail, the PULSE paper's code; its packages are zstandard and
-xxhash PEER_SLIME=CHECKOUT   of THUDM/slime: its disk delta (xor), and its patch of SGLang, which
-receives; the same packages PEER_NEMO=CHECKOUT    of NVIDIA-NeMo/RL: its sparse refit (xor); its
-package is zstandard PEER_VLLM=PYTHON      of an environment with vLLM: what its sparse weight
-transfer sends, and its loader of that zipnn                 the package, with its own delta mode
+                      xxhash
+PEER_SLIME=CHECKOUT   of THUDM/slime: its disk delta (xor), and its patch of SGLang, which receives;
+                      the same packages
+PEER_NEMO=CHECKOUT    of NVIDIA-NeMo/RL: its sparse refit (xor); its package is zstandard
+PEER_VLLM=PYTHON      of an environment with vLLM: what its sparse weight transfer sends, and its
+                      loader of that
+zipnn                 the package, with its own delta mode
 zstd, rsync           the programs, on files of the states in memory
 
 A peer's own code runs, on a CPU; of its frameworks (Ray, Megatron, NCCL) stand-ins are imported,

@@ -11,8 +11,7 @@ REINFORCE and AdamW: 64 states a step, 8 actions sampled for each, with their me
 baseline. States and actions are functions of the step. Each way gets the same number of steps of
 work and dies after the same ones; what it does again is not progress. Measured on 4,096 fixed
 states: ``reward``, the mean probability of the right action; ``loss``, the mean of minus its
-logarithm.
-"""
+logarithm."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 the bit, or not.
 
     python -m benchmarks.same_training [--steps 200] [--seeds 0 1 2] [--out NAME] [--kill engine@5
-    trainer@10 store@15] [--steps-per-generation 4]
+    trainer@10 store@15]
+        [--steps-per-generation 4]
 
 Runs on a CPU in the environment of ``make test-vllm``. ``trl``: ``use_vllm=True,
 vllm_mode="colocate"``; TRL's ``VLLMGeneration.sync_weights`` loads every parameter into an engine
@@ -24,8 +25,7 @@ line's digests are then of its generation, and only the lines of generations hav
 
 ``--kill``: in the middle of the step, after the rollouts, by SIGKILL. The engine starts again from
 its first checkpoint, the trainer from its own of the step before. The store is then a server of the
-S3 protocol (moto, by ``--moto``) behind a proxy that refuses all requests for six seconds.
-"""
+S3 protocol (moto, by ``--moto``) behind a proxy that refuses all requests for six seconds."""
 
 from __future__ import annotations
 

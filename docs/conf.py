@@ -18,7 +18,7 @@ author = "The Pulse developers"
 copyright = "The Pulse developers, Apache-2.0"  # noqa: A001
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["sphinx.ext.napoleon", "myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_title = f"Pulse {__version__}"
 html_extra_path: list[str] = []
@@ -79,12 +79,6 @@ def resolve(
     )
 
 
-def outside_the_sidebar(app: Sphinx, docname: str, content: list[str]) -> None:
-    """The design notes and the log are listed by `design/index` alone."""
-    if docname == "log" or docname.startswith("design/0"):
-        content[0] = f"---\norphan: true\n---\n\n{content[0]}"
-
-
 def parameter_lists(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
@@ -120,5 +114,4 @@ def parameter_lists(
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", parameter_lists)
-    app.connect("source-read", outside_the_sidebar)
     app.connect("missing-reference", resolve)

@@ -1,8 +1,9 @@
 """GRPO on a Ray cluster of any size: a trainer and rollout workers as actors, and workers that come
 and go meanwhile.
 
-    python -m examples.ray_fleet                                  # this machine ray job submit
-    --working-dir . -- python -m examples.ray_fleet --store s3://bucket/run --workers 64
+    python -m examples.ray_fleet                                  # this machine
+    ray job submit --working-dir . -- python -m examples.ray_fleet --store s3://bucket/run --workers
+    64
 
 Ray places the actors, restarts those that die, and starts nodes for those that do not fit. Rollouts
 go from a worker to the trainer as Ray objects. The weights go through a stream: whoever begins,

@@ -1,12 +1,11 @@
 """TRL's GRPO with a vLLM server that generates with the trainer's newest weights, on one machine.
 
-    python -m examples.trl_grpo            # GRPOTrainer and pulse_rollout; runs on a CPU python -m
-    examples.trl_grpo --async    # AsyncGRPOTrainer and PulseWeightTransfer; its attention kernel
-    needs a GPU
+    python -m examples.trl_grpo            # GRPOTrainer and pulse_rollout; runs on a CPU
+    python -m examples.trl_grpo --async    # AsyncGRPOTrainer and PulseWeightTransfer; its attention
+                                           kernel needs a GPU
 
 Needs vLLM, TRL and pulse-rl in one environment. The policy is made on the spot; nothing is
-downloaded.
-"""
+downloaded."""
 
 from __future__ import annotations
 

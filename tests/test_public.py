@@ -75,8 +75,6 @@ HANDED_OUT = {
     "pulse_rl.maintenance.verify.Module",
     "pulse_rl.maintenance.verify.VersionReport",
     "pulse_rl.loco.store_format.PostedMessage",
-    "pulse_rl.plan.fleet.FleetPlan",
-    "pulse_rl.plan.fleet.WayPlan",
     "pulse_rl.plan.model.MeasuredInputs",
     "pulse_rl.plan.model.Crossover",
     "pulse_rl.plan.model.MethodPlan",

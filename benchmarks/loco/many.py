@@ -9,8 +9,7 @@ steps are random, of a size that opens about two in a hundred gates, so that byt
 a run's, and nothing is learnt. Shares may be shorter here than the library's million parameters, so
 that there are as many as trainers; what each costs whatever it holds counts for more then. The
 second table is arithmetic: real sizes of models by bytes a parameter as measured on pretrained
-weights.
-"""
+weights."""
 
 from __future__ import annotations
 

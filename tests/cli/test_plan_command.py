@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pulse_rl.cli import main
-from tests.support.plans import METHODS
-from tests.support.reports import STUDY
+from tests.support.plans import METHODS, STUDY
 
 SEVEN = ["--params", "7B", "--density", "0.0055", "--step-seconds", "50", "--bandwidth", "0.2Gbit"]
 
@@ -134,29 +132,3 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
     captured = capsys.readouterr()
     assert message in captured.err
     assert json.loads(captured.out)["error"] == "input"
-
-
-def test_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
-    fleet = [
-        "--workers",
-        "1000",
-        "--regions",
-        "4",
-        "--region-bandwidth",
-        "1Gbit",
-        "--origin-bandwidth",
-        "10Gbit",
-    ]
-    assert main(["plan", *SEVEN, *fleet, "--away", "200"]) == 0
-    out = capsys.readouterr().out
-    assert "1,000 workers in 4 regions, 250 in each" in out
-    assert "a relay is sooner from" in out
-    facts: Any = planned(capsys, *SEVEN, *fleet, "--away", "200")["fleet"]
-    assert (
-        facts["ways"]["relays"]["auto"]["versions"]
-        == 1
-        < facts["ways"]["direct"]["auto"]["versions"]
-    )
-    assert facts["catch_up_bytes"]["folds"] < facts["catch_up_bytes"]["patches"]
-    assert "fleet" not in planned(capsys, *SEVEN)
-    assert main(["plan", *SEVEN, "--regions", "2"]) == 1, "one worker has one region"

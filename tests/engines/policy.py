@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import pulse_rl
+from pulse_rl.integrations.transformers import checkpoint_weights
 from tests.trainers.support import tiny
 
 PROMPT = list(range(10, 58))
@@ -70,3 +72,29 @@ def redraw(model: torch.nn.Module, density: float, generator: torch.Generator) -
         chosen = torch.rand(weight.shape, generator=generator) < density
         drawn = torch.randn(weight.shape, generator=generator) * 0.06
         weight.copy_(torch.where(chosen, drawn.to(weight.dtype), weight))
+
+
+class Followed:
+    """A model that is trained in ten steps, small ones and large ones, and published quantized;
+    ``saved`` writes the newest version as a checkpoint."""
+
+    def __init__(self, trained: torch.nn.Module, folder: Path, quantise: object) -> None:
+        self._trained, self._folder, self._quantise = trained, folder, quantise
+        self.store = str(folder / "store")
+        self._publisher = pulse_rl.Publisher(self.store, stream="policy", threads=1)
+
+    def publish(self, **given: object) -> int:
+        weights = dict(checkpoint_weights(self._trained))
+        return self._publisher.publish(weights, quantise=self._quantise, **given).version
+
+    def saved(self, name: str) -> Path:
+        with pulse_rl.Subscriber(self.store, stream="policy") as subscriber:
+            subscriber.sync()
+            subscriber.save(self._folder / name)
+        return self._folder / name
+
+    def ten_versions(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(1)
+        for number in range(10):
+            redraw(self._trained, 0.3 if number % 4 == 3 else 0.01, generator)
+            yield self.publish()

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-import pulse_rl
 from pulse_rl import Bits
 from pulse_rl.state.quantise import QuantisedState
 from pulse_rl.state.tensors import State
-from tests.engines.policy import redraw
+from tests.engines.policy import Followed
 from tests.support.programs import ran
 
 FORMATS = {
@@ -139,43 +138,25 @@ def updated(case: str, folder: Path) -> list[str]:
     """The tensors that differ from those of a fresh load, after ten updates."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from pulse_rl.integrations.transformers import checkpoint_weights
-
     prepare(case)
-    trained, generator = small("experts" in case), torch.Generator().manual_seed(1)
+    trained = small("experts" in case)
     trained.save_pretrained(folder / "bf16")
-    store = str(folder / "store")
-    with pulse_rl.Publisher(store, stream="policy", threads=1) as publisher:
-
-        def publish(**given: Any) -> int:
-            wanted = nvfp4 if FORMATS[case] == "nvfp4" else FORMATS[case]
-            return publisher.publish(
-                dict(checkpoint_weights(trained)), quantise=wanted, **given
-            ).version
-
-        def saved(name: str) -> Path:
-            with pulse_rl.Subscriber(store, stream="policy") as subscriber:
-                subscriber.sync()
-                subscriber.save(folder / name)
-            return folder / name
-
-        publish(
-            files=with_activations(folder) if FORMATS[case] == "nvfp4" else str(folder / "bf16")
-        )
-        model, config = loaded(saved("first"))
-        engine = WeightTransferEngineFactory.create_engine(
-            config.weight_transfer_config, config, torch.device("cpu"), model
-        )
-        engine.init_transfer_engine(
-            engine.init_info_cls(store=store, stream="policy", follow=False, audit_every=3)
-        )
-        for number in range(10):
-            redraw(trained, 0.3 if number % 4 == 3 else 0.01, generator)
-            engine.start_weight_update()
-            engine.receive_weights(engine.update_info_cls(version=publish(), wait_seconds=60))
-            engine.finish_weight_update()
-        engine.shutdown()
-        live, fresh = bits(model), bits(loaded(saved("last"))[0])
+    with_scales = FORMATS[case] == "nvfp4"
+    policy = Followed(trained, folder, nvfp4 if with_scales else FORMATS[case])
+    policy.publish(files=with_activations(folder) if with_scales else str(folder / "bf16"))
+    model, config = loaded(policy.saved("first"))
+    engine = WeightTransferEngineFactory.create_engine(
+        config.weight_transfer_config, config, torch.device("cpu"), model
+    )
+    engine.init_transfer_engine(
+        engine.init_info_cls(store=policy.store, stream="policy", follow=False, audit_every=3)
+    )
+    for version in policy.ten_versions():
+        engine.start_weight_update()
+        engine.receive_weights(engine.update_info_cls(version=version, wait_seconds=60))
+        engine.finish_weight_update()
+    engine.shutdown()
+    live, fresh = bits(model), bits(loaded(policy.saved("last"))[0])
     return sorted(name for name in live.keys() | fresh.keys() if live.get(name) != fresh.get(name))
 
 

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .stubs import install
+from tests.support.stub_packages import install
 
-install()
+# Of the version of the torch that is installed: transformers asks.
+install("torchvision", "0.28.0")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

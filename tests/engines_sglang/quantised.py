@@ -16,9 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .stubs import install
+from tests.support.stub_packages import install
 
-install()
+# Of the version of the torch that is installed: transformers asks.
+install("torchvision", "0.28.0")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -28,10 +29,8 @@ from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.model_loader import get_model_loader  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 
-from pulse_rl import Publisher, Subscriber  # noqa: E402
 from pulse_rl.integrations.sglang import plugin  # noqa: E402
-from pulse_rl.integrations.transformers import checkpoint_weights  # noqa: E402
-from tests.engines.policy import redraw  # noqa: E402
+from tests.engines.policy import Followed  # noqa: E402
 
 from .package import join  # noqa: E402
 
@@ -77,44 +76,25 @@ def differing(case: str, folder: Path) -> list[str]:
     config = getattr(transformers, f"{name}Config")(**SIZES, **(EXPERTS if "Moe" in name else {}))
     trained = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
     trained.save_pretrained(folder / "bf16")
-    store, generator = str(folder / "store"), torch.Generator().manual_seed(1)
-    with Publisher(store, stream="policy", threads=1) as publisher:
-
-        def publish(**given: Any) -> int:
-            return publisher.publish(
-                dict(checkpoint_weights(trained)), quantise=quantise, **given
-            ).version
-
-        def saved(name: str) -> Path:
-            with Subscriber(store, stream="policy") as subscriber:
-                subscriber.sync()
-                subscriber.save(folder / name)
-            return folder / name
-
-        publish(files=str(folder / "bf16"))
-        model, config = loaded(saved("first"))
-        runner = SimpleNamespace(
-            model=model, model_config=config, server_args=SimpleNamespace(load_format="auto")
-        )
-        updater = SimpleNamespace(get_model=lambda: model)
-        asked = {
-            "store": store,
-            "stream": "policy",
-            "owner": "me",
-            "follow": False,
-            "audit_every": 3,
-        }
-        (status,) = plugin.answer(runner, {"action": "open", "init_info": asked})
-        assert "failure" not in status, status
-        for number in range(10):
-            redraw(trained, 0.3 if number % 4 == 3 else 0.01, generator)
-            stage(runner, publish())
-            plugin.begin_weight_update(None, updater)
-            plugin.update(model, [])
-            assert plugin.outcome(model) is None, plugin.outcome(model)
-            plugin.end_weight_update(None, updater)
-        live, fresh = bits(model), bits(loaded(saved("last"))[0])
-        plugin.answer(runner, {"action": "close", "owner": "me"})
+    policy = Followed(trained, folder, quantise)
+    policy.publish(files=str(folder / "bf16"))
+    model, config = loaded(policy.saved("first"))
+    runner = SimpleNamespace(
+        model=model, model_config=config, server_args=SimpleNamespace(load_format="auto")
+    )
+    updater = SimpleNamespace(get_model=lambda: model)
+    asked = {"store": policy.store, "stream": "policy", "owner": "me"}
+    asked |= {"follow": False, "audit_every": 3}
+    (status,) = plugin.answer(runner, {"action": "open", "init_info": asked})
+    assert "failure" not in status, status
+    for version in policy.ten_versions():
+        stage(runner, version)
+        plugin.begin_weight_update(None, updater)
+        plugin.update(model, [])
+        assert plugin.outcome(model) is None, plugin.outcome(model)
+        plugin.end_weight_update(None, updater)
+    live, fresh = bits(model), bits(loaded(policy.saved("last"))[0])
+    plugin.answer(runner, {"action": "close", "owner": "me"})
     same = {
         k
         for k in live.keys() & fresh.keys()

@@ -9,9 +9,10 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from .stubs import install
+from tests.support.stub_packages import install
 
-install()
+# Of the version of the torch that is installed: transformers asks.
+install("torchvision", "0.28.0")
 
 import pytest  # noqa: E402
 

@@ -3,10 +3,13 @@
 What it writes is a release's: from the tag v0.1.0 on it is run for a new format only, into a new
 folder.
 
-    format-1/old.safetensors, new.safetensors   two states format-1/*.patch
-    patches between them, one for each codec that a user can name format-1/store/golden
-    a signed stream: anchors, patches, a history, a fold, digests, a claim format-1/store/sharded
-    a stream of three ranks: shards with slices, patches in parts, a history
+    format-1/old.safetensors, new.safetensors   two states
+    format-1/*.patch                            patches between them, one for each codec that a user
+                                                can name
+    format-1/store/golden                       a signed stream: anchors, patches, a history, a
+                                                fold, digests, a claim
+    format-1/store/sharded                      a stream of three ranks: shards with slices, patches
+                                                in parts, a history
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def restored(
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_twenty_of_twenty_restarts_are_at_the_exact_weights(
     tmp_path: Path, dtype: torch.dtype

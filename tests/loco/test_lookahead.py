@@ -130,7 +130,7 @@ def test_what_is_learnt_counts_once_whatever_is_sent(
     ahead: float, sites: str, *, gate_sums: bool
 ) -> None:
     """The rule has a virtual iterate, theta - lr / (1 - mu) (e + mu^2 m), that moves by what
-    trainers learn alone (docs/design/0029): e is the mean of the residuals. In the reference, which
+    trainers learn alone (notes/design/0029): e is the mean of the residuals. In the reference, which
     the library equals bit for bit."""
     size, learnt = 600, torch.Generator().manual_seed(0)
     theta = torch.randn(size, generator=learnt) / 50

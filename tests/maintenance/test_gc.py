@@ -51,18 +51,6 @@ def test_what_goes_is_what_nothing_names() -> None:
     assert gc_stream(store, "s", keep=3, grace_seconds=0).names == ()
 
 
-def test_the_publisher_and_an_old_reader_go_on() -> None:
-    store = MemoryStore()
-    publisher, trainer, _ = stream_with_anchors(store)
-    reader = Subscriber(store, stream="s", threads=1)
-    reader.sync(target=2)
-    gc_stream(store, "s", keep=1, grace_seconds=0)
-    trainer.step()
-    publisher.publish(trainer.state)
-    reader.sync()
-    assert reader.root == state_root(trainer.state)
-
-
 def test_no_number_is_used_again_where_gc_was_cut_short_and_the_head_is_damaged() -> None:
     """What gc took leaves a hole below the head, which the next publisher cannot read."""
     store, trainer = FaultyStore(MemoryStore()), TinyTrainer()

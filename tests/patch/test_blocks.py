@@ -193,6 +193,7 @@ def pair(rng: Rng) -> tuple[State, State]:
     return State.of(tensors).copy(), State.of(mutated(rng, tensors, 0.01)).copy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_parts_lead_to_what_a_whole_patch_leads_to(ranks: int, rng: Rng) -> None:
     old, new = pair(rng)

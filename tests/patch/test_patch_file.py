@@ -57,6 +57,7 @@ def a_patch(rng: Rng) -> tuple[bytes, State, PatchHeader]:
     return made.to_bytes(), state, made.header
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_refused(rng: Rng) -> None:
     """Of 300 flips in a peer's file, 220 decoded to wrong weights without an error."""
     data, base, header = a_patch(rng)

@@ -9,11 +9,9 @@ from dataclasses import replace
 import pytest
 
 from pulse_rl.errors import InputError
-from pulse_rl.plan import Fleet, Scenario, from_study, make_fleet_plan, make_plan
-from pulse_rl.plan.fleet import WAYS, catch_up_bytes, density_of
-from pulse_rl.plan.model import bandwidth_for, sync_bytes, transfer_seconds, utilisation
-from tests.support.plans import METHODS
-from tests.support.reports import STUDY
+from pulse_rl.plan import Scenario, from_study, make_plan
+from pulse_rl.plan.model import bandwidth_for, sync_bytes, utilisation
+from tests.support.plans import METHODS, STUDY
 
 PAPER = Scenario(params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=0.2e9)
 SMALL = Scenario(params=22_600_000, density=0.003, step_seconds=0.7, bandwidth=50e6, cores=2)
@@ -39,7 +37,7 @@ def test_the_papers_figure_1() -> None:
     ],
 )  # fmt: skip
 def test_bytes_agree_with_recorded_patches(density: float, ours: float, zstd: float) -> None:
-    """docs/log.md, `make bench`: whole files, bytes a change."""
+    """notes/log.md, `make bench`: whole files, bytes a change."""
     changes = 22_565_376 * density
     assert sync_bytes("auto", 22_565_376, density) / changes == pytest.approx(ours, rel=0.06)
     assert sync_bytes("zstd", 22_565_376, density) / changes == pytest.approx(zstd, rel=0.03)
@@ -217,110 +215,3 @@ def test_what_is_no_study_is_refused(study: object) -> None:
 def test_a_target_that_no_link_reaches_is_refused(target: float) -> None:
     with pytest.raises(InputError, match="target"):
         make_plan(SMALL, target=target)
-
-
-SEVEN = Scenario(
-    params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=1e9, round_trip_seconds=0.1
-)
-FLEET = Fleet(
-    workers=1000, regions=4, origin_bandwidth=10e9, region_bandwidth=1e9, near_bandwidth=10e9
-)
-
-
-def test_a_version_by_hand() -> None:
-    ours = make_plan(SEVEN).methods["auto"]
-    size, phases = ours.sync_bytes, ours.phases
-    coding = sum(seconds for phase, seconds in phases.items() if phase != "download")
-    relays = make_fleet_plan(SEVEN, FLEET).ways["relays"]["auto"]
-    assert relays.versions == 1
-    assert relays.fetch_bytes == size
-    hops = sum(1 + 0.3 + transfer_seconds(size, rate, 0.1, 0.0) for rate in (1e9, 10e9 / 250))
-    assert relays.seconds_to_all == pytest.approx(coding + hops)
-    assert relays.origin_bytes == pytest.approx(4 * size * 86400 / 50, rel=1e-6)
-    assert relays.dollars == pytest.approx(relays.origin_bytes / 1e9 * 0.09)
-    assert relays.idle_looks == 4 * 60 + 1000 * 2
-    direct = make_fleet_plan(
-        SEVEN, replace(FLEET, region_bandwidth=None, origin_bandwidth=None)
-    ).ways["direct"]["auto"]
-    assert direct.seconds_to_all == pytest.approx(
-        coding + 1 + 0.3 + transfer_seconds(size, 1e9, 0.1, 0.0)
-    )
-    assert direct.origin_bytes == pytest.approx(250 * relays.origin_bytes, rel=1e-6)
-    assert direct.idle_looks == 60_000
-
-
-def test_who_cannot_keep_up_takes_several_versions_at_a_time() -> None:
-    narrow = make_fleet_plan(SEVEN, replace(FLEET, region_bandwidth=0.1e9))
-    for way in WAYS:
-        for method in METHODS:
-            each = narrow.ways[way][method]
-            rate = 0.1e9 / 250 if way == "direct" else min(0.1e9, 10e9 / 250)
-            assert 1 + 8 * each.fetch_bytes / rate <= each.versions * 50
-            if each.versions > 1:
-                half = each.versions // 2
-                fewer = min(14e9, half * make_plan(SEVEN).methods[method].sync_bytes)
-                if method in ("auto", "history"):
-                    fewer = min(fewer, catch_up_bytes(SEVEN, half, method=method)["folds"])
-                assert 1.4 + 8 * fewer / rate > half * 50
-    assert narrow.ways["relays"]["auto"].versions == 1 < narrow.ways["relays"]["full"].versions
-    assert narrow.ways["direct"]["auto"].versions > 1
-
-
-def test_catching_up() -> None:
-    patch = make_plan(SEVEN).methods["auto"].sync_bytes
-    assert catch_up_bytes(SEVEN, 0) == {"patches": 0, "folds": 0, "full": 14e9}
-    assert catch_up_bytes(SEVEN, 7)["folds"] == catch_up_bytes(SEVEN, 7)["patches"] == 7 * patch
-    for versions in (8, 64, 200, 5000):
-        ways = catch_up_bytes(SEVEN, versions)
-        assert ways["folds"] < ways["patches"] == versions * patch
-    with_history, without = catch_up_bytes(SEVEN, 71, method="history"), catch_up_bytes(SEVEN, 71)
-    saved = patch - make_plan(SEVEN).methods["history"].sync_bytes
-    assert without["folds"] - with_history["folds"] == pytest.approx(
-        7 * saved
-    )  # folds know no history
-    assert without["patches"] - with_history["patches"] == pytest.approx(71 * saved)
-    assert density_of(0.01, 1) == pytest.approx(0.01)
-    assert density_of(0.01, 64) == pytest.approx(1 - 0.99**64)
-    assert density_of(1.0, 3) == 1.0
-
-
-@pytest.mark.slow
-def test_when_a_relay_pays() -> None:
-    """Where a region's workers share a link, from some workers on; where each has its own to the
-    origin, never."""
-    plan = make_fleet_plan(SEVEN, FLEET)
-    few = plan.relays_pay_from
-    assert few is not None
-    for among, sooner in ((few - 1, "direct"), (few, "relays")):
-        ways = make_fleet_plan(SEVEN, replace(FLEET, workers=4 * among)).ways
-        assert min(WAYS, key=lambda way: ways[way]["auto"].seconds_to_all) == sooner
-    unlimited = replace(FLEET, origin_bandwidth=None, region_bandwidth=None, near_bandwidth=None)
-    assert make_fleet_plan(SEVEN, unlimited).relays_pay_from is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1000, 10_000, 100_000])
-@pytest.mark.parametrize("params", [7e9, 70e9, 1e12])
-def test_more_workers_never_arrive_sooner(workers: int, params: float) -> None:
-    scenario = replace(SEVEN, params=int(params))
-    small, large = (
-        make_fleet_plan(scenario, replace(FLEET, workers=n)) for n in (workers, 2 * workers)
-    )
-    for way in WAYS:
-        assert large.ways[way]["auto"].seconds_to_all >= small.ways[way]["auto"].seconds_to_all
-        assert small.ways[way]["full"].fetch_bytes >= small.ways[way]["auto"].fetch_bytes
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"workers": 0},
-        {"regions": 0},
-        {"regions": 1001},
-        {"origin_bandwidth": 0.0},
-        {"poll_seconds": -1},
-    ],
-)
-def test_impossible_fleets(wrong: dict[str, float]) -> None:
-    with pytest.raises(InputError):
-        replace(FLEET, **wrong)  # type: ignore[arg-type]

@@ -73,6 +73,7 @@ def require_goes_on(publisher: Publisher, store: Store, trainer: Trainer) -> Non
     assert late.root == trainer.root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: str(harm.__name__))
 def test_any_object_may_be_harmed(harm: Harm) -> None:
     """One after another."""

@@ -189,11 +189,8 @@ def test_what_others_keep_in_its_hidden_folder_stays(
     """Another program's folder has that name, too."""
     mine, out = tmp_path / "mine", tmp_path / "out"
     hidden = mine if behind_a_link else out / ".pulse"
-    for file in (
-        hidden / "cookie",
-        hidden / "000000000001-abc/x",
-        mine / "0123456789ab-01234567/x",
-    ):
+    kept = (hidden / "cookie", hidden / "000000000001-abc/x", mine / "0123456789ab-01234567/x")
+    for file in kept:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"mine")
     if behind_a_link:
@@ -204,11 +201,7 @@ def test_what_others_keep_in_its_hidden_folder_stays(
         pulse(*follow(store, out))
         pulse(*follow(store, out))
         assert version_of(out) == 1
-    for file in (
-        hidden / "cookie",
-        hidden / "000000000001-abc/x",
-        mine / "0123456789ab-01234567/x",
-    ):
+    for file in kept:
         assert file.read_bytes() == b"mine"
 
 
@@ -254,7 +247,7 @@ def test_commands_carry_a_folder_s_files(pulse: Pulse, store: Path, tmp_path: Pa
             worker.sync(target=version)
             worker.save(folder, sharded=True)
     pulse("publish", first, tmp_path / "other", "--stream", "policy")
-    pulse("follow", tmp_path / "other", "--stream", "policy", "--once", "--out", out, "--sharded")
+    pulse(*follow(tmp_path / "other", out, "--sharded"))
     expected = {
         name: data for name, data in content(first).items() if not name.startswith("pulse.")
     }
@@ -267,21 +260,12 @@ def test_commands_carry_a_folder_s_files(pulse: Pulse, store: Path, tmp_path: Pa
     pulse("apply", first, tmp_path / "patch", "-o", tmp_path / "applied")
     assert state_root(tmp_path / "applied") == state_root(tmp_path / "second")
     assert (tmp_path / "applied/config.json").read_bytes() == files_of(0)["config.json"]
-    pulse(
-        "publish",
-        first,
-        tmp_path / "other",
-        "--stream",
-        "policy",
-        "--file",
-        first / "config.json",
-        "--dtype",
-        "bf16",
-    )
-    pulse("follow", tmp_path / "other", "--stream", "policy", "--once", "--out", out)
+    options = ("--file", first / "config.json", "--dtype", "bf16")
+    pulse("publish", first, tmp_path / "other", "--stream", "policy", *options)
+    pulse(*follow(tmp_path / "other", out))
     assert set(content(out)) == {"config.json", "model.safetensors"}
     pulse("publish", first, tmp_path / "other", "--stream", "policy", "--no-files")
-    pulse("follow", tmp_path / "other", "--stream", "policy", "--once", "--out", out)
+    pulse(*follow(tmp_path / "other", out))
     assert set(content(out)) == {"model.safetensors"}
 
 
@@ -293,10 +277,9 @@ def test_a_cast_checkpoint_says_what_it_is_now(pulse: Pulse, tmp_path: Path, key
     write_checkpoint(tmp_path / "model", WEIGHTS)
     config = {"a": 1, key: "float32", "text_config": {key: "float32", "n": 2}}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
-    pulse(
-        "publish", tmp_path / "model", tmp_path / "store", "--stream", "policy", "--dtype", "BF16"
-    )
-    pulse("follow", tmp_path / "store", "--stream", "policy", "--once", "--out", tmp_path / "out")
+    options = ("--stream", "policy", "--dtype", "BF16")
+    pulse("publish", tmp_path / "model", tmp_path / "store", *options)
+    pulse(*follow(tmp_path / "store", tmp_path / "out"))
     found = json.loads((tmp_path / "out/config.json").read_text())
     assert found == {"a": 1, key: "bfloat16", "text_config": {key: "bfloat16", "n": 2}}
 

@@ -64,6 +64,7 @@ def test_it_turns_on_where_it_saves_and_off_where_it_does_not() -> None:
             assert newcomer.root == worker.root
 
 
+@pytest.mark.slow
 def test_it_stays_off_where_it_saves_nothing() -> None:
     store = MemoryStore()
     with Publisher(store, stream="s") as publisher, Subscriber(store, stream="s") as worker:
@@ -71,6 +72,7 @@ def test_it_stays_off_where_it_saves_nothing() -> None:
     assert not any(remembered)
 
 
+@pytest.mark.slow
 def test_a_restarted_publisher_goes_on() -> None:
     store, given = MemoryStore(), states(recurs=True)
     with Subscriber(store, stream="s") as worker:

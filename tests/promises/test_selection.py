@@ -49,6 +49,7 @@ def test_a_part_costs_less_than_the_whole() -> None:
     assert 0 < stores[1].count["bytes"] < stores[0].count["bytes"] / 4
 
 
+@pytest.mark.slow
 def test_a_part_is_never_wrong() -> None:
     store, trainer = MemoryStore(), Trainer(elements=600)
     with Publisher(store, stream=STREAM, anchor_ratio=0.2) as publisher:

@@ -75,6 +75,7 @@ def test_a_relays_copy_is_the_stream(store: Store) -> None:
     assert [report.root for report in verify_stream(nearer, STREAM)] == roots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("side", "after"), [("source", False), ("target", False), ("target", True)]
 )

@@ -71,11 +71,6 @@ def test_any_number_of_threads_gives_one_root(rng: np.random.Generator) -> None:
     }
 
 
-def test_the_mapping_order_does_not_matter(rng: np.random.Generator) -> None:
-    tensors = policy(rng)
-    assert state_root(dict(reversed(tensors.items()))) == state_root(tensors)
-
-
 @given(data=st.data())
 def test_every_single_bit_counts(data: st.DataObject) -> None:
     tensors = all_dtypes(np.random.default_rng(0), 10)

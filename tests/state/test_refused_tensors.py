@@ -42,39 +42,35 @@ def _fake() -> torch.Tensor:
         return torch.zeros(3)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda: torch.zeros(3, device="meta"), id="meta"),
-        pytest.param(lambda: torch.eye(3).to_sparse(), id="sparse"),
-        pytest.param(lambda: torch.eye(3).to_mkldnn(), id="mkldnn"),
-        pytest.param(
-            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), id="quantized"
-        ),
-        pytest.param(
-            lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), id="nested"
-        ),
-        pytest.param(_fake, id="fake"),
-        pytest.param(lambda: _Wrapper(torch.zeros(3)), id="wrapper-subclass"),
-        pytest.param(lambda: torch.zeros(3).as_subclass(_Sharded), id="sharded"),
-        pytest.param(lambda: torch.empty(3, dtype=torch.int4), id="int4"),
-        pytest.param(lambda: torch.empty(3, dtype=torch.uint4), id="uint4"),
-        pytest.param(lambda: torch.empty(3, dtype=torch.float4_e2m1fn_x2), id="float4"),
-        pytest.param(lambda: torch.zeros(3, dtype=torch.complex128), id="complex128"),
-        pytest.param(lambda: torch.float32, id="a-dtype"),
-        pytest.param(lambda: np.array(["x"]), id="strings"),
-        pytest.param(lambda: np.array([None]), id="objects"),
-        pytest.param(lambda: np.zeros(3, "f4,i4"), id="records"),
-        pytest.param(lambda: np.zeros(3, np.longdouble), id="longdouble"),
-        pytest.param(lambda: np.zeros(3, "M8[s]"), id="times"),
-        pytest.param(lambda: Bits(np.zeros(3, np.uint32), "BF16"), id="bits-of-another-width"),
-        pytest.param(lambda: Bits(np.zeros(3, np.int16), "BF16"), id="signed-bits"),
-        pytest.param(lambda: Bits(np.zeros(3, np.uint8), "F6_E3M2"), id="unknown-name"),
-        pytest.param(lambda: [1.0, 2.0], id="list"),
-        pytest.param(lambda: 1.0, id="float"),
-        pytest.param(lambda: None, id="none"),
-    ],
-)
+UNSUPPORTED: dict[str, Callable[[], Any]] = {
+    "meta": lambda: torch.zeros(3, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "mkldnn": lambda: torch.eye(3).to_mkldnn(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "fake": _fake,
+    "wrapper-subclass": lambda: _Wrapper(torch.zeros(3)),
+    "sharded": lambda: torch.zeros(3).as_subclass(_Sharded),
+    "int4": lambda: torch.empty(3, dtype=torch.int4),
+    "uint4": lambda: torch.empty(3, dtype=torch.uint4),
+    "float4": lambda: torch.empty(3, dtype=torch.float4_e2m1fn_x2),
+    "complex128": lambda: torch.zeros(3, dtype=torch.complex128),
+    "a-dtype": lambda: torch.float32,
+    "strings": lambda: np.array(["x"]),
+    "objects": lambda: np.array([None]),
+    "records": lambda: np.zeros(3, "f4,i4"),
+    "longdouble": lambda: np.zeros(3, np.longdouble),
+    "times": lambda: np.zeros(3, "M8[s]"),
+    "bits-of-another-width": lambda: Bits(np.zeros(3, np.uint32), "BF16"),
+    "signed-bits": lambda: Bits(np.zeros(3, np.int16), "BF16"),
+    "unknown-name": lambda: Bits(np.zeros(3, np.uint8), "F6_E3M2"),
+    "list": lambda: [1.0, 2.0],
+    "float": lambda: 1.0,
+    "none": lambda: None,
+}
+
+
+@pytest.mark.parametrize("make", UNSUPPORTED.values(), ids=UNSUPPORTED)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, on making such tensors
 def test_what_has_no_plain_bits_is_unsupported(make: Callable[[], Any]) -> None:
     value = make()

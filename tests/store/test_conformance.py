@@ -51,6 +51,7 @@ class TestMemoryStore(OwnStore):
         return store
 
 
+@pytest.mark.slow
 class TestServedStore(OwnStore):
     """A folder that is read over HTTP."""
 

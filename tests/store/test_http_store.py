@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,32 +100,36 @@ def test_writing_is_refused(tmp_path: Path) -> None:
 )
 def test_wrong_answers_are_errors(what: str, sent: bytes) -> None:
     with answering(sent) as server:
-        store = HttpStore(server.url, timeout_seconds=5)
+        store = HttpStore(server.url)
         for read in (lambda: store.get("a/b", 0, 10), lambda: store.get("a/b", 2, 12)):
             with pytest.raises(StoreError) as caught:
                 read()
             assert not isinstance(caught.value, NotFound | StoreUnavailable), what
 
 
-def test_a_whole_object_is_bounded() -> None:
-    with (
-        answering(answer("200 OK", b"x" * 1000, length=10**12)) as server,
-        pytest.raises(StoreError, match="1000000000000 bytes"),
-    ):
-        HttpStore(server.url).get("a/b")
+READS: dict[str, Callable[[HttpStore], object]] = {
+    "get": lambda store: store.get("a/b"),
+    "head": lambda store: store.head("a/b"),
+    "list": lambda store: list(store.list("a")),
+}
+PART = "Content-Range: bytes 0-3/10"
+FALSE = [
+    ("get", answer("200 OK", b"x" * 1000, length=10**12), "1000000000000 bytes"),
+    ("list", answer("200 OK", b"1 2 b\n" * (1 << 18)), "1572864"),
+    ("head", answer("200 OK", b"", "X: y"), "when"),
+    ("head", answer("200 OK", b"", "Last-Modified: yesterday"), "when"),
+    ("head", answer("200 OK", b"", "Last-Modified: Sun, 99 Nov 99999 05:48:56 GMT"), "when"),
+    *((call, answer("206 Partial Content", b"0123", PART, DATE), "status 206") for call in READS),
+    *((call, answer("416 Not Satisfiable", b"0123", PART, DATE), "status 416") for call in READS),
+]
 
 
-def test_a_head_without_a_time_is_an_error() -> None:
-    for date in (
-        "X: y",
-        "Last-Modified: yesterday",
-        "Last-Modified: Sun, 99 Nov 99999 05:48:56 GMT",
-    ):
-        with (
-            answering(answer("200 OK", b"", date)) as server,
-            pytest.raises(StoreError, match="when"),
-        ):
-            HttpStore(server.url).head("a/b")
+@pytest.mark.parametrize(("call", "sent", "match"), FALSE, ids=[f"{c}-{m}" for c, _, m in FALSE])
+def test_answers_without_bounds_without_a_time_and_of_parts(
+    call: str, sent: bytes, match: str
+) -> None:
+    with answering(sent) as server, pytest.raises(StoreError, match=match):
+        READS[call](HttpStore(server.url))
 
 
 def test_what_breaks_is_asked_for_again() -> None:
@@ -166,19 +171,6 @@ def test_slow_bytes_end_at_the_deadline(begin: bytes) -> None:
         with pytest.raises(StoreUnavailable, match="timed out"):
             HttpStore(server.url, timeout_seconds=0.5).get("a/b", 0, 99)
         assert time.monotonic() - started < 15
-
-
-@pytest.mark.parametrize("status", ["206 Partial Content", "416 Range Not Satisfiable"])
-def test_a_part_is_not_the_whole(status: str) -> None:
-    with answering(answer(status, b"0123", "Content-Range: bytes 0-3/10", DATE)) as server:
-        store = HttpStore(server.url)
-        for read in (
-            lambda: store.get("a/b"),
-            lambda: store.head("a/b"),
-            lambda: list(store.list("a")),
-        ):
-            with pytest.raises(StoreError, match=f"status {status[:3]}"):
-                read()
 
 
 @pytest.mark.slow
@@ -242,14 +234,6 @@ def test_false_lists_are_errors(lines: bytes) -> None:
     with answering(answer("200 OK", lines)) as server, pytest.raises(StoreError) as caught:
         list(HttpStore(server.url).list("a"))
     assert not isinstance(caught.value, StoreUnavailable)
-
-
-def test_a_huge_page_is_refused() -> None:
-    with (
-        answering(answer("200 OK", b"1 2 b\n" * (1 << 18))) as server,
-        pytest.raises(StoreError, match="1572864"),
-    ):
-        list(HttpStore(server.url).list("a"))
 
 
 def test_an_endless_list_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +307,7 @@ def test_a_listing_of_late_pages_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     now, pages = [1000.0], itertools.count()
 
     def page(_: bytes, peer: socket.socket) -> None:
-        now[0] += 0.4
+        now[0] += 24
         first = 1000 * next(pages)
         peer.sendall(
             answer(
@@ -333,7 +317,7 @@ def test_a_listing_of_late_pages_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     with Liar(page) as server:
-        store = HttpStore(server.url, timeout_seconds=0.5)
+        store = HttpStore(server.url, timeout_seconds=30)
         monkeypatch.setattr("pulse_rl.store.http.time.monotonic", lambda: now[0])
         with pytest.raises(StoreUnavailable, match="too long to list"):
             list(store.list("a"))

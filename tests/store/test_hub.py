@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from pulse_rl import HttpStore, LocalStore, Publisher, Store, Subscriber, open_store
-from pulse_rl.errors import InputError, StoreError
+from pulse_rl.errors import AlreadyExists, InputError, StoreError
 from pulse_rl.testing import StoreConformance
-from tests.support.commands import Pulse
 from tests.support.http import ServedStore
 from tests.support.hub import TOKEN, gateway, repository, serving
 from tests.support.stores import KEYS
@@ -70,7 +69,7 @@ class TestRepository(StoreConformance):
 
 
 @pytest.mark.slow
-def test_a_bucket_is_s3(s3: str, monkeypatch: pytest.MonkeyPatch, pulse: Pulse) -> None:
+def test_a_bucket_is_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEYS["access_key_id"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS["secret_access_key"])
     with serving(gateway(s3)) as endpoint:
@@ -79,8 +78,10 @@ def test_a_bucket_is_s3(s3: str, monkeypatch: pytest.MonkeyPatch, pulse: Pulse) 
             publisher.publish({"w": np.ones(100, np.float16)})
             worker.sync()
             assert worker.version == 0
-        assert "safe to publish to" in pulse("store-check", address)
-        assert {each.name.partition("/")[0] for each in open_store(address).list("")} == {"s"}
+        store = open_store(address)
+        with pytest.raises(AlreadyExists):
+            store.put_new("s/versions/000000000000.json", b"another")
+        assert {each.name.partition("/")[0] for each in store.list("")} == {"s"}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,12 @@ def says(proxy: Proxy, status: int, code: str, *, method: str = ".*", path: str 
 
 
 def refused(
-    address: str, *, match: str, hint: str, error: type[StoreError] = StoreError, **options: Any
+    match: str,
+    hint: str,
+    address: str = "s3://bucket/x",
+    *,
+    error: type[StoreError] = StoreError,
+    **options: Any,
 ) -> None:
     """The first look of a worker and the first version of a trainer are refused, soon, and in a
     line; side by side, as some wait for an answer."""
@@ -74,28 +79,20 @@ def refused(
 
 
 def test_a_bucket_that_does_not_exist(s3: str) -> None:
-    refused("s3://nowhere/x", endpoint=s3, **KEYS, match="no bucket 'nowhere'", hint="Create it")
+    refused("no bucket 'nowhere'", "Create it", "s3://nowhere/x", endpoint=s3, **KEYS)
 
 
 def test_no_credentials(s3: str) -> None:
+    refused("no credentials.*AWS_ACCESS_KEY_ID.*~/.aws", "AWS_PROFILE", endpoint=s3)
+    refused("no credentials.*GOOGLE_APPLICATION", "gcloud auth", "gs://bucket/x")
     refused(
-        "s3://bucket/x",
-        endpoint=s3,
-        match="no credentials.*AWS_ACCESS_KEY_ID.*~/.aws",
-        hint="AWS_PROFILE",
-    )
-    refused("gs://bucket/x", match="no credentials.*GOOGLE_APPLICATION", hint="gcloud auth")
-    refused(
-        "az://bucket/x",
-        account_name="a",
-        match="no credentials.*AZURE_",
-        hint="AZURE_STORAGE_ACCOUNT_KEY",
+        "no credentials.*AZURE_", "AZURE_STORAGE_ACCOUNT_KEY", "az://bucket/x", account_name="a"
     )
 
 
 def test_no_account_and_no_bucket() -> None:
-    refused("az://container/x", match="no storage account", hint="account_name")
-    refused("s3:///x", match="not the address of a bucket", hint="BUCKET")
+    refused("no storage account", "account_name", "az://container/x")
+    refused("not the address of a bucket", "BUCKET", "s3:///x")
 
 
 def test_a_profile_that_does_not_exist(
@@ -104,21 +101,15 @@ def test_a_profile_that_does_not_exist(
     (no_settings / "credentials").write_text(
         "[mine]\naws_access_key_id = a\naws_secret_access_key = b\n"
     )
-    refused(
-        f"s3://bucket/x?endpoint={s3}&profile=yours", match="no AWS profile 'yours'", hint="mine"
-    )
+    refused("no AWS profile 'yours'", "mine", f"s3://bucket/x?endpoint={s3}&profile=yours")
     monkeypatch.setenv("AWS_PROFILE", "theirs")
-    refused(f"s3://bucket/x?endpoint={s3}", match="no AWS profile 'theirs'", hint="mine")
+    refused("no AWS profile 'theirs'", "mine", f"s3://bucket/x?endpoint={s3}")
 
 
 def test_a_profile_without_keys(no_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (no_settings / "config").write_text("[profile sso]\nsso_session = corp\n")
     monkeypatch.setitem(sys.modules, "boto3", None)
-    refused(
-        "s3://bucket/x?profile=sso",
-        match="SSO",
-        hint="aws configure export-credentials --profile sso",
-    )
+    refused("SSO", "aws configure export-credentials --profile sso", "s3://bucket/x?profile=sso")
 
 
 def test_wrong_keys_an_old_token_and_a_wrong_clock(proxy: Proxy) -> None:
@@ -129,15 +120,13 @@ def test_wrong_keys_an_old_token_and_a_wrong_clock(proxy: Proxy) -> None:
         (403, "RequestTimeTooSkewed", "clock", "Set the clock"),
     ):
         says(proxy, status, code)
-        refused("s3://bucket/x", endpoint=proxy.endpoint, **KEYS, match=match, hint=hint)
+        refused(match, hint, endpoint=proxy.endpoint, **KEYS)
 
 
 def test_another_region(proxy: Proxy) -> None:
     for status, code in ((301, "PermanentRedirect"), (400, "AuthorizationHeaderMalformed")):
         says(proxy, status, code)
-        refused(
-            "s3://bucket/x", endpoint=proxy.endpoint, **KEYS, match="another region", hint="region="
-        )
+        refused("another region", "region=", endpoint=proxy.endpoint, **KEYS)
 
 
 def test_a_port_at_which_nothing_listens_and_one_that_is_silent() -> None:
@@ -153,29 +142,21 @@ def test_a_port_at_which_nothing_listens_and_one_that_is_silent() -> None:
             {"endpoint": "http://no-host.invalid", "match": "host of", "hint": "name"},
         )
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda case: refused("s3://bucket/x", **case, **away), cases))
+            list(pool.map(lambda case: refused(**case, **away), cases))
 
 
 def test_https_to_a_server_that_speaks_http(s3: str) -> None:
     endpoint = s3.replace("http", "https", 1)
-    refused(
-        "s3://bucket/x", endpoint=endpoint, **KEYS, match="does not speak https", hint="http://"
-    )
+    refused("does not speak https", "http://", endpoint=endpoint, **KEYS)
 
 
 def test_a_server_that_is_no_object_store(proxy: Proxy) -> None:
     says(proxy, 405, "MethodNotAllowed")
-    refused(
-        "s3://bucket/x",
-        endpoint=proxy.endpoint,
-        **KEYS,
-        match="no such object store",
-        hint="console",
-    )
+    refused("no such object store", "console", endpoint=proxy.endpoint, **KEYS)
 
 
 def test_a_setting_that_there_is_not(s3: str) -> None:
-    refused(f"s3://bucket/x?endpiont={s3}", **KEYS, match="endpiont", hint="?endpoint=")
+    refused("endpiont", "?endpoint=", f"s3://bucket/x?endpiont={s3}", **KEYS)
     for secret in ("secret_access_key", "account_key", "sas_token"):
         with pytest.raises(InputError, match=secret) as caught:
             open_store(f"s3://bucket/x?{secret}=hidden")

@@ -199,6 +199,7 @@ def test_an_oversized_manifest_is_refused_unread(monkeypatch: pytest.MonkeyPatch
         read(GOLDEN)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_refused() -> None:
     for flip in range(8 * len(GOLDEN)):
         broken = bytearray(GOLDEN)

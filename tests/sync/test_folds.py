@@ -162,6 +162,7 @@ def test_fold_of_a_stream_with_a_gap_says_so() -> None:
         list(fold_stream(store, "s", (4,), threads=1))
 
 
+@pytest.mark.slow
 def test_delete_any_one_payload_and_it_is_still_restored_or_named() -> None:
     """Anchors at 0 and later, folds over 4 and 16: most payloads can be missed; the error names one
     that cannot."""

@@ -129,7 +129,7 @@ class Slow(MemoryStore):
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         self.waiting.set()
-        assert self.go.wait(20)
+        assert self.go.wait(120)
         return super().get(name, start, stop)
 
 
@@ -142,7 +142,7 @@ def test_two_threads_in_one_object_are_refused(rng: Rng) -> None:
     results: list[object] = []
     other = threading.Thread(target=lambda: results.append(subscriber.sync()))
     other.start()
-    assert store.waiting.wait(20)
+    assert store.waiting.wait(60)
     with pytest.raises(ConcurrentUse, match="two threads use one Subscriber"):
         subscriber.sync()
     assert (subscriber.version, subscriber.status) == (None, "empty")
@@ -220,7 +220,7 @@ def test_an_interrupt_does_not_wait_for_the_network_twice(rng: Rng) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     threading.Timer(0.1, store.go.set).start()
     update = subscriber.sync()
     assert update is not None

@@ -1,4 +1,4 @@
-"""States in a mapped file (docs/design/0036): found again by the next process, or else not used;
+"""States in a mapped file (notes/design/0036): found again by the next process, or else not used;
 never wrong."""
 
 from __future__ import annotations

@@ -209,7 +209,10 @@ def test_several_threads_share_the_updates(rng: Rng) -> None:
     with Subscribers(store, fleet.names, poll_seconds=0.05) as subscribers:
 
         def read() -> None:
-            seen.extend(name for name, _ in subscribers.updates(timeout_seconds=2))
+            for name, _ in subscribers.updates(timeout_seconds=SOON):
+                seen.append(name)
+                if len(seen) == len(fleet.names):
+                    subscribers.close()
 
         readers = [threading.Thread(target=read) for _ in range(3)]
         for reader in readers:

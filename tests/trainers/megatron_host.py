@@ -3,12 +3,8 @@ of a device alone."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -19,34 +15,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch.overrides import TorchFunctionMode
 
-
-class Absent(type):
-    """A class that is there to be named, with all attributes that are asked for."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Absent(name, (), {})
-
-
-class TransformerEngine(MetaPathFinder, Loader):
-    """An empty Transformer Engine, which Megatron-Bridge imports for its adapters."""
-
-    def find_spec(
-        self, fullname: str, path: Any, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        ours = fullname.partition(".")[0] == "transformer_engine"
-        return ModuleSpec(fullname, self, is_package=True) if ours else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module: Any = ModuleType(spec.name)
-        module.__getattr__ = lambda name: (
-            getattr(Absent, name) if name.startswith("__") else Absent(name, (), {})
-        )
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
+from tests.support.stub_packages import install
 
 
 class OnHost(TorchFunctionMode):
@@ -78,7 +47,7 @@ def scattered(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()  # of dropout, which is off
-sys.meta_path.append(TransformerEngine())
+install("transformer_engine")  # which Megatron-Bridge imports for its adapters
 torch.cuda.current_device = lambda: 0  # type: ignore[method-assign]
 torch.cuda.set_device = lambda device: None  # type: ignore[method-assign]
 torch.cuda.synchronize = lambda device=None: None  # type: ignore[method-assign]

@@ -3,9 +3,6 @@ caller's back; operations that an interrupt leaves at rest."""
 
 from __future__ import annotations
 
-import copy
-import os
-import pickle
 import signal
 import threading
 import time
@@ -17,7 +14,6 @@ import pytest
 
 from pulse_rl._util.serial import Operation, SerialThread, shield
 from pulse_rl._util.threads import Call, Stopped, checkpoint, default_threads, ordered_map
-from pulse_rl.errors import ConcurrentUse, InputError
 
 threads = pytest.mark.parametrize("threads", [None, 1, 2, 5])
 
@@ -148,12 +144,6 @@ def test_results_and_errors_come_back() -> None:
     )
 
 
-def test_an_operation_may_use_its_own_object() -> None:
-    """A listener that asks the publisher which called it."""
-    serial = SerialThread("Thing")
-    assert serial.run(lambda: serial.run(lambda: 3)) == 3
-
-
 def test_an_interrupted_call_leaves_the_operation_at_rest() -> None:
     serial, done = SerialThread("Thing"), list[int]()
     with pytest.raises(Boom), interrupted_after(0.05):
@@ -179,23 +169,6 @@ def test_what_cannot_stop_is_waited_for() -> None:
     assert len(done) == 120
 
 
-def test_a_second_interrupt_does_not_wait_and_the_next_call_does() -> None:
-    serial, release = SerialThread("Thing"), threading.Event()
-    ended: list[bool] = []
-
-    def stuck() -> None:
-        release.wait(60)
-        ended.append(True)
-
-    started = time.monotonic()
-    with pytest.raises(Boom), interrupted_after(0.02, times=2):
-        serial.run(stuck)
-    assert time.monotonic() - started < 30
-    assert not ended
-    threading.Timer(0.05, release.set).start()
-    assert serial.run(lambda: list(ended)) == [True]
-
-
 def test_a_second_interrupt_at_once_does_not_lose_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -213,44 +186,13 @@ def test_a_second_interrupt_at_once_does_not_lose_the_first(
     assert serial.run(lambda: len(done)) < 900
 
 
-def test_two_threads_at_once_are_refused_and_the_first_goes_on() -> None:
-    serial, release = SerialThread("Thing"), threading.Event()
-    results: list[object] = []
-    first = threading.Thread(target=lambda: results.append(serial.run(lambda: release.wait(5))))
-    first.start()
-    while not serial._serving.locked():
-        time.sleep(0.001)
-    with pytest.raises(ConcurrentUse, match="two threads use one Thing"):
-        serial.run(lambda: 1)
-    release.set()
-    first.join()
-    assert results == [True]
-    assert serial.run(lambda: 1) == 1, "one after another is fine"
-
-
-def test_a_forked_process_and_a_copy_are_refused() -> None:
-    serial = SerialThread("Thing")
-    serial.run(lambda: None)
-    child = os.fork()
-    if child == 0:
-        try:
-            serial.run(lambda: None)
-        except InputError:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(InputError, match="cannot be copied"):
-            duplicate(serial)
-
-
 def test_the_thread_ends_with_its_object() -> None:
     serial = SerialThread("Thing")
     serial.run(lambda: None)
     serving = serial._serving
     assert serving.locked()
     del serial
-    assert serving.acquire(timeout=5), "the thread is still there"
+    assert serving.acquire(timeout=60), "the thread is still there"
 
 
 def test_an_idle_thread_ends_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

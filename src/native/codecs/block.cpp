@@ -12,7 +12,7 @@ namespace pulse {
 namespace {
 
 // From this density on `table` takes the place of `sparse`, where the changes are so evenly spread that it costs few more
-// bytes (docs/design/0023), and in blocks so large that its states do not show.
+// bytes (notes/design/0023), and in blocks so large that its states do not show.
 constexpr double kMany = 0.0625, kEven = 0.8;
 constexpr size_t kLarge = size_t(1) << 19;
 

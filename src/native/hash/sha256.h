@@ -1,5 +1,5 @@
 // SHA-256 (FIPS 180-4) of many messages at once: one message is a chain of dependent steps that leaves most of a core idle,
-// several fill it. docs/design/0015 has what was rejected.
+// several fill it. notes/design/0015 has what was rejected.
 #pragma once
 
 #include <algorithm>

@@ -17,8 +17,7 @@ from .._util.settings import (
     parse_share,
 )
 from ..errors import InputError
-from ..plan import Fleet, Scenario, from_study, make_fleet_plan, make_plan
-from ..plan.fleet import WAYS, FleetPlan, catch_up_bytes
+from ..plan import Scenario, from_study, make_plan
 from ..plan.model import METHODS, QUANTISED, Plan, quantised_inputs
 from .output import Console, read_study
 
@@ -94,35 +93,6 @@ def add_parser(commands: Any) -> None:
     command.add_argument(
         "--loss", default="0", metavar="P", help="share of packets that links lose (default: 0)"
     )
-    fleet = command.add_argument_group(
-        "a fleet", "with --regions: how a version reaches all --workers"
-    )
-    fleet.add_argument(
-        "--regions", metavar="R", help="regions, alike; with and without a relay in each"
-    )
-    fleet.add_argument(
-        "--origin-bandwidth", metavar="B", help="what the origin sends in all (default: no limit)"
-    )
-    fleet.add_argument(
-        "--region-bandwidth", metavar="B", help="a region's link to the origin (default: no limit)"
-    )
-    fleet.add_argument(
-        "--near-bandwidth",
-        metavar="B",
-        help="what the store in a region sends in all (default: no limit)",
-    )
-    fleet.add_argument(
-        "--poll-seconds", default="1", metavar="P", help="seconds between two looks (default: 1)"
-    )
-    fleet.add_argument(
-        "--away", metavar="N", help="what a region fetches that comes back N versions later"
-    )
-    fleet.add_argument(
-        "--dollars-per-gb",
-        default="0.09",
-        metavar="D",
-        help="of what leaves the origin (default: 0.09)",
-    )
     command.add_argument(
         "--target", default="0.9", metavar="U", help="target GPU utilisation (default: 0.9)"
     )
@@ -180,71 +150,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         ),
         target=target,
     )
-    facts, lines = facts_of(plan) | {"target": target}, _lines(plan, target)
-    if args.regions is not None:
-        fleet = make_fleet_plan(plan.scenario, _fleet(args, workers))
-        away = None if args.away is None else parse_count(args.away)
-        facts["fleet"] = _fleet_facts(fleet, away)
-        lines += _fleet_lines(fleet, away)
-    console.result(facts, lines)
+    console.result(facts_of(plan) | {"target": target}, _lines(plan, target))
     return 0
-
-
-def _fleet(args: argparse.Namespace, workers: int) -> Fleet:
-    def bandwidth(text: str | None) -> float | None:
-        return None if text is None else parse_bandwidth(text)
-
-    return Fleet(
-        workers=workers,
-        regions=parse_count(args.regions),
-        origin_bandwidth=bandwidth(args.origin_bandwidth),
-        region_bandwidth=bandwidth(args.region_bandwidth),
-        near_bandwidth=bandwidth(args.near_bandwidth),
-        poll_seconds=parse_seconds(args.poll_seconds),
-        dollars_a_gb=_number("--dollars-per-gb", args.dollars_per_gb),
-    )
-
-
-def _fleet_facts(plan: FleetPlan, away: int | None) -> dict[str, Any]:
-    facts = {
-        "ways": {
-            way: {method: asdict(each) for method, each in plan.ways[way].items()} for way in WAYS
-        },
-        "relays_pay_from": plan.relays_pay_from,
-        "inputs": asdict(plan.fleet),
-    }
-    return (
-        facts if away is None else facts | {"catch_up_bytes": catch_up_bytes(plan.scenario, away)}
-    )
-
-
-def _fleet_lines(plan: FleetPlan, away: int | None) -> list[str]:
-    fleet = plan.fleet
-    lines = [
-        f"{fleet.workers:,} workers in {fleet.regions:,} regions, {fleet.in_a_region:,} in each",
-        f"  {'':18} {'':8} {'to all':>10} {'a fetch':>10} {'versions':>9} "
-        f"{'leaves the origin a day':>24}  looks/min",
-    ]
-    for method in METHODS:
-        for way in WAYS:
-            each = plan.ways[way][method]
-            day = f"{format_bytes(each.origin_bytes)}, ${each.dollars:,.2f}"
-            lines.append(
-                f"  {_LABELS[method]:18} {way:8} {format_duration(each.seconds_to_all):>10} "
-                f"{format_bytes(each.fetch_bytes):>10} {each.versions:>9,} {day:>24}  "
-                f"{each.idle_looks:,.0f}"
-            )
-    pays = plan.relays_pay_from
-    lines.append(
-        "  a relay is sooner "
-        f"{f'from {pays:,} workers in a region on' if pays else 'for no number of workers'}"
-    )
-    if away is not None:
-        ways = ", ".join(
-            f"{format_bytes(n)} by {way}" for way, n in catch_up_bytes(plan.scenario, away).items()
-        )
-        lines.append(f"  after {away:,} versions: {ways}")
-    return lines
 
 
 def facts_of(plan: Plan) -> dict[str, Any]:
@@ -291,10 +198,3 @@ def _lines(plan: Plan, target: float) -> list[str]:
     beyond = f"above {format_bandwidth(wins.bandwidth)}" if wins.bandwidth is not None else "never"
     lines.append(f"  a full sync is faster: on this link, {over}; at this density, {beyond}")
     return lines
-
-
-def _number(option: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"{option} must be a number, not {text!r}") from None

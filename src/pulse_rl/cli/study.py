@@ -4,7 +4,6 @@ or both as one HTML page."""
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +277,6 @@ def _nbytes(specs: tuple[TensorSpec, ...], dtype: str) -> int:
 
 
 STUDY_NAME = "study.json"
-_WATCH_SECONDS = 5
 
 
 def add_report_parser(commands: Any) -> None:
@@ -297,47 +295,27 @@ def add_report_parser(commands: Any) -> None:
         "--force", action="store_true", help="replace HTML even if it is something else"
     )
     command.add_argument("--stream", metavar="S", help="the stream to show, if the run has several")
-    command.add_argument(
-        "--watch",
-        action="store_true",
-        help="write the page again while the run goes on, until interrupted",
-    )
     command.set_defaults(run=report)
 
 
 def report(args: argparse.Namespace, console: Console) -> int:
-    out = Path(args.output)
-    check_output(out, PAGE_MARK, force=args.force)
-    written = _write_report(args, console, b"")
-    while args.watch:
-        time.sleep(_WATCH_SECONDS)
-        written = _write_report(args, console, written)
-    return 0
-
-
-def _write_report(args: argparse.Namespace, console: Console, last: bytes) -> bytes:
-    """Writes the page, unless it is the ``last`` one, and returns it."""
     source, out = Path(args.source), Path(args.output)
+    check_output(out, PAGE_MARK, force=args.force)
     study = _study_of(source)
-    drawn = None
+    run = None
     if source.is_file():
-        drawn = None if study is not None else read_run(source, stream=args.stream)
+        run = None if study is not None else read_run(source, stream=args.stream)
     elif study is None or args.stream is not None or any(source.glob("events*.jsonl")):
-        drawn = read_run(source, stream=args.stream)
-    title, again = f"Pulse report: {source.resolve().name}", _WATCH_SECONDS if args.watch else None
-    page = render(run=drawn, study=study, title=title, refresh_seconds=again).encode()
-    if page != last:
-        write_output(out, [page], PAGE_MARK, force=args.force)
-        shown = {"run": drawn is not None, "study": study is not None}
-        facts = {
-            "output": str(out),
-            "bytes": len(page),
-            **shown,
-            "summary": drawn["summary"] if drawn else None,
-        }
-        what = " and ".join(name for name, there in shown.items() if there)
-        console.result(facts, [f"{out}: {what} report, {format_bytes(len(page))}"])
-    return page
+        run = read_run(source, stream=args.stream)
+    page = render(run=run, study=study, title=f"Pulse report: {source.resolve().name}").encode()
+    write_output(out, [page], PAGE_MARK, force=args.force)
+    drawn = {"run": run is not None, "study": study is not None}
+    what = " and ".join(name for name, there in drawn.items() if there)
+    console.result(
+        {"output": str(out), "bytes": len(page), **drawn},
+        [f"{out}: {what} report, {format_bytes(len(page))}"],
+    )
+    return 0
 
 
 def _study_of(source: Path) -> Any:

@@ -6,11 +6,14 @@ of a weight differ in kind (sign and exponent repeat, mantissas look random), so
 does better on one plane after another.
 
 raw     all new elements: for each plane a u32 length and a zstd frame. The frames are separate
-because the planes of a whole tensor are long, and no entropy table fits two of them. paper   PULSE,
-Algorithm 1: sorted indices delta-coded and narrowed, absolute new values: u32 count, u8 width of a
-gap in bytes, u32 length of the first of two zstd frames; the frames hold the planes of the gaps and
-of the values. A gap is the number of unchanged elements since the previous change (or since the
-start of the block).
+        because the planes of a
+        whole tensor are long, and no entropy table fits two of them.
+paper   PULSE, Algorithm 1: sorted indices delta-coded and narrowed, absolute new values: u32 count,
+        u8 width of a gap
+        in bytes, u32 length of the first of two zstd frames; the frames hold the planes of the gaps
+        and of the values.
+        A gap is the number of unchanged elements since the previous change (or since the start of
+        the block).
 """
 
 from __future__ import annotations

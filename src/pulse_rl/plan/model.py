@@ -1,22 +1,25 @@
 """The cost of one sync as arithmetic on a `Scenario`. Symbols and units:
 
-==========
-=======================================================================================================
-N           parameters; ``b`` bytes each (BF16: 2) d           density, changed / all elements; ``C
-= d N`` changes T           seconds that a step computes B, B_up     bit/s of a worker's link to the
-store, and of the trainer's k           workers that load over one link; 1: each has its own, and
-they load side by side c           cores, as many at the publisher as at a worker R, R_up
-seconds of a round trip to the store, from a worker and from the trainer p           share of the
-packets that a link loses ==========
-=======================================================================================================
+==========  ========================================================================================
+N           parameters; ``b`` bytes each (BF16: 2)
+d           density, changed / all elements; ``C = d N`` changes
+T           seconds that a step computes
+B, B_up     bit/s of a worker's link to the store, and of the trainer's
+k           workers that load over one link; 1: each has its own, and they load side by side
+c           cores, as many at the publisher as at a worker
+R, R_up     seconds of a round trip to the store, from a worker and from the trainer
+p           share of the packets that a link loses
+==========  ========================================================================================
 
 **Bytes.** ``h(d) = -log2 d - (1/d - 1) log2(1 - d)`` bits say where one change is if all elements
 are alike::
 
-    full      S = b N zstd      S = min(b N, C (1.25 + 0.17 h) + H)                    the paper's
-    codec auto      S = min(b N, C (2.4 + 0.52 h + 5 d^2) / 8 + H)         ours, without history
+    full      S = b N
+    zstd      S = min(b N, C (1.25 + 0.17 h) + H)                    the paper's codec
+    auto      S = min(b N, C (2.4 + 0.52 h + 5 d^2) / 8 + H)         ours, without history
     history   S = min(b N, 0.95 C (2.4 + 0.52 h + 5 d^2) / 8 + H)    ours, by what changed in the
-    last versions H         = 1000 + 50 blocks,  blocks = ceil(N / 2^22)
+              last versions
+    H         = 1000 + 50 blocks,  blocks = ceil(N / 2^22)
 
 S is `sync_bytes`.
 
@@ -36,9 +39,11 @@ SHA-256 takes ``s = 0.5`` a byte)::
 
     encode    (e0 N + e1 C) / p        diff, code, and decode again to prove it; nothing for full
     hash      s b N / p                full: b N (s / c + 1.85 / q), an anchor is hashed as a file,
-    too upload    transfer(S, B_up, R_up) + 5 R_up download  transfer(k S, B, R) + 3 R verify    s b
-    N / p                full: b N (s / c + 0.75 / q) apply     (a0 N + a1 C) / p        decode and
-    scatter; nothing for full
+                                       too
+    upload    transfer(S, B_up, R_up) + 5 R_up
+    download  transfer(k S, B, R) + 3 R
+    verify    s b N / p                full: b N (s / c + 0.75 / q)
+    apply     (a0 N + a1 C) / p        decode and scatter; nothing for full
 
     sync_seconds = the sum
 
@@ -58,8 +63,9 @@ several connections takes a tenth longer than the mean. BBR minds losses less. M
 **Utilisation**, the share of a step in which the GPU computes::
 
     utilisation        = T / (T + 8 S k / B)                         the paper's: only the transfer
-    blocks worker_utilisation = T / (T + download + verify + apply)         a worker that syncs
-    before each of its steps
+                       blocks
+    worker_utilisation = T / (T + download + verify + apply)         a worker that syncs before each
+    of its steps
 
 The second is what such a worker measures while the trainer publishes beside it. Where nothing
 overlaps, because the trainer waits for the workers as well, it is ``T / (T + sync_seconds)``. A
@@ -76,8 +82,7 @@ with B, is where the bytes saved take as long as the coding::
     B_full = B 8 (S_full - S_auto) (1 / B_up + k / B) / (coding_auto - coding_full)
 
 with coding = encode + hash + verify + apply; it does not exist while a patch costs less coding than
-an anchor.
-"""
+an anchor."""
 
 from __future__ import annotations
 

@@ -6,22 +6,21 @@ state to the next) are pooled by dtype, and frequencies are taken as known, as i
 free. With ``n`` elements of a class, of which ``k`` changed, a class costs ``n H(k / n)`` bits for
 the positions; signs and sizes of the steps cost their empirical entropy in theirs. The classes are
 
-========  =======================================
-==================================================== bits      without history
-with history ========  =======================================
-==================================================== position  old exponent
-old exponent and age sign      (one)                                    direction of the last step
-and age size      old exponent                             old exponent, and whether the last step
-was above 1 ========  =======================================
-====================================================
+========  =======================================  =================================================
+bits      without history                          with history
+========  =======================================  =================================================
+position  old exponent                             old exponent and age
+sign      (one)                                    direction of the last step and age
+size      old exponent                             old exponent, and whether the last step was above
+          1
+========  =======================================  =================================================
 
 An age is the number of versions since the last change, in octaves; "not yet" is a class of its own
 in all three. The classes of the right column refine those of the left one, so that its bits are
 never more.
 
 `Remembered` is what a publisher would remember of the states that a study goes through, one version
-each; `HistoryTally` adds up what that tells.
-"""
+each; `HistoryTally` adds up what that tells."""
 
 from __future__ import annotations
 

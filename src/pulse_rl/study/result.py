@@ -4,17 +4,20 @@ tensors, as the dict of format "pulse.study.1" (see `pulse_rl.study`).
 The layer type of a tensor follows from its name. The first rule that fits decides. A name's parts
 are what stands between its dots, in lower case.
 
-==========
-==============================================================================================
-biases      the last part is ``bias`` or ends with ``_bias``, whatever layer it belongs to norms
-a part contains ``norm``, or is ``ln`` with or without a suffix (``ln_1``, ``ln_f``) head        a
-part is ``lm_head``, ``embed_out``, ``score``, ``classifier``, ``v_head``, ``value_head`` or
-``head`` embeddings  a part contains ``embed``, or is ``wte``, ``wpe``, ``shared`` attention   a
-part contains ``attn`` or ``attention``, or is one of q/k/v/o/qkv_proj, ``query``, ``key``,
-``value`` mlp         a part contains ``mlp``, ``ffn``, ``feed_forward``, ``intermediate`` or
-``expert``, or is one of gate/up/down/gate_up_proj, ``fc1``, ``fc2``, ``w1``, ``w2``, ``w3``, or
-``output`` (BERT's second matrix) others      everything else ==========
-==============================================================================================
+==========  ========================================================================================
+biases      the last part is ``bias`` or ends with ``_bias``, whatever layer it belongs to
+norms       a part contains ``norm``, or is ``ln`` with or without a suffix (``ln_1``, ``ln_f``)
+head        a part is ``lm_head``, ``embed_out``, ``score``, ``classifier``, ``v_head``,
+            ``value_head`` or ``head``
+embeddings  a part contains ``embed``, or is ``wte``, ``wpe``, ``shared``
+attention   a part contains ``attn`` or ``attention``, or is one of q/k/v/o/qkv_proj, ``query``,
+            ``key``, ``value``
+mlp         a part contains ``mlp``, ``ffn``, ``feed_forward``, ``intermediate`` or ``expert``, or
+            is one of
+            gate/up/down/gate_up_proj, ``fc1``, ``fc2``, ``w1``, ``w2``, ``w3``, or ``output``
+            (BERT's second matrix)
+others      everything else
+==========  ========================================================================================
 
 A head that is tied to the embeddings is stored once, as embeddings.
 """

@@ -1,5 +1,5 @@
 """A folder in which a state lives in a mapped file, to be found there by the next process
-(docs/design/0036).
+(notes/design/0036).
 
 A record beside it says which version it is, and a journal has the old bits of what is being
 changed. Nothing waits for the disk: what a power cut leaves is told by the digest.

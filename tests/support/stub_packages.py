@@ -1,5 +1,4 @@
-"""Packages that modules of SGLang import and that no CPU has: each name in them is an empty
-class."""
+"""Packages that a framework imports and that no CPU has: each name in them is an empty class."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("torchvision",)
-
 
 class Anything(type):
+    """A class that is there to be named, with all attributes that are asked for."""
+
     def __getattr__(cls, name: str) -> Any:
         return _made(cls, name)
 
@@ -32,22 +31,24 @@ def _made(owner: Any, name: str) -> Any:
 
 
 class Finder(MetaPathFinder, Loader):
+    def __init__(self, package: str, version: str) -> None:
+        self._package, self._version = package, version
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return (
-            ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in PACKAGES else None
-        )
+        ours = name.partition(".")[0] == self._package
+        return ModuleSpec(name, self, is_package=True) if ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = Stub(spec.name)
-        module.__version__ = "0.28.0"  # of the torch that is installed; transformers asks
+        if self._version:
+            module.__version__ = self._version
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         pass
 
 
-def install() -> None:
-    """Stubs those of `PACKAGES` that are not installed."""
-    global PACKAGES
-    PACKAGES = tuple(name for name in PACKAGES if importlib.util.find_spec(name) is None)
-    sys.meta_path.append(Finder())
+def install(package: str, version: str = "") -> None:
+    """Stub a package unless it is installed."""
+    if importlib.util.find_spec(package) is None:
+        sys.meta_path.append(Finder(package, version))

@@ -1,15 +1,15 @@
 """The cost of a version for a whole fleet: many workers in regions, with and without a relay in
 each of them.
 
-Symbols, beside those of ``model``:
+Symbols, in addition to those of `pulse_rl.plan.model`:
 
-==========
-=======================================================================================================
-W, G        workers; regions, alike; ``w = ceil(W / G)`` workers in a region B_o         bit/s that
-the origin's store sends to all together; B_g bit/s of a region's link to it; B_n bit/s that the
-store in a region sends to its workers together; each may be without a limit P           seconds
-between two looks of a worker, or of a relay ==========
-=======================================================================================================
+==========  ========================================================================================
+W, G        workers; regions, alike; ``w = ceil(W / G)`` workers in a region
+B_o         bit/s that the origin's store sends to all together; B_g bit/s of a region's link to it;
+            B_n bit/s that the
+            store in a region sends to its workers together; each may be without a limit
+P           seconds between two looks of a worker, or of a relay
+==========  ========================================================================================
 
 **Seconds until the last worker has a version**, from the call of ``publish`` on, if all fetch at
 the same time and the links are shared evenly::
@@ -31,16 +31,22 @@ than the full state.
 
 **A day** has ``86400 / (k T)`` fetches, of each worker (direct) or of each relay. **Looks** at the
 origin in a minute in which nothing happens: ``60 W / P`` directly; with relays ``60 G / P`` and ``2
-W``, since a worker looks at the origin every 30 s or so, in case its relay is dead.
-"""
+W``, since a worker looks at the origin every 30 s or so, in case its relay is dead."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from .._util.settings import checked_number
-from .model import METHODS, SYNC_REQUESTS, Scenario, make_plan, sync_bytes, transfer_seconds
+from pulse_rl._util.settings import checked_number
+from pulse_rl.plan.model import (
+    METHODS,
+    SYNC_REQUESTS,
+    Scenario,
+    make_plan,
+    sync_bytes,
+    transfer_seconds,
+)
 
 WAYS = ("direct", "relays")
 """All workers fetch from the origin; or from a relay's store in their region."""
