@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from pulse_rl import MemoryStore, Publisher, Subscriber
+from pulse_rl import MemoryStore, Publisher, State, Subscriber, state_root
 from pulse_rl.errors import InputError, PublisherConflict, StoreError, StoreUnavailable
 from pulse_rl.store import Data
 
@@ -314,3 +314,30 @@ def test_a_run_says_that_it_continues_a_stream(caplog: pytest.LogCaptureFixture)
 def test_settings_that_make_no_sense_are_refused_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Training(MemoryStore(), **settings)
+
+
+def tied_qwen() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(64, 64), tied_qwen], ids=["plain", "tied"])
+def test_a_publisher_of_the_model_makes_the_same_version(make: Any) -> None:
+    from pulse_rl.integrations.transformers import checkpoint_weights
+
+    by_callback, by_publisher = MemoryStore(), MemoryStore()
+    training = Training(by_callback)
+    training.model = make()
+    training.begin()
+    training.settle()
+    with Publisher(by_publisher, stream="policy") as publisher:
+        done = publisher.publish(training.model, dtype=torch.bfloat16)
+    with Subscriber(by_callback, stream="policy") as worker:
+        worker.sync()
+        assert worker.root == done.root
+        names = [spec.name for spec in worker.state.specs]
+    assert names == [spec.name for spec in State.of(checkpoint_weights(training.model)).specs]
+    assert state_root(training.model) == state_root(checkpoint_weights(training.model))

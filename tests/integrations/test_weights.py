@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pulse_rl import MemoryStore, Publisher, Subscriber, as_state, state_root
 from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.integrations.weights import expected_density, is_sharded, policy_weights
 from pulse_rl.state.tensors import DTYPES
@@ -139,3 +140,25 @@ def test_frozen_parameters_are_expected_to_stay_and_narrow_ones_to_absorb() -> N
     assert expected_density(model, half) == 1.0
     model.requires_grad_(False)
     assert expected_density(model, 1.0) == 0.0
+
+
+def test_a_publisher_takes_a_module_by_the_names_and_ties_of_its_checkpoint() -> None:
+    """Also behind a wrapper, and by `submit`; a state is what it was at the call."""
+    model, store = Model(), MemoryStore()
+    with Publisher(MemoryStore(), stream="s") as publisher:
+        expected = publisher.publish(policy_weights(model), dtype="BF16").root
+    with Publisher(store, stream="s") as publisher, Subscriber(store, stream="s") as worker:
+        assert publisher.publish(model, dtype=torch.bfloat16).root == expected
+        done = publisher.submit(Compiled(model), dtype="BF16").result()
+        assert (done.root, done.changed) == (expected, 0)
+        worker.sync()
+        assert worker.root == expected
+        assert worker.state.aliases == {"head.weight": "embed.weight"}
+    assert state_root(model) == state_root(model.state_dict())
+    assert as_state(model).read("embed.weight").ctypes.data == model.embed.weight.data_ptr()
+
+
+def test_a_publisher_refuses_a_sharded_module() -> None:
+    with pytest.raises(UnsupportedTensor, match="sharded over ranks") as caught:
+        Publisher(MemoryStore(), stream="s").publish(sharded(Model()))
+    assert "PulseCallback" in caught.value.hint

@@ -170,16 +170,31 @@ def test_to_bf16_of_any_layout(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(round_to_bf16(values[::2, 1::2]), expected[::2, 1::2])
 
 
-@pytest.mark.parametrize("name", ["BF16", "bf16", "F8_e4m3"])
-def test_compute_dtypes_have_names_in_any_letter_case(name: str) -> None:
-    assert compute_dtype_named(name) == DTYPES[name.upper()]
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        ("BF16", torch.bfloat16),
+        ("F16", torch.float16),
+        ("F8_E4M3", torch.float8_e4m3fn),
+        ("F8_E5M2", torch.float8_e5m2),
+    ],
+)
+def test_compute_dtypes_have_the_names_of_safetensors_and_torch(
+    stored: str, dtype: torch.dtype
+) -> None:
+    plain = str(dtype).removeprefix("torch.")
+    for name in (stored, stored.lower(), stored.capitalize(), dtype, str(dtype), plain):
+        assert compute_dtype_named(name) == DTYPES[stored]
+    assert compute_dtype_named(plain.upper()) == DTYPES[stored]
 
 
-@pytest.mark.parametrize("name", ["fp16", "F32", "I8", "", None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["fp16", "F32", "I8", "", None, 16, torch.float32, torch.int8, torch.float8_e4m3fnuz]
+)
 def test_what_is_no_compute_dtype(name: object) -> None:
     with pytest.raises(InputError, match="unknown compute dtype") as caught:
         compute_dtype_named(name)  # type: ignore[arg-type]
-    assert "BF16, F16, F8_E4M3, F8_E5M2" in caught.value.hint
+    assert "BF16, F16, F8_E4M3, F8_E5M2, bfloat16, float16" in caught.value.hint
 
 
 def test_the_kernel_refuses_what_it_cannot_write() -> None:

@@ -40,9 +40,10 @@ def test_a_lazy_module_is_refused_with_what_to_do(module: nn.Module) -> None:
     assert publisher.publish(module.state_dict()).version == 0
 
 
-def test_a_module_is_told_to_give_its_state_dict() -> None:
+def test_an_object_with_a_state_dict_is_told_to_give_it() -> None:
+    optimizer: Any = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(InputError, match="not a state") as caught:
-        Publisher(MemoryStore(), stream="s").publish(nn.Linear(2, 2))  # type: ignore[arg-type]
+        Publisher(MemoryStore(), stream="s").publish(optimizer)
     assert "state_dict()" in caught.value.hint
 
 
@@ -272,7 +273,16 @@ def test_a_cast_state_is_a_state_like_another(rng: Rng) -> None:
     assert notices(events) == []
 
 
-@pytest.mark.parametrize("dtype", ["F32", "bfloat16", "", 16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "bf16"])
+def test_a_dtype_has_several_names(dtype: Any, rng: Rng) -> None:
+    wide = {"w": rng.standard_normal(300, np.float32)}
+    with Publisher(MemoryStore(), stream="s") as publisher:
+        root = publisher.publish(wide, dtype="BF16").root
+        again = publisher.submit(wide, dtype=dtype).result()
+    assert (again.root, again.changed) == (root, 0)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "float32", "", 16, torch.float32])
 def test_what_is_no_compute_dtype_is_refused(dtype: Any, rng: Rng) -> None:
     with pytest.raises(InputError, match="unknown compute dtype") as caught:
         Publisher(MemoryStore(), stream="s").publish({"w": weights(rng, 3)}, dtype=dtype)

@@ -23,7 +23,17 @@ from ..state.cast import COMPUTE_DTYPES
 from ..state.quantise_formats import FORMATS
 from ..sync.gc import DEFAULT_GRACE_SECONDS
 from . import files, following, inventory, plan, runs, streams, study
-from .arguments import complete, count, fact, number, path, port, quantisation, seconds
+from .arguments import (
+    complete,
+    compute_dtype,
+    count,
+    fact,
+    number,
+    path,
+    port,
+    quantisation,
+    seconds,
+)
 from .output import Console, open_streams, shortened
 
 _EXAMPLES = {
@@ -206,7 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
     version = argparse.ArgumentParser(add_help=False)
     version.add_argument(
         "--dtype",
-        type=str.upper,
+        type=compute_dtype,
         choices=list(COMPUTE_DTYPES),
         help="cast wider floating-point tensors to this compute dtype (default: as they are)",
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from .._util.settings import parse_seconds
 from ..errors import InputError
+from ..state.cast import compute_dtype_named
 from ..state.quantise_formats import FORMATS
 from .output import Console
 
@@ -63,6 +64,14 @@ def fact(text: str) -> tuple[str, str | int | float | bool]:
         except ValueError:
             pass
     return key, value
+
+
+def compute_dtype(text: str) -> str:
+    """The safetensors name of a compute dtype."""
+    try:
+        return compute_dtype_named(text).name
+    except InputError as error:
+        raise argparse.ArgumentTypeError(f"{error}. {error.hint}") from None
 
 
 def quantisation(text: str) -> str | dict[str, Any]:

@@ -36,7 +36,7 @@ from ..state.checkpoint import FILE_NAME, current_version, load
 from ..state.folder import check_folder
 from ..state.version_folders import Layout
 from ..sync.notices import absence
-from ..sync.polling import jittered
+from ..sync.polling import Backoff, jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
 from .output import Console
@@ -292,7 +292,7 @@ def keep_on(
 ) -> int:
     """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that
     ``may_pass`` it says so once, and tries again after ever longer."""
-    wait = args.poll
+    backoff = Backoff(max(2 * args.poll, _MIN_WAIT), max(_MAX_WAIT, args.poll))
     while True:
         try:
             work()
@@ -303,15 +303,14 @@ def keep_on(
             if not isinstance(
                 error, EmptyStream
             ):  # what is missing or damaged is fetched again at each try
-                wait = min(max(2 * wait, _MIN_WAIT), _MAX_WAIT)
-                _sleep(max(wait, args.poll))
+                time.sleep(backoff.wait())
                 continue
         else:
             console.forget_notes()
         if args.once:
             return 0
-        wait = args.poll
-        pause(wait)
+        backoff.reset()
+        pause(args.poll)
 
 
 def _left_in(out: Path, layout: Layout | None) -> tuple[Path | None, int | None]:

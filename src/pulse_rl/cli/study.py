@@ -16,7 +16,7 @@ from ..state.tensors import TensorSpec
 from ..study import CheckpointFolder, StoredStream, study
 from ..study.result import STEP_SECONDS
 from ..study.run import DEFAULT_KS, StateSequence
-from .arguments import quantisation, seconds
+from .arguments import compute_dtype, quantisation, seconds
 from .output import PAGE_MARK, Console, check_output, read_study, write_output
 
 _SHOWN_TENSORS = 8
@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
     command.add_argument("--stream", metavar="S", help="study the versions of this stream")
     command.add_argument(
         "--dtype",
-        type=str.upper,
+        type=compute_dtype,
         choices=list(COMPUTE_DTYPES),
         default="BF16",
         help="compute dtype; wider weights are cast to it (default: BF16)",

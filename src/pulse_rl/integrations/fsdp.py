@@ -20,6 +20,7 @@ from .._util.collective import GlooTransport, RankGroup
 from .._util.settings import checked_number
 from ..errors import InputError
 from ..events import Listener, Metadata, Published
+from ..state.cast import DTypeLike
 from ..state.quantise import Quantise
 from ..state.tensors import State
 from ..store import Store
@@ -140,11 +141,11 @@ class ShardedPublisher(Publisher):
             "ranks do not begin a stream with a version of another, they go on from it", hint=hint
         )
 
-    def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
+    def _read(self, source: Any, dtype: DTypeLike | None, quantise: Quantise | None) -> LocalState:
         return local_state(source, dtype)._replace(quantise=quantise)
 
 
-def local_state(source: Mapping[str, Any] | nn.Module, dtype: str | None) -> LocalState:
+def local_state(source: Mapping[str, Any] | nn.Module, dtype: DTypeLike | None) -> LocalState:
     """The elements that this rank has of ``source``, a ``state_dict`` or a module, cast to the
     compute dtype ``dtype``: each shard under its tensor's name, with the shape that it has here.
     Raises InputError and UnsupportedTensor."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from .._util.collective import GlooTransport, RankGroup
 from ..errors import PulseError, StateMismatch, UnsupportedTensor
+from ..state.cast import DTypeLike
 from .positions import GATHER, Learnt, PositionCodes, RankSlice
 from .weights import host_copy, torch_dtype
 
@@ -45,7 +46,9 @@ class MegatronWeights:
         )
         return f"<MegatronWeights of {len(self._model)} model chunks, {known}>"
 
-    def gathered(self, dtype: str | None = None, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    def gathered(
+        self, dtype: DTypeLike | None = None, *, keep: bool = True
+    ) -> dict[str, torch.Tensor]:
         """All weights, for `Publisher.publish`: copies in host memory by the checkpoint's names,
         those of wider floats cast to the compute dtype ``dtype``. Adapters are merged by the
         bridge.

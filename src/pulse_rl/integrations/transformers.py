@@ -36,7 +36,7 @@ from .._util.files import make_folder, sync_folder
 from .._util.settings import checked_count
 from ..errors import PulseError, StateMismatch
 from ..events import Metadata, Published, checked_listener
-from ..state.cast import compute_dtype_named
+from ..state.cast import DTypeLike, compute_dtype_named
 from ..state.checkpoint import ADAPTER_NAME, FILE_NAME, INDEX_NAME, load, save
 from ..state.companions import files_of, of_dtype
 from ..state.quantise import Quantise
@@ -75,7 +75,7 @@ def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_files(
-    model: nn.Module, *processors: Any, dtype: str | None = "BF16"
+    model: nn.Module, *processors: Any, dtype: DTypeLike | None = "BF16"
 ) -> dict[str, bytes]:
     """The files that ``save_pretrained`` of ``model`` and of its ``processors`` (a tokenizer, an
     image processor) writes beside the weights: config, generation config, tokenizer, chat template,
@@ -147,7 +147,7 @@ class PulseCallback(TrainerCallback):
         store: Store | str,
         *,
         stream: str,
-        dtype: str | None = "BF16",
+        dtype: DTypeLike | None = "BF16",
         every: int = 1,
         optimizer_every: int | None = None,
         replace: bool = True,

@@ -15,6 +15,7 @@ import torch
 from .._util.settings import checked_number
 from ..errors import EngineError, InputError, PulseError
 from ..events import Event, FallbackUsed, Hint, Metadata, Published
+from ..state.cast import DTypeLike
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
@@ -32,7 +33,7 @@ class UpdateSettings(TypedDict, total=False):
 
     store: str | None
     stream: str | None
-    dtype: str | None
+    dtype: DTypeLike | None
     cache: str | None
     trusted_keys: Collection[str] | None
     signing_key: str | None
@@ -56,7 +57,7 @@ class NumberedUpdates:
         *,
         store: str | None = None,
         stream: str | None = None,
-        dtype: str | None = "BF16",
+        dtype: DTypeLike | None = "BF16",
         cache: str | None = None,
         trusted_keys: Collection[str] | None = None,
         signing_key: str | None = None,

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedTensor
 from ..events import BaselineRestored, Event, FallbackUsed, Hint, Listener
-from ..state.cast import compute_dtype_named
+from ..state.cast import DTypeLike, compute_dtype_named
 from ..state.checkpoint import unwrapped
 from .flat import FlatShard, has_flat_shards, is_fsdp1, named_tensors, zero3_shard
 
@@ -32,6 +32,7 @@ __all__ = [
     "is_sharded",
     "policy_weights",
     "torch_dtype",
+    "whole_weights",
 ]
 
 _TORCH = {
@@ -63,7 +64,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def policy_weights(
-    model: nn.Module, dtype: str | None = None, *, keep: bool = True, gather: bool = True
+    model: nn.Module, dtype: DTypeLike | None = None, *, keep: bool = True, gather: bool = True
 ) -> dict[str, torch.Tensor]:
     """The weights of the policy as a checkpoint of it has them, for `Publisher.publish`.
 
@@ -112,8 +113,20 @@ def policy_weights(
     return as_saved(core, unwrapped(taken)) if keep else {}
 
 
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`policy_weights` of a model that one process holds whole. Raises UnsupportedTensor for one
+    that is sharded: to gather it is a collective."""
+    if is_sharded(model):
+        raise UnsupportedTensor(
+            "the parameters of the module are sharded over ranks",
+            hint="Use PulseCallback, or ShardedPublisher on all ranks, which takes the model "
+            "itself.",
+        )
+    return policy_weights(model)
+
+
 def adapter_weights(
-    model: nn.Module, dtype: str | None = None, *, keep: bool = True
+    model: nn.Module, dtype: DTypeLike | None = None, *, keep: bool = True
 ) -> tuple[dict[str, torch.Tensor], str]:
     """(the weights of the model's PEFT adapter by the names that PEFT saves, its config as JSON).
 
@@ -169,7 +182,7 @@ def host_copy(tensor: torch.Tensor, target: torch.dtype | None) -> torch.Tensor:
     return tensor.detach().to(_computed(tensor.dtype, target)).to("cpu", copy=True)
 
 
-def torch_dtype(dtype: str | None) -> torch.dtype | None:
+def torch_dtype(dtype: DTypeLike | None) -> torch.dtype | None:
     """torch's name of a compute dtype. Raises InputError."""
     return None if dtype is None else _TORCH[compute_dtype_named(dtype).name]
 
@@ -493,7 +506,7 @@ def logged(log: logging.Logger, listener: Listener | None) -> Listener:
     return hear
 
 
-def advice(model: nn.Module, optimizer: Any, lr: float, dtype: str | None) -> list[str]:
+def advice(model: nn.Module, optimizer: Any, lr: float, dtype: DTypeLike | None) -> list[str]:
     """Why patches of ``model``, published in ``dtype`` (None: as it is), will not be small. ``lr``
     counts where the ``optimizer`` says none."""
     trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]

@@ -1,9 +1,9 @@
 """The compute dtypes, and states as the forward pass sees them: bits after the cast, rounded to
 nearest, ties to even.
 
-A compute dtype is what a forward pass multiplies in. It is called as safetensors calls it, in any
-letter case. The casts are those of ``torch.Tensor.to``, bit for bit but for NaN payloads. FP8 is
-cast without a scale; with the scales of a checkpoint it is made by `quantise`.
+A compute dtype is what a forward pass multiplies in. The casts are those of ``torch.Tensor.to``,
+bit for bit but for NaN payloads. FP8 is cast without a scale; with the scales of a checkpoint it is
+made by `quantise`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,12 @@ import numpy.typing as npt
 from .._native import round_values
 from ..errors import InputError, UnsupportedTensor
 from .tensors import DTYPES, DType, State, TensorSpec, UIntArray
+
+if TYPE_CHECKING:
+    import torch
+
+DTypeLike = Union[str, "torch.dtype"]
+"""What callers give as a compute dtype; see `compute_dtype_named`."""
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _CHUNK = 1 << 16  # elements whose temporaries stay in the cache
@@ -54,13 +60,34 @@ _NAN = {"BF16": 0x7FC0, "F16": 0x7E00, "F8_E4M3": 0x7F, "F8_E5M2": 0x7F}
 COMPUTE_DTYPES: Mapping[str, DType] = MappingProxyType({name: DTYPES[name] for name in ROUNDINGS})
 
 
-def compute_dtype_named(name: str) -> DType:
-    """The compute dtype of a safetensors name in any letter case ("BF16", "f8_e4m3"). Raises
-    InputError."""
-    found = COMPUTE_DTYPES.get(name.upper()) if isinstance(name, str) else None
+_SAFETENSORS_NAMES = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""By the names that NumPy's extensions and torch use."""
+
+
+def compute_dtype_named(name: DTypeLike) -> DType:
+    """Return the compute dtype of this name.
+
+    Args:
+        name: A torch.dtype such as torch.bfloat16, or a name in any letter case: safetensors'
+            ("BF16", "F16", "F8_E4M3", "F8_E5M2"), or NumPy's and torch's ("bfloat16", "float16",
+            "float8_e4m3fn", "float8_e5m2").
+
+    Raises:
+        InputError: It is no compute dtype.
+    """
+    # The name of a torch.dtype is its string, so that torch need not be imported.
+    text = str(name).lower().removeprefix("torch.")
+    found = COMPUTE_DTYPES.get(_SAFETENSORS_NAMES.get(text, text.upper()))
     if found is None:
         raise InputError(
-            f"unknown compute dtype {name!r}", hint=f"Choose one of: {', '.join(COMPUTE_DTYPES)}."
+            f"unknown compute dtype {name!r}",
+            hint=f"Choose one of: {', '.join(COMPUTE_DTYPES)}, "
+            f"{', '.join(_SAFETENSORS_NAMES)}, or torch's dtype of one of these names.",
         )
     return found
 

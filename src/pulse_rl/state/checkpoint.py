@@ -12,10 +12,11 @@ import json
 import mmap
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
@@ -23,6 +24,10 @@ from .._util.files import open_regular, write_atomically
 from .._util.settings import checked_path
 from ..errors import CorruptCheckpoint, InputError, PulseError, UnsupportedTensor
 from .tensors import DTYPES, State, TensorSpec, UIntArray, check_tensor_name, dtype_of
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import TypeIs
 
 MAX_HEADER_BYTES = 100 << 20
 INDEX_NAME = "model.safetensors.index.json"
@@ -36,16 +41,33 @@ _SAFE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _COPY_BYTES = 64 << 20
 _READ_HINT = "Check the path and its permissions."
 
-StateSource = State | Mapping[str, Any] | str | os.PathLike[str]
-"""What is accepted as a state: a `State`, a mapping of names to tensors, or the path of a
-checkpoint."""
+StateSource = Union[State, Mapping[str, Any], str, os.PathLike[str], "torch.nn.Module"]
+"""What is accepted as a state: a `State`, a mapping of names to tensors, the path of a checkpoint,
+or a module, by the names and ties that ``save_pretrained`` would write."""
 _ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _AROUND_ALL = "module"  # DistributedDataParallel's; inside a model it is a name like any other
 
 
 def as_state(source: StateSource) -> State:
-    """The state of ``source``; a checkpoint is mapped, not read. Raises InputError,
-    UnsupportedTensor and CorruptCheckpoint."""
+    """Return the state of ``source``, without a copy.
+
+    Args:
+        source: A `State`; a mapping of names to tensors; the path of a checkpoint, which is mapped,
+            not read; or a torch.nn.Module. The names and tied tensors of a module are those of
+            `pulse_rl.integrations.transformers.checkpoint_weights`: as ``save_pretrained`` writes
+            them, without the parts that DDP and torch.compile add. PEFT adapters are merged into
+            copies.
+
+    Raises:
+        InputError: ``source`` is nothing of these, or cannot be read.
+        UnsupportedTensor: A tensor cannot be published, or a module is sharded over ranks.
+        CorruptCheckpoint: The checkpoint's files are damaged.
+    """
+    if _is_module(source):
+        # The one place where the core asks an integration, which has imported torch.
+        from ..integrations.weights import whole_weights
+
+        source = whole_weights(source)
     if isinstance(source, State):
         return source
     if isinstance(source, Mapping):
@@ -53,9 +75,16 @@ def as_state(source: StateSource) -> State:
     if isinstance(source, str | os.PathLike):
         return load(source)[0]
     raise InputError(
-        f"{type(source).__name__} is not a state: pass a mapping, a State or a checkpoint's path",
+        f"{type(source).__name__} is not a state: pass a module, a mapping, a State or a "
+        "checkpoint's path",
         hint="Pass model.state_dict()." if hasattr(source, "state_dict") else None,
     )
+
+
+def _is_module(source: object) -> TypeIs[torch.nn.Module]:
+    """Whether it is a torch.nn.Module; a program that has one has imported torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(source, torch.nn.Module)
 
 
 def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:

@@ -17,6 +17,7 @@ from typing import Any
 from .._util.files import open_regular
 from .._util.settings import checked_path
 from ..errors import InputError
+from .cast import DTypeLike, compute_dtype_named
 from .checkpoint import INDEX_NAME
 
 MAX_FILES = 256
@@ -131,10 +132,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return checked_files({name: folder / name for name in taken})
 
 
-def of_dtype(files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
+def of_dtype(files: Mapping[str, bytes], dtype: DTypeLike | None) -> dict[str, bytes]:
     """The same with a ``config.json`` that names the compute dtype to which the weights are cast:
     engines compute in what it says."""
-    target = _TYPES.get(dtype or "")
+    target = None if dtype is None else _TYPES.get(compute_dtype_named(dtype).name)
     try:
         config = json.loads(files["config.json"])
         if target is None or not isinstance(config, dict):

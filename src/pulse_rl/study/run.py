@@ -15,7 +15,7 @@ from .._util.settings import checked_path
 from .._util.threads import ordered_map
 from ..errors import InputError, PulseError, StateMismatch
 from ..state import checkpoint
-from ..state.cast import CastState, cast_specs, compute_dtype_named
+from ..state.cast import CastState, DTypeLike, cast_specs, compute_dtype_named
 from ..state.quantise import Quantise, QuantisedState
 from ..state.tensors import State, TensorSpec
 from ..store import Store, open_store
@@ -175,7 +175,7 @@ CODED_PAIRS = 3
 def study(
     source: StateSequence,
     *,
-    dtype: str = "BF16",
+    dtype: DTypeLike = "BF16",
     quantise: Quantise | None = None,
     ks: Sequence[int] = DEFAULT_KS,
     lr: float | None = None,
@@ -189,7 +189,7 @@ def study(
 
     ``lr``, the learning rate, adds the predicted density; ``step_seconds`` is the compute time
     between syncs that the bandwidths assume; ``threads``: the maximum number (None: one per core).
-    ``dtype`` names one of ``COMPUTE_DTYPES``, in any letter case: wider floats are cast to it; with
+    ``dtype`` is a compute dtype as `Publisher.publish` takes it: wider floats are cast to it; with
     ``quantise``, as `Publisher.publish` takes it, those that are not quantised. Values of ``ks``
     with too few states are left out. For each k patches are built for at most ``CODED_PAIRS``
     pairs. Of three states and more it also says what history knows of a step: patches with it are

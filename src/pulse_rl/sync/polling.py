@@ -29,6 +29,25 @@ def pause(poll_seconds: float, max_seconds: float = math.inf) -> None:
     time.sleep(min(jittered(poll_seconds), max_seconds))
 
 
+class Backoff:
+    """The waits between tries that fail: ``first`` seconds, then twice as long each time, up to
+    ``longest``; each a quarter more or less."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._first, self._longest = first, longest
+        self._next = first
+
+    def wait(self) -> float:
+        """The seconds to wait before the next try."""
+        seconds = min(self._next, self._longest)
+        self._next = 2 * self._next
+        return jittered(seconds)
+
+    def reset(self) -> None:
+        """A try has succeeded."""
+        self._next = self._first
+
+
 class Turn:
     """One stream's place in a `Schedule`."""
 

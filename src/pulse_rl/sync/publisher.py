@@ -27,6 +27,7 @@ from ..events import (
     fell_back,
     one_at_a_time,
 )
+from ..state.cast import DTypeLike
 from ..state.checkpoint import StateSource
 from ..state.companions import Files
 from ..state.quantise import Quantise
@@ -186,7 +187,7 @@ class Publisher(Closing, NotCopyable):
         source: StateSource,
         *,
         metadata: Metadata | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         anchor: bool = False,
         files: Files | None = None,
         after: int | None = None,
@@ -202,13 +203,14 @@ class Publisher(Closing, NotCopyable):
         signed with another key.
 
         Args:
-            source: A mapping of names to tensors (a ``state_dict``), a `State`, or a checkpoint's
-                path. It must not change during the call.
+            source: A torch.nn.Module, a mapping of names to tensors (a ``state_dict``), a `State`,
+                or a checkpoint's path (see `as_state`). It must not change during the call.
             metadata: The caller's own data about the version, small and flat, such as
                 ``{"step": 10}``.
-            dtype: The compute dtype ("BF16", "F16", "F8_E4M3", "F8_E5M2") that floating-point
-                tensors wider than it are cast to, rounded to nearest even as ``torch.Tensor.to``
-                does (NaN stays NaN); FP8 without a scale. None: as they are.
+            dtype: The compute dtype that floating-point tensors wider than it are cast to, rounded
+                to nearest even as ``torch.Tensor.to`` does (NaN stays NaN); FP8 without a scale.
+                torch.bfloat16, "bfloat16" or "BF16", and so for float16, float8_e4m3fn and
+                float8_e5m2. None: as they are.
             anchor: Whether an anchor is stored in any case, so that a new worker can start here
                 whatever it trusts or can reach of the versions before.
             files: The small files that a loader needs next to the weights (config, tokenizer, chat
@@ -263,7 +265,7 @@ class Publisher(Closing, NotCopyable):
         source: StateSource,
         *,
         metadata: Metadata | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         anchor: bool = False,
         files: Files | None = None,
         copy_on_device: bool = False,
@@ -445,7 +447,7 @@ class Publisher(Closing, NotCopyable):
             ):  # an error that is on its way out is not hidden by one that came before it
                 raise
 
-    def _read(self, source: Any, dtype: str | None, quantise: Quantise | None) -> LocalState:
+    def _read(self, source: Any, dtype: DTypeLike | None, quantise: Quantise | None) -> LocalState:
         """What this rank has of a state that a call was given."""
         return LocalState.of(source, dtype, quantise)
 

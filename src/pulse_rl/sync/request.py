@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from ..errors import InputError, UnsupportedTensor
 from ..events import Metadata
-from ..state.cast import CastState, compute_dtype_named
+from ..state.cast import CastState, DTypeLike, compute_dtype_named
 from ..state.checkpoint import StateSource, as_state
 from ..state.companions import Files, checked_files
 from ..state.quantise import Quantise, QuantisedState, config_of
@@ -34,7 +34,9 @@ class LocalState(NamedTuple):
     config: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, source: StateSource, dtype: str | None, quantise: Quantise | None = None) -> Self:
+    def of(
+        cls, source: StateSource, dtype: DTypeLike | None, quantise: Quantise | None = None
+    ) -> Self:
         """All of a state. Raises UnsupportedTensor and InputError."""
         compute = None if dtype is None else compute_dtype_named(dtype)
         state = as_state(source)
@@ -105,7 +107,7 @@ class PublishRequest:
         local: LocalState,
         *,
         metadata: Metadata | None,
-        dtype: str | None,
+        dtype: DTypeLike | None,
         anchor: bool,
         files: Files | None,
         after: int | None = None,
@@ -119,7 +121,8 @@ class PublishRequest:
             raise InputError(
                 f"after must be the number of a version, or -1 for a new stream, not {after!r}"
             )
-        return cls(local, facts, dtype, anchor, taken, after)
+        name = None if dtype is None else compute_dtype_named(dtype).name
+        return cls(local, facts, name, anchor, taken, after)
 
     @classmethod
     def refusing(cls, error: Exception) -> Self:

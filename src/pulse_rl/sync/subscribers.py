@@ -19,7 +19,7 @@ from ..events import Listener, checked_listener, one_at_a_time
 from ..state.checkpoint import StateSource
 from ..store import Store, open_stores
 from .failover import DEFAULT_PATIENCE_SECONDS
-from .polling import Schedule, Turn, jittered
+from .polling import Backoff, Schedule, Turn, jittered
 from .subscriber import Subscriber
 from .update import Update
 
@@ -36,24 +36,24 @@ class _Pooled(Subscriber):
 
 class _Followed(Turn):
     """A stream that is followed. ``raises``: an error that is none of this library waits for a
-    reader. ``failures`` counts the polls that failed since the last one that did not."""
+    reader. ``backoff``: when it is polled again after a failure."""
 
     __slots__ = (
+        "backoff",
         "error",
-        "failures",
         "name",
         "operation",
         "raises",
         "subscriber",
     )
 
-    def __init__(self, name: str, subscriber: Subscriber) -> None:
+    def __init__(self, name: str, subscriber: Subscriber, backoff: Backoff) -> None:
         super().__init__()
         self.name = name
         self.subscriber = subscriber
         self.operation: Operation[Update | None] | None = None
         self.error: PulseError | None = None
-        self.failures = 0
+        self.backoff = backoff
         self.raises = False
 
 
@@ -136,7 +136,8 @@ class Subscribers(Closing, NotCopyable):
             **self._options,
         )
         subscriber.patience_seconds = self._patience
-        followed = _Followed(stream, subscriber)
+        backoff = Backoff(2 * self._poll, max(_MAX_BACKOFF, self._poll))
+        followed = _Followed(stream, subscriber, backoff)
         self._followed[stream] = followed
         self._schedule.put(followed)
         return subscriber
@@ -243,27 +244,26 @@ class Subscribers(Closing, NotCopyable):
                 BaseException
             ):  # memory may be short even for what follows a sync: the thread goes on
                 with suppress(BaseException):
-                    turn.failures += 1
-                    self._schedule.put(turn, self._backoff(turn))
+                    self._schedule.put(turn, turn.backoff.wait())
 
     def _sync(self, followed: _Followed) -> None:
         followed.operation = operation = Operation(followed.subscriber.sync)
         if followed.ended or self._closed.is_set():
             operation.stopping = True
         update: Update | None = None
-        wait = self._poll
+        wait: float | None = None
         try:
             operation.run()
             update = operation.result()
-            followed.error, followed.failures = None, 0
+            followed.error = None
+            followed.backoff.reset()
         except (Stopped, ConcurrentUse):
             pass
         except PulseError as error:
-            followed.error, followed.failures = error, followed.failures + 1
-            wait = self._backoff(followed)
+            followed.error = error
+            wait = followed.backoff.wait()
         except Exception as error:  # a listener's, or of a store that is not ours
-            followed.failures += 1
-            wait = self._backoff(followed)
+            wait = followed.backoff.wait()
             if not followed.raises:
                 followed.raises = True
                 self._ready.put((followed, error))
@@ -274,10 +274,7 @@ class Subscribers(Closing, NotCopyable):
         elif update is not None:
             self._ready.put((followed, update))
         else:
-            self._schedule.put(followed, jittered(wait))
-
-    def _backoff(self, followed: _Followed) -> float:
-        return min(self._poll * 2.0 ** min(followed.failures, 20), max(_MAX_BACKOFF, self._poll))
+            self._schedule.put(followed, jittered(self._poll) if wait is None else wait)
 
     def _come_back(self, followed: _Followed) -> None:
         """The owner of an update is done with it."""

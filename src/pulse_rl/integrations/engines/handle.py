@@ -23,7 +23,7 @@ from ...errors import (
 )
 from ...events import Metadata
 from ...rollouts import Rollout, Weights, new_seed
-from ...sync.polling import LONGEST_POLL, jittered
+from ...sync.polling import LONGEST_POLL, Backoff, jittered
 from .replay import Replay, replay
 from .transport import WEIGHTS, EngineTransport, Generated, InitInfo, Status, asleep, raise_reported
 
@@ -209,7 +209,7 @@ class EngineHandle(Closing):
             raise InputError("give a version or a minimum, not both")
         least = version if version is not None else minimum
         deadline = time.monotonic() + checked_number("timeout_seconds", timeout_seconds)
-        pause, doubt = _POLL_SECONDS, ""
+        backoff, doubt = Backoff(_POLL_SECONDS, _LONGEST_LOOK), ""
         while True:
             live = None
             try:
@@ -229,9 +229,8 @@ class EngineHandle(Closing):
                     hint="See whether the trainer publishes, and what sync() raises, or follow() "
                     "hands to on_error.",
                 )
-            if self._closing.wait(jittered(pause)):
+            if self._closing.wait(backoff.wait()):
                 raise InputError("the handle was closed")
-            pause = min(2 * pause, _LONGEST_LOOK)
         if version is not None and live != version:
             raise StateMismatch(
                 f"version {live} is live, past {version}",
@@ -604,7 +603,7 @@ class EngineHandle(Closing):
         on_error: Callable[[PulseError], None] | None,
         poll_seconds: float,
     ) -> None:
-        wait = poll_seconds
+        backoff = Backoff(2 * poll_seconds, _MAX_BACKOFF)
         self.wait_for_version(poll_seconds)
         while not self._closing.is_set():
             try:
@@ -621,10 +620,9 @@ class EngineHandle(Closing):
                     on_error(known)
                 if not known.retryable:
                     return
-                wait = min(2 * wait, _MAX_BACKOFF)
-                self._closing.wait(jittered(wait))
+                self._closing.wait(backoff.wait())
             else:
-                wait = poll_seconds
+                backoff.reset()
                 if done is not None and on_sync is not None:
                     on_sync(done)
                 self.wait_for_version(poll_seconds)

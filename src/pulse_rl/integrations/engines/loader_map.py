@@ -284,6 +284,10 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operation = func._schema.name.removeprefix("aten::")
+        # 1. An operation that writes (copy_, fill_, zero_ …), by its schema: noted, not carried
+        # out, where it writes into the model or into a tensor that the loader was given. All views
+        # (narrow, view, transpose …) come through here as well, and write nothing; their results
+        # share the storage, by which tensors are recognized.
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -294,7 +298,10 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if source := self._source(written):
                     self._alter(source, written, operation, args)
                     return written
+        # 2. Anything else runs, on memory that is reserved and never touched.
         result = func(*args, **kwargs)
+        # 3. A copy in the same dtype (loaders call contiguous(), to() and clone()) stands for its
+        # source, so that a later copy_ from it is still known to come from the checkpoint.
         if (
             operation in _ALIASES
             and (source := self._source(args[0]))
@@ -317,6 +324,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, name: str, target: torch.Tensor, operation: str, args: Any) -> None:
         written = self._written.setdefault(name, _Written())
+        # 1. Constants: the padding of a vocabulary, say, or a source that the loader has filled.
         if operation in ("fill_", "zero_"):
             written.padding += target.numel()
             written.constants.add(_constant(args))
@@ -326,6 +334,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written.padding += target.numel()
             written.constants.add(self._constant[source])
             return
+        # 2. What is computed, not copied: `result` refuses the parameter.
         if source in self._altered:
             written.odd = (
                 written.odd or f"{self._altered[source]} changes {source!r} before it is copied"
@@ -334,6 +343,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if source is None:
             written.odd = written.odd or f"{operation} of something else than a checkpoint tensor"
             return
+        # 3. A copy: a strided box of the source goes to one of the parameter. A cast on the way is
+        # refused, since an update writes bits.
         value = args[1].expand(target.shape)
         if value.dtype != target.dtype:
             raise UnsupportedTensor(

@@ -439,6 +439,8 @@ class _Walk:
     def subject(self, live: Any, made: Any, begun: dict[str, Any], path: str) -> None:
         """Compares what the processing has changed in ``made``, whose attributes were ``begun``."""
         self._seen.add((id(live), id(made)))
+        # Parameters are compared in any case: the update writes them. Of buffers, submodules and
+        # plain attributes only what the processing has changed: the rest is shared or was copied.
         if isinstance(live, nn.Module):
             self._dict(live._parameters, made._parameters, path)
             for key in ("_buffers", "_modules"):
@@ -460,9 +462,11 @@ class _Walk:
     ) -> None:
         for key, value in made.items():
             was = begun.get(key, _MISSING)
+            # The same object is unchanged, but a tensor may have been written in place.
             if isinstance(value, torch.Tensor) and value is was:
                 if id(value) not in bits or _same_bits(bits[id(value)], value):
                     continue
+            # A container that was made anew and holds the same objects is unchanged, too.
             elif value is was or (type(value) in (dict, list, set) and _same_parts(value, was)):
                 continue
             if key not in live:
@@ -471,6 +475,7 @@ class _Walk:
             self.compare(live[key], value, f"{path}.{key}")
 
     def compare(self, live: Any, made: Any, path: str) -> None:
+        # Objects refer to each other in circles: a pair that was met is done, or under way.
         if live is made or (id(live), id(made)) in self._seen:
             return
         self._seen.add((id(live), id(made)))
@@ -487,6 +492,9 @@ class _Walk:
                 self.odd.append(path)
             for number, (one, other) in enumerate(zip(live, made, strict=False)):
                 self.compare(one, other, f"{path}[{number}]")
+        # Kernels keep packed weights in what they call: the arguments of a partial, the object of a
+        # bound method, the cells of a closure. A tensor that was missed there would stay at the old
+        # version for ever, and nothing would tell.
         elif isinstance(live, functools.partial):
             self.compare(
                 (live.func, live.args, live.keywords), (made.func, made.args, made.keywords), path
@@ -500,6 +508,7 @@ class _Walk:
                 [_cell(cell) for cell in function.__closure__ or ()] for function in (live, made)
             ]
             self.compare((*cells[:1], live.__defaults__), (*cells[1:], made.__defaults__), path)
+        # Numbers, strings, enums, configs; then any object by its attributes.
         elif _equal(live, made):
             return
         elif hasattr(live, "__dict__") or hasattr(type(live), "__slots__"):
@@ -508,6 +517,9 @@ class _Walk:
             self.odd.append(path)
 
     def _dict(self, live: dict[Any, Any], made: dict[Any, Any], path: str) -> None:
+        # An attribute that is None may as well be missing: methods set what they do not use to
+        # None. ``training`` differs where the engine has called eval() on the live model only; no
+        # weight depends on it.
         live, made = (
             {k: v for k, v in one.items() if v is not None and k != "training"}
             for one in (live, made)

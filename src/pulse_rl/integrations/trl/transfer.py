@@ -24,7 +24,7 @@ from ...events import Metadata, Published, checked_listener
 from ...rollouts import Weights
 from ...state.checkpoint import unwrapped
 from ...stream.signing import keys_of
-from ...sync.polling import jittered
+from ...sync.polling import Backoff
 from ...sync.publisher import Publisher
 from ..engines.handle import EngineSync
 from ..engines.transport import Client, Generated
@@ -143,7 +143,7 @@ class ServerLink:
         """The result of ``call``, which is repeated for ``retry_seconds`` while a store or a server
         is away."""
         until = time.monotonic() + (self._retry_seconds if patient else 0.0)
-        wait = _FIRST_WAIT_SECONDS
+        backoff = Backoff(_FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS)
         said = ""
         while True:
             try:
@@ -163,8 +163,7 @@ class ServerLink:
                         error.hint,
                     )
                     said = str(error)
-                time.sleep(min(jittered(wait), left))
-                wait = min(2 * wait, _MAX_WAIT_SECONDS)
+                time.sleep(min(backoff.wait(), left))
             else:
                 if said:
                     log.warning("stream %s: the training goes on", self.stream)

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from ..._util.settings import checked_number
 from ...errors import InputError
 from ...events import Published
+from ...state.cast import DTypeLike
 from ...stream.signing import keys_of
 from ...sync.publisher import Publisher
 from ..engines.transport import InitInfo
@@ -53,7 +54,7 @@ class PulseTrainerInitInfo(TrainerInitInfo):
 
     store: str
     stream: str
-    dtype: str | None = "BF16"
+    dtype: DTypeLike | None = "BF16"
     publisher: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     timeout_seconds: float = 240.0
