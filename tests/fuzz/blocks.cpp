@@ -1,4 +1,4 @@
-// Fuzzes the codecs gaps and nibbles under the address and undefined-behaviour sanitizers (make fuzz).
+// Fuzzes the codecs gaps and nibbles under the address and undefined-behavior sanitizers (make fuzz).
 //
 //   fuzz_blocks SECONDS [SEED]
 //

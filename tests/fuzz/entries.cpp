@@ -1,4 +1,4 @@
-// Fuzzes PULSELoCo's native kernels under the address and undefined-behaviour sanitizers (make fuzz).
+// Fuzzes PULSELoCo's native kernels under the address and undefined-behavior sanitizers (make fuzz).
 //
 //   fuzz_entries SECONDS [SEED]
 //

@@ -189,8 +189,8 @@ inline std::vector<uint8_t> changed(const Block& b, const uint32_t* positions, s
     return made;
 }
 inline std::vector<uint8_t> changed(const Block& b, const pulse::Decoded& d, uint64_t seed) {
-    return changed(b, d.positions.data(), d.positions.size(), d.values.data(), d.values.size(),
-                   d.before.data(), d.before.size(), seed);
+    return changed(b, d.positions.data.get(), d.positions.size, d.values.data.get(), d.values.size,
+                   d.before.data.get(), d.before.size, seed);
 }
 
 // Whether positions are found and weights summed by vectors, where the processor has them.

@@ -1,4 +1,4 @@
-// Fuzzes the history codec under the address and undefined-behaviour sanitizers (make fuzz).
+// Fuzzes the history codec under the address and undefined-behavior sanitizers (make fuzz).
 //
 //   fuzz_history SECONDS [SEED]
 //
@@ -198,7 +198,7 @@ int main(int argc, char** argv) {
                 try {
                     const Decoded d = decode_history(windows, exact.data(), exact.size,
                                                      b.old.data(), b.kind, b.runs);
-                    if (changed(b, d, seed) == b.after && d.positions.size() == encoded.changed)
+                    if (changed(b, d, seed) == b.after && d.positions.size == encoded.changed)
                         continue;
                 } catch (const Malformed& error) {
                     std::fprintf(stderr, "%s\n", error.what());

@@ -1,4 +1,4 @@
-// Fuzzes the leaves' SHA-256 under the address and undefined-behaviour sanitizers (make fuzz).
+// Fuzzes the leaves' SHA-256 under the address and undefined-behavior sanitizers (make fuzz).
 //
 //   fuzz_sha256 SECONDS [SEED]
 //

@@ -1,4 +1,4 @@
-// Fuzzes the groups codec under the address and undefined-behaviour sanitizers (make fuzz).
+// Fuzzes the groups codec under the address and undefined-behavior sanitizers (make fuzz).
 //
 //   fuzz_sparse SECONDS [SEED]
 //

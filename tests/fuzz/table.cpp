@@ -1,4 +1,4 @@
-// Fuzzes the table codec under the address and undefined-behaviour sanitizers (make fuzz).
+// Fuzzes the table codec under the address and undefined-behavior sanitizers (make fuzz).
 //
 //   fuzz_table SECONDS [SEED]
 //
@@ -23,10 +23,9 @@ int main(int argc, char** argv) {
         const Encoded encoded = encoded_both_ways(
             [&] { return encode_steps(b.old.data(), b.now.data(), b.elements, b.kind); }, seed);
         const auto decode = [&](const Exact& payload) {
-            const DecodedSteps d =
-                decode_steps(payload.data(), payload.size, b.old.data(), b.elements, b.kind);
-            return changed(b, d.positions.data.get(), d.positions.size, d.values.data.get(),
-                           d.values.size, d.before.data.get(), d.before.size, seed);
+            return changed(
+                b, decode_steps(payload.data(), payload.size, b.old.data(), b.elements, b.kind),
+                seed);
         };
         const Spread spread = sampled_spread(b.old.data(), b.now.data(), b.elements, b.kind.width);
         if (!(spread.density >= 0 && spread.density <= 1 && spread.evenness >= 0))

@@ -24,6 +24,7 @@ namespace binding {
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bits32 = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Positions = Bits32;
 using RoundingTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
@@ -54,6 +55,13 @@ inline pulse::Rounding checked_rounding(const RoundingTuple& rounding) {
         throw nb::value_error("the rounding is out of range");
     }
     return {mantissa, least, most, beyond};
+}
+
+// What `work`, which touches no Python object, returns.
+template <class Work>
+auto without_gil(Work&& work) {
+    nb::gil_scoped_release release;
+    return work();
 }
 
 template <class T>

@@ -2,7 +2,6 @@
 #include "bindings/binding.h"
 #include "codecs/block.h"
 #include "codecs/gaps/weight_sum.h"
-#include "codecs/table/table.h"
 #include "common/scan.h"
 #include "entropy/rans_states.h"
 
@@ -60,8 +59,7 @@ struct Known {
     }
 };
 
-template <class Decoded>
-nb::tuple decoded_tuple(Decoded&& decoded) {
+nb::tuple decoded_tuple(pulse::Decoded&& decoded) {
     return nb::make_tuple(to_numpy(std::move(decoded.positions)),
                           to_numpy(std::move(decoded.values)), to_numpy(std::move(decoded.before)));
 }
@@ -76,12 +74,10 @@ void bind_codecs(nb::module_& m) {
             const Known known(history, kind, runs, old);
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
             check_elements(now, known.kind.width, "new");
-            pulse::EncodedBlock made;
-            {
-                nb::gil_scoped_release release;
-                made = pulse::encode_block(known.history, old.data(), now.data(), known.kind,
+            pulse::EncodedBlock made = without_gil([&] {
+                return pulse::encode_block(known.history, old.data(), now.data(), known.kind,
                                            known.runs, prove, pulse::BlockCodec(only));
-            }
+            });
             nb::object found = nb::none(), decoded = nb::none();
             if (made.codec != pulse::BlockCodec::table) {
                 found = nb::make_tuple(to_numpy(std::move(made.positions)),
@@ -103,24 +99,10 @@ void bind_codecs(nb::module_& m) {
         [](int codec, const std::vector<WindowTuple>& history, Bytes payload, Bytes old,
            const KindTuple& kind, const std::vector<RunTuple>& runs) {
             const Known known(history, kind, runs, old);
-            if (pulse::BlockCodec(codec) == pulse::BlockCodec::table) {
-                pulse::DecodedSteps decoded;
-                {
-                    nb::gil_scoped_release release;
-                    decoded =
-                        pulse::decode_steps(payload.data(), payload.size(), old.data(),
-                                            old.size() / size_t(known.kind.width), known.kind);
-                }
-                return decoded_tuple(std::move(decoded));
-            }
-            pulse::Decoded decoded;
-            {
-                nb::gil_scoped_release release;
-                decoded =
-                    pulse::decode_block(pulse::BlockCodec(codec), known.history, payload.data(),
-                                        payload.size(), old.data(), known.kind, known.runs);
-            }
-            return decoded_tuple(std::move(decoded));
+            return decoded_tuple(without_gil([&] {
+                return pulse::decode_block(pulse::BlockCodec(codec), known.history, payload.data(),
+                                           payload.size(), old.data(), known.kind, known.runs);
+            }));
         },
         "codec"_a, "history"_a, array("payload"), array("old"), "kind"_a, "runs"_a,
         "(uint32 positions, uint8 bytes of the new elements, of the old ones) of one block; raises Malformed.");
@@ -139,13 +121,10 @@ void bind_codecs(nb::module_& m) {
                 if (positions.data()[i] <= positions.data()[i - 1])
                     throw nb::value_error("positions do not ascend");
             }
-            std::vector<uint8_t> records;
-            {
-                nb::gil_scoped_release release;
-                records = pulse::records_of(positions.data(), positions.size(), old.data(),
-                                            now.data(), kind);
-            }
-            return to_numpy(std::move(records));
+            return to_numpy(without_gil([&] {
+                return pulse::records_of(positions.data(), positions.size(), old.data(), now.data(),
+                                         kind);
+            }));
         },
         array("positions"), array("old"), array("new"), "kind"_a,
         "What changed in one version, as a window keeps it: four bytes for each change.");
@@ -155,12 +134,7 @@ void bind_codecs(nb::module_& m) {
         [](const std::vector<WindowTuple>& windows, uint64_t elements) {
             const auto checked = checked_windows(windows);
             if (elements > kMostElements) throw nb::value_error("too many elements");
-            std::vector<uint8_t> records;
-            {
-                nb::gil_scoped_release release;
-                records = pulse::merged_records(checked, elements);
-            }
-            return to_numpy(std::move(records));
+            return to_numpy(without_gil([&] { return pulse::merged_records(checked, elements); }));
         },
         "windows"_a, "elements"_a,
         "The records of one window in place of several (records, span), oldest first.");

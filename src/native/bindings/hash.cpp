@@ -51,12 +51,8 @@ void bind_sha256(nb::module_& m) {
         [](const std::vector<Bytes>& arrays, size_t leaf_bytes, const std::string& path) {
             check_leaf(leaf_bytes);
             const auto pieces = pieces_of(arrays);
-            std::vector<uint8_t> digests;
-            {
-                nb::gil_scoped_release release;
-                digests = pulse::leaf_digests(pieces, leaf_bytes, checked_plan(path));
-            }
-            return to_bytes(digests);
+            return to_bytes(without_gil(
+                [&] { return pulse::leaf_digests(pieces, leaf_bytes, checked_plan(path)); }));
         },
         "arrays"_a, "leaf_bytes"_a, "path"_a = "",
         "SHA-256 of every leaf_bytes of each array, a rest included; 32 bytes each. path: for tests, \"\" is the fastest.");
@@ -66,12 +62,8 @@ void bind_sha256(nb::module_& m) {
         [](const std::vector<std::vector<Bytes>>& messages, const std::string& path) {
             std::vector<std::vector<pulse::Piece>> pieces;
             for (const auto& arrays : messages) pieces.push_back(pieces_of(arrays));
-            std::vector<uint8_t> digests;
-            {
-                nb::gil_scoped_release release;
-                digests = pulse::message_digests(pieces, checked_plan(path));
-            }
-            return to_bytes(digests);
+            return to_bytes(
+                without_gil([&] { return pulse::message_digests(pieces, checked_plan(path)); }));
         },
         "messages"_a, "path"_a = "",
         "SHA-256 of messages that are given in pieces; 32 bytes each.");
@@ -97,9 +89,7 @@ void bind_sha256(nb::module_& m) {
                                   values.data(),
                                   positions.size()});
             }
-            std::vector<uint8_t> digests;
-            {
-                nb::gil_scoped_release release;
+            return to_bytes(without_gil([&] {
                 for (const pulse::Patched& p : pieces) {
                     if (!pulse::all_ascending(p.positions, p.count, p.base,
                                               p.piece.bytes / size_t(width))) {
@@ -107,10 +97,8 @@ void bind_sha256(nb::module_& m) {
                             "the positions are not ascending or not inside the array");
                     }
                 }
-                digests =
-                    pulse::changed_leaf_digests(pieces, leaf_bytes, width, checked_plan(path));
-            }
-            return to_bytes(digests);
+                return pulse::changed_leaf_digests(pieces, leaf_bytes, width, checked_plan(path));
+            }));
         },
         "changed"_a, "leaf_bytes"_a, "width"_a, "path"_a = "",
         "The same of each (array, positions, base, values), with the values at positions - base, which ascend.");

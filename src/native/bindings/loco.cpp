@@ -15,7 +15,6 @@ using namespace binding;
 
 namespace {
 
-using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using MutableFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Arrays of `count` numbers each.
@@ -111,18 +110,12 @@ void bind_loco(nb::module_& m) {
             check_mantissa(mantissa);
             const auto shared = shared_of(theta, momentum, checked_rounding(rounding), known);
             check_arrays(positions.size(), positions, values);
-            std::vector<uint8_t> payload;
-            {
-                nb::gil_scoped_release release;
-                for (size_t i = 0; i < positions.size(); i++) {
-                    if (positions.data()[i] >= theta.size() ||
-                        (i && positions.data()[i] <= positions.data()[i - 1])) {
-                        throw nb::index_error("the positions do not ascend within the block");
-                    }
-                }
-                payload = pulse::encode_entries(shared, positions.data(), values.data(),
-                                                positions.size(), mantissa);
-            }
+            const auto payload = without_gil([&] {
+                require_ascending({{positions.data(), values.data(), positions.size()}},
+                                  theta.size());
+                return pulse::encode_entries(shared, positions.data(), values.data(),
+                                             positions.size(), mantissa);
+            });
             return nb::bytes(payload.data(), payload.size());
         },
         array("theta"), array("momentum"), "rounding"_a, array("positions"), array("values"),
@@ -138,13 +131,9 @@ void bind_loco(nb::module_& m) {
             std::vector<std::pair<const uint8_t*, size_t>> views;
             for (const Bytes& payload : payloads)
                 views.emplace_back(payload.data(), payload.size());
-            std::vector<pulse::Entries> decoded;
-            {
-                nb::gil_scoped_release release;
-                decoded = pulse::decode_entries(shared, views, mantissa);
-            }
             nb::list results;
-            for (pulse::Entries& entries : decoded) {
+            for (pulse::Entries& entries :
+                 without_gil([&] { return pulse::decode_entries(shared, views, mantissa); })) {
                 results.append(nb::make_tuple(to_numpy(std::move(entries.positions)),
                                               to_numpy(std::move(entries.values))));
             }

@@ -3,7 +3,7 @@
 
 #include "bindings/binding.h"
 #include "common/apply.h"
-#include "common/quantise.h"
+#include "common/quantize.h"
 #include "common/rounding.h"
 #include "common/scan.h"
 
@@ -40,7 +40,6 @@ void check_values(const Array& elements, int width, const Positions& positions,
         throw nb::value_error("values and positions differ");
 }
 
-using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using BlocksTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
 
 // Blocks of (columns, rows of a block, columns of a block), of elements of FP32 or BF16.

@@ -16,23 +16,12 @@ namespace {
 constexpr double kMany = 0.0625, kEven = 0.8;
 constexpr size_t kLarge = size_t(1) << 19;
 
-template <class F>
-auto for_width(const ElementKind& kind, F&& f) {
-    return kind.width == 1 ? f(uint8_t()) : kind.width == 2 ? f(uint16_t()) : f(uint32_t());
-}
-
-size_t elements_of(const std::vector<Run>& runs) {
-    size_t elements = 0;
-    for (const Run& run : runs) elements += run.elements;
-    return elements;
-}
-
 // The choice between the codecs: the only place where it is made.
 template <class U>
 EncodedBlock encode(const std::vector<Window>& history, const U* old, const U* now,
                     const ElementKind& kind, const std::vector<Run>& runs, bool prove,
                     BlockCodec only) {
-    const size_t elements = elements_of(runs);
+    const size_t elements = size_t(elements_of(runs));
     EncodedBlock result{};
     const auto by_table = [&] {
         const Spread spread = sampled_spread(old, now, elements, int(sizeof(U)));
@@ -84,7 +73,7 @@ EncodedBlock encode(const std::vector<Window>& history, const U* old, const U* n
 EncodedBlock encode_block(const std::vector<Window>& history, const void* old, const void* now,
                           const ElementKind& kind, const std::vector<Run>& runs, bool prove,
                           BlockCodec only) {
-    return for_width(kind, [&](auto zero) {
+    return for_width(kind.width, [&](auto zero) {
         using U = decltype(zero);
         return encode(history, static_cast<const U*>(old), static_cast<const U*>(now), kind, runs,
                       prove, only);
@@ -96,6 +85,8 @@ Decoded decode_block(BlockCodec codec, const std::vector<Window>& history, const
                      const std::vector<Run>& runs) {
     switch (codec) {
         case BlockCodec::gaps: return decode_gaps(payload, size, old, kind, runs);
+        case BlockCodec::table:
+            return decode_steps(payload, size, old, size_t(elements_of(runs)), kind);
         case BlockCodec::sparse: return decode_sparse(payload, size, old, kind, runs);
         case BlockCodec::nibbles: return decode_nibbles(payload, size, old, kind, runs);
         case BlockCodec::history: return decode_history(history, payload, size, old, kind, runs);

@@ -37,7 +37,7 @@ EncodedBlock encode_block(const std::vector<Window>& history, const void* old, c
                           const ElementKind& kind, const std::vector<Run>& runs, bool prove,
                           BlockCodec only = BlockCodec::any);
 
-// What `table` has not coded (see decode_steps). Throws Malformed. Reads and writes nothing out of bounds on any payload, in
+// Throws Malformed. Reads and writes nothing out of bounds on any payload, in
 // time linear in elements and payload.
 Decoded decode_block(BlockCodec codec, const std::vector<Window>& history, const uint8_t* payload,
                      size_t size, const void* old, const ElementKind& kind,

@@ -23,13 +23,9 @@ PULSE_CLONES void to_bf16(const uint32_t* bits, size_t count, uint32_t nan, uint
     round_all(bits, count, Bf16Rounder{}, 7, nan, out);
 }
 
-PULSE_CLONES void to_16_bits(const uint32_t* bits, size_t count, const Rounding& rounding,
-                             uint32_t nan, uint16_t* out) {
-    round_all(bits, count, Rounder(rounding), rounding.mantissa, nan, out);
-}
-
-PULSE_CLONES void to_8_bits(const uint32_t* bits, size_t count, const Rounding& rounding,
-                            uint32_t nan, uint8_t* out) {
+template <class U>
+PULSE_CLONES void to_narrow(const uint32_t* bits, size_t count, const Rounding& rounding,
+                            uint32_t nan, U* out) {
     round_all(bits, count, Rounder(rounding), rounding.mantissa, nan, out);
 }
 
@@ -37,13 +33,13 @@ PULSE_CLONES void to_8_bits(const uint32_t* bits, size_t count, const Rounding& 
 
 void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan,
                   uint8_t* out) {
-    to_8_bits(bits, count, rounding, nan, out);
+    to_narrow(bits, count, rounding, nan, out);
 }
 
 void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan,
                   uint16_t* out) {
     if (rounding.is_bf16()) return to_bf16(bits, count, nan, out);
-    to_16_bits(bits, count, rounding, nan, out);
+    to_narrow(bits, count, rounding, nan, out);
 }
 
 }  // namespace pulse

@@ -26,15 +26,21 @@ struct Run {
     }
 };
 
+inline uint64_t elements_of(const std::vector<Run>& runs) {
+    uint64_t elements = 0;
+    for (const Run& run : runs) elements += run.elements;
+    return elements;
+}
+
+// Calls `f` with a zero of the unsigned type of so many bytes: 1, 2 or 4.
+template <class F>
+auto for_width(int width, F&& f) {
+    return width == 1 ? f(uint8_t()) : width == 2 ? f(uint16_t()) : f(uint32_t());
+}
+
 struct Encoded {
     std::vector<uint8_t> payload;
     size_t changed;
-};
-
-struct Decoded {
-    std::vector<uint32_t> positions;  // ascending
-    std::vector<uint8_t> values;      // the new elements, `width` bytes each
-    std::vector<uint8_t> before;      // the old elements there
 };
 
 // Memory that is not filled with zeros first.
@@ -44,6 +50,21 @@ struct Buffer {
     size_t size = 0;
     Buffer() = default;
     explicit Buffer(size_t count) : data(new T[count]), size(count) {}
+};
+
+struct Decoded {
+    Buffer<uint32_t> positions;  // ascending
+    Buffer<uint8_t> values;      // the new elements, `width` bytes each, aligned for every type
+    Buffer<uint8_t> before;      // the old elements there
+
+    Decoded() = default;
+    Decoded(size_t changes, size_t width)
+        : positions(changes), values(changes * width), before(changes * width) {}
+    // Leaves out what is behind so many changes.
+    void shorten(size_t changes, size_t width) {
+        positions.size = changes;
+        values.size = before.size = changes * width;
+    }
 };
 
 }  // namespace pulse

@@ -40,15 +40,7 @@ struct AdaptiveBit {
     }
 };
 
-inline uint64_t big_endian(uint64_t x) {
-#if defined(__GNUC__)
-    return __builtin_bswap64(x);
-#else
-    uint64_t y = 0;
-    for (int i = 0; i < 8; i++) y = y << 8 | (x >> (8 * i) & 255);
-    return y;
-#endif
-}
+inline uint64_t big_endian(uint64_t x) { return __builtin_bswap64(x); }
 
 // Bits of `range` that are settled, in whole bytes: 0 to 56, as range is never 0.
 inline int settled_bits(uint64_t range) { return __builtin_clzll(range) & 56; }

@@ -44,13 +44,11 @@ struct Weights {
     uint8_t first = 0;
     uint8_t planes[2][4][128] = {};
 
-    // Classes from `steady` on weigh as much in a row with a change.
-    Weights(const std::array<uint8_t, kClasses>& levels, int boost, int steady = kClasses) {
+    Weights(const std::array<uint8_t, kClasses>& levels, int boost) {
         int last = 0;
         for (int c = kClasses - 1; c >= 0; c--) {
             of[0][c] = weight_of_level(levels[c]);
-            of[1][c] = c < steady ? uint32_t(std::min(uint64_t(of[0][c]) << boost, kMostWeight))
-                                  : of[0][c];
+            of[1][c] = uint32_t(std::min(uint64_t(of[0][c]) << boost, kMostWeight));
             if (of[0][c]) last = std::max(last, c), first = uint8_t(c);
         }
         narrow = last - first < 64;
@@ -78,12 +76,8 @@ inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const ui
     size_t i = 0;
     for (; i + 8 <= count; i += 8) {
         sum += weight8(p + i, cls, weights);
-#if defined(__GNUC__)
-        __asm__(
-            ""
-            : "+r"(
-                sum));  // keeps the look-ups from being vectorised into gathers, which halves the speed
-#endif
+        // Keeps the compiler from vectorizing the look-ups into gathers, which halves the speed.
+        __asm__("" : "+r"(sum));
     }
     for (; i < count; i++) sum += weights[cls(p[i])];
     return sum;

@@ -1,8 +1,8 @@
 """How the changes of one block are coded (docs/format.md, section 3.5).
 
-A user says ``"auto"`` or ``"zstd"`` and nothing else. Which codec an ``"auto"`` block gets is
-decided in `encode_block` and, of those that code against the old elements, in the kernel that it
-calls (``src/native/codecs/block.cpp``).
+Users choose between ``"auto"`` and ``"zstd"``. For ``"auto"`` the kernel chooses among the codecs
+that code against the old elements (``src/native/codecs/block.cpp``); `encode_block` replaces its
+choice by ``RAW`` where that is smaller.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ __all__ = ["CODECS", "Changes", "Encoded", "Layout", "Run", "decode_block", "enc
 
 AUTO, ZSTD = "auto", "zstd"
 CODECS = (AUTO, ZSTD)
-"""What a user can choose: the smallest that is fast, or the layout of the PULSE paper."""
+"""The values a user can choose: the smallest codec that is fast, or the layout of the PULSE
+paper."""
 
 SAME, RAW, PAPER, GAPS, SPARSE, TABLE, HISTORY, NIBBLES = range(8)
-"""The ids of codecs in a patch. `SAME`: no element changed, the payload is empty; `HISTORY`:
-decoded by what changed in the versions before; `NIBBLES`: integers that are packed codes of four
+"""The ids of codecs in a patch. `SAME`: no element changed, the payload is empty. `HISTORY`: the
+decoder needs the changes of the versions before. `NIBBLES`: integers that are packed codes of four
 bits."""
 
 _NAMES = {
@@ -50,8 +51,8 @@ _TRY_RAW = 0.5
 
 
 class Run(NamedTuple):
-    """``elements`` of one tensor in a block. ``row`` is the tensor's last dimension (its length, if
-    it has only one), ``phase`` the position of the run's first element in its row."""
+    """The ``elements`` that a block holds of one tensor. ``row``: the tensor's last dimension (its
+    length if it has only one). ``phase``: the position of the run's first element in its row."""
 
     elements: int
     row: int
@@ -64,8 +65,8 @@ how many versions they span, oldest first; the last ones end at the old bits."""
 
 
 class Layout(NamedTuple):
-    """What both sides know about a block besides the old bits: its dtype, its tensors' rows, and
-    its ``past``."""
+    """What encoder and decoder know about a block in addition to the old bits: its dtype, the rows
+    of its tensors, and its ``past``."""
 
     dtype: DType
     runs: tuple[Run, ...]
@@ -78,8 +79,8 @@ class Layout(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The changed elements of one block: uint32 positions, strictly ascending, and the new bits at
-    them. ``before``: the old bits, where a decoder had them at hand."""
+    """The changed elements of one block, each array of shape [changes]: positions, strictly
+    ascending, and the new bits there. ``before``: the old bits there, if the decoder kept them."""
 
     positions: npt.NDArray[np.uint32]
     values: UIntArray
@@ -91,8 +92,8 @@ class Changes(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A block as a patch has it. ``found``: what was seen to have changed, where the encoder kept
-    it; ``decoded``: what the payload decodes to, where the encoder has proved it."""
+    """A block as a patch stores it. ``found``: the changes that the encoder compared, if it kept
+    them. ``decoded``: what the payload decodes to, if the encoder proved it."""
 
     codec_id: int
     payload: bytes
@@ -108,7 +109,7 @@ def check_codec(name: str) -> None:
 
 
 def codec_name(codec_id: int) -> str:
-    """What a codec of a patch is called; raises CorruptPatch."""
+    """The name of a codec of a patch. Raises CorruptPatch for an unknown id."""
     if codec_id not in _NAMES:
         raise CorruptPatch(
             f"codec {codec_id} is unknown",
@@ -126,14 +127,20 @@ def encode_block(
     prove: bool = False,
     only: int = 0,
 ) -> Encoded:
-    """Encodes the change of one block from ``old`` to ``new``, flat unsigned arrays of at most
-    ``MAX_BLOCK_ELEMENTS`` elements that ``layout`` describes, as ``SAME`` if nothing changed.
+    """Encode the change of one block from ``old`` to ``new``.
 
-    ``codec`` is one of `CODECS`; elements of 8 bytes are always coded as by ``"zstd"``. To
-    ``prove`` a block whose proof is cheaper beside its coding, it is decoded at once. ``only``: for
-    tests, the id of the codec. Raises CorruptPatch if what is proved does not decode, since
-    elements were written to meanwhile.
+    Args:
+        old: The old bits, shape [elements], at most ``MAX_BLOCK_ELEMENTS``.
+        new: The new bits, of the same shape.
+        layout: The dtype, the tensors' rows and the history of the block.
+        codec: One of `CODECS`. Elements of 8 bytes are always coded as by ``"zstd"``.
+        prove: Decode a ``HISTORY`` block at once, which is cheaper than to decode it later.
+        only: For tests, the id of the codec.
+    Returns: The block; ``SAME`` if nothing changed.
+    Raises: CorruptPatch if a proved payload does not decode, because somebody wrote to the
+        elements meanwhile.
     """
+    # 1. The payload: by byte planes, or by the codec that the kernel chooses.
     found = decoded = None
     if codec == ZSTD or layout.dtype.width > 4:
         codec_id = PAPER
@@ -155,6 +162,7 @@ def encode_block(
         decoded = _changes(proved, layout.dtype) if proved else None
     if changed == 0:
         return Encoded(SAME, b"", 0)
+    # 2. All new elements, where so much changed that they take fewer bytes.
     if len(payload) > _TRY_RAW * new.nbytes and not only:
         raw = planes.encode_raw(new)
         if len(raw) < len(payload):
@@ -163,8 +171,12 @@ def encode_block(
 
 
 def decode_block(codec_id: int, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
-    """The changes to ``old``, described by ``layout``, that a ``payload`` of the codec ``codec_id``
-    encodes: positions in range and ascending. Raises FormatError on a malformed payload."""
+    """Decode the changes that a ``payload`` of the codec ``codec_id`` makes to ``old``, shape
+    [elements], which ``layout`` describes.
+
+    Returns: Changes whose positions ascend and are below ``len(old)``, for any payload.
+    Raises: FormatError if the payload is malformed.
+    """
     name = codec_name(codec_id)
     if codec_id == SAME:
         return Changes(np.empty(0, np.uint32), np.empty(0, layout.dtype.uint))
@@ -188,8 +200,8 @@ def decode_block(codec_id: int, payload: memoryview, old: UIntArray, layout: Lay
 
 
 def element_kind(dtype: DType) -> tuple[int, int, int, bool]:
-    """(width, shift, mask, floating), as the kernels take them: the class of an element is its
-    exponent field; integers are all of one class."""
+    """(width, shift, mask, floating), as the kernels take them. The class of an element is its
+    exponent field, ``bits >> shift & mask``; integers are all of one class."""
     if dtype.exponent is None:
         return dtype.width, 0, 0, False
     shift, width = dtype.exponent

@@ -77,8 +77,7 @@ template <class U>
 Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind,
                const std::vector<Run>& runs, HistoryDecoder* recall) {
     const ClassOf cls{kind.shift, kind.mask};
-    uint64_t total = 0;
-    for (const Run& run : runs) total += run.elements;
+    const uint64_t total = elements_of(runs);
     size_t at_byte = 0;
     const uint64_t changed = take_count(data, size, at_byte);
     if ((changed == 0 && !recall) || changed > total) {
@@ -101,14 +100,10 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     models.sizes.expect(plan.levels);
     const Weights weights(plan.levels, plan.boost);
 
-    Decoded result;
-    result.positions.resize(changed);
-    result.values.resize(changed * sizeof(U));
-    result.before.resize(changed * sizeof(U));
-    uint32_t* const found = result.positions.data();
-    U* const values =
-        reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
-    U* const replaced = reinterpret_cast<U*>(result.before.data());
+    Decoded result(changed, sizeof(U));
+    uint32_t* const found = result.positions.data.get();
+    U* const values = reinterpret_cast<U*>(result.values.data.get());
+    U* const replaced = reinterpret_cast<U*>(result.before.data.get());
     Reader coded = side;  // unlike `side` seen by nobody else, so that it is kept in registers
     PositionReader<U> reader(old, cls, weights, runs, recall ? recall->marks() : nullptr);
     int balance = 0;  // steps up less steps down in this row so far
@@ -133,12 +128,9 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
 
 Decoded decode_gaps(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
                     const std::vector<Run>& runs, HistoryDecoder* recall) {
-    switch (kind.width) {
-        case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs, recall);
-        case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs, recall);
-        default:
-            return decode(payload, size, static_cast<const uint32_t*>(old), kind, runs, recall);
-    }
+    return for_width(kind.width, [&](auto zero) {
+        return decode(payload, size, static_cast<const decltype(zero)*>(old), kind, runs, recall);
+    });
 }
 
 }  // namespace pulse

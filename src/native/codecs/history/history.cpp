@@ -116,9 +116,9 @@ struct ChangeLists {
     U *values, *before;  // in memory of its own, aligned for every type
 
     explicit ChangeLists(Decoded& of)
-        : positions(of.positions.data()),
-          values(reinterpret_cast<U*>(of.values.data())),
-          before(reinterpret_cast<U*>(of.before.data())) {}
+        : positions(of.positions.data.get()),
+          values(reinterpret_cast<U*>(of.values.data.get())),
+          before(reinterpret_cast<U*>(of.before.data.get())) {}
 
     void copy(const ChangeLists& from, size_t begin, size_t end, size_t to) const {
         std::copy(from.positions + begin, from.positions + end, positions + to);
@@ -131,12 +131,8 @@ struct ChangeLists {
 // turn it is, and of a choice a compiler makes a branch.
 template <class U>
 PULSE_CLONES Decoded merged(Decoded first, Decoded second) {
-    const size_t n_first = first.positions.size(), n_second = second.positions.size(),
-                 all = n_first + n_second;
-    Decoded result;
-    result.positions.resize(all);
-    result.values.resize(all * sizeof(U));
-    result.before.resize(all * sizeof(U));
+    const size_t n_first = first.positions.size, n_second = second.positions.size;
+    Decoded result(n_first + n_second, sizeof(U));
     const ChangeLists<U> a(first), b(second), to(result);
     size_t i = 0, j = 0;
     while (i < n_first && j < n_second) {
@@ -157,10 +153,8 @@ PULSE_CLONES Decoded merged(Decoded first, Decoded second) {
 template <class U>
 PULSE_CLONES Decoded changes_of(const HistoryHits& known, const HitSteps& steps, const U* old,
                                 bool floating) {
-    Decoded result;
     const size_t n = steps.which.size();
-    result.positions.resize(n), result.values.resize(n * sizeof(U)),
-        result.before.resize(n * sizeof(U));
+    Decoded result(n, sizeof(U));
     const ChangeLists<U> to(result);
     const uint32_t* const positions = known.remembered.positions.get();
     bool sane = true;
@@ -237,8 +231,7 @@ namespace {
 template <class U>
 Decoded decode(const std::vector<Window>& history, const uint8_t* data, size_t size, const U* old,
                const ElementKind& kind, const std::vector<Run>& runs) {
-    uint64_t elements = 0;
-    for (const Run& run : runs) elements += run.elements;
+    const uint64_t elements = elements_of(runs);
     size_t at = 0;
     const uint8_t windows = take_byte(data, size, at);
     const size_t used = windows & (kBySparse - 1);
@@ -255,13 +248,9 @@ Decoded decode(const std::vector<Window>& history, const uint8_t* data, size_t s
 
 Decoded decode_history(const std::vector<Window>& history, const uint8_t* payload, size_t size,
                        const void* old, const ElementKind& kind, const std::vector<Run>& runs) {
-    switch (kind.width) {
-        case 1: return decode(history, payload, size, static_cast<const uint8_t*>(old), kind, runs);
-        case 2:
-            return decode(history, payload, size, static_cast<const uint16_t*>(old), kind, runs);
-        default:
-            return decode(history, payload, size, static_cast<const uint32_t*>(old), kind, runs);
-    }
+    return for_width(kind.width, [&](auto zero) {
+        return decode(history, payload, size, static_cast<const decltype(zero)*>(old), kind, runs);
+    });
 }
 
 }  // namespace pulse

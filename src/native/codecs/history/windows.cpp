@@ -249,12 +249,11 @@ std::vector<uint8_t> records(const uint32_t* positions, size_t count, const U* o
 
 std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old,
                                 const void* now, const ElementKind& kind) {
-    const auto of = [&](auto zero) {
+    return for_width(kind.width, [&](auto zero) {
         using U = decltype(zero);
         return records(positions, count, static_cast<const U*>(old), static_cast<const U*>(now),
                        kind);
-    };
-    return kind.width == 1 ? of(uint8_t()) : kind.width == 2 ? of(uint16_t()) : of(uint32_t());
+    });
 }
 
 PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Window>& windows,

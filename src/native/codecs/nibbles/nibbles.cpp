@@ -51,12 +51,6 @@ std::vector<Run> runs_of_nibbles(const std::vector<Run>& runs) {
     return found;
 }
 
-uint64_t elements_of(const std::vector<Run>& runs) {
-    uint64_t total = 0;
-    for (const Run& run : runs) total += run.elements;
-    return total;
-}
-
 // How many nibbles changed, and how many by one step: of plain codes, and of those with a sign.
 struct NibbleSteps {
     size_t changed = 0, single[2] = {};
@@ -128,27 +122,24 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const std::vector
             ? decode_sparse(data + at, size - at, before.data.get(), kNibble, of_nibbles)
             : decode_gaps(data + at, size - at, before.data.get(), kNibble, of_nibbles);
     // Codes of one element are one change.
-    Decoded result;
-    const size_t most = codes.positions.size();
-    result.positions.reserve(most);
-    std::vector<U> was, becomes;
-    was.reserve(most), becomes.reserve(most);
-    for (size_t i = 0; i < most; i++) {
-        if (codes.values[i] > 15) throw Malformed("a code is out of range");
-        const uint32_t place = codes.positions[i], element = uint32_t(place / kNibbles<U>);
-        if (result.positions.empty() || result.positions.back() != element) {
-            result.positions.push_back(element);
-            was.push_back(old[element]);
-            becomes.push_back(old[element]);
+    Decoded result(codes.positions.size, sizeof(U));
+    uint32_t* const positions = result.positions.data.get();
+    U* const was = reinterpret_cast<U*>(result.before.data.get());
+    U* const becomes = reinterpret_cast<U*>(result.values.data.get());
+    size_t found = 0;
+    for (size_t i = 0; i < codes.positions.size; i++) {
+        if (codes.values.data[i] > 15) throw Malformed("a code is out of range");
+        const uint32_t place = codes.positions.data[i], element = uint32_t(place / kNibbles<U>);
+        if (found == 0 || positions[found - 1] != element) {
+            positions[found] = element;
+            was[found] = becomes[found] = old[element];
+            found++;
         }
         const int shift = int(4 * (place % kNibbles<U>));
-        const U code = from_ordered_nibble(codes.values[i], is_signed);
-        becomes.back() = U((becomes.back() & ~(U(15) << shift)) | U(code << shift));
+        const U code = from_ordered_nibble(codes.values.data[i], is_signed);
+        becomes[found - 1] = U((becomes[found - 1] & ~(U(15) << shift)) | U(code << shift));
     }
-    const auto* const olds = reinterpret_cast<const uint8_t*>(was.data());
-    const auto* const news = reinterpret_cast<const uint8_t*>(becomes.data());
-    result.before.assign(olds, olds + was.size() * sizeof(U));
-    result.values.assign(news, news + becomes.size() * sizeof(U));
+    result.shorten(found, sizeof(U));
     return result;
 }
 

@@ -176,8 +176,7 @@ size_t take_states(RansReader& coder, const uint8_t* data, size_t size) {
 template <class U>
 Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind& kind,
                const std::vector<Run>& runs, HistoryDecoder* recall) {
-    uint64_t total = 0;
-    for (const Run& run : runs) total += run.elements;
+    const uint64_t total = elements_of(runs);
     size_t at = 0;
     if (recall) recall->take_head(data, size, at);
     const uint64_t changed = take_count(data, size, at);
@@ -205,14 +204,10 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
     if (coder.next != coder.end) throw Malformed("the code is longer or shorter than its elements");
     add_plain_bits(tiles.sizes, tiles.large, coder, plain, size_t(behind), recall);
 
-    Decoded result;
-    result.positions = std::move(tiles.positions);
-    result.values.resize(changed * sizeof(U));
-    result.before.resize(changed * sizeof(U));
-    U* const values =
-        reinterpret_cast<U*>(result.values.data());  // memory of its own, aligned for every type
-    std::copy(tiles.before.begin(), tiles.before.begin() + std::ptrdiff_t(changed),
-              reinterpret_cast<U*>(result.before.data()));
+    Decoded result(changed, sizeof(U));
+    U* const values = reinterpret_cast<U*>(result.values.data.get());
+    std::copy_n(tiles.positions.data(), changed, result.positions.data.get());
+    std::copy_n(tiles.before.data(), changed, reinterpret_cast<U*>(result.before.data.get()));
     for (size_t i = 0; i < changed; i++) {
         const U step = tiles.downs[i] ? U(-tiles.sizes[i]) : tiles.sizes[i];
         values[i] =
@@ -225,12 +220,9 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, const ElementKind
 
 Decoded decode_sparse(const uint8_t* payload, size_t size, const void* old, const ElementKind& kind,
                       const std::vector<Run>& runs, HistoryDecoder* recall) {
-    switch (kind.width) {
-        case 1: return decode(payload, size, static_cast<const uint8_t*>(old), kind, runs, recall);
-        case 2: return decode(payload, size, static_cast<const uint16_t*>(old), kind, runs, recall);
-        default:
-            return decode(payload, size, static_cast<const uint32_t*>(old), kind, runs, recall);
-    }
+    return for_width(kind.width, [&](auto zero) {
+        return decode(payload, size, static_cast<const decltype(zero)*>(old), kind, runs, recall);
+    });
 }
 
 }  // namespace pulse

@@ -125,7 +125,7 @@ int choose_alphabet(const StepCounts& counts, int width) {
 
 // Frequencies in proportion to the counts; what occurs gets one. So do a step of 0 and the escape, which the elements that
 // are not in the sample may need.
-void quantise(const Counts& counts, int alphabet, uint16_t* lengths) {
+void quantize(const Counts& counts, int alphabet, uint16_t* lengths) {
     double total = 0;
     for (int s = 0; s < alphabet; s++) total += counts[size_t(s)];
     int sum = 0, largest = 0;
@@ -174,7 +174,7 @@ RansTables choose_tables(const StepCounts& counts, int width) {
     tables.count = int(segments.size());
     for (int t = 0; t < tables.count; t++) {
         tables.first[size_t(t)] = uint8_t(t ? segments[size_t(t)].first : 0);
-        quantise(segments[size_t(t)].counts, tables.alphabet, tables.lengths[t]);
+        quantize(segments[size_t(t)].counts, tables.alphabet, tables.lengths[t]);
     }
     return tables;
 }

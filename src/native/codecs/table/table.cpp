@@ -176,8 +176,8 @@ Encoded encode(const U* old, const U* now, size_t elements, const ElementKind& k
 }
 
 template <class U>
-DecodedSteps decode(const uint8_t* data, size_t size, const U* old, size_t elements,
-                    const ElementKind& kind) {
+Decoded decode(const uint8_t* data, size_t size, const U* old, size_t elements,
+               const ElementKind& kind) {
     size_t at = 0;
     const uint64_t changed = take_count(data, size, at);
     if (changed == 0 || changed > elements)
@@ -186,9 +186,7 @@ DecodedSteps decode(const uint8_t* data, size_t size, const U* old, size_t eleme
     const RansEntries entries = RansEntries::for_decoding(tables);
     if (size - at < 4 * kRansStates) throw Malformed("the block ends inside its states");
 
-    const size_t room = changed + kRansStates;
-    DecodedSteps result{Buffer<uint32_t>(room), Buffer<uint8_t>(room * sizeof(U)),
-                        Buffer<uint8_t>(room * sizeof(U))};
+    Decoded result(changed + kRansStates, sizeof(U));
     RansDecoder coder{{{}, data + at + 4 * kRansStates, data + size},
                       entries,
                       kind,
@@ -214,8 +212,7 @@ DecodedSteps decode(const uint8_t* data, size_t size, const U* old, size_t eleme
                                                [](uint32_t x) { return x != kRansLow; })) {
         throw Malformed("the code is longer or shorter than its elements");
     }
-    result.positions.size = changed;
-    result.values.size = result.before.size = changed * sizeof(U);
+    result.shorten(changed, sizeof(U));
     return result;
 }
 
@@ -251,26 +248,17 @@ Spread sampled_spread(const void* old, const void* now, size_t elements, int wid
 }
 
 Encoded encode_steps(const void* old, const void* now, size_t elements, const ElementKind& kind) {
-    switch (kind.width) {
-        case 1:
-            return encode(static_cast<const uint8_t*>(old), static_cast<const uint8_t*>(now),
-                          elements, kind);
-        case 2:
-            return encode(static_cast<const uint16_t*>(old), static_cast<const uint16_t*>(now),
-                          elements, kind);
-        default:
-            return encode(static_cast<const uint32_t*>(old), static_cast<const uint32_t*>(now),
-                          elements, kind);
-    }
+    return for_width(kind.width, [&](auto zero) {
+        using U = decltype(zero);
+        return encode(static_cast<const U*>(old), static_cast<const U*>(now), elements, kind);
+    });
 }
 
-DecodedSteps decode_steps(const uint8_t* payload, size_t size, const void* old, size_t elements,
-                          const ElementKind& kind) {
-    switch (kind.width) {
-        case 1: return decode(payload, size, static_cast<const uint8_t*>(old), elements, kind);
-        case 2: return decode(payload, size, static_cast<const uint16_t*>(old), elements, kind);
-        default: return decode(payload, size, static_cast<const uint32_t*>(old), elements, kind);
-    }
+Decoded decode_steps(const uint8_t* payload, size_t size, const void* old, size_t elements,
+                     const ElementKind& kind) {
+    return for_width(kind.width, [&](auto zero) {
+        return decode(payload, size, static_cast<const decltype(zero)*>(old), elements, kind);
+    });
 }
 
 }  // namespace pulse

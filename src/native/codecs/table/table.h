@@ -10,12 +10,6 @@
 
 namespace pulse {
 
-struct DecodedSteps {
-    Buffer<uint32_t> positions;  // ascending
-    Buffer<uint8_t> values;      // the new elements, `width` bytes each
-    Buffer<uint8_t> before;      // the old elements there
-};
-
 // What a sample of at most 2^14 elements tells of a block's changes: their share of the elements, and how evenly they
 // are spread: the share of the bits of their positions that would remain if the density of every 64 elements were known.
 struct Spread {
@@ -27,7 +21,7 @@ Spread sampled_spread(const void* old, const void* now, size_t elements, int wid
 Encoded encode_steps(const void* old, const void* now, size_t elements, const ElementKind& kind);
 
 // Throws Malformed. Reads and writes nothing out of bounds on any payload, in time linear in elements and payload.
-DecodedSteps decode_steps(const uint8_t* payload, size_t size, const void* old, size_t elements,
-                          const ElementKind& kind);
+Decoded decode_steps(const uint8_t* payload, size_t size, const void* old, size_t elements,
+                     const ElementKind& kind);
 
 }  // namespace pulse

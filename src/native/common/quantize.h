@@ -1,4 +1,4 @@
-// Quantising by blocks: how large a block's numbers are, and its codes once they are divided by its scale. FP32, one
+// Quantizing by blocks: how large a block's numbers are, and its codes once they are divided by its scale. FP32, one
 // operation at a time, so that the bits are those of the libraries that define the checkpoints.
 #pragma once
 

@@ -1,4 +1,4 @@
-#include "common/quantise.h"
+#include "common/quantize.h"
 
 #include <algorithm>
 
@@ -38,7 +38,7 @@ PULSE_INLINE void column_maxima(const U* __restrict elements, size_t columns, bo
 }
 
 template <class U>
-PULSE_INLINE void maxima(const U* elements, size_t rows, const Blocks& blocks, float* out) {
+PULSE_CLONES void maxima(const U* elements, size_t rows, const Blocks& blocks, float* out) {
     if (blocks.block_rows == 1 && blocks.block_columns == blocks.columns) {
         if (blocks.columns == 16) return row_maxima<16>(elements, rows, out);
         if (blocks.columns == 32) return row_maxima<32>(elements, rows, out);
@@ -62,14 +62,6 @@ PULSE_INLINE void maxima(const U* elements, size_t rows, const Blocks& blocks, f
         }
     }
 }
-PULSE_CLONES void maxima_of_f32(const uint32_t* elements, size_t rows, const Blocks& blocks,
-                                float* out) {
-    maxima(elements, rows, blocks, out);
-}
-PULSE_CLONES void maxima_of_bf16(const uint16_t* elements, size_t rows, const Blocks& blocks,
-                                 float* out) {
-    maxima(elements, rows, blocks, out);
-}
 
 template <class U>
 PULSE_INLINE void e4m3_piece(const U* __restrict elements, size_t count, float scale,
@@ -88,7 +80,7 @@ PULSE_INLINE void e4m3_piece(const U* __restrict elements, size_t count, float s
 }
 
 template <class U>
-PULSE_INLINE void e4m3(const U* elements, size_t start, size_t count, const Blocks& blocks,
+PULSE_CLONES void e4m3(const U* elements, size_t start, size_t count, const Blocks& blocks,
                        const float* scales, uint8_t* out) {
     if (blocks.block_columns == 32 && start == 0 && blocks.columns == count && count % 32 == 0) {
         for (size_t at = 0; at < count; at += 32)
@@ -104,14 +96,6 @@ PULSE_INLINE void e4m3(const U* elements, size_t start, size_t count, const Bloc
         e4m3_piece(elements + at, here, scales[row / blocks.block_rows * across + block], out + at);
         at += here;
     }
-}
-PULSE_CLONES void e4m3_of_f32(const uint32_t* elements, size_t start, size_t count,
-                              const Blocks& blocks, const float* scales, uint8_t* out) {
-    e4m3(elements, start, count, blocks, scales, out);
-}
-PULSE_CLONES void e4m3_of_bf16(const uint16_t* elements, size_t start, size_t count,
-                               const Blocks& blocks, const float* scales, uint8_t* out) {
-    e4m3(elements, start, count, blocks, scales, out);
 }
 
 template <bool kSignedZeros>
@@ -154,7 +138,7 @@ PULSE_INLINE void e2m1_groups(const U* elements, size_t count, const float* scal
 }
 
 template <class U>
-PULSE_INLINE void e2m1(const U* elements, size_t rows, const Blocks& blocks, const float* scales,
+PULSE_CLONES void e2m1(const U* elements, size_t rows, const Blocks& blocks, const float* scales,
                        uint8_t* out) {
     const size_t columns = blocks.columns;
     if (blocks.block_columns == 16) return e2m1_groups<16>(elements, rows * columns, scales, out);
@@ -163,14 +147,6 @@ PULSE_INLINE void e2m1(const U* elements, size_t rows, const Blocks& blocks, con
         e2m1_pair(elements, columns, scales + row / blocks.block_rows * columns, out);
     }
 }
-PULSE_CLONES void e2m1_of_f32(const uint32_t* elements, size_t rows, const Blocks& blocks,
-                              const float* scales, uint8_t* out) {
-    e2m1(elements, rows, blocks, scales, out);
-}
-PULSE_CLONES void e2m1_of_bf16(const uint16_t* elements, size_t rows, const Blocks& blocks,
-                               const float* scales, uint8_t* out) {
-    e2m1(elements, rows, blocks, scales, out);
-}
 
 const uint32_t* as_f32(const void* elements) { return static_cast<const uint32_t*>(elements); }
 const uint16_t* as_bf16(const void* elements) { return static_cast<const uint16_t*>(elements); }
@@ -178,20 +154,20 @@ const uint16_t* as_bf16(const void* elements) { return static_cast<const uint16_
 }  // namespace
 
 void block_maxima(const void* elements, int width, size_t rows, const Blocks& blocks, float* out) {
-    if (width == 4) return maxima_of_f32(as_f32(elements), rows, blocks, out);
-    maxima_of_bf16(as_bf16(elements), rows, blocks, out);
+    if (width == 4) return maxima(as_f32(elements), rows, blocks, out);
+    maxima(as_bf16(elements), rows, blocks, out);
 }
 
 void to_e4m3(const void* elements, int width, size_t start, size_t count, const Blocks& blocks,
              const float* scales, uint8_t* out) {
-    if (width == 4) return e4m3_of_f32(as_f32(elements), start, count, blocks, scales, out);
-    e4m3_of_bf16(as_bf16(elements), start, count, blocks, scales, out);
+    if (width == 4) return e4m3(as_f32(elements), start, count, blocks, scales, out);
+    e4m3(as_bf16(elements), start, count, blocks, scales, out);
 }
 
 void to_e2m1(const void* elements, int width, size_t rows, const Blocks& blocks,
              const float* scales, uint8_t* out) {
-    if (width == 4) return e2m1_of_f32(as_f32(elements), rows, blocks, scales, out);
-    e2m1_of_bf16(as_bf16(elements), rows, blocks, scales, out);
+    if (width == 4) return e2m1(as_f32(elements), rows, blocks, scales, out);
+    e2m1(as_bf16(elements), rows, blocks, scales, out);
 }
 
 }  // namespace pulse
