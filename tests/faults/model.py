@@ -21,17 +21,15 @@ from pulse_rl.patch.header import PatchHeader, parse_header
 from .store import Disk
 
 STREAM = "s"
-Spans = tuple[int, ...]
 
 
 class _Edge(NamedTuple):
-    """``needs``: the spans of the history that its patch names; ``span``: how many versions it is
-    in a history."""
+    """``needs``: how many versions its patch must know the changes of."""
 
     base: int | None
     version: int
-    needs: Spans = ()
-    span: int = 1
+    needs: int = 0
+    is_fold: bool = False
 
 
 Snapshot = dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -125,7 +123,7 @@ class Model:
         self.states: dict[str, Snapshot] = {}
         self._offered: dict[str, list[dict[str, str]]] = {}
         self._heads: dict[str, PatchHeader | None] = {}
-        self._needs: dict[str, Spans] = {}
+        self._needs: dict[str, int] = {}
         self._said: dict[bytes, dict[str, Any]] = {}
         self._hashed: dict[str, tuple[bytes, str]] = {}
         self._graph: tuple[int, list[_Edge], dict[int, str]] = (-1, [], {})
@@ -238,19 +236,19 @@ class Model:
         if self._graph[0] != disk.changes:
             self._graph = (disk.changes, *self._links(disk))
         _, edges, grade = self._graph
-        found: dict[int | None, dict[Spans | None, str]] = {
-            None: {(): MUST}
-        }  # by what is remembered there
+        # By how many of the last versions are known there.
+        found: dict[int | None, dict[int | None, str]] = {None: {0: MUST}}
         if start is not None:
-            found[start] = {(): MUST, None: MAY}  # None: whatever is needed
-        for base, version, needs, span in edges:
+            found[start] = {0: MUST, None: MAY}  # None: whatever is needed
+        for base, version, needs, is_fold in edges:
+            remembers = self._remembers(version)
             for known, how in list(found.get(base, {}).items()):
-                if version not in grade or (
-                    known is not None and needs != known[len(known) - len(needs) :]
-                ):
+                if version not in grade or (known is not None and needs > known):
                     continue
+                if is_fold and remembers:
+                    continue  # it does not show what the next patch may need
                 there = found.setdefault(version, {})
-                after = self._remembered(version, known if base is not None else (), span)
+                after = None if known is None else min(known + 1, remembers)
                 if there.get(after) != MUST:
                     there[after] = MUST if how == grade[version] == MUST else MAY
         ways = {version: found.get(version, {}).values() for version in self.versions}
@@ -259,19 +257,9 @@ class Model:
             for version, there in ways.items()
         }
 
-    def _remembered(self, version: int, known: Spans | None, span: int) -> Spans | None:
-        """What of ``known`` and a window of ``span`` more is remembered at ``version``."""
-        if known is None:
-            return None
-        rest, kept = [*known, span], list[int]()
-        for wanted in reversed(self._parsed(self.versions[version].data).get("remembers", ())):
-            total = 0
-            while rest and total < wanted:
-                total += rest.pop()
-            if total != wanted:
-                break
-            kept.insert(0, wanted)
-        return tuple(kept)
+    def _remembers(self, version: int) -> int:
+        """How many of the last versions the manifest says are remembered."""
+        return int(self._parsed(self.versions[version].data).get("remembers", 0))
 
     def _links(self, disk: Disk) -> tuple[list[_Edge], dict[int, str]]:
         """Every link whose payloads are whole, in the order of the versions that it leads to, and
@@ -309,21 +297,21 @@ class Model:
             if files and self._is_whole(
                 version, [self._leads(disk, base, version, *file) for file in files]
             ):
-                edges.append(_Edge(base, version, (), version - base))
+                edges.append(_Edge(base, version, is_fold=True))
         return sorted(edges, key=lambda e: e.version), grade
 
-    def _needed(self, disk: Disk | None, patch: Mapping[str, Any]) -> Spans:
-        """The spans of the history that a stored patch names, in any of its parts."""
-        return max((self._named(disk, part["sha256"]) for part in patch["parts"]), key=len)
+    def _needed(self, disk: Disk | None, patch: Mapping[str, Any]) -> int:
+        """The versions in the history that a stored patch names, in any of its parts."""
+        return max(self._named(disk, part["sha256"]) for part in patch["parts"])
 
-    def _named(self, disk: Disk | None, digest: str) -> Spans:
+    def _named(self, disk: Disk | None, digest: str) -> int:
         if digest not in self._needs:
             name = f"{STREAM}/payloads/{digest}.patch"
             try:
                 named = parse_header(memoryview((disk and disk.peek(name)) or b"")).header.history
             except PulseError:
                 named = None
-            self._needs[digest] = named.spans if named else ()
+            self._needs[digest] = named.windows if named else 0
         return self._needs[digest]
 
     def _parsed(self, data: bytes) -> dict[str, Any]:

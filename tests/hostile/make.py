@@ -291,7 +291,7 @@ def manifest(**changes: Any) -> dict[str, Any]:
         "format": FORMAT, "stream": "policy", "stream_id": "5" * 32, "version": 1, "epoch": 1,
         "root": "0" * 64,
         "elements": 2064, "dense_bytes": 4512, "publisher": "hostile", "created": 0.5,
-        "remembers": [], "aliases": {},
+        "remembers": 0, "aliases": {},
         "metadata": {}, "files": [], "patch":
         {"base": 0, "base_root": "0" * 64, "changed": 1, "parts": [{"sha256": "0" * 64,
         "bytes": 100}]}, "anchor": None,
@@ -345,16 +345,10 @@ def manifests() -> Iterator[tuple[str, bytes]]:
         ("null", None),
     ):
         yield f"stream_id-{tag}", sealed(manifest(stream_id=stream_id))
-    for tag, spans in (
-        ("0", [0]),
-        ("65", [65]),
-        ("65-times", [1] * 65),
-        ("null", None),
-        ("a-word", ["1"]),
-    ):
-        yield f"remembers-{tag}", sealed(manifest(remembers=spans))
+    for tag, versions in (("65", 65), ("negative", -1), ("null", None), ("list", [1])):
+        yield f"remembers-{tag}", sealed(manifest(remembers=versions))
     shard = {"shards": [{"sha256": "0" * 64, "bytes": 100}]}
-    yield "remembers-at-an-anchor", sealed(manifest(remembers=[1], anchor=shard))
+    yield "remembers-at-an-anchor", sealed(manifest(remembers=1, anchor=shard))
     yield "part-twice", sealed(manifest(patch=link | {"parts": parts * 2}))
     yield "other-format", sealed(manifest(format="pulse.manifest.9"))
     for wrong in ("", "0" * 63, "0" * 65, "A" * 64, "../" * 21 + "x", "0" * 63 + "\n", "０" * 64):

@@ -23,7 +23,7 @@ from pulse_rl.patch.header import (
     open_header,
     parse_header,
 )
-from pulse_rl.patch.history import MAX_SPAN, MAX_WINDOWS, History, HistoryName, Recorder, Window
+from pulse_rl.patch.history import MAX_WINDOWS, History, HistoryName, Recorder, Window
 from pulse_rl.patch.undo import UndoLog
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import DTYPES, DType, UIntArray
@@ -70,7 +70,7 @@ def followed(states: list[State]) -> tuple[list[BuiltPatch], History]:
     for old, new in pairwise(states):
         digest = state_digest(old)
         patches.append(build_patch(old, new, digest, max_records=1 << 40, history=history))
-        history = history.then(Window(1, digest.root, patches[-1].records, cut(old.specs)))
+        history = history.then(Window(digest.root, patches[-1].records, cut(old.specs)))
     return patches, history
 
 
@@ -106,7 +106,7 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
         applied = apply_patch(parsed, state, digest, history=history, max_records=1 << 20)
         assert snapshot(state) == snapshot(states[k + 1])
         assert applied.records is not None
-        history = history.then(Window(1, root, applied.records, parsed.header.cuts))
+        history = history.then(Window(root, applied.records, parsed.header.cuts))
         log = UndoLog(k, root)
         log.record(applied.undo)
         for index, block in enumerate(cut(state.specs)):
@@ -127,7 +127,7 @@ def test_a_patch_that_needs_no_history_names_none(rng: Rng) -> None:
     elsewhere = State.of(
         {s.name: bits(rng, s.dtype.name, *s.shape) for s in states[2].specs}
     ).copy()
-    nothing = History((Window(1, ROOTS[0], {}, ()),))
+    nothing = History((Window(ROOTS[0], {}, ()),))
     for new, known, options in (
         (states[1], History(), {}),
         (states[1], None, {}),
@@ -161,12 +161,11 @@ def test_patches_in_parts_are_coded_by_any_ranks_history(ranks: int, rng: Rng) -
         applied = apply_patch(patch, state, digest, history=history, max_records=1 << 20)
         assert snapshot(state) == snapshot(new)
         history = history.after(
-            Window(1, digest.root, applied.records, patch.header.cuts), (1,) * (k + 1), 1 << 20
+            Window(digest.root, applied.records, patch.header.cuts), k + 1, 1 << 20
         )
         assert same_records(history.of(cut(state.specs)), before(whole, k + 1))
         digest = applied.digest
     assert by_history > ranks
-    assert same_records(history.regrouped((4,)).of(cut(state.specs)), whole.regrouped((4,)))
 
 
 def test_parts_that_name_different_histories_are_refused(rng: Rng) -> None:
@@ -197,17 +196,16 @@ def test_another_history_is_refused_before_anything_is_changed(rng: Rng) -> None
         history,
         History((second,)),
         History((first._replace(base_root=ROOTS[1]), second)),
-        History((first._replace(span=2), second)),
         History((second, first)),
     ):
-        with pytest.raises(WrongHistory, match=r"last 2 versions in spans of \[1, 1\]") as caught:
+        with pytest.raises(WrongHistory, match="the last 2 versions") as caught:
             apply_patch(patch, state, digest, history=wrong)
         assert isinstance(caught.value, WrongBase)
         assert snapshot(state) == before
     with pytest.raises(WrongBase) as caught:
         apply_patch(patch, *digested(states[1]), history=base)
     assert not isinstance(caught.value, WrongHistory)
-    older = History((Window(7, ROOTS[2], {}, ()), *base.windows))
+    older = History((Window(ROOTS[2], {}, ()), *base.windows))
     apply_patch(patch, state, digest, history=older)
     assert snapshot(state) == snapshot(states[3])
 
@@ -277,98 +275,59 @@ def records(*steps: int) -> np.ndarray:
     return np.frombuffer(oracle.records(dict(enumerate(steps))), np.uint8)
 
 
-def windows(*spans: int) -> History:
+def windows(count: int) -> History:
     """Each with two steps in the first block, the last one in the second block, too."""
-    found = [Window(span, ROOTS[k], {0: records(1, k + 1)}, BLOCKS) for k, span in enumerate(spans)]
+    found = [Window(ROOTS[k], {0: records(1, k + 1)}, BLOCKS) for k in range(count)]
     found[-1] = found[-1]._replace(records={**found[-1].records, 1: records(7)})
     return History(tuple(found))
 
 
 def test_names_and_parts_of_a_history() -> None:
-    history = windows(8, 2, 1, 1)
+    history = windows(4)
     digest = sha256(b"".join(map(bytes.fromhex, ROOTS[2:4]))).digest()[:8]
     last = History(history.windows[2:])
-    assert last.name == HistoryName((1, 1), digest)
+    assert last.name == HistoryName(2, digest)
     assert history.named(last.name, BLOCKS) == last
     assert history.named(history.name, BLOCKS) == history
     assert history.named(None, BLOCKS) == History()
     assert History().name is None
-    for spans in ((1, 1, 1), (2, 1), (8, 2, 1), (4, 8, 2, 1, 1)):
+    for count in (1, 3, 4):
         with pytest.raises(WrongHistory):
-            history.named(HistoryName(spans, digest), BLOCKS)
-    with pytest.raises(WrongHistory, match=r"spans of \[2, 1\], known are \[8, 2, 1, 1\]"):
-        history.named(HistoryName((2, 1), digest), BLOCKS)
+            history.named(HistoryName(count, digest), BLOCKS)
+    with pytest.raises(WrongHistory, match="the last 5 versions; the reader knows those of 4"):
+        history.named(HistoryName(5, digest), BLOCKS)
     with pytest.raises(WrongHistory):
-        history.named(HistoryName((1, 1), bytes(32)), BLOCKS)
+        history.named(HistoryName(2, bytes(32)), BLOCKS)
     with pytest.raises(WrongHistory):
         History().named(last.name, BLOCKS)
 
 
 def test_the_past_of_a_block_and_what_it_takes() -> None:
-    history = windows(2, 1)
+    history = windows(2)
     assert [(r.tolist(), span) for r, span in history.past(0)] == [
-        (records(1, 1).tolist(), 2),
+        (records(1, 1).tolist(), 1),
         (records(1, 2).tolist(), 1),
     ]
     assert [(r.tolist(), span) for r, span in history.past(1)] == [
-        ([], 2),
+        ([], 1),
         (records(7).tolist(), 1),
     ]
-    assert [(r.tolist(), span) for r, span in history.past(5)] == [([], 2), ([], 1)]
+    assert [(r.tolist(), span) for r, span in history.past(5)] == [([], 1), ([], 1)]
     assert History().past(0) == ()
     assert history.nbytes == 4 * 5
     assert History().nbytes == 0
-    longer = history.then(Window(1, ROOTS[7], {0: records(1)}, BLOCKS))
-    assert (longer.spans, history.spans, longer.nbytes) == ((2, 1, 1), (2, 1), 24)
+    longer = history.then(Window(ROOTS[7], {0: records(1)}, BLOCKS))
+    assert (len(longer.windows), len(history.windows), longer.nbytes) == (3, 2, 24)
 
 
-@pytest.mark.parametrize(
-    ("asked", "found"),
-    [
-        ((1, 1, 1, 1), (1, 1, 1, 1)),
-        ((4,), (4,)),
-        ((2, 2), (2, 2)),
-        ((3, 1), (3, 1)),
-        ((2, 1), (2, 1)),
-        ((1,), (1,)),
-        ((), ()),
-        ((5, 1), (1,)),
-        ((9,), ()),
-    ],
-)
-def test_regrouped_windows_are_those_between_the_states(
-    asked: tuple[int, ...], found: tuple[int, ...], rng: Rng
-) -> None:
-    """A history is a function of the states: merged from single versions, or by one patch over
-    several."""
-    states = chain(rng, 5)
-    _, history = followed(states)
-    regrouped = history.regrouped(asked)
-    expected, at = History(), len(states) - 1 - sum(found)
-    for span in found:
-        digest = state_digest(states[at])
-        built = build_patch(states[at], states[at + span], digest, max_records=1 << 40)
-        expected = expected.then(Window(span, digest.root, built.records, cut(states[at].specs)))
-        at += span
-    assert regrouped.spans == found
-    assert same_records(regrouped, expected)
-
-
-def test_windows_are_not_split() -> None:
-    history = windows(4, 2, 1)
-    assert history.regrouped((2, 1, 1)).spans == (1,)
-    assert history.regrouped((1, 1)).spans == (1,)
-    assert history.regrouped((4, 3)).spans == (4, 3)
-
-
-def test_of_changes_that_cancel_each_other_only_the_class_is_kept() -> None:
-    first, second = (
-        Window(1, ROOTS[0], {0: records(1, -3)}, BLOCKS),
-        Window(1, ROOTS[1], {0: records(-1, 3)}, BLOCKS),
-    )
-    (merged,) = History((first, second)).regrouped((2,)).windows
-    assert (merged.span, merged.base_root, list(merged.records)) == (2, ROOTS[0], [0])
-    assert merged.records[0].tolist() == records(0, 0).tolist()
+def test_a_reader_keeps_what_the_manifest_remembers() -> None:
+    window = Window(ROOTS[7], {0: records(1)}, BLOCKS)
+    history = windows(3)
+    assert history.after(window, 4, 1 << 20) == history.then(window)
+    assert history.after(window, 9, 1 << 20) == history.then(window)
+    assert history.after(window, 2, 1 << 20) == History((history.windows[2], window))
+    assert history.after(window, 4, 4 * 4) == History((history.windows[2], window))
+    assert history.after(window, 0, 1 << 20) == history.after(None, 4, 1 << 20) == History()
 
 
 def plain_of(header: PatchHeader) -> bytes:
@@ -383,27 +342,24 @@ def a_header(rng: Rng) -> PatchHeader:
 @pytest.mark.parametrize(
     ("windows", "words"),
     [
-        (b"\x01\x00", "spans no version"),
-        (b"\x02\x01\x00", "spans no version"),
-        (b"\x01" + bytes([MAX_SPAN + 1]), "more than 64"),
-        (bytes([MAX_WINDOWS + 1]) + b"\x01" * (MAX_WINDOWS + 1), "more than 64"),
-        (b"\x81\x00\x01", "padded"),
+        (bytes([MAX_WINDOWS + 1]), "more than 64"),
+        (b"\x81\x00", "padded"),
     ],
 )
 def test_histories_that_cannot_be(windows: bytes, words: str, rng: Rng) -> None:
     plain = plain_of(a_header(rng))
-    assert plain[64:66] == b"\x01\x01"
-    good = plain[:64] + b"\x01\x40" + plain[66:]
+    assert plain[64:65] == b"\x01"
+    good = plain[:64] + b"\x40" + plain[65:]
     assert parse_header(memoryview(closed_header(good))).header.history == HistoryName(
-        (64,), plain[66:74]
+        64, plain[65:73]
     )
     with pytest.raises(CorruptPatch, match=words):
-        parse_header(memoryview(closed_header(plain[:64] + windows + plain[66:])))
+        parse_header(memoryview(closed_header(plain[:64] + windows + plain[65:])))
 
 
 def test_a_header_that_ends_within_its_history(rng: Rng) -> None:
     plain = plain_of(a_header(rng))
-    for end in (64, 65, 66, 73):
+    for end in (64, 65, 72):
         with pytest.raises(CorruptPatch, match="ends too early"):
             parse_header(memoryview(closed_header(plain[:end])))
 
@@ -413,15 +369,15 @@ def test_a_block_of_this_codec_without_a_history(rng: Rng) -> None:
     plain = plain_of(header)
     assert parse_header(memoryview(closed_header(plain))).header == header
     with pytest.raises(CorruptPatch, match="that the patch does not name"):
-        parse_header(memoryview(closed_header(plain[:64] + b"\0" + plain[74:])))
+        parse_header(memoryview(closed_header(plain[:64] + b"\0" + plain[73:])))
 
 
 def test_histories_that_cannot_be_read_are_not_written(rng: Rng) -> None:
     header = a_header(rng)
-    for spans in ((), (0,), (MAX_SPAN + 1,), (1,) * (MAX_WINDOWS + 1)):
-        with pytest.raises(InputError, match="1 to 64 windows of 1 to 64 versions"):
-            replace(header, history=HistoryName(spans, bytes(8))).to_bytes()
-    most = HistoryName((MAX_SPAN,) * MAX_WINDOWS, bytes(8))
+    for windows in (0, -1, MAX_WINDOWS + 1):
+        with pytest.raises(InputError, match="1 to 64 windows"):
+            replace(header, history=HistoryName(windows, bytes(8))).to_bytes()
+    most = HistoryName(MAX_WINDOWS, bytes(8))
     assert parse_header(memoryview(replace(header, history=most).to_bytes())).header.history == most
 
 
@@ -451,7 +407,7 @@ def test_a_small_patch_names_a_history_only_where_it_is_smaller(rng: Rng, recurs
         )
         named.append(built.header.history is not None)
         assert built.records is not None
-        history, old = history.then(Window(1, digest.root, built.records, cut(old.specs))), new
+        history, old = history.then(Window(digest.root, built.records, cut(old.specs))), new
     assert any(named) == (recurs == 1)
 
 

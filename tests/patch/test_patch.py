@@ -302,7 +302,7 @@ def test_a_payload_that_its_codec_cannot_decode_is_refused_and_undone(
     entry = made.header.blocks[1]._replace(
         codec_id=codec_id, length=len(junk), check=check_of(junk)
     )
-    known = History((Window(1, "0" * 64, {}, ()),) if codec_id == codec.HISTORY else ())
+    known = History((Window("0" * 64, {}, ()),) if codec_id == codec.HISTORY else ())
     lying = dataclasses.replace(
         made.header, blocks=(made.header.blocks[0], entry), history=known.name
     )

@@ -25,14 +25,14 @@ from tests.support.manifests import FULL
 GOLDEN = (
     '{"format":"pulse.manifest.1","stream":"policy","stream_id":"5eed5eed5eed5eed5eed5eed5eed5eed","version":7,"epoch":2,'
     '"root":"0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",'
-    '"elements":1000,"dense_bytes":2000,"publisher":"00ff00ff00ff00ff","created":1764000000.125,"remembers":[],'
+    '"elements":1000,"dense_bytes":2000,"publisher":"00ff00ff00ff00ff","created":1764000000.125,"remembers":0,'
     '"aliases":{"lm_head.weight":"model.embed_tokens.weight"},'
     '"metadata":{"step":7,"reward":0.5,"note":"größe","kept":true},'
     f'"files":[{{"name":"config.json","sha256":"{"e" * 64}","bytes":31}},'
     f'{{"name":"tokenizer/vocab.txt","sha256":"{"f" * 64}","bytes":0}}],'
     f'"patch":{{"base":6,"base_root":"{"a" * 64}","changed":12,"parts":[{{"sha256":"{"b" * 64}","bytes":99}}]}},'  # noqa: E501
     f'"anchor":{{"shards":[{{"sha256":"{"c" * 64}","bytes":1500}},{{"sha256":"{"d" * 64}","bytes":700}}]}},'  # noqa: E501
-    '"digest":"aa2d4504b867fbe07b8f4350ce08e6db195a821e668af3508ab33d31ddcc87fc","signature":null}'
+    '"digest":"afd1c54dc85acdc3244e37940f423dc6a15c83c1fab651d87d8c6b73a3c30c83","signature":null}'
 ).encode()
 
 
@@ -118,10 +118,10 @@ EDITS = {
     "patch from a negative version": put("patch", "base", value=-1),
     "patch without parts": put("patch", "parts", value=[]),
     "a part twice": lambda m: m["patch"]["parts"].append(m["patch"]["parts"][0]),
-    "history at an anchor": put("remembers", value=[1]),
-    "a span of 0": lambda m: m.update(anchor=None, remembers=[1, 0]),
-    "a span of 65": lambda m: m.update(anchor=None, remembers=[65]),
-    "65 spans": lambda m: m.update(anchor=None, remembers=[1] * 65),
+    "history at an anchor": put("remembers", value=1),
+    "a negative history": lambda m: m.update(anchor=None, remembers=-1),
+    "a history of 65": lambda m: m.update(anchor=None, remembers=65),
+    "a history of spans": lambda m: m.update(anchor=None, remembers=[1]),
     "remembers null": put("remembers", value=None),
     "anchor without shards": lambda m: m.update(patch=None, anchor={"shards": []}),
     "neither patch nor anchor": lambda m: m.update(patch=None, anchor=None),

@@ -27,6 +27,7 @@ from pulse_rl.study.recurrence import (
     Remembered,
     steps_to_code,
 )
+from pulse_rl.sync.history_policy import START_SPAN
 from tests.study.test_study import Listed
 from tests.support.publishers import tuned
 from tests.support.states import Rng
@@ -250,40 +251,30 @@ def remembered_after(versions: int, share: float = 0.002) -> Remembered:
 
 @pytest.mark.parametrize(
     ("versions", "before", "now"),
-    [
-        (1, (), (1,)),
-        (7, (1,) * 6, (1,) * 7),
-        (8, (1,) * 7, (8,)),
-        (19, (8, 1, 1), (8, 1, 1, 1)),
-        (64, (8, *[1] * 7), ()),
-    ],
+    [(1, 0, 1), (7, 6, 7), (START_SPAN, START_SPAN - 1, 0), (START_SPAN + 3, 2, 3)],
 )
-def test_it_is_remembered_what_publishers_remember(
-    versions: int, before: tuple[int, ...], now: tuple[int, ...]
-) -> None:
+def test_it_is_remembered_what_publishers_remember(versions: int, before: int, now: int) -> None:
     remembered = remembered_after(versions)
-    assert (remembered.before.spans, remembered.now.spans) == (before, now)
+    assert (len(remembered.before.windows), len(remembered.now.windows)) == (before, now)
 
 
 @pytest.mark.parametrize("last", [2, 9, 16, 17, 65, 128, 129, 400])
 def test_the_steps_that_are_coded_stand_for_all(last: int) -> None:
-    """Of the second half, one for each place between two merged windows, none where all has been
-    forgotten."""
+    """Of the second half, one for each place between two starts of a history."""
     coded = sorted(steps_to_code(last))
     assert last // 2 < coded[0] <= coded[-1] <= last
-    assert len(coded) == min(8, last - last // 2)
-    if len(coded) == 8:
-        assert {(new - 1) % 8 for new in coded} == set(range(8))
-        assert all((new - 1) % 64 for new in coded)
+    assert len(coded) == min(START_SPAN, last - last // 2)
+    if len(coded) == START_SPAN:
+        assert {(new - 1) % START_SPAN for new in coded} == set(range(START_SPAN))
 
 
 def test_a_sixteenth_of_the_bytes_is_remembered_also_of_some_of_the_blocks() -> None:
     remembered = remembered_after(7, share=0.03)
-    assert len(remembered.now.spans) == 1  # of 4.5% of the bytes each
+    assert len(remembered.now.windows) == 1  # of 4.5% of the bytes each
     whole = remembered_after(7)
     nbytes = whole.now.nbytes
     whole.keep([1])
-    assert whole.now.spans == (1,) * 7
+    assert len(whole.now.windows) == 7
     assert nbytes / 3 < whole.now.nbytes < 2 * nbytes / 3
     assert not len(whole.now.past(0)[0][0])
 

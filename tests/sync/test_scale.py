@@ -94,7 +94,7 @@ def long_stream(versions: int) -> Counted:
             dense_bytes=states[at].nbytes,
             publisher="crafted",
             created=0.0,
-            remembers=(),
+            remembers=0,
             aliases={},
             metadata={},
             files=(),

@@ -120,7 +120,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
         blocks = parse_header(data, Base(base.specs, root)).cuts
         dense_bytes = sum(block.nbytes for block in blocks or ())
     facts = _facts(parsed.header, len(data), dense_bytes)
-    facts["history"] = list(parsed.header.history.spans) if parsed.header.history else []
+    facts["history"] = parsed.header.history.windows if parsed.header.history else 0
     facts["blocks"] = []
     for k, entry in enumerate(parsed.header.blocks):
         fact: dict[str, Any] = {

@@ -182,10 +182,13 @@ class Runs:
     """The versions of a stream, and the program of the command on any of them, once: what the log
     has is not asked again. A context manager."""
 
-    def __init__(self, args: argparse.Namespace, console: Console, folder: Path) -> None:
+    def __init__(
+        self, args: argparse.Namespace, console: Console, folder: Path, cache: Path
+    ) -> None:
         self._args = args
         self._console = console
         self._folder = folder
+        self._cache = cache
         self._checkout: checkouts.Checkout | None = None
         store = open_lasting(args.store)
         self._stream = Stream(store, args.stream, trusted_by(args.trust), stream_id=args.stream_id)
@@ -255,6 +258,7 @@ class Runs:
                 version=version,
                 trusted_keys=args.trust,
                 stream_id=args.stream_id,
+                cache=self._cache,  # evaluations go back and forth
                 threads=args.threads,
                 on_event=self._console,
             )
@@ -288,7 +292,7 @@ def _runs(args: argparse.Namespace, console: Console) -> Iterator[Runs]:
     with TemporaryDirectory(prefix="pulse-") as temporary:
         folder = Path(temporary) / "policy" if args.out is None else Path(args.out).absolute()
         check_folder(folder, [FILE_NAME], force=args.force)
-        runs = Runs(args, console, folder)
+        runs = Runs(args, console, folder, cache=Path(temporary))
         try:
             yield runs
         finally:

@@ -72,6 +72,10 @@ def _fold(
     missing = {
         (v - s, v) for s in spans for v in versions if v % s == 0 and v - s in there
     } - listed
+    # A fold ends where a history starts: nobody could read on from elsewhere.
+    with where.limited():
+        passed = {fold for fold in missing if not _is_start(where, fold[1])}
+    missing -= passed
     if not missing:
         return
     maker = FoldMaker(
@@ -81,7 +85,7 @@ def _fold(
         codec=codec,
         threads=threads,
         tell=on_event or (lambda event: None),
-        skip=listed,
+        skip=listed | passed,
     )
     host = HostState(threads=threads, listener=on_event, watcher=_Follower(maker))
     first, last = min(b for b, _ in missing), max(v for _, v in missing)
@@ -121,6 +125,13 @@ class _Follower:
         """The state has moved in another way: what was kept does not lead back."""
         self._maker.forget()
         self._at = None
+
+
+def _is_start(stream: Stream, version: int) -> bool:
+    try:
+        return not stream.manifest(version).remembers
+    except UNREADABLE:
+        return False
 
 
 def _is_readable(stream: Stream, version: int) -> bool:

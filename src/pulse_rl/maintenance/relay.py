@@ -108,9 +108,6 @@ class Relay:
         )
         self._target = Stream(open_store(target), stream, trusted, stream_id=stream_id)
         self._have: int | None = None
-        self._knows: bool | None = (
-            None  # what the target's readers at that version do, once it was looked up
-        )
         self._anchor: _AnchorCopy | None = None
         self._searched = False
         self._pause = PollTimer(self.source.store)
@@ -198,7 +195,7 @@ class Relay:
             self._anchor = None
         have = found.version if found else None
         if have != self._have:
-            self._have, self._knows = have, None
+            self._have = have
         return have
 
     def _adopt(self, manifest: Manifest) -> None:
@@ -229,29 +226,20 @@ class Relay:
     def _reach(self, version: int) -> None:
         """Copies the cheapest working path of links to ``version``, link by link; avoids one that
         cannot be used."""
-        if self._knows is None:
-            self._knows = self._have is None or knows_history(self._target, self._have)
-        route, at, knows, anchored = (
-            Planner(self.source, version),
-            self._have,
-            self._knows is True,
-            False,
-        )
+        route, at, anchored = Planner(self.source, version), self._have, False
         while self._have != version:
             try:
-                path = route.plan(at, knows=knows, tries=False)
+                path = route.plan(at)
             except ChainGap:
                 if at == self._have:
                     raise
-                at, knows = self._have, self._knows is True  # a path from an anchor broke
+                at = self._have  # a path from an anchor broke
                 continue
             for planned in path:
                 link = planned
                 try:
                     manifest = self.source.manifest(planned.version)
                     link = self.source.resolved(planned)
-                    if route.forgets(link, manifest):
-                        break
                     self._copy(link, manifest)
                 except BROKEN_LINK as error:
                     route.avoid(planned, link, error)
@@ -259,11 +247,11 @@ class Relay:
                     break
                 # On the way from an anchor the version may still be below that of the target: no
                 # step back there.
-                at, knows = link.version, history_available(link, manifest, before=knows)
+                at = link.version
                 anchored = anchored or link.base is None
                 self._links.append(link)
                 if self._have is None or at > self._have:
-                    self._have, self._knows = at, knows
+                    self._have = at
         if anchored:
             self._collect()
 
@@ -473,7 +461,7 @@ class Relay:
                 self._target.store.delete(name)
         self.source.forget()
         self._target.forget()
-        self._have, self._knows, self._anchor = None, None, None
+        self._have, self._anchor = None, None
         self._files = set()
 
     def _refused(self, version: int, error: PulseError) -> None:
@@ -481,31 +469,6 @@ class Relay:
 
     def _tell(self, link: Link | str, error: PulseError) -> None:
         fell_back(self._listener, self.source.name, str(link), error)
-
-
-def history_available(link: Link, manifest: Manifest, *, before: bool) -> bool:
-    """Whether all that ``manifest`` remembers is known to who came to it along ``link``;
-    ``before``: and knew all at the link's base."""
-    if link.base is None or not manifest.remembers:
-        return True
-    return manifest.remembers == (link.version - link.base,) if link.is_fold else before
-
-
-def knows_history(stream: Stream, version: int) -> bool:
-    """The same of who came to ``version`` by what there is in ``stream``, which has all that leads
-    there."""
-    links: list[Link] | None = None
-    with suppress(*UNREADABLE):
-        while (manifest := stream.manifest(version)).remembers:
-            links = stream.links() if links is None else links
-            folds = [link for link in links if link.is_fold and link.version == version]
-            if any(history_available(fold, manifest, before=False) for fold in folds):
-                return True
-            if manifest.patch is None:
-                return False
-            version = manifest.patch.base
-        return True
-    return False
 
 
 def chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Iterator[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +17,7 @@ from ..errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
 from ..state import bits
 from ..state.digest import StateDigest
 from ..state.tensors import State, UIntArray
-from .blocks import Block, cut_whole, pieces_of
+from .blocks import Block, pieces_of
 from .changes import Piece, StateChanges, TensorChanges
 from .header import BlockEntry, check_of
 from .history import History, Recorder, Records
@@ -74,26 +74,6 @@ def advance_state(
     for _ in ordered_map(run, range(len(blocks)), threads):
         pass
     return undo
-
-
-def swap_changes(
-    state: State, digest: StateDigest, changes: Mapping[int, Changes], *, threads: int | None = None
-) -> tuple[dict[int, Changes], StateDigest]:
-    """Writes kept bits, by block of the cut of whole tensors, into a state in host memory with tree
-    ``digest``; returns the bits that they replace, in the same memory, and the new tree. As
-    `advance_state`."""
-    blocks = cut_whole(state.specs)
-    swapped = advance_state(
-        state, blocks, [changes.get(index) for index in range(len(blocks))], threads=threads
-    )
-
-    def leaves(index: int) -> list[bytes] | None:
-        return block_leaves([blocks[index]], state)[0] if index in swapped else None
-
-    tree = TreeUpdate(digest)
-    for block, found in zip(blocks, ordered_map(leaves, range(len(blocks)), threads), strict=True):
-        tree.add(block, found)
-    return swapped, tree.finish()
 
 
 def apply_patch(

@@ -21,7 +21,7 @@ from ..codec import HISTORY, SAME
 from ..errors import CorruptPatch, FormatError, InputError, WrongBase
 from ..state.tensors import Segment, TensorSpec
 from .blocks import BLOCK_ELEMENTS, Block, cut, cut_whole
-from .history import MAX_SPAN, MAX_WINDOWS, HistoryName
+from .history import MAX_WINDOWS, HistoryName
 
 MAGIC = b"\x89PULSE\r\n"
 FORMAT = 1
@@ -94,17 +94,11 @@ class PatchHeader:
                 f"a patch file holds at most {MAX_BLOCKS} blocks and {MAX_SLICES} slices"
             )
         out = bytearray(bytes.fromhex(self.base_root) + bytes.fromhex(self.target_root))
-        spans = self.history.spans if self.history else ()
-        if (self.history and not (0 < len(spans) <= MAX_WINDOWS)) or not all(
-            0 < span <= MAX_SPAN for span in spans
-        ):
+        if self.history and not 0 < self.history.windows <= MAX_WINDOWS:
             raise InputError(
-                f"a history has 1 to {MAX_WINDOWS} windows of 1 to {MAX_SPAN} versions, not "
-                f"{[*spans]}"
+                f"a history has 1 to {MAX_WINDOWS} windows, not {self.history.windows}"
             )
-        put_number(out, len(spans))
-        for span in spans:
-            put_number(out, span)
+        put_number(out, self.history.windows if self.history else 0)
         if self.history:
             out += self.history.check
         put_number(out, len(self.slices))
@@ -186,7 +180,7 @@ class Base:
         """An upper bound of the plain header of a patch file for these tensors."""
         slices = min(MAX_SLICES, self.elements // 2 + 1)
         blocks = min(MAX_BLOCKS, self.elements // BLOCK_ELEMENTS + len(self._held) + 2 * slices)
-        history = _NUMBER_BYTES * (1 + MAX_WINDOWS) + CHECK_BYTES
+        history = _NUMBER_BYTES + CHECK_BYTES
         return (
             64
             + history
@@ -320,10 +314,8 @@ class _Reader:
         return ParsedHeader(PatchHeader(base, target, slices, blocks, history), cuts, end)
 
     def _history(self) -> HistoryName | None:
-        spans = tuple(self._number(MAX_SPAN) for _ in range(self._number(MAX_WINDOWS)))
-        if 0 in spans:
-            raise CorruptPatch("a window of the history spans no version")
-        return HistoryName(spans, self._take(CHECK_BYTES)) if spans else None
+        windows = self._number(MAX_WINDOWS)
+        return HistoryName(windows, self._take(CHECK_BYTES)) if windows else None
 
     def _slices(self, elements: int, most: int) -> tuple[Slice, ...]:
         found: list[Slice] = []

@@ -1,14 +1,15 @@
 """What changed in the last versions: net steps of elements, by which the next ones are coded
 (docs/format.md, 3.9).
 
-A history is a function of the states at the ends of its windows: who came there by single patches,
-by folds or as the publisher has the same one.
+A history at a version has one window for each version since the last start: an anchor, or a version
+at which the publisher starts it anew (docs/protocol.md, section 12). Every way into the stream ends
+at a start, so a reader that follows the patches from there has the publisher's history.
 """
 
 from __future__ import annotations
 
 from _thread import allocate_lock
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -17,15 +18,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .._native import history_merged, history_records
-from .._util.threads import ordered_map
+from .._native import history_records
 from ..codec import MAX_BLOCK_ELEMENTS, Changes, Past, element_kind
 from ..errors import WrongHistory
 from ..state.tensors import DType, UIntArray
 from .blocks import Block, recut
 
 MAX_WINDOWS = 64
-MAX_SPAN = 64
 
 RECORD_BYTES = 4
 
@@ -34,20 +33,19 @@ Blocks = tuple[Block, ...]
 
 
 class HistoryName(NamedTuple):
-    """What a patch says of the history that it needs: the ``spans`` of its windows, oldest first,
-    which end at the patch's base, and the first 8 bytes of the SHA-256 of the roots at which they
-    begin, 32 bytes each."""
+    """The history that a patch needs: the number of ``windows`` that end at the patch's base, and
+    as ``check`` the first 8 bytes of the SHA-256 of the roots at which these windows begin, oldest
+    first, 32 bytes each."""
 
-    spans: tuple[int, ...]
+    windows: int
     check: bytes
 
 
 class Window(NamedTuple):
-    """The net steps of ``span`` versions from the one with root ``base_root``: records
+    """The net steps from the version with root ``base_root`` to the next one: records
     (`history_records`) by index of the block of a cut, ``blocks``; what did not change, or is not
     held, is left out."""
 
-    span: int
     base_root: str
     records: Mapping[int, Records]
     blocks: Blocks
@@ -74,10 +72,6 @@ class History:
 
     windows: tuple[Window, ...] = ()
 
-    @property
-    def spans(self) -> tuple[int, ...]:
-        return tuple(window.span for window in self.windows)
-
     @cached_property
     def nbytes(self) -> int:
         return sum(window.nbytes for window in self.windows)
@@ -88,21 +82,20 @@ class History:
         if not self.windows:
             return None
         roots = b"".join(bytes.fromhex(window.base_root) for window in self.windows)
-        return HistoryName(self.spans, sha256(roots).digest()[:8])
+        return HistoryName(len(self.windows), sha256(roots).digest()[:8])
 
     def named(self, name: HistoryName | None, blocks: Blocks) -> History:
         """The part of this history that a patch names, by the patch's blocks; raises WrongHistory
         where it is not that."""
         if name is None:
             return History()
-        # A patch may need less than is known. Spans alone say little: the roots show that it is the
-        # same past.
-        found = History(self.windows[-len(name.spans) :])
+        # A patch may need less than is known. The number alone shows little: the roots show that
+        # it is the same past.
+        found = self.last(name.windows)
         if found.name != name:
             raise WrongHistory(
-                f"the patch needs the changes of the last {sum(name.spans)} versions in spans of "
-                f"{list(name.spans)}, "
-                f"known are {list(self.spans)}"
+                f"the patch needs the changes of the last {name.windows} versions; the reader "
+                f"knows those of {len(self.windows)}, or other ones"
             )
         return found.of(blocks)
 
@@ -117,7 +110,7 @@ class History:
 
     def past(self, index: int) -> Past:
         """What is known of a block: all windows, also where nothing in it changed."""
-        return tuple((window.records.get(index, _NOTHING), window.span) for window in self.windows)
+        return tuple((window.records.get(index, _NOTHING), 1) for window in self.windows)
 
     def then(self, window: Window) -> History:
         """Followed by one more window."""
@@ -133,15 +126,13 @@ class History:
             else self
         )
 
-    def after(
-        self, window: Window | None, spans: Sequence[int], most: int, *, threads: int | None = None
-    ) -> History:
-        """What a reader remembers at a version that remembers ``spans``, once it has come there by
-        a ``window`` more: as much of it as can be had, and at most so many bytes. None: what that
-        changed is not known."""
-        if not spans or window is None:
+    def after(self, window: Window | None, windows: int, most: int) -> History:
+        """The history at the next version, whose manifest remembers the last ``windows``: those of
+        this history and ``window``, in at most ``most`` bytes. None: the reader does not know what
+        the version changed."""
+        if window is None or not windows:
             return History()
-        return self.then(window).regrouped(spans, threads=threads).within(most)
+        return self.then(window).last(windows).within(most)
 
     def within(self, nbytes: int) -> History:
         """The last windows, of at most so many bytes."""
@@ -149,23 +140,6 @@ class History:
         while kept.nbytes > nbytes:
             kept = kept.last(len(kept.windows) - 1)
         return kept
-
-    def regrouped(self, spans: Sequence[int], *, threads: int | None = None) -> History:
-        """The same changes in windows of ``spans``, of which several of this history's make one;
-        what is older is forgotten, and all that is older than a span which they do not make."""
-        groups: list[tuple[Window, ...]] = []
-        # From the newest back: that is the end which all readers have, however they came here.
-        end = len(self.windows)
-        for span in reversed(spans):
-            start = end
-            while start > 0 and sum(s.span for s in self.windows[start:end]) < span:
-                start -= 1
-            group = self.windows[start:end]
-            if sum(s.span for s in group) != span:
-                break
-            groups.insert(0, group)
-            end = start
-        return History(tuple(_merged(group, threads) for group in groups))
 
 
 def records_of(
@@ -208,24 +182,6 @@ class Recorder:
         with self._lock:
             if self.records is not None and found is not None:
                 self.records[index] = found
-
-
-def _merged(group: Sequence[Window], threads: int | None) -> Window:
-    if len(group) == 1:
-        return group[0]
-    blocks = group[-1].blocks
-    group = [window.of(blocks) for window in group]
-    indices = sorted({index for window in group for index in window.records})
-
-    def run(index: int) -> Records:
-        parts = [(s.records[index], s.span) for s in group if index in s.records]
-        return history_merged(parts, blocks[index].elements)
-
-    records = zip(indices, ordered_map(run, indices, threads), strict=True)
-    span = sum(window.span for window in group)
-    return Window(
-        span, group[0].base_root, {index: found for index, found in records if len(found)}, blocks
-    )
 
 
 _LONGEST_GAP = 65535

@@ -17,7 +17,7 @@ from ..state.checkpoint import load, save, serialize
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import Bits, State, TensorSpec
 from .blocks import Block
-from .history import MAX_SPAN, MAX_WINDOWS, RECORD_BYTES, History, Records, Window
+from .history import MAX_WINDOWS, RECORD_BYTES, History, Records, Window
 
 FILE_NAME = "pulse.history"
 _FORMAT = "pulse.history.1"
@@ -51,7 +51,6 @@ def save_history(
     metadata = {
         "format": _FORMAT,
         "root": root,
-        "spans": json.dumps(history.spans),
         "roots": json.dumps([window.base_root for window in history.windows]),
         "sha256": _digest(records),
     }
@@ -72,11 +71,11 @@ def load_history(path: Path, blocks: tuple[Block, ...], root: str) -> History | 
         state, metadata = load(path)
         if (metadata.get("format"), metadata.get("root")) != (_FORMAT, root):
             return None
-        spans, roots = json.loads(metadata["spans"]), json.loads(metadata["roots"])
+        roots = json.loads(metadata["roots"])
         records = {name: state.read(name).copy() for name in state.names}
-        if metadata["sha256"] != _digest(records) or not _are_windows(spans, roots):
+        if metadata["sha256"] != _digest(records) or not _are_roots(roots):
             return None
-        found: list[dict[int, Records]] = [{} for _ in spans]
+        found: list[dict[int, Records]] = [{} for _ in roots]
         for name, data in records.items():
             window, index = map(int, name.split("."))
             if (
@@ -89,7 +88,7 @@ def load_history(path: Path, blocks: tuple[Block, ...], root: str) -> History | 
             found[window][index] = data.reshape(-1)
     except (PulseError, OSError, ValueError, KeyError, IndexError, RecursionError):
         return None
-    return History(tuple(Window(*each, blocks) for each in zip(spans, roots, found, strict=True)))
+    return History(tuple(Window(*each, blocks) for each in zip(roots, found, strict=True)))
 
 
 def specs_of(digest: StateDigest) -> tuple[TensorSpec, ...]:
@@ -106,11 +105,9 @@ def _digest(records: dict[str, Records]) -> str:
     return sha256(b"".join(pieces())).hexdigest()
 
 
-def _are_windows(spans: object, roots: object) -> bool:
+def _are_roots(roots: object) -> bool:
     return (
-        isinstance(spans, list)
-        and isinstance(roots, list)
-        and 0 < len(spans) == len(roots) <= MAX_WINDOWS
-        and all(type(span) is int and 0 < span <= MAX_SPAN for span in spans)
+        isinstance(roots, list)
+        and 0 < len(roots) <= MAX_WINDOWS
         and all(isinstance(root, str) and _ROOT.fullmatch(root) for root in roots)
     )

@@ -1,14 +1,12 @@
 """Back to an earlier version: the old bits of every element that changed since, block by block.
 
-A fold needs its base state only to encode against it, and who looks at neighbouring versions comes
-back to them. Keeping what changed costs some bytes per change; a second state would cost all of its
-bytes.
+A fold needs its base state only to encode against it. Keeping what changed costs some bytes per
+change; a second state would cost all of its bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,8 +17,6 @@ from .blocks import cut, recut
 from .header import JoinedHeader
 
 _PIECES = 8
-
-P = TypeVar("P")
 
 
 def by_whole_blocks(header: JoinedHeader, undo: Mapping[int, Changes]) -> Mapping[int, Changes]:
@@ -68,51 +64,3 @@ def _oldest(pieces: list[Changes]) -> Changes:
     positions = np.concatenate([p.positions for p in pieces])
     unique, first = np.unique(positions, return_index=True)
     return Changes(unique, np.concatenate([p.values for p in pieces])[first])
-
-
-class Step(NamedTuple, Generic[P]):
-    """Two neighbouring places of a trail, of versions ``low`` and ``high``. ``changes`` are the
-    bits of the one at which the state is not, by block; ``nbytes`` is what all of this takes."""
-
-    low: int
-    below: P
-    high: int
-    above: P
-    changes: Mapping[int, Changes]
-    nbytes: int
-
-
-class Trail(Generic[P]):
-    """The places at which a state has been, one after another, with the bits in which neighbours
-    differ: it goes back and forth between them. Of the steps the newest stay that take at most so
-    many bytes."""
-
-    def __init__(self) -> None:
-        self._steps: list[Step[P]] = []
-        self._at = 0
-
-    def append(self, step: Step[P], most: int) -> None:
-        """The state has moved up by ``step``. What lay above it before is forgotten."""
-        self._steps[self._at :] = [step]
-        while sum(each.nbytes for each in self._steps) > most:
-            del self._steps[0]
-        self._at = len(self._steps)
-
-    def toward(self, version: int, target: int) -> Step[P] | None:
-        """The next step from ``version`` to the highest place that is not above version ``target``;
-        None at the end, and where all places are above it."""
-        if version > target and self._at and self._steps[0].low <= target:
-            return self._steps[self._at - 1]
-        if (
-            version < target
-            and self._at < len(self._steps)
-            and self._steps[self._at].high <= target
-        ):
-            return self._steps[self._at]
-        return None
-
-    def passed(self, step: Step[P], changes: Mapping[int, Changes]) -> None:
-        """The state has moved by ``step``, and ``changes`` are the bits that lead back."""
-        up = self._at < len(self._steps) and step is self._steps[self._at]
-        self._steps[self._at if up else self._at - 1] = step._replace(changes=changes)
-        self._at += 1 if up else -1

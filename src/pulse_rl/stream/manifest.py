@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import ChainGap, CorruptManifest, InputError
 from ..events import Metadata
-from ..patch.history import MAX_SPAN, MAX_WINDOWS
+from ..patch.history import MAX_WINDOWS
 from ..state.companions import flaw_of
 
 FORMAT = "pulse.manifest.1"
@@ -99,15 +99,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.1".
 
     ``stream_id`` is the stream's: 32 random hexadecimal digits, chosen at its birth, which tell it
-    from every other stream of this name. ``remembers`` are the changes of the versions before it by
-    which patches from it may be coded, or the last of them: windows of so many versions, oldest
-    first. ``root`` is the root of the state, which has ``elements`` elements in ``dense_bytes``
-    bytes; ``aliases`` maps the other names of tied tensors to the stored ones; ``metadata`` is the
-    publisher's own data, and ``files`` are those beside the weights, such as a config and a
-    tokenizer. ``epoch`` is the publisher's claim to the stream, ``publisher`` a random identifier
-    of the process that wrote the manifest: two publishers never write equal manifests. ``digest``
-    is the SHA-256 of the bytes with an empty digest and no ``signature``. ``created`` is in Unix
-    seconds and informational only. At least one of ``patch`` and ``anchor`` is present.
+    from every other stream of this name. ``remembers`` is the number of versions by whose changes a
+    patch from this version may be coded: the last ones up to it, 0 at an anchor. ``root`` is the
+    root of the state, which has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps
+    the other names of tied tensors to the stored ones; ``metadata`` is the publisher's own data,
+    and ``files`` are those next to the weights, such as a config and a tokenizer. ``epoch`` is the
+    publisher's claim to the stream, ``publisher`` a random identifier of the process that wrote the
+    manifest: two publishers never write equal manifests. ``digest`` is the SHA-256 of the bytes
+    with an empty digest and no ``signature``. ``created`` is in Unix seconds and informational
+    only. At least one of ``patch`` and ``anchor`` is present.
     """
 
     format: str
@@ -120,7 +120,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     dense_bytes: int
     publisher: str
     created: float
-    remembers: tuple[int, ...]
+    remembers: int
     aliases: dict[str, str]
     metadata: Metadata
     files: tuple[FileRef, ...]
@@ -220,10 +220,9 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     if patch and len(patch.parts) > MAX_PARTS:
         yield f"has a patch in {len(patch.parts)} parts"
     if anchor and manifest.remembers:
-        yield "remembers what who starts at its anchor cannot know"
-    spans = manifest.remembers
-    if len(spans) > MAX_WINDOWS or any(not 0 < span <= MAX_SPAN for span in spans):
-        yield "remembers what cannot have been"
+        yield "remembers changes that a reader of its anchor cannot know"
+    if not 0 <= manifest.remembers <= MAX_WINDOWS:
+        yield f"remembers {manifest.remembers} versions"
     if patch and len({part.sha256 for part in patch.parts}) < len(patch.parts):
         yield "lists a part twice"
     if anchor and anchor.attestation and not 0 < anchor.attestation.bytes <= MAX_ATTESTATION_BYTES:

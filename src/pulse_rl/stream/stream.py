@@ -13,6 +13,7 @@ from .._util.faults import hit
 from .._util.files import RangeReader
 from .._util.threads import ordered_map
 from ..errors import (
+    ChainGap,
     CorruptManifest,
     DigestMismatch,
     EmptyStream,
@@ -254,13 +255,20 @@ class Stream:
         return found
 
     def resolved(self, link: Link) -> Link:
-        """``link`` with its payloads, of which a manifest or the link of a fold knows. Raises
-        ChainGap where the manifest of its version has no such link, what `manifest` raises, and for
-        a fold what `parts_of` raises."""
+        """``link`` with its payloads, which a manifest or the link of a fold lists. Raises ChainGap
+        where the manifest of its version has no such link, and for a fold whose end is no start of
+        a history; what `manifest` raises, and for a fold what `parts_of` raises."""
         if link.payloads is not None:
             return link
+        manifest = self.manifest(link.version)
         if not link.is_fold:
-            return with_payloads(link, self.manifest(link.version))
+            return with_payloads(link, manifest)
+        # A fold shows only what differs between its ends. Its reader could not decode the patches
+        # that follow, so a path over it would end there.
+        if manifest.remembers:
+            raise ChainGap(
+                f"{link} does not show the changes that version {link.version} remembers"
+            )
         return link._replace(payloads=self.parts_of(_name_of(link)))
 
     def parts_of(self, fold: FoldName) -> tuple[Payload, ...]:

@@ -35,7 +35,7 @@ from ..patch.blocks import Block, cut
 from ..patch.header import BlockEntry
 from ..patch.history import History, HistoryName, Records, Window
 from ..state.tensors import DType, TensorSpec, UIntArray
-from ..sync.history_policy import Memory, most_remembered
+from ..sync.history_policy import START_SPAN, most_remembered, next_history
 from .theory import exponents_of, flag_bits, summed, symbol_bits
 
 OCTAVES: tuple[tuple[int, int | None], ...] = (
@@ -244,27 +244,21 @@ def first_step(last: int) -> int:
 
 def steps_to_code(last: int) -> set[int]:
     """Some of the steps that count, which cost what all do: all, or one for each number of versions
-    since the last window was merged, evenly spread. The rare ones where all has just been forgotten
-    are passed over."""
-    steps, rule = range(first_step(last), last + 1), Memory()
-    if len(steps) <= rule.window:
+    since the last start of a history, evenly spread."""
+    steps = range(first_step(last), last + 1)
+    if len(steps) <= START_SPAN:
         return set(steps)
     found: dict[int, int] = {}
-    for i in range(rule.window):
-        target = steps[0] + i * (len(steps) - 1) / (rule.window - 1)
-        left = [
-            new
-            for new in steps
-            if (new - 1) % rule.restart and (new - 1) % rule.window not in found
-        ]
+    for i in range(START_SPAN):
+        target = steps[0] + i * (len(steps) - 1) / (START_SPAN - 1)
+        left = [new for new in steps if (new - 1) % START_SPAN not in found]
         new = min(left, key=lambda new: abs(new - target))
-        found[(new - 1) % rule.window] = new
+        found[(new - 1) % START_SPAN] = new
     return set(found.values())
 
 
 class Remembered:
-    """The history by a publisher's own rule, with folds of 8 and 64 and the states numbered from 0
-    as versions.
+    """The history by a publisher's own rule, with the states numbered from 0 as versions.
 
     ``before`` ends one state before ``now``. Where only a part of the state's blocks is worked on,
     its cap is a share of their bytes. Memory: at most a twelfth of those bytes, and the changes of
@@ -273,20 +267,15 @@ class Remembered:
 
     def __init__(self, specs: tuple[TensorSpec, ...], blocks: Mapping[int, Block]) -> None:
         self.now = self.before = History()
-        self._rule = Memory()
         self._cut = cut(specs)
         self._nbytes = {index: block.nbytes for index, block in blocks.items()}
 
-    def take(
-        self, records: Mapping[int, Records], version: int, *, threads: int | None = None
-    ) -> None:
+    def take(self, records: Mapping[int, Records], version: int) -> None:
         """The next version, and what is to be remembered of it by index of the block."""
         self.before = self.now
-        window = Window(1, _ROOT, records, self._cut)
-        nbytes = sum(self._nbytes.values())
-        self.now = self._rule.after(
-            self.now, window, version - 1, version, most_remembered(nbytes), threads=threads
-        )
+        window = Window(_ROOT, records, self._cut)
+        most = most_remembered(sum(self._nbytes.values()))
+        self.now = next_history(self.now, window, version - 1, version, most)
 
     def keep(self, indices: Collection[int]) -> None:
         """Lets go of all other blocks."""

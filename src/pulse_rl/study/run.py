@@ -293,7 +293,7 @@ class _Pass:
                     for i, r in enumerate(records)
                     if r.records is not None
                 }
-                self._remembered.take(found, number, threads=self._threads)
+                self._remembered.take(found, number)
         return compared
 
     def _fitting(self, state: State, budget: int) -> int:

@@ -171,19 +171,21 @@ class _Step(NamedTuple):
     """A link of a path, and what is remembered at its end."""
 
     link: Link
-    remembers: Sequence[int]
+    remembers: int
 
 
 def _path_to(stream: Stream, version: int) -> bytes:
-    """The steps from an anchor to ``version``, as `_steps_of` reads them: where it can be, such
-    that all is known that patches on it need. Raises ChainGap, and what reading manifests
-    raises."""
+    """The steps from an anchor to ``version``, as `_steps_of` reads them. Raises ChainGap."""
     planner = Planner(stream, version)
-    while True:
-        path = [stream.resolved(planned) for planned in planner.plan(None)]
-        steps = [(link, stream.manifest(link.version)) for link in path]
-        if not any(planner.forgets(*step) for step in steps):
-            break  # else folds of which the planner did not know are avoided
+    steps: list[tuple[Link, Manifest]] = []
+    while not steps:
+        for planned in planner.plan(None):
+            try:
+                steps.append((stream.resolved(planned), stream.manifest(planned.version)))
+            except BROKEN_LINK as error:
+                planner.avoid(planned, planned, error)
+                steps = []
+                break
     said = [
         [
             link.base,
@@ -271,19 +273,15 @@ def _restore_slices(
             pieces.take(kept.state)
         for step, patch, chosen in zip(path, patches, reversed(touched), strict=True):
             records = _apply(patch, chosen, pieces, history, most if step.remembers else 0, threads)
-            window = None if records is None else _window(step.link, patch, records)
-            history = history.after(window, step.remembers, most, threads=threads)
+            window = None
+            if records is not None:
+                window = Window(patch.header.base_root, records, patch.header.cuts)
+            history = history.after(window, step.remembers, most)
         # 3. The segments are kept; what lay beside them in their blocks is let go.
         histories.append(history)
         for segment in batch:
             state.read(*segment.place)[:] = pieces.read(*segment.place)
     return state, _side_by_side(histories)
-
-
-def _window(link: Link, patch: PatchFiles, records: Mapping[int, Records]) -> Window:
-    assert link.base is not None
-    span = link.version - link.base if link.is_fold else 1
-    return Window(span, patch.header.base_root, records, patch.header.cuts)
 
 
 def _side_by_side(histories: Sequence[History]) -> History:

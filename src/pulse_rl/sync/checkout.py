@@ -14,14 +14,12 @@ from .._util.serial import Closing, NotCopyable
 from .._util.threads import ordered_map
 from ..errors import EmptyStream, InputError
 from ..events import Listener, Metadata, fell_back
-from ..patch.undo import Trail
 from ..state.tensors import State
 from ..store import Store
 from ..stream.attestation import SIGNATURE
 from ..stream.manifest import Manifest, checked_metadata
 from ..stream.names import FILE
 from ..stream.unreadable import UNREADABLE
-from .host_state import HostState
 from .notices import absence
 from .subscriber import Subscriber
 
@@ -32,8 +30,7 @@ _ROOT = re.compile(r"[0-9a-f]{8,64}")
 class _Reader(Subscriber):
     """A subscriber that goes back, too, and saves a version with its attestation."""
 
-    def _empty_host(self, threads: int | None, listener: Listener | None) -> HostState:
-        return HostState(threads=threads, listener=listener, trail=Trail())
+    _goes_back = True
 
     def _saved_files(self, sharded: bool) -> dict[str, bytes]:
         files, anchor = self._read_files(), self._manifest().anchor
@@ -81,10 +78,9 @@ class Checkout(Closing, NotCopyable):
     """A verified version of a stream in host memory, made by `pulse_rl.checkout`, that moves to
     others (`to`).
 
-    Beside the state it keeps the bits in which the versions differ at which it was, for as many
-    bytes as the state has at most, so that it goes back and forth between them without a fetch; the
-    oldest are let go first. While an anchor is restored there is a second state. Interrupts do no
-    harm, and one thread uses it at a time, as for `Subscriber`. A context manager.
+    It goes forward along patches and folds, and back from an anchor: then there is a second state
+    until it arrives. With a ``cache`` each payload is downloaded once. Interrupts do no harm, and
+    one thread uses it at a time, as for `Subscriber`. A context manager.
     """
 
     def __init__(self, reader: Any) -> None:
@@ -153,10 +149,9 @@ class Checkout(Closing, NotCopyable):
         with this ``root`` or with all that ``metadata`` says, as for `pulse_rl.checkout`; without
         any to the newest.
 
-        It goes along the bits that it keeps as near as they lead, from below; the rest of the way
-        is the cheapest path of patches and folds from there, or from an anchor. Each place has its
-        root again, computed from its bits. Raises what `Subscriber.sync` raises, and InputError for
-        a version that there is not; it then stays where it is.
+        It takes the cheapest path of patches and folds from where it is, or from an anchor, which
+        is the only way back. Raises what `Subscriber.sync` raises, and InputError for a version
+        that does not exist; it then stays where it is.
         """
         target = self._found(version, root, metadata)
         if target is not None and target not in self._listed and target not in self.versions():

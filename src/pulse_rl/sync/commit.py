@@ -27,8 +27,8 @@ _LATEST_COMMIT_SECONDS = 600.0
 
 class Content(NamedTuple):
     """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``; of its
-    payloads, of which at least one is there; ``remembers``: the spans of what the next patch may be
-    coded by; ``files``: those beside the weights."""
+    payloads, of which at least one is there; ``remembers``: how many of the last versions
+    the next patch may be coded by; ``files``: those beside the weights."""
 
     root: str
     elements: int
@@ -36,7 +36,7 @@ class Content(NamedTuple):
     aliases: dict[str, str]
     patch: PatchRef | None
     anchor: AnchorRef | None
-    remembers: tuple[int, ...]
+    remembers: int
     files: tuple[FileRef, ...]
 
 

@@ -120,7 +120,12 @@ class FoldMaker:
             if baseline.version >= kept.log.base + span:
                 due = self._logs.pop(span)
                 fold = (kept.log.base, baseline.version)
-                if baseline.version == kept.log.base + span and fold not in self._skip:
+                ends_at_start = not baseline.history.windows  # its readers know no history
+                if (
+                    baseline.version == kept.log.base + span
+                    and ends_at_start
+                    and fold not in self._skip
+                ):
                     self._due.append(due)
 
     def make(self) -> None:

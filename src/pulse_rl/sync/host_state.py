@@ -33,11 +33,10 @@ from ..errors import (
     WrongHistory,
 )
 from ..events import Listener, PhaseTimer, fell_back, progress_to
-from ..patch import AppliedPatch, Patch, apply_patch, parse_patch
-from ..patch.apply import swap_changes
+from ..patch import Patch, apply_patch, parse_patch
 from ..patch.header import MAX_HEADER_BYTES
 from ..patch.history import History, Window
-from ..patch.undo import Step, Trail, by_whole_blocks
+from ..patch.undo import by_whole_blocks
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import Empty, State, TensorSpec, check_tensor_name
 from ..stream import anchor
@@ -80,22 +79,19 @@ class Watcher(Protocol):
 class _Position:
     """The version of a host state, and what of it is pending for its owner. Replaced as one, so
     that an interrupt between two assignments can neither lose a change nor deliver one that is not
-    there. ``knows``: whether the history is all that the next patch may need.
-    """
+    there. ``history``: what changed up to the version, as far as it is known."""
 
     version: int
     state: State
     digest: StateDigest
     pending: Pending
     history: History = _NOTHING
-    knows: bool = False
 
 
 class HostState:
     """``poisoned`` is set while the state in memory may be half-way between two versions. With a
-    ``selection`` only that part of a state is held; with a ``folder`` the state is in a file there.
-    With a ``trail`` the state in memory can go back to versions at which it was, for as many bytes
-    more as the state has, at most."""
+    ``selection`` only that part of a state is held; with a ``folder`` the state is in a file
+    there."""
 
     def __init__(
         self,
@@ -105,10 +101,8 @@ class HostState:
         watcher: Watcher | None = None,
         selection: Selection | None = None,
         folder: StateFolder | None = None,
-        trail: Trail[_Position] | None = None,
     ) -> None:
         self.poisoned = False
-        self.trail = trail
         self.folder = folder
         self.selection = selection
         self.threads = threads
@@ -137,11 +131,6 @@ class HostState:
         """What changed up to the version, as far as it is known."""
         return self._at.history if self._at else History()
 
-    @property
-    def knows(self) -> bool:
-        """Whether the next patch can be decoded, whatever history it names."""
-        return self._at is not None and self._at.knows
-
     def adopt(
         self,
         manifest: Manifest,
@@ -154,11 +143,9 @@ class HostState:
         """Takes over ``state``, made by `empty`, as the version of ``manifest``, with the
         ``history`` that there is. The owner has it already, unless it ``is_new`` to it."""
         self._replaced()
-        knows = history.spans == tuple(manifest.remembers)
         pending = Pending() if is_new else Pending.nothing(manifest.version, state)
-        self._at = _Position(
-            manifest.version, state, digest, pending, history if knows else _NOTHING, knows
-        )
+        history = history.last(manifest.remembers)
+        self._at = _Position(manifest.version, state, digest, pending, history)
         self.poisoned = False
         self._keep(manifest)
 
@@ -191,18 +178,15 @@ class HostState:
         """What was kept does not lead to the state that there will be."""
         if self._watcher:
             self._watcher.replaced()
-        if self.trail:
-            self.trail = Trail()
 
-    def beside(self) -> HostState:
-        """An empty one, in which a state is restored that may take the place of this one's. It
-        keeps nothing."""
+    def staging_copy(self) -> HostState:
+        """An empty one, in which a state is restored that may take the place of this one's. Its
+        folder keeps no record of it."""
         made = HostState(
             threads=self.threads,
             listener=self.listener,
             selection=self.selection,
             folder=self.folder,
-            trail=Trail() if self.trail else None,
         )
         made._keeps = False
         return made
@@ -218,8 +202,8 @@ class HostState:
         """Moves along ``link``, whose payload is ``patch``, to the version of ``manifest``, or
         stays as it is, to the last bit.
 
-        Raises what `apply_patch` raises. A patch that fails where it needed the history may show
-        that this is wrong: then it is forgotten, and not known.
+        Raises what `apply_patch` raises, and WrongHistory where a patch fails that needed the
+        history, since that may be what is wrong.
         """
         at, remembers = self._position, manifest.remembers
         # Values of an update that is still held are views of the state: they keep it, and the state
@@ -242,17 +226,19 @@ class HostState:
                 progress=progress_to(self.listener, "apply", at.state.nbytes),
             )
         except (FormatError, IntegrityError, StateMismatch, Stopped) as error:
-            if patch.header.history and isinstance(
-                error, WrongHistory | CorruptPatch | DigestMismatch
-            ):
-                self._at = replace(at, history=_NOTHING, knows=False)
             self.poisoned = False  # refused, or undone to the last bit
+            # The bytes of the payload are its manifest's. So a bit of the history may have flipped
+            # in memory or on disk, which a restore from an anchor repairs.
+            if patch.header.history and isinstance(error, CorruptPatch | DigestMismatch):
+                raise WrongHistory(f"{link} leads astray by the history: {error}") from error
             raise
         # The bits are those of the next version: what says so follows at once, or not at all.
         with shield():
             pending = at.pending.after_patch(applied.changes, link.nbytes, at.state)
-            history = self._remembered(link, patch, applied, remembers)
-            knows = history.spans == tuple(remembers)
+            window = None
+            if applied.records is not None:
+                window = Window(at.digest.root, applied.records, patch.header.cuts)
+            history = at.history.after(window, remembers, _most_records(patch))
             held = {spec.name for spec in at.state.specs}
             aliases = {alias: name for alias, name in manifest.aliases.items() if name in held}
             self._at = _Position(
@@ -261,50 +247,15 @@ class HostState:
                 applied.digest,
                 pending,
                 history,
-                knows,
             )
             self.followed.append(link)
             self.poisoned = False
             hit("apply.moved")
             self._keep(manifest)
-            if self._watcher or self.trail:
+            if self._watcher:
                 undo = by_whole_blocks(patch.header, applied.undo)
-                if self._watcher:
-                    self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
-                if self.trail:
-                    self.trail.append(_step(at, self._at, undo), at.state.nbytes)
+                self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
         hit("apply.after")
-
-    def retrace(self, target: int) -> None:
-        """Goes along the trail to version ``target``, or as near to it, from below, as that leads;
-        fetches nothing. Each place MUST have its root again: raises DigestMismatch, and is
-        `poisoned`, where memory was damaged."""
-        while self.trail and self._at and (step := self.trail.toward(self._at.version, target)):
-            at, place = self._at, step.below if step.high == self._at.version else step.above
-            self.poisoned = True
-            changes, digest = swap_changes(at.state, at.digest, step.changes, threads=self.threads)
-            if digest.root != place.digest.root:
-                raise DigestMismatch(
-                    f"going back to version {place.version} leads to root {digest.root[:16]}…"
-                )
-            with shield():
-                self.trail.passed(step, changes)
-                self._at = replace(place, state=at.state.with_aliases(place.state.aliases))
-                self.poisoned = False
-
-    def _remembered(
-        self, link: Link, patch: Patch, applied: AppliedPatch, remembers: Sequence[int]
-    ) -> History:
-        """The history after a patch that was applied: as far as it can be had, that of these
-        spans."""
-        assert link.base is not None
-        span = link.version - link.base if link.is_fold else 1
-        window = None
-        if applied.records is not None:
-            window = Window(span, self.digest.root, applied.records, patch.header.cuts)
-        return self._position.history.after(
-            window, remembers, _most_records(patch), threads=self.threads
-        )
 
     def replace(
         self,
@@ -313,21 +264,16 @@ class HostState:
         state: State,
         digest: StateDigest,
         history: History,
-        *,
-        knows: bool = True,
-        trail: Trail[_Position] | None = None,
     ) -> None:
         """Takes ``state``, which was restored along ``links`` from an anchor and verified as the
-        version of ``manifest``, in place of the old one, with the ``trail`` that leads back to the
-        anchor."""
+        version of ``manifest``, in place of the old one."""
         self._replaced()
-        self.trail = trail or self.trail
         old = self._at
         nbytes = sum(link.nbytes for link in links)
         pending = (
             old.pending.after_restore(nbytes, old.state, state) if old else Pending(nbytes=nbytes)
         )
-        self._at = _Position(links[-1].version, state, digest, pending, history, knows)
+        self._at = _Position(links[-1].version, state, digest, pending, history)
         self.followed += links
         self.poisoned = False
         self._keep(manifest)
@@ -362,16 +308,6 @@ class HostState:
         return self._at
 
 
-def _step(below: _Position, above: _Position, undo: Mapping[int, Changes]) -> Step[_Position]:
-    """A step of a trail; its owner has acknowledged nothing. It takes what it keeps of changes and
-    histories."""
-    nbytes = sum(old.positions.nbytes + old.values.nbytes for old in undo.values())
-    known = {id(window) for window in below.history.windows}
-    nbytes += sum(window.nbytes for window in above.history.windows if id(window) not in known)
-    places = [replace(place, pending=Pending()) for place in (below, above)]
-    return Step(below.version, places[0], above.version, places[1], undo, nbytes)
-
-
 def most_remembered(nbytes: int) -> int:
     """The bytes that a reader remembers of a state of ``nbytes``, at most."""
     return nbytes // _LARGEST_SHARE
@@ -396,66 +332,64 @@ class _Fetched(NamedTuple):
 
 
 def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
-    """Follows the cheapest working path of links to version ``target``; returns seconds by phase
-    (see `Synced`).
+    """Follow the cheapest working path of links to version ``target``.
 
     A link whose object is missing or damaged is avoided and the path planned again. A path from an
-    anchor is followed beside the state, which it replaces at its end: a state never goes back, but
-    one with a trail, along which it goes first. Raises ChainGap when no path is left; the host
-    state then stays at the last verified version. StoreUnavailable passes through.
+    anchor is followed in a second state, which takes the place of the first at its end: a state
+    never goes back.
+
+    Args:
+        host: The state to move.
+        stream: Where the links are read.
+        target: The version to reach, which may be older than the state's.
+    Returns: Seconds by phase (see `Synced`).
+    Raises:
+        ChainGap: No path is left. The host state stays at the last verified version.
+        StoreUnavailable: The store cannot be reached.
     """
     host.recover()
-    try:
-        host.retrace(target)
-    except DigestMismatch as error:
-        fell_back(host.listener, stream.name, "the bits that are kept", error)
-        host.recover()
     timer, route = PhaseTimer(), Planner(stream, target)
-    beside: HostState | None = None
+    # Whether paths begin with an anchor though the host has a state: links lead forward only, and
+    # that of a host whose version or history is not the stream's cannot be followed.
+    over_anchor = host.version is not None and host.version > target
+    # Where an anchor is restored and followed: until it is at the target, the worker keeps the
+    # verified state that it has. None while the host itself moves.
+    staging: HostState | None = None
+    # The links into `staging`, which become those of the host at the end: events and bytes.
     passed: list[Link] = []
-    reached: Manifest | None = None
-    astray = False
     while host.version != target:
         # 1. Plan, from where the state is, without the links that have failed.
+        follower = staging or host
         try:
-            follower = beside or host
-            above = follower.version is not None and follower.version > target
-            path = route.plan(
-                None if above or (astray and not beside) else follower.version, knows=follower.knows
-            )
+            path = route.plan(None if over_anchor and not staging else follower.version)
         except ChainGap:
-            if beside is None:
+            if staging is None:
                 raise
-            beside = None  # the way from the anchor is closed; there may be one from the state
+            staging = None  # the way from the anchor is closed; there may be one from the state
             continue
         timer.end("plan")
-        # An anchor is restored beside the state: until it is verified the worker keeps what it has.
         if host.version is not None and path[0].base is None:
-            beside, passed = host.beside(), []
-            host.trail = Trail() if host.trail else None  # it leads nowhere near, and takes memory
-            follower = beside
+            staging, passed = host.staging_copy(), []
+            follower = staging
         if host.selection and path[0].base is None:
             path = path[:1]  # what is needed of the patches follows from the anchor's tensors
-        # 2. Follow link by link; the next ones are fetched meanwhile. What goes wrong plans again.
+        # 2. Follow link by link; the next ones are fetched meanwhile. Whatever fails plans again.
         with closing(_fetch_ahead(stream, path, follower)) as fetched:
             for item in fetched:
                 timer.end("fetch")
-                if item.manifest and route.forgets(item.link, item.manifest):
-                    break
-                knew = follower.knows
                 try:
                     passed.append(_apply_link(follower, stream, item))
-                    reached = item.manifest
-                    route.followed(item.link, knows=follower.knows)
                 except BROKEN_LINK as error:
-                    if not astray and follower is host and _is_astray(host, stream, error):
-                        astray = True  # the link may be good; the next plan begins with an anchor
+                    # The link may be good where the state is not what it was made for; from an
+                    # anchor it is tried once more.
+                    is_first = follower is host and not over_anchor
+                    if is_first and _is_astray(host, stream, error):
+                        over_anchor = True
                         stream.forget_manifests()
                         break
-                    # Where the history was wanting, or is forgotten since it may be wrong, the link
-                    # may be good.
-                    wanting = isinstance(error, WrongHistory) or (knew and not follower.knows)
-                    if not (wanting and route.lacks_history(item.planned, item.link)):
+                    if is_first and isinstance(error, WrongHistory):
+                        over_anchor = True
+                    else:
                         route.avoid(item.planned, item.link, error)
                     fell_back(host.listener, stream.name, str(item.link), error)
                     break
@@ -463,17 +397,9 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     timer.end("restore" if item.link.base is None else "apply")
         # 3. The restored state takes the place of the old one, whose difference to it is what the
         # owner lacks.
-        if beside and beside.version == target:
-            assert reached is not None
-            host.replace(
-                passed,
-                reached,
-                beside.state,
-                beside.digest,
-                beside.history,
-                knows=beside.knows,
-                trail=beside.trail,
-            )
+        if staging and staging.version == target:
+            manifest = stream.manifest(target)
+            host.replace(passed, manifest, staging.state, staging.digest, staging.history)
         timer.end("fetch")
     return timer.seconds
 

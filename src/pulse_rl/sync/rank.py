@@ -47,7 +47,7 @@ from .commit import Content, Found, StreamHead, published_as
 from .device_diff import DeviceDiff, Scan
 from .folds import FoldMaker
 from .gc import Retention
-from .history_policy import HistoryPolicy, Note
+from .history_policy import START_SPAN, HistoryPolicy, Note
 from .host_state import HostState, adopt_kept
 from .layout import (
     Layout,
@@ -101,7 +101,7 @@ class RankPublisher:
         folder: StateFolder | None = None,
     ) -> None:
         self.shard_bytes = DEFAULT_SHARD_BYTES
-        self.history = HistoryPolicy(settings.folds, ranks.size)
+        self.history = HistoryPolicy(ranks.size, min(settings.folds, default=START_SPAN))
         self._stream = stream
         self._ranks = ranks
         self._settings = settings
@@ -269,7 +269,7 @@ class RankPublisher:
                 return None
             held.append(held_to_bytes(made[0].held))
             at = self._baseline
-            known = f"{at.version} {at.root} {at.history.spans}" if at else ""
+            known = f"{at.version} {at.root} {len(at.history.windows)}" if at else ""
             return sha256(held[0]).hexdigest(), len(held[0]), known
 
         # 1. One message each: the call's number, its arguments, and a digest of what the rank has.
@@ -617,7 +617,7 @@ class RankPublisher:
         def commit() -> Manifest | None:
             state = built.root, layout.elements, layout.nbytes, layout.aliases
             made = uploaded(stored, (base.version, base.root) if base else None)
-            content = Content(*state, *made, draft.history.spans, files[0])
+            content = Content(*state, *made, len(draft.history.windows), files[0])
             whole = (
                 WholeState(built.tree, draft.whole() if self._ranks.size == 1 else None)
                 if built.tree

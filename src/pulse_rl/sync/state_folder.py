@@ -65,7 +65,6 @@ class Kept(NamedTuple):
     stream_id: str
     version: int
     root: str
-    remembers: list[int]
     aliases: dict[str, str]
     file: str
     history: str
@@ -370,7 +369,6 @@ class StateFolder:
                 manifest.stream_id,
                 manifest.version,
                 manifest.root,
-                list(manifest.remembers),
                 dict(manifest.aliases),
                 file,
                 name,
@@ -444,9 +442,9 @@ class StateFolder:
             fine = all(
                 isinstance(text, str) for text in [*names, *kept.aliases, *kept.aliases.values()]
             )
-            fine = fine and all(type(number) is int for number in [kept.version, *kept.remembers])
             fine = (
                 fine
+                and type(kept.version) is int
                 and len(bytes.fromhex(kept.root)) == 32
                 and all(map(_is_ours, filter(None, kept.names)))
             )

@@ -71,6 +71,7 @@ class Subscriber(Closing, NotCopyable):
     """
 
     _idle_seconds: ClassVar[float | None] = None
+    _goes_back: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -379,7 +380,7 @@ class Subscriber(Closing, NotCopyable):
         previous = host.version
         if target is None:
             phases = self._sync_to_head(newcomer)
-        elif host.version is None or host.version < target or host.trail:
+        elif host.version is None or host.version < target or self._goes_back:
             phases = self._failover.reach(host, target)
         host = self._host  # another one where the stream was recreated
         if host.version is None:
