@@ -111,7 +111,8 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
             scattered.append(Scatter(changes, target.view(-1).view(_INTS[tensor.spec.dtype.width])))
         else:
             _write(tensor, target)
-    scatter(scattered)
+    if scattered:
+        scatter(scattered)
     # 3. The model holds the version; the next `sync` starts from there.
     _note_version(model, update, update.version, update.version)
     update.acknowledge()

@@ -111,7 +111,7 @@ def apply_patch(
         if any(header.blocks[index].codec_id == codecs.HISTORY for index in payloads)
         else None
     )
-    known = (history or History()).named(needed, blocks)
+    known = (history or History()).named(needed, blocks) if needed else None
     sliced = not header.is_whole  # blocks begin and end within leaves, which are hashed at the end
     recorder = Recorder(max_records) if max_records else None
     indices = list(payloads)
@@ -127,7 +127,8 @@ def apply_patch(
     def change(index: int) -> Changes:
         block, entry = blocks[index], header.blocks[index]
         before = block.read(state)
-        changes = decode_block(index, block, entry, payloads[index], before, known.past(index))
+        past = known.past(index) if known else ()
+        changes = decode_block(index, block, entry, payloads[index], before, past)
         if entry.codec_id == codecs.SAME:
             return changes
         # The old bits are noted before the first write, so that undo finds them whenever this

@@ -227,8 +227,10 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield "lists a part twice"
     if anchor and anchor.attestation and not 0 < anchor.attestation.bytes <= MAX_ATTESTATION_BYTES:
         yield f"has an attestation of {anchor.attestation.bytes} bytes"
-    if flaw := flaw_of((file.name, file.bytes) for file in manifest.files):
-        yield flaw
+    if manifest.files:
+        flaw = flaw_of((file.name, file.bytes) for file in manifest.files)
+        if flaw:
+            yield flaw
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
     facts = [value for value in manifest.metadata.values() if isinstance(value, int)]
     if min(counts) < 0 or any(

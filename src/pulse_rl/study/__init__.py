@@ -43,14 +43,14 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
     [{from, to, share}]: the share of the changes whose element had last changed so many states
     before ("to" null: and more); octaves not_yet                 the share of those that had not
     changed since the first state within_8                the share of ages up to 8 coded_steps
-    steps for which the rest was counted and patches were built (at most 8, one for each number of
-    versions since a multiple of 8; live: the newest one at each call) position_bits, sign_bits,
+    steps for which the rest was counted and patches were built (at most 8; live: the newest one at
+    each call) position_bits, sign_bits,
     size_bits bits per change, order 0, without history; the module `recurrence` says of which
     classes position_bits_with_history, sign_bits_with_history, size_bits_with_history the same
     given what is known of the last change entropy_bound, entropy_bound_with_history bytes per
     change: the sums of the three bytes_per_changed_history, bytes_per_changed_auto bytes of whole
-    patch files / changes over those steps; with "history" as by a publisher with folds of 8 and 64
-    that numbers the states as versions from 0 lr                      float or null
+    patch files / changes over those steps; with "history" as by a publisher that numbers the
+    states as versions from 0 lr                      float or null
     gradient_density        float or null: mean share of non-zero gradient entries (live only)
     gradients               [float or null]: the share at each state's step (live only, else empty)
     summary                 the three numbers, of k = 1 (or the smallest k): sparsity

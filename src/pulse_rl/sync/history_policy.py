@@ -17,8 +17,11 @@ from .._util.threads import ordered_map
 from ..patch.history import MAX_WINDOWS, History, Recorder, Window
 from .pending import Baseline, PendingVersion
 
-START_SPAN = 16
-"""The history starts anew at the multiples of this. TODO"""
+START_SPAN = 32
+"""The history starts anew at the multiples of this, and folds end there. The first patch after a
+start has no history and takes twice the bytes. Bytes a change of a recorded run with BF16 weights:
+0.334 with 8, 0.317 with 16, 0.308 with 32, 0.303 with 64. A longer span leaves a late worker more
+single patches, and folds of 64 end at every second start."""
 
 _SHARE = 12
 """The history takes at most one part in this many of the state's bytes. A reader holds as much: a
@@ -78,8 +81,7 @@ _MIN_MEASURED = 2
 _OFTEN = 4
 """This many versions are measured one after another, so that a new stream decides soon."""
 _SELDOM = 8
-"""Then one version in this many is measured: what a history saves changes slowly. It divides
-`START_SPAN` but a start is measured too: the base of a start has all windows."""
+"""Then one version in this many is measured, since what a history saves changes slowly."""
 _KEPT = 0.5
 """The weight of earlier measurements at the next one, so that a single odd version decides
 nothing."""

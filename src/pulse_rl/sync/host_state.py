@@ -235,10 +235,10 @@ class HostState:
         # The bits are those of the next version: what says so follows at once, or not at all.
         with shield():
             pending = at.pending.after_patch(applied.changes, link.nbytes, at.state)
-            window = None
-            if applied.records is not None:
+            history = _NOTHING  # at the start of a history, and where none is kept
+            if remembers and applied.records is not None:
                 window = Window(at.digest.root, applied.records, patch.header.cuts)
-            history = at.history.after(window, remembers, _most_records(patch))
+                history = at.history.after(window, remembers, _most_records(patch))
             held = {spec.name for spec in at.state.specs}
             aliases = {alias: name for alias, name in manifest.aliases.items() if name in held}
             self._at = _Position(
