@@ -220,9 +220,8 @@ def test_payloads_with_a_past(dtype: str, density: float, rng: np.random.Generat
     past = []
     for before, after in pairwise(states[:4]):
         at = np.flatnonzero(before != after).astype(np.uint32)
-        past.append(
-            (history_records(at, before[at].view(np.uint8), after[at].view(np.uint8), kind), 1)
-        )
+        old, new = before[at].view(np.uint8), after[at].view(np.uint8)
+        past.append(history_records(at, old, new, kind))
     layout = Layout(DTYPES[dtype], RUNS, tuple(past))
     encoded = []
     for use in (False, True):

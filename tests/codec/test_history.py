@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl._native import history_merged, history_records
+from pulse_rl._native import history_records
 from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
@@ -20,7 +20,7 @@ from tests.support.block_codecs import HISTORY, history_encode
 from tests.support.gaps_oracle import Kind, row_ends
 from tests.support.history_blocks import (
     NAMES,
-    SPANS,
+    WINDOWS,
     Block,
     all_steps,
     blocks,
@@ -59,7 +59,7 @@ def any_choices(rng: np.random.Generator, block: Block) -> oracle.Choices | None
     there are none."""
     changed = np.flatnonzero(block.old != block.new)
     classes = np.array(classes_of(block.old, block.kind))
-    used = int(rng.integers(1, len(block.spans) + 1))
+    used = int(rng.integers(1, len(block.past) + 1))
     known = oracle.what_is_known(block.past[len(block.past) - used :])
     moving = [p for p in changed.tolist() if p in known]
     if not moving:
@@ -140,8 +140,8 @@ def test_blocks_without_other_changes(rng: np.random.Generator) -> None:
         states = [now, now + hit]
         kind = Kind(*element_kind(DTYPES["BF16"]))
         steps = [oracle.window(states[0].tolist(), states[1].tolist(), kind)]
-        layout = Layout(DTYPES["BF16"], (Run(elements, 100, 0),), native_past(states, (1,), kind))
-        block = Block(layout, (1,), states, states[1] + hit, steps)
+        layout = Layout(DTYPES["BF16"], (Run(elements, 100, 0),), native_past(states, kind))
+        block = Block(layout, states, states[1] + hit, steps)
         payload = encoded(block)
         assert (payload[0] & 128 > 0) == (elements > 3000)
         check_decoded(payload, block)
@@ -161,13 +161,13 @@ def test_any_head_and_any_changes_are_understood(
     """By groups; bits by chance, of the heads and of the code."""
     rng = np.random.default_rng(seed)
     block = random_block(
-        rng, name, SPANS[int(rng.integers(len(SPANS)))], elements=int(rng.integers(2, 1500))
+        rng, name, WINDOWS[int(rng.integers(len(WINDOWS)))], elements=int(rng.integers(2, 1500))
     )
     old, kind, runs = block.old.tolist(), block.kind, list(block.layout.runs)
     classes = classes_of(block.old, kind)
     first = int(rng.integers(max(max(classes) - 62, 0), max(classes) + 1))
     chosen = oracle.Choices(
-        int(rng.integers(1, len(block.spans) + 1)),
+        int(rng.integers(1, len(block.past) + 1)),
         first,
         int(rng.integers(1, min(63, 256 - first) + 1)),
     )
@@ -222,7 +222,7 @@ def test_any_head_and_any_changes_are_understood(
 
 def test_nothing_is_coded_where_the_past_does_not_help() -> None:
     rng = np.random.default_rng(2)
-    block = random_block(rng, "BF16", (1, 1), elements=20_000)
+    block = random_block(rng, "BF16", 2, elements=20_000)
     assert encoded(block) is not None
     nothing = np.empty(0, np.uint8)
     elsewhere = np.setdiff1d(np.arange(len(block.old)), np.flatnonzero(block.old != block.new))
@@ -233,7 +233,7 @@ def test_nothing_is_coded_where_the_past_does_not_help() -> None:
         ),
         np.uint8,
     )
-    for past in ((), ((nothing, 1),), ((nothing, 3), (nothing, 1)), ((others, 1),)):
+    for past in ((), (nothing,), (nothing, nothing), (others,)):
         assert history_encode(block.old, block.new, block.layout._replace(past=past)) is None
     assert history_encode(block.old, block.old, block.layout) is None
 
@@ -250,11 +250,9 @@ def test_remembered_elements_of_classes_that_are_not_listed_are_others(
             np.uint32
         )
         kind = Kind(*element_kind(DTYPES["F32"]))
-        layout = Layout(
-            DTYPES["F32"], (Run(len(old), 10, 0),), native_past([before, old], (1,), kind)
-        )
+        layout = Layout(DTYPES["F32"], (Run(len(old), 10, 0),), native_past([before, old], kind))
         steps = [oracle.window(before.tolist(), old.tolist(), kind)]
-        block = Block(layout, (1,), [before, old], new, steps)
+        block = Block(layout, [before, old], new, steps)
         payload = encoded(block)
         assert payload is not None
         assert (payload[0] & 128 > 0, payload[2] + 1) == (each == 700, 63)
@@ -289,7 +287,7 @@ HOSTILE = ["BF16", "F32", "F8_E4M3", "I8"]
 def coded_block(name: str, seed: int = 0) -> tuple[Block, bytes]:
     rng = np.random.default_rng(seed)
     while True:
-        block = random_block(rng, name, (3, 1, 1))
+        block = random_block(rng, name, 3)
         payload = encoded(block)
         if payload is not None:
             return block, payload
@@ -350,14 +348,14 @@ def test_a_payload_in_which_nothing_remembered_changes_is_refused() -> None:
 def test_a_payload_with_another_past(name: str) -> None:
     """A reader is protected by the history's digest in the header; a codec alone must stay sane."""
     block, payload = coded_block(name, 2)
-    other = random_block(np.random.default_rng(99), name, (3, 1, 1))
+    other = random_block(np.random.default_rng(99), name, 3)
     wrong: list[Past] = [
         (),
         other.layout.past,
         block.layout.past[1:],
-        tuple((r, 1) for r, _ in block.layout.past),
+        (*block.layout.past[:-1], np.empty(0, np.uint8)),
+        block.layout.past[::-1],
     ]
-    wrong += [(*block.layout.past[:-1], (np.empty(0, np.uint8), 1)), block.layout.past[::-1]]
     assert check_sane_or_refused(payload, block, ())
     for past in wrong:
         check_sane_or_refused(payload, block, past)
@@ -367,7 +365,7 @@ def test_a_payload_with_another_past(name: str) -> None:
 def test_junk_as_records_is_a_past_like_any_other(name: str) -> None:
     """Positions past the block's end are not there; both sides see the same."""
     rng, coded = np.random.default_rng(7), 0
-    block, payload = coded_block(name)
+    block, payload = coded_block(name, 2)
     for _ in range(60):
         junk = rng.integers(0, 256, 4 * int(rng.integers(0, 300)), np.uint8)
         junk[1::4] = np.where(rng.random(len(junk) // 4) < 0.98, 0, junk[1::4])
@@ -377,10 +375,8 @@ def test_junk_as_records_is_a_past_like_any_other(name: str) -> None:
             junk[2::4] = 0
         if rng.random() < 0.8:
             junk[3::4] = rng.choice(classes_of(block.old, block.kind), len(junk) // 4)
-        past = tuple((np.roll(junk, 4 * k), int(rng.choice([1, 1, 2, 64]))) for k in range(3))
+        past = tuple(np.roll(junk, 4 * k) for k in range(3))
         check_sane_or_refused(payload, block, past)
-        merged = history_merged(list(past), len(block.old))
-        assert len(merged) % 4 == 0
         layout = block.layout._replace(past=past)
         again = history_encode(block.old, block.new, layout)
         if again is None:
@@ -392,10 +388,9 @@ def test_junk_as_records_is_a_past_like_any_other(name: str) -> None:
     assert coded > 5
 
 
-def test_spans_as_long_as_the_binding_takes() -> None:
-    """Sums of spans and of steps stay within their numbers."""
+def test_as_many_windows_as_the_binding_takes() -> None:
     block, _ = coded_block("BF16")
-    past = tuple((records, 1 << 20) for records, _ in block.layout.past) * 21
+    past = block.layout.past * 21
     layout = block.layout._replace(past=past)
     found = history_encode(block.old, block.new, layout)
     assert found is not None
@@ -410,17 +405,13 @@ def test_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, name: str, over:
     dtype = DTYPES[name]
     kind, old = Kind(*element_kind(dtype)), np.full(40, 7, dtype.uint)
     records = dict.fromkeys(range(20), 2)
-    layout = Layout(
-        dtype, (Run(40, 40, 0),), ((np.frombuffer(oracle.records(records), np.uint8), 1),)
-    )
+    layout = Layout(dtype, (Run(40, 40, 0),), (np.frombuffer(oracle.records(records), np.uint8),))
     size = (over or 1 << 8 * dtype.width) + 1
     monkeypatch.setattr(oracle, "steps_between", lambda *_: {3: size})
     monkeypatch.setattr(oracle.Recall, "finish", lambda *_: None)
-    group, _ = next(iter({(k.group, 0) for k in oracle.what_is_known([(records, 1)]).values()}))
+    group, _ = next(iter({(k.group, 0) for k in oracle.what_is_known([records]).values()}))
     chosen = oracle.Choices(1, 0, 1, odds={0: 0}, groups={group: 0}, cells={(group, 0): 24})
-    payload = oracle.encode(
-        old.tolist(), old.tolist(), kind, list(layout.runs), [(records, 1)], chosen
-    )
+    payload = oracle.encode(old.tolist(), old.tolist(), kind, list(layout.runs), [records], chosen)
     with pytest.raises(CorruptPatch, match="out of range"):
         HISTORY.decode(memoryview(payload), old, layout)
 
@@ -485,38 +476,3 @@ def test_long_gaps_between_records(gap: int, step: int) -> None:
     kept = records_between(DTYPES["U16"], old, new)
     assert kept == oracle.records(steps)
     assert parsed(kept)[0] == steps
-    parts = [
-        (np.frombuffer(oracle.records(s), np.uint8), 1)
-        for s in (steps, {p: d + 1 for p, d in steps.items()})
-    ]
-    assert history_merged(parts, len(old)).tobytes() == oracle.records(
-        {p: 2 * d + 1 for p, d in steps.items()}
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_merged_windows_are_the_window_between_their_ends(name: str) -> None:
-    """What changed and went back is among the merged ones as well, with its class and no step."""
-    for block in blocks(name, 8):
-        for first in range(len(block.windows)):
-            for last in range(first + 1, min(first + 5, len(block.windows) + 1)):
-                merged = history_merged(
-                    list(block.layout.past[first:last]), len(block.old)
-                ).tobytes()
-                start, end = block.states[first], block.states[last]
-                steps, classes = parsed(merged)
-                expected, _ = parsed(records_between(block.layout.dtype, start, end))
-                assert {p: d for p, d in steps.items() if d} == {
-                    p: d for p, d in expected.items() if d
-                }
-                assert expected.keys() <= steps.keys()
-                of_end = classes_of(end, block.kind)
-                assert all(of_end[p] == c for p, c in classes.items())
-
-
-def test_steps_that_cancel_each_other_are_forgotten() -> None:
-    parts = [
-        (np.frombuffer(oracle.records(s), np.uint8), 1)
-        for s in ({3: 5, 9: -128}, {3: -5, 9: -128, 11: 1})
-    ]
-    assert history_merged(parts, 12).tobytes() == oracle.records({3: 0, 9: 0, 11: 1})

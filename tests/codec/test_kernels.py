@@ -15,7 +15,6 @@ from pulse_rl._native import (
     encode_block,
     gate,
     gather,
-    history_merged,
     history_records,
     outer_step,
     round_values,
@@ -27,7 +26,7 @@ from pulse_rl.codec import GAPS, HISTORY
 from tests.support.arrays import Array, misaligned
 
 POSITIONS = np.uint32([0, 2])
-Past = list[tuple[Array, int]]
+Past = list[Array]
 Runs = list[tuple[int, int, int]]
 
 
@@ -76,7 +75,7 @@ def history_payload_of(old: Array) -> Array:
 
 
 KIND = (0, 0, False, [(8, 8, 0)])
-PAST = [(np.uint8([0, 0, 1, 0]), 1)]
+PAST = [np.uint8([0, 0, 1, 0])]
 CALLS: dict[str, Callable[[Array, Array, int], Any]] = {
     "encode, old": lambda x, good, w: encode([], x, good, w, *KIND),
     "encode, new": lambda x, good, w: encode([], good, x, w, *KIND),
@@ -159,19 +158,16 @@ def test_a_part_of_an_element_is_refused(width: int) -> None:
 @pytest.mark.parametrize(
     ("past", "words"),
     [
-        ([(np.zeros(2, np.uint8), 1)], "four bytes"),
-        ([PAST[0], (np.zeros(7, np.uint8), 1)], "four bytes"),
-        ([(np.zeros(4, np.uint8), 0)], "span is out of range"),
-        ([(np.zeros(4, np.uint8), (1 << 20) + 1)], "span is out of range"),
+        ([np.zeros(2, np.uint8)], "four bytes"),
+        ([PAST[0], np.zeros(7, np.uint8)], "four bytes"),
         (PAST * 65, "too many windows"),
     ],
 )
-def test_windows_out_of_range_are_refused(past: list[tuple[Array, int]], words: str) -> None:
+def test_windows_out_of_range_are_refused(past: Past, words: str) -> None:
     eight = elements(1)
     for call in (
         lambda: encode(past, eight, eight, 1, *KIND),
         lambda: decode(past, history_payload_of(eight), eight, 1, *KIND),
-        lambda: history_merged(past, 8),
     ):
         with pytest.raises(ValueError, match=words):
             call()
@@ -184,8 +180,6 @@ def test_records_and_runs_out_of_range_are_refused() -> None:
             history_records(np.uint32(positions), two, two, (1, 0, 0, False))
     with pytest.raises(ValueError, match="positions is not aligned"):
         history_records(misaligned(POSITIONS), two, two, (1, 0, 0, False))
-    with pytest.raises(ValueError, match="too many elements"):
-        history_merged(PAST, (1 << 24) + 1)
     payload = history_payload_of(elements(1))
     for call in (
         lambda *kind: encode(PAST, elements(1), elements(1), *kind),

@@ -289,7 +289,7 @@ def test_elements_that_change_while_they_are_read(
             at = np.arange(0, len(old), 40, np.uint32)
             records = records_of(layout.dtype, at, old[at] ^ 1, old[at])
             assert records is not None
-            layout = layout._replace(past=((records, 1),))
+            layout = layout._replace(past=(records,))
         names = set()
         for k in range(600):
             if k >= 60 and ("history" in names or not remembered):

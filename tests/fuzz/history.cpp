@@ -3,7 +3,7 @@
 //   fuzz_history SECONDS [SEED]
 //
 // Each round makes a random block, now and then one that is large enough to be coded by groups, and windows of a random past, some
-// of whose changes the block repeats; or records of random bytes. Checks that windows merge into the sums of their steps, that the block comes back whole, and then feeds
+// of whose changes the block repeats; or records of random bytes. Checks that the block comes back whole, and then feeds
 // the decoder damaged payloads and other records: each must end in Malformed or in changes that are in range and in order.
 // Prints counts; any finding aborts with the seed of the round.
 #include "codecs/history/history.h"
@@ -21,16 +21,11 @@ struct Past {
     std::vector<Exact> records;
     std::vector<Window> windows;
 
-    void add(const std::vector<uint8_t>& bytes, uint32_t span) {
+    void add(const std::vector<uint8_t>& bytes) {
         records.emplace_back(bytes);
-        windows.push_back({records.back().data(), records.back().size, span});
+        windows.push_back({records.back().data(), records.back().size});
     }
 };
-
-uint32_t random_span(Random& r) {
-    const uint64_t kind = below(r, 10);
-    return uint32_t(kind < 6 ? 1 : 1 + below(r, kind < 9 ? 64 : 1 << 20));
-}
 
 size_t random_length(Random& r) { return below(r, below(r, 20) ? 8 : kMaxWindows + 1); }
 
@@ -44,20 +39,6 @@ std::vector<uint8_t> records_of_steps(const std::vector<uint8_t>& steps) {
     }
     return records_of(positions.data(), positions.size(), zeros.data(), values.data(),
                       {1, 0, 0, false});
-}
-
-// The net steps of records, by element.
-std::vector<uint8_t> steps_of(const std::vector<uint8_t>& records, uint64_t elements) {
-    std::vector<uint8_t> steps(elements);
-    uint64_t at = 0;
-    for (size_t i = 0; i + kRecordBytes <= records.size(); i += kRecordBytes) {
-        const uint32_t gap = uint32_t(records[i]) | uint32_t(records[i + 1]) << 8;
-        at += gap;
-        if (gap == 65535 && records[i + 2] == 0) continue;
-        if (at < elements) steps[at] = records[i + 2];
-        at++;
-    }
-    return steps;
 }
 
 // The records with the classes that the elements have; of some, the class is all that is left.
@@ -74,28 +55,23 @@ std::vector<uint8_t> with_classes(Random& r, std::vector<uint8_t> records, const
 }
 
 // Windows of which some elements are part again and again; these go on in `now`, often by the same step.
-Past random_past(Random& r, const Block& b, std::vector<uint8_t>& now, uint64_t seed) {
-    Past past, plain;
+Past random_past(Random& r, const Block& b, std::vector<uint8_t>& now) {
+    Past past;
     const double mobile = unit(r) * unit(r), again = unit(r);
     const uint64_t most = below(r, 2) ? 1 : 1 + below(r, 127);
     std::vector<int> drift(b.elements);
     for (int& step : drift) {
         if (unit(r) < mobile) step = int(1 + below(r, most)) * (below(r, 2) ? 1 : -1);
     }
-    std::vector<uint8_t> total(b.elements);
     for (size_t n = random_length(r); n; n--) {
         std::vector<uint8_t> steps(b.elements);
         for (size_t i = 0; i < b.elements; i++) {
             if (drift[i] && unit(r) < again) steps[i] = uint8_t(below(r, 8) ? drift[i] : -drift[i]);
             if (below(r, 500) == 0) steps[i] = uint8_t(r());
-            total[i] = uint8_t(total[i] + steps[i]);
         }
         const std::vector<uint8_t> records = records_of_steps(steps);
-        plain.add(records, 1);
-        past.add(below(r, 8) ? with_classes(r, records, b) : records, random_span(r));
+        past.add(below(r, 8) ? with_classes(r, records, b) : records);
     }
-    if (steps_of(merged_records(plain.windows, b.elements), b.elements) != total)
-        fail("the merged windows", seed);
     now.clear();
     for (size_t i = 0; i < b.elements; i++) {
         const uint32_t x = element(b.before, i, b.kind.width),
@@ -114,7 +90,7 @@ Past hostile_past(Random& r) {
         const bool any = below(r, 4) == 0;
         for (size_t i = 0; i < bytes.size(); i++)
             bytes[i] = uint8_t(any || i % 4 >= 2 ? r() : below(r, 40) ? 0 : r());
-        past.add(bytes, random_span(r));
+        past.add(bytes);
     }
     return past;
 }
@@ -149,7 +125,7 @@ Past large_past(Random& r, const Block& b, std::vector<uint8_t>& now) {
     for (size_t n = 1 + below(r, 3); n; n--) {
         std::vector<uint8_t> steps(b.elements);
         for (size_t i = 0; i < b.elements; i++) steps[i] = drift[i] && below(r, 3) ? drift[i] : 0;
-        past.add(with_classes(r, records_of_steps(steps), b), n > 2 ? 8 : 1);
+        past.add(with_classes(r, records_of_steps(steps), b));
     }
     now.clear();
     for (size_t i = 0; i < b.elements; i++) {
@@ -174,7 +150,7 @@ int main(int argc, char** argv) {
         const bool hostile = !large && below(r, 4) == 0;
         const Past past = hostile ? hostile_past(r)
                           : large ? large_past(r, made, after)
-                                  : random_past(r, made, after, seed);
+                                  : random_past(r, made, after);
         const Block b(made.kind, made.runs, made.before, after);
         const std::vector<Window>& windows = past.windows;
         use_vectors(false);

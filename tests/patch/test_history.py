@@ -251,7 +251,7 @@ def test_a_block_by_windows_that_remember_nothing_of_it_is_refused(rng: Rng) -> 
     chosen.levels[0] = 20
     before = snapshot(state)
     kind, runs = Kind(*element_kind(blocks[index].dtype)), list(blocks[index].layout.runs)
-    payload = oracle.encode(old.tolist(), new.tolist(), kind, runs, [({}, 1)], chosen)
+    payload = oracle.encode(old.tolist(), new.tolist(), kind, runs, [{}], chosen)
     entries, bodies = list(patches[1].header.blocks), list(patches[1].chunks[1:])
     assert entries[index].codec_id == SAME
     entries[index] = BlockEntry(HISTORY, 2, len(payload), check_of(payload))
@@ -304,15 +304,12 @@ def test_names_and_parts_of_a_history() -> None:
 
 def test_the_past_of_a_block_and_what_it_takes() -> None:
     history = windows(2)
-    assert [(r.tolist(), span) for r, span in history.past(0)] == [
-        (records(1, 1).tolist(), 1),
-        (records(1, 2).tolist(), 1),
+    assert [r.tolist() for r in history.past(0)] == [
+        records(1, 1).tolist(),
+        records(1, 2).tolist(),
     ]
-    assert [(r.tolist(), span) for r, span in history.past(1)] == [
-        ([], 1),
-        (records(7).tolist(), 1),
-    ]
-    assert [(r.tolist(), span) for r, span in history.past(5)] == [([], 1), ([], 1)]
+    assert [r.tolist() for r in history.past(1)] == [[], records(7).tolist()]
+    assert [r.tolist() for r in history.past(5)] == [[], []]
     assert History().past(0) == ()
     assert history.nbytes == 4 * 5
     assert History().nbytes == 0

@@ -391,7 +391,7 @@ def there_and_back(block: Block, before: UIntArray, after: UIntArray) -> codec.P
     at = np.flatnonzero(before != after).astype(np.uint32)
     records = records_of(block.dtype, at, after[at], before[at])
     assert records is not None
-    return ((records, 1),)
+    return (records,)
 
 
 @pytest.mark.parametrize("elements", [5000, MANY])

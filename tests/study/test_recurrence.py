@@ -276,7 +276,7 @@ def test_a_sixteenth_of_the_bytes_is_remembered_also_of_some_of_the_blocks() -> 
     whole.keep([1])
     assert len(whole.now.windows) == 7
     assert nbytes / 3 < whole.now.nbytes < 2 * nbytes / 3
-    assert not len(whole.now.past(0)[0][0])
+    assert not len(whole.now.past(0)[0])
 
 
 def build() -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,26 +19,17 @@ from tests.support.history_oracle import Steps
 from tests.support.sparse_blocks import weights
 
 NAMES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U16", "I32", "BOOL"]
-SPANS = [
-    (1,),
-    (1, 1, 1),
-    (2,),
-    (16, 4, 1, 1),
-    (1, 3, 1),
-    (64, 64, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    (1,) * 12,
-    (5, 1, 1, 7),
-]
+WINDOWS = [1, 3, 2, 7, 4, 11, 12, 5]
+"""How many windows blocks have, one after another."""
 
 
 class Block(NamedTuple):
     """``states`` at the starts of the windows and at their end, and the elements that come then."""
 
     layout: Layout
-    spans: tuple[int, ...]
     states: list[UIntArray]
     new: UIntArray
-    windows: list[Steps]
+    past: list[Steps]
 
     @property
     def old(self) -> UIntArray:
@@ -46,10 +38,6 @@ class Block(NamedTuple):
     @property
     def kind(self) -> Kind:
         return Kind(*element_kind(self.layout.dtype))
-
-    @property
-    def past(self) -> list[tuple[Steps, int]]:
-        return list(zip(self.windows, self.spans, strict=True))
 
 
 def moved(
@@ -70,7 +58,7 @@ def moved(
 def random_block(
     rng: np.random.Generator,
     name: str,
-    spans: tuple[int, ...],
+    count_of_windows: int,
     elements: int = 400,
     large: float | None = None,
 ) -> Block:
@@ -95,15 +83,12 @@ def random_block(
     large = float(rng.choice([0, 0.1, 0.9])) if large is None else large
     states, windows = [now], []
     kind = Kind(*element_kind(dtype))
-    for span in spans:
-        for _ in range(min(span, 4)):
-            now = moved(rng, now, mobile, drift, large)
+    for _ in range(count_of_windows):
+        now = moved(rng, now, mobile, drift, large)
         windows.append(oracle.window(states[-1].tolist(), now.tolist(), kind))
         states.append(now)
-    past = native_past(states, spans, kind)
-    return Block(
-        Layout(dtype, runs, past), spans, states, moved(rng, now, mobile, drift, large), windows
-    )
+    past = native_past(states, kind)
+    return Block(Layout(dtype, runs, past), states, moved(rng, now, mobile, drift, large), windows)
 
 
 def classes_of(state: UIntArray, kind: Kind) -> list[int]:
@@ -119,17 +104,13 @@ def all_steps(kind: Kind, before: UIntArray, after: UIntArray) -> Steps:
     }
 
 
-def native_past(states: list[UIntArray], spans: tuple[int, ...], kind: Kind) -> Past:
+def native_past(states: list[UIntArray], kind: Kind) -> Past:
     """``states``: where the windows start, and where the last one ends."""
     return tuple(
-        (
-            np.frombuffer(
-                oracle.records(all_steps(kind, a, b), dict(enumerate(classes_of(b, kind)))),
-                np.uint8,
-            ),
-            span,
+        np.frombuffer(
+            oracle.records(all_steps(kind, a, b), dict(enumerate(classes_of(b, kind)))), np.uint8
         )
-        for a, b, span in zip(states[:-1], states[1:], spans, strict=True)
+        for a, b in pairwise(states)
     )
 
 
@@ -172,11 +153,10 @@ def large_block(rng: np.random.Generator, name: str, large: float) -> Block:
         if len(states) < 4:
             windows.append(oracle.window(states[-1].tolist(), now.tolist(), kind))
             states.append(now)
-    spans = (2, 1, 1)
-    layout = Layout(dtype, runs, native_past(states, spans, kind))
-    return Block(layout, spans, states, now, windows)
+    layout = Layout(dtype, runs, native_past(states, kind))
+    return Block(layout, states, now, windows)
 
 
 def blocks(name: str, count: int = 12) -> list[Block]:
     rng = np.random.default_rng(NAMES.index(name))
-    return [random_block(rng, name, SPANS[k % len(SPANS)]) for k in range(count)]
+    return [random_block(rng, name, WINDOWS[k % len(WINDOWS)]) for k in range(count)]

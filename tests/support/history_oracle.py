@@ -17,8 +17,8 @@ from tests.support.sparse_oracle import Near
 from tests.support.table_oracle import varint
 
 Steps = dict[int, int]
-Past = Sequence[tuple[Steps, int]]
-GROUPS = 1 + 8 * 7 * 2
+Past = Sequence[Steps]
+GROUPS = 1 + 7 * 7 * 2
 
 
 def signed(x: int, bits: int) -> int:
@@ -30,12 +30,6 @@ def signed(x: int, bits: int) -> int:
 def window(start: Sequence[int], end: Sequence[int], kind: Kind) -> Steps:
     steps = (signed(kind.ordered(b) - kind.ordered(a), 8) for a, b in zip(start, end, strict=True))
     return {p: d for p, d in enumerate(steps) if d}
-
-
-def merged(windows: Sequence[Steps]) -> Steps:
-    """The net steps of windows that follow each other."""
-    total = {p: signed(sum(s.get(p, 0) for s in windows), 8) for s in windows for p in s}
-    return {p: total[p] for p in sorted(total) if total[p]}
 
 
 class Known(NamedTuple):
@@ -53,26 +47,17 @@ class Known(NamedTuple):
 
 def what_is_known(past: Past) -> dict[int, Known]:
     known: dict[int, Known] = {}
-    longer, later = 0, sum(span for _, span in past)
-    for steps, n in past:
-        later -= n
+    for later, steps in zip(reversed(range(len(past))), past, strict=True):
         for p, d in steps.items():
-            size, sign = abs(d), -1 if d < 0 else 1
-            if n > 1:
-                activity = next((v for v in range(4) if size < 2 << v), 4)
-                known[p] = Known(7, activity, False, sign * max(1, (2 * size + n) // (2 * n)))
-                continue
             before = known.get(p)
             activity, turned = 0, False
             if before:
                 turned = (d < 0) != (before.last < 0)
-                rested = (longer if before.age == 7 else before.age + 1) - (later + 1)
+                rested = before.age - later
                 activity = min(max(before.activity + (rested <= 2) - (rested > 4), 0), 6)
-            if size > 1:
+            if abs(d) > 1:
                 activity = max(activity, 5)
-            known[p] = Known(min(later + 1, 7) - 1, activity, turned, d)
-        if n > 1:
-            longer = later + n // 2
+            known[p] = Known(min(later, 6), activity, turned, d)
     return known
 
 

@@ -11,9 +11,7 @@ namespace {
 
 using KindTuple = std::tuple<int, int, uint32_t, bool>;
 using RunTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
-using WindowTuple = std::tuple<Bytes, uint32_t>;
 constexpr uint64_t kMostElements = uint64_t(1) << 24;
-constexpr uint32_t kMostSpan = 1 << 20;
 
 pulse::ElementKind checked_kind(const KindTuple& of) {
     const auto& [width, shift, mask, floating] = of;
@@ -23,14 +21,13 @@ pulse::ElementKind checked_kind(const KindTuple& of) {
     return {width, shift, mask, floating};
 }
 
-std::vector<pulse::Window> checked_windows(const std::vector<WindowTuple>& windows) {
+std::vector<pulse::Window> checked_windows(const std::vector<Bytes>& windows) {
     if (windows.size() > pulse::kMaxWindows) throw nb::value_error("too many windows");
     std::vector<pulse::Window> result;
-    for (const auto& [records, span] : windows) {
-        if (span == 0 || span > kMostSpan) throw nb::value_error("a span is out of range");
+    for (const Bytes& records : windows) {
         if (records.size() % pulse::kRecordBytes)
             throw nb::value_error("records have four bytes each");
-        result.push_back({records.data(), records.size(), span});
+        result.push_back({records.data(), records.size()});
     }
     return result;
 }
@@ -41,8 +38,8 @@ struct Known {
     std::vector<pulse::Window> history;
     std::vector<pulse::Run> runs;  // they cover its elements
 
-    Known(const std::vector<WindowTuple>& windows, const KindTuple& of,
-          const std::vector<RunTuple>& all, const Bytes& old)
+    Known(const std::vector<Bytes>& windows, const KindTuple& of, const std::vector<RunTuple>& all,
+          const Bytes& old)
         : kind(checked_kind(of)), history(checked_windows(windows)) {
         check_elements(old, kind.width, "old");
         uint64_t total = 0;
@@ -69,7 +66,7 @@ nb::tuple decoded_tuple(pulse::Decoded&& decoded) {
 void bind_codecs(nb::module_& m) {
     m.def(
         "encode_block",
-        [](const std::vector<WindowTuple>& history, Bytes old, Bytes now, const KindTuple& kind,
+        [](const std::vector<Bytes>& history, Bytes old, Bytes now, const KindTuple& kind,
            const std::vector<RunTuple>& runs, bool prove, int only) {
             const Known known(history, kind, runs, old);
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
@@ -96,7 +93,7 @@ void bind_codecs(nb::module_& m) {
 
     m.def(
         "decode_block",
-        [](int codec, const std::vector<WindowTuple>& history, Bytes payload, Bytes old,
+        [](int codec, const std::vector<Bytes>& history, Bytes payload, Bytes old,
            const KindTuple& kind, const std::vector<RunTuple>& runs) {
             const Known known(history, kind, runs, old);
             return decoded_tuple(without_gil([&] {
@@ -128,16 +125,6 @@ void bind_codecs(nb::module_& m) {
         },
         array("positions"), array("old"), array("new"), "kind"_a,
         "What changed in one version, as a window keeps it: four bytes for each change.");
-
-    m.def(
-        "history_merged",
-        [](const std::vector<WindowTuple>& windows, uint64_t elements) {
-            const auto checked = checked_windows(windows);
-            if (elements > kMostElements) throw nb::value_error("too many elements");
-            return to_numpy(without_gil([&] { return pulse::merged_records(checked, elements); }));
-        },
-        "windows"_a, "elements"_a,
-        "The records of one window in place of several (records, span), oldest first.");
 
     m.def(
         "use_vectors",

@@ -14,11 +14,8 @@ def history_records(
     new: npt.NDArray[np.uint8],
     kind: _Kind,
 ) -> npt.NDArray[np.uint8]: ...
-def history_merged(
-    windows: list[tuple[npt.NDArray[np.uint8], int]], elements: int
-) -> npt.NDArray[np.uint8]: ...
 def encode_block(
-    history: list[tuple[npt.NDArray[np.uint8], int]],
+    history: list[npt.NDArray[np.uint8]],
     old: npt.NDArray[np.uint8],
     new: npt.NDArray[np.uint8],
     kind: _Kind,
@@ -30,7 +27,7 @@ def encode_block(
 ]: ...
 def decode_block(
     codec: int,
-    history: list[tuple[npt.NDArray[np.uint8], int]],
+    history: list[npt.NDArray[np.uint8]],
     payload: npt.NDArray[np.uint8],
     old: npt.NDArray[np.uint8],
     kind: _Kind,

@@ -59,9 +59,9 @@ class Run(NamedTuple):
     phase: int
 
 
-Past = tuple[tuple[npt.NDArray[np.uint8], int], ...]
-"""What changed in a block in the last versions: records (`pulse_rl._native.history_records`) and
-how many versions they span, oldest first; the last ones end at the old bits."""
+Past = tuple[npt.NDArray[np.uint8], ...]
+"""What changed in a block in each of the last versions, oldest first, as records
+(`pulse_rl._native.history_records`). The last version is the one of the old bits."""
 
 
 class Layout(NamedTuple):

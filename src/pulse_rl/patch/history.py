@@ -110,7 +110,7 @@ class History:
 
     def past(self, index: int) -> Past:
         """What is known of a block: all windows, also where nothing in it changed."""
-        return tuple((window.records.get(index, _NOTHING), 1) for window in self.windows)
+        return tuple(window.records.get(index, _NOTHING) for window in self.windows)
 
     def then(self, window: Window) -> History:
         """Followed by one more window."""

@@ -100,16 +100,15 @@ public:
         }
         records_.reset(new Record[most + 1]);
     }
-    // The next tile, marked where `counts(record)` holds for any record of an element; false behind the last one.
-    template <class Counts>
-    PULSE_INLINE bool next(Counts counts) {
+    // The next tile, marked where any record of an element has a step; false behind the last one.
+    PULSE_INLINE bool next() {
         if (end_ == elements_) return false;
         begin_ = end_;
         end_ = std::min(begin_ + kAtOnce, elements_);
         Record* to = records_.get();
         for (size_t k = 0; k < ahead_.size(); k++) {
             ahead_[k].read(end_, [&](size_t element, Record record) {
-                marks_.add(element, counts(record));
+                marks_.add(element, record.step() != 0);
                 *to++ = record.at_place(uint32_t(element - begin_));
             });
             ends_[k] = to;
@@ -155,17 +154,16 @@ uint32_t known(int group, int last) {
     return uint32_t(group | (last < 0) << 7 | uint8_t(last) << 8);
 }
 
-// What a record of a window of one version makes of a State.
+// What a record of a window makes of a State.
 class Transition {
 public:
-    // `later`: the versions after the window; `longer`: those since the middle of the last window of several versions.
-    Transition(int later, int longer) {
-        const int since = later + 1, age = std::min(since, kAges - 1) - 1;
+    // `later`: the versions after the window.
+    explicit Transition(int later) {
+        const int since = later + 1, age = std::min(since, kAges) - 1;
         for (int before = 0; before < kGroups; before++) {
             int activity = 0;
             if (before) {
-                const int was = (before - 1) / 2, last = was / kVigours;
-                const int rest = (last == kAges - 1 ? longer : last + 1) - since;
+                const int was = (before - 1) / 2, rest = was / kVigours + 1 - since;
                 activity = std::clamp(was % kVigours + (rest <= 2) - (rest > 4), 0, kVigours - 1);
             }
             for (int k = 0; k < 8; k++) {
@@ -187,26 +185,6 @@ private:
         next_{};  // of step and state, the lowest byte of the next one
 };
 
-// What the record of a window of several versions makes of it: the same of any.
-class Given {
-public:
-    explicit Given(uint32_t span) {
-        for (int step = 0; step < 256; step++) {
-            const int net = int8_t(step), size = std::abs(net), n = int(span);
-            const int each = std::max(1, (2 * size + n) / (2 * n));
-            const int activity = size < 2 ? 0 : size < 4 ? 1 : size < 8 ? 2 : size < 16 ? 3 : 4;
-            next_[size_t(step)] =
-                uint16_t(known(group_of(kAges - 1, activity, false), net < 0 ? -each : each));
-        }
-    }
-    PULSE_INLINE uint32_t of(uint32_t, Record record) const {
-        return next_[record.step()] | (record.bits >> 8 & 0xff0000);
-    }
-
-private:
-    std::array<uint16_t, 256> next_;
-};
-
 // What is known of the elements that are marked, in their order.
 struct Places {
     const ElementMask& marks;
@@ -214,8 +192,7 @@ struct Places {
     State* states;
 
     // Takes in what a window says of a tile.
-    template <class Says>
-    PULSE_INLINE void take(const TileWalk& walk, size_t window, const Says& says) const {
+    PULSE_INLINE void take(const TileWalk& walk, size_t window, const Transition& says) const {
         walk.each(window, [&](size_t element, Record record) {
             if (record.step() == 0) return take_class(element, record.cls());
             const size_t at = marks.before(element);
@@ -256,30 +233,6 @@ std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const v
     });
 }
 
-PULSE_CLONES std::vector<uint8_t> merged_records(const std::vector<Window>& windows,
-                                                 uint64_t elements) {
-    struct Net {
-        uint32_t position;
-        uint8_t step, cls;
-    };
-    const std::unique_ptr<Net[]> nets(new Net[most_remembered(windows, elements)]);
-    ElementMask marks(elements);
-    TileWalk walk(windows, elements, marks);
-    while (walk.next([](Record) { return true; })) {
-        std::fill(nets.get() + walk.first, nets.get() + walk.behind, Net{});
-        for (size_t k = 0; k < windows.size(); k++) {
-            walk.each(k, [&](size_t element, Record record) {
-                Net& net = nets[marks.before(element)];
-                net = {uint32_t(element), uint8_t(net.step + record.step()), record.cls()};
-            });
-        }
-    }
-    const size_t count = walk.behind;
-    RecordWriter writer(count, elements);
-    for (size_t i = 0; i < count; i++) writer.put(nets[i].position, nets[i].step, nets[i].cls);
-    return writer.finish();
-}
-
 RememberedCount count_remembered(const std::vector<Window>& windows, uint64_t end,
                                  const uint32_t* positions, size_t changed) {
     std::vector<uint64_t> seen(size_t(end / 64 + 1));
@@ -301,16 +254,6 @@ RememberedCount count_remembered(const std::vector<Window>& windows, uint64_t en
 }
 
 PULSE_CLONES Remembered remember(const std::vector<Window>& windows, uint64_t elements) {
-    std::vector<Transition> transitions;
-    std::vector<Given> given;
-    int later = 0, longer = 0;
-    for (const Window& window : windows) later += int(window.span);
-    for (const Window& window : windows) {
-        later -= int(window.span);
-        if (window.span > 1) longer = later + int(window.span) / 2;
-        transitions.emplace_back(later, longer);
-        given.emplace_back(window.span);
-    }
     const size_t most = most_remembered(windows, elements);
     Remembered remembered;
     remembered.marks = ElementMask(elements);
@@ -318,15 +261,11 @@ PULSE_CLONES Remembered remember(const std::vector<Window>& windows, uint64_t el
     remembered.states.reset(new State[most]);
     Places places{remembered.marks, remembered.positions.get(), remembered.states.get()};
     TileWalk walk(windows, elements, remembered.marks);
-    while (walk.next([](Record record) { return record.step() != 0; })) {
+    std::vector<Transition> transitions;
+    for (size_t later = windows.size(); later-- > 0;) transitions.emplace_back(int(later));
+    while (walk.next()) {
         std::fill(places.states + walk.first, places.states + walk.behind, State{0});
-        for (size_t k = 0; k < windows.size(); k++) {
-            if (windows[k].span > 1) {
-                places.take(walk, k, given[k]);
-            } else {
-                places.take(walk, k, transitions[k]);
-            }
-        }
+        for (size_t k = 0; k < windows.size(); k++) places.take(walk, k, transitions[k]);
     }
     remembered.count = walk.behind;
     return remembered;

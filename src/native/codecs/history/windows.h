@@ -1,4 +1,4 @@
-// What changed in the last versions: kept in few bytes, merged, and looked up (docs/format.md, section 3.9.1).
+// What changed in the last versions: kept in few bytes, and looked up (docs/format.md, section 3.9.1).
 #pragma once
 
 #include <cstddef>
@@ -11,19 +11,17 @@
 
 namespace pulse {
 
-// The net steps of a block in `span` versions, modulo 256: for each element that changed a record of four bytes, which has its class at
-// the end, too. Where the step is 0 modulo 256, nothing is remembered but that class.
+// The steps of a block in one version, modulo 256: a record of four bytes for each element that changed, with its class
+// after the step. Where the step is 0 modulo 256, nothing is remembered but that class.
 constexpr size_t kRecordBytes = 4;
 constexpr size_t kMaxWindows = 64;  // of a history
 struct Window {
     const uint8_t* records;
     size_t bytes;
-    uint32_t span;
 };
 
-// A group is an age, a activity, and whether the last step turned. The last of the ages is that of what is known by a window of
-// several versions only.
-constexpr int kAges = 8, kVigours = 7, kGroups = 1 + kAges * kVigours * 2;
+// A group is an age, an activity, and whether the last step turned.
+constexpr int kAges = 7, kVigours = 7, kGroups = 1 + kAges * kVigours * 2;
 constexpr int kLastVersion = kVigours * 2;  // the last group of what changed in the last version
 
 // What is known of an element that changed lately: its group, above 0, the sign of the step to expect, that step, and its class, from
@@ -47,9 +45,6 @@ struct Remembered {
 // The records of what changed. `old` and `now` are the elements at the positions.
 std::vector<uint8_t> records_of(const uint32_t* positions, size_t count, const void* old,
                                 const void* now, const ElementKind& kind);
-
-// One window in place of several that follow each other.
-std::vector<uint8_t> merged_records(const std::vector<Window>& windows, uint64_t elements);
 
 // How many elements below `end` the last 0, 1, 2… of the windows remember, and how many of the first `changed` of the positions, which
 // are below `end`, all of them do.
