@@ -22,7 +22,9 @@ from .maintenance.verify import audit, verify_stream
 from .state.checkpoint import StateSource, as_state, unwrapped
 from .state.digest import state_digest
 from .state.tensors import Bits, State, TensorSpec
-from .store import HttpStore, LocalStore, MemoryStore, ObjectInfo, ObjectStore, Store, open_store
+from .store import LocalStore, MemoryStore, ObjectInfo, Store, open_store
+from .store.http import HttpStore
+from .store.object import ObjectStore
 from .stream.signing import Signer
 from .sync.checkout import checkout
 from .sync.gc import gc_stream

@@ -16,18 +16,13 @@ from urllib.parse import unquote, urlparse
 
 from ..errors import InputError
 from .base import Data, ObjectInfo, Store
-from .http import HttpStore
-from .hub import HubStore, bucket_address
 from .local import LocalStore, MemoryStore
-from .object import ObjectStore
 
 __all__ = [
     "Data",
-    "HttpStore",
     "LocalStore",
     "MemoryStore",
     "ObjectInfo",
-    "ObjectStore",
     "Store",
     "open_store",
 ]
@@ -82,15 +77,21 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
         return LocalStore(Path(unquote(url.path)))
     if url.scheme == "memory":
         return MemoryStore()
+    # Each backend's module is imported where it is asked for: the core is there without them.
     if url.scheme in _OBJECT_SCHEMES:
+        from .object import ObjectStore
+
         return ObjectStore(text, **options)
     if url.scheme == "hf":
-        return (
-            ObjectStore(bucket_address(text), **options)
-            if url.netloc == "buckets"
-            else HubStore(text, **options)
-        )
+        from .hub import HubStore, bucket_address
+        from .object import ObjectStore
+
+        if url.netloc == "buckets":
+            return ObjectStore(bucket_address(text), **options)
+        return HubStore(text, **options)
     if url.scheme in ("http", "https"):
+        from .http import HttpStore
+
         return HttpStore(text, **options)
     raise InputError(
         f"{_shown(text)} is not a store address",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .._util.faults import hit
 from .._util.serial import shield
@@ -40,15 +40,16 @@ from ..patch.undo import by_whole_blocks
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import Empty, State, TensorSpec, check_tensor_name
 from ..stream import anchor
-from ..stream.digest_trees import read_tree
 from ..stream.manifest import Link, Manifest
 from ..stream.names import PATCH
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .planner import BROKEN_LINK, Planner
-from .selection import Selection
-from .state_folder import StateFolder
 from .update import Pending, Update
+
+if TYPE_CHECKING:
+    from .selection import Selection
+    from .state_folder import StateFolder
 
 _PREFETCH = 4
 _NOTHING = History()
@@ -547,7 +548,11 @@ def _restored(
         # Nothing but the version's own leaves says what of an unfinished state is right.
         empty = partial(host.folder.empty, resumes=True)
         with suppress(NotFound, FormatError, IntegrityError):
-            there = read_tree(stream, manifest)[0] if host.folder.unfinished else None
+            there = None
+            if host.folder.unfinished:
+                from ..stream.digest_trees import read_tree
+
+                there = read_tree(stream, manifest)[0]
     state, digest, nbytes = anchor.restore(
         stream.shards(manifest.anchor.shards, host.threads),
         root=manifest.root,

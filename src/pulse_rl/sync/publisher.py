@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._util.collective import RankGroup
 from .._util.serial import Closing, NotCopyable, SerialThread
@@ -30,17 +30,19 @@ from ..events import (
 from ..state.cast import DTypeLike
 from ..state.checkpoint import StateSource
 from ..state.companions import Files
-from ..state.quantise import Quantise
 from ..store import Store, open_store
 from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream, checked_stream_id
-from .checkout import Checkout
 from .polling import jittered
 from .rank import Alone, RankPublisher
 from .request import LocalState, PublishRequest
-from .state_folder import StateFolder
 from .submissions import Submission, Submissions
+
+if TYPE_CHECKING:
+    from ..state.quantise import Quantise
+    from .checkout import Checkout
+    from .state_folder import StateFolder
 
 _LOOK_SECONDS = 1.0
 
@@ -136,7 +138,11 @@ class Publisher(Closing, NotCopyable):
         on_event: Listener | None = None,
     ) -> None:
         settings = PublisherSettings(anchor_ratio, keep, signer, trusted_keys, threads, on_event)
-        folder = None if baseline is None else StateFolder(checked_path(baseline), "baseline")
+        folder = None
+        if baseline is not None:
+            from .state_folder import StateFolder
+
+            folder = StateFolder(checked_path(baseline), "baseline")
         try:
             self._open(RankPublisher, Alone(), store, stream, settings, folder)
         except BaseException:

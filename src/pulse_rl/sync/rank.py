@@ -59,12 +59,12 @@ from .pending import (
     whole_layout,
 )
 from .request import LocalState, PublishRequest
-from .state_folder import StateFolder
 from .submissions import Submission, begin
 
 if TYPE_CHECKING:
     from .gc import Retention
     from .publisher import PublisherSettings
+    from .state_folder import StateFolder
 
 R = TypeVar("R")
 

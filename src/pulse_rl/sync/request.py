@@ -6,18 +6,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ..errors import InputError, UnsupportedTensor
 from ..events import Metadata
 from ..state.cast import CastState, DTypeLike, compute_dtype_named
 from ..state.checkpoint import StateSource, as_state
 from ..state.companions import Files, checked_files
-from ..state.quantise import Quantise, QuantisedState, config_of
 from ..state.snapshot import Snapshot, snapshot
-from ..state.tensors import DType, State, TensorSpec, await_devices, cuda_tensors
+from ..state.tensors import DType, State, await_devices, cuda_tensors
 from ..stream.manifest import checked_metadata
-from .layout import Box, Held
+
+if TYPE_CHECKING:
+    from ..state.quantise import Quantise
+    from .layout import Box
 
 
 class LocalState(NamedTuple):
@@ -43,6 +45,8 @@ class LocalState(NamedTuple):
         if isinstance(source, Mapping):
             require_weights((spec.name, spec.shape) for spec in state.specs)
         if quantise is not None:
+            from ..state.quantise import QuantisedState, config_of
+
             made = QuantisedState(state, quantise, compute)
             return cls(made, config=config_of(quantise, made.kept))
         return cls(state, compute)
@@ -51,19 +55,6 @@ class LocalState(NamedTuple):
     def state(self) -> State:
         """What the version is to hold of them."""
         return self.source if self.dtype is None else CastState(self.source, self.dtype)
-
-    @property
-    def held(self) -> list[Held]:
-        """What they are, for the other ranks: the stored tensors first, then the other names of
-        tied ones."""
-        state, found = self.state, []
-        storages = {spec.name: k for k, spec in enumerate(state.specs)}
-        for name in [*storages, *state.aliases]:
-            spec = state.spec(name)
-            box = self.boxes.get(name) or Box.whole(spec.shape)
-            storage = storages[state.aliases.get(name, name)] if spec.elements else None
-            found.append(Held(TensorSpec(name, spec.dtype, box.shape), box, storage))
-        return found
 
 
 def require_weights(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:

@@ -18,12 +18,14 @@ from ..errors import InputError, RankLost
 from ..patch.blocks import Block
 from ..patch.tree import hashed_together
 from ..state.quantise_formats import Shared
-from ..state.tensors import Segment, SlicedState, State
+from ..state.tensors import Segment, SlicedState, State, TensorSpec
 from ..stream.manifest import Manifest
 from .baseline import restore_baseline
 from .columns import ColumnExchange
 from .host_state import HostState
 from .layout import (
+    Box,
+    Held,
     held_from_bytes,
     held_to_bytes,
     layout_from_bytes,
@@ -88,7 +90,7 @@ class ShardedRank(RankPublisher):
             shared: dict[str, tuple[Shared, Blocks]] = {}
             if local.quantise is not None:
                 local, shared = quantised(local)
-            held, at = held_to_bytes(local.held), self._baseline
+            held, at = held_to_bytes(_held(local)), self._baseline
             arguments = {
                 name: getattr(request, name)
                 for name in ("metadata", "dtype", "anchor", "after", "quantise")
@@ -221,6 +223,19 @@ class ShardedRank(RankPublisher):
         assert layout is not None
         found = restore_baseline(self._stream, self._ranks, layout, head, threads=self._threads)
         return (found, "") if isinstance(found, Baseline) else (None, found)
+
+
+def _held(local: LocalState) -> list[Held]:
+    """What the elements of ``local`` are, for the other ranks: the stored tensors first, then the
+    other names of tied ones."""
+    state, found = local.state, []
+    storages = {spec.name: k for k, spec in enumerate(state.specs)}
+    for name in [*storages, *state.aliases]:
+        spec = state.spec(name)
+        box = local.boxes.get(name) or Box.whole(spec.shape)
+        storage = storages[state.aliases.get(name, name)] if spec.elements else None
+        found.append(Held(TensorSpec(name, spec.dtype, box.shape), box, storage))
+    return found
 
 
 def _sliced(segments: tuple[Segment, ...], local: State) -> State:

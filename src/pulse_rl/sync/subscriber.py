@@ -16,12 +16,9 @@ from ..errors import EmptyStream, InputError, IntegrityError, PulseError, Stream
 from ..events import Listener, Synced, checked_listener, failures_to, fell_back, progress_shown
 from ..patch.blocks import cut
 from ..patch.history import History
-from ..patch.history_file import beside, load_history, save_history, specs_of
 from ..state.checkpoint import StateSource, as_state, current_version, save
 from ..state.digest import PartDigest, StateDigest, state_digest
-from ..state.folder import metadata_of, replace_folder, write_checkpoint
 from ..state.tensors import State
-from ..state.version_folders import Layout, add_version
 from ..store import Store, open_stores
 from ..store.wrappers import BoundedStore, CachedStore
 from ..stream.manifest import Manifest
@@ -33,8 +30,6 @@ from .failover import Failover
 from .host_state import HostState, adopt_kept
 from .notices import Absence
 from .polling import LONGEST_POLL, pause
-from .selection import Selection
-from .state_folder import StateFolder
 from .update import Pending, Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
@@ -131,8 +126,16 @@ class Subscriber(Closing, NotCopyable):
         self._pinned = stream_id is not None
         self._allow_recreated = allow_recreated
         self._serial = SerialThread("Subscriber", self._idle_seconds)
-        self._selection = None if select is None else Selection(select)
-        self._folder = None if state is None else StateFolder(state, "state")
+        self._selection = None
+        if select is not None:
+            from .selection import Selection
+
+            self._selection = Selection(select)
+        self._folder = None
+        if state is not None:
+            from .state_folder import StateFolder
+
+            self._folder = StateFolder(state, "state")
         self._host = self._empty_host(threads, on_event)
         self._base = base
         self._threads = threads
@@ -268,6 +271,10 @@ class Subscriber(Closing, NotCopyable):
         Raises: What `state` and `files` raise, InputError, StoreFull and StoreError.
         """
         target = checked_path(path)
+        from ..patch.history_file import beside, save_history, specs_of
+        from ..state.folder import metadata_of, replace_folder, write_checkpoint
+        from ..state.version_folders import Layout, add_version
+
         named = None if layout is None else Layout.of(layout)
         if keep is not None and checked_count("keep", keep) and named is None:
             raise InputError(
@@ -506,6 +513,8 @@ class Subscriber(Closing, NotCopyable):
     def _adopt_base(self, base: StateSource) -> bool:
         """Starts from the caller's state where its root is that of a recent version. False while
         there are none."""
+        from ..patch.history_file import beside, load_history, specs_of
+
         stream, versions = self._failover.versions()
         if not versions:
             return False
