@@ -26,7 +26,7 @@ from pulse_rl import PulseError, PulseLoCo, Signer, state_root
 from pulse_rl._util import faults
 from pulse_rl._util.threads import Call
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
-from pulse_rl.loco import StoreExchange, parameters, round_posts, round_sums, store_rounds, wire
+from pulse_rl.loco import StoreExchange, parameters, round_posts, store_rounds, wire
 from pulse_rl.loco.store_format import Close, RoundKey, ShareSums, Upload, head_bytes, sealed
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.store import Data
@@ -255,7 +255,7 @@ class Rounds:
         )
         hexadecimal = SimpleNamespace(token_hex=lambda count: nonces.randbytes(count).hex())
         self._stack.enter_context(patch.object(store_rounds, "secrets", hexadecimal))
-        for module in (store_rounds, round_sums):
+        for module in (store_rounds, round_posts):
             self._stack.enter_context(
                 patch.object(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
             )
