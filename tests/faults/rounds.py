@@ -116,9 +116,12 @@ class Node:
             return  # once more
         assert isinstance(self.loop.meeting, StoreRounds)
         assert self.loop.meeting._own is not None
-        message = self.loop.meeting._round_posts().message(self.loop.meeting._own[0])
-        assert not isinstance(message, str)
-        self.world.sent[digest] = message.tensors()["w"]
+        entries = self.loop.meeting._round_posts().message(self.loop.meeting._own[0])
+        assert not isinstance(entries, str)
+        sent = torch.zeros(_SIZE)
+        for block, (places, values) in zip(self.loop.parameters.blocks, entries, strict=True):
+            block.of(sent.numpy())[places] = values
+        self.world.sent[digest] = sent
         self.own.add(digest)
 
     def call(self, rng: Random, work: str) -> None:
