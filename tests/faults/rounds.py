@@ -26,7 +26,7 @@ from pulse_rl import PulseError, PulseLoCo, Signer, state_root
 from pulse_rl._util import faults
 from pulse_rl._util.threads import Call
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
-from pulse_rl.loco import StoreExchange, parameters, round_posts, round_sums, store_rounds, wire
+from pulse_rl.loco import StoreExchange, parameters, round_posts, store_rounds, wire
 from pulse_rl.loco.store_format import Close, RoundKey, ShareSums, Upload, head_bytes, sealed
 from pulse_rl.loco.store_rounds import StoreRounds
 from pulse_rl.store import Data
@@ -116,9 +116,12 @@ class Node:
             return  # once more
         assert isinstance(self.loop.meeting, StoreRounds)
         assert self.loop.meeting._own is not None
-        message = self.loop.meeting._round_posts().message(self.loop.meeting._own[0])
-        assert not isinstance(message, str)
-        self.world.sent[digest] = message.tensors()["w"]
+        entries = self.loop.meeting._round_posts().message(self.loop.meeting._own[0])
+        assert not isinstance(entries, str)
+        sent = torch.zeros(_SIZE)
+        for block, (places, values) in zip(self.loop.parameters.blocks, entries, strict=True):
+            block.of(sent.numpy())[places] = values
+        self.world.sent[digest] = sent
         self.own.add(digest)
 
     def call(self, rng: Random, work: str) -> None:
@@ -255,7 +258,7 @@ class Rounds:
         )
         hexadecimal = SimpleNamespace(token_hex=lambda count: nonces.randbytes(count).hex())
         self._stack.enter_context(patch.object(store_rounds, "secrets", hexadecimal))
-        for module in (store_rounds, round_sums):
+        for module in (store_rounds, round_posts):
             self._stack.enter_context(
                 patch.object(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
             )

@@ -15,9 +15,8 @@ import torch
 from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
 from pulse_rl._util import faults
 from pulse_rl.errors import CorruptMessage, StoreError, StoreUnavailable, Untrusted
-from pulse_rl.loco import StoreExchange, round_posts, run_store
-from pulse_rl.loco.round_posts import RoundPosts
-from pulse_rl.loco.round_sums import RoundSums
+from pulse_rl.loco import StoreExchange, round_posts, store_format
+from pulse_rl.loco.round_posts import RoundPosts, RoundSums
 from pulse_rl.loco.store_format import (
     Close,
     RoundKey,
@@ -42,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shares of few parameters, and of few trainers; and no snapshot, which would delete what is
     looked at."""
     monkeypatch.setattr(round_posts, "MIN_SHARE", 1)
-    monkeypatch.setattr(run_store.RunStore, "keep_snapshot", lambda *_: None)
+    monkeypatch.setattr(store_format.RunStore, "keep_snapshot", lambda *_: None)
     force_gated(True)
     yield
     force_gated(None)

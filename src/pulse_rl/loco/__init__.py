@@ -7,9 +7,8 @@
 from .._util import extra
 
 with extra("torch"):
-    from .exchange import Exchange
+    from .exchange import Exchange, StoreExchange
     from .pulseloco import DiLoCo, PulseLoCo
     from .rendezvous import Round
-    from .store_exchange import StoreExchange
 
 __all__ = ["DiLoCo", "Exchange", "PulseLoCo", "Round", "StoreExchange"]

@@ -13,14 +13,23 @@ import torch.distributed as dist
 from .._util.settings import checked_number
 from ..errors import InputError, NonFinite
 from ..store import Store
-from .exchange import Exchange, GatedReduction, PendingRound, Phase, exchange_of
+from .exchange import (
+    Exchange,
+    GatedReduction,
+    PendingRound,
+    Phase,
+    StoreExchange,
+    exchange_of,
+    rank_seconds_of,
+    store_exchange_of,
+    travel_of,
+)
 from .gate import Gate
 from .group import TrainerGroup
 from .loop import OuterLoop
 from .outer import OuterState, Residual
 from .parameters import Parameters, parts
 from .rendezvous import GroupRounds, Round
-from .store_exchange import StoreExchange, rank_seconds_of, store_exchange_of, travel_of
 from .store_rounds import StoreRounds
 from .trainer import MAX_LOOKAHEAD
 

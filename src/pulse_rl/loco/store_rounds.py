@@ -62,16 +62,13 @@ from ..errors import (
 from ..store import open_store
 from ..store.wrappers import BoundedStore
 from ..stream.signing import trusted_by
-from .exchange import GatedReduction, Phase
+from .exchange import GatedReduction, Phase, StoreExchange
 from .group import TrainerNote
 from .outer import MessageOutcome
 from .parameters import Floats
 from .rendezvous import Round
-from .round_posts import RoundPosts, by_block, cut_runs
-from .round_sums import RoundSums, cannot_count
-from .run_store import RunStore, pause
-from .store_exchange import StoreExchange
-from .store_format import MAX_TRAINERS, TRAINER, Close, RoundKey, Upload
+from .round_posts import RoundPosts, RoundSums, by_block, cannot_count, cut_runs
+from .store_format import MAX_TRAINERS, TRAINER, Close, RoundKey, RunStore, Upload, pause
 from .trainer import Trainer, specs_digest
 from .wire import Entries
 
