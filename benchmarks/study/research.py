@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from hashlib import sha256
 from typing import Any
 
 from benchmarks.study.recurrence import (
@@ -26,12 +27,12 @@ from pulse_rl.state import bits
 from pulse_rl.state.tensors import DType
 from pulse_rl.study.record import Pair
 
-_ROOT = "00" * 32
-"""Stands for the roots of a patch header, whose size they do not change."""
+_ROOTS = sha256(b"old").hexdigest(), sha256(b"new").hexdigest()
+"""Stand for the roots of a patch header, whose size they do not change."""
 
 
 class Research:
-    """Takes the states of a run, ``last`` and the first one, and adds to their study the keys
+    """Takes the states of a run, the first one and ``last`` more, and adds to their study the keys
     ``history`` and ``exponents``, and ``entropy_bound`` to the rows of the ``coded`` pairs."""
 
     def __init__(self, first: State, coded: Collection[Pair], last: int) -> None:
@@ -131,7 +132,7 @@ class Research:
         entries = self._tally.entries[number][codec]
         used = any(entry.codec_id == HISTORY for entry in entries)
         name = self._tally.names[number] if used else None
-        header = PatchHeader(_ROOT, _ROOT, all_of(self._specs), tuple(entries), name)
+        header = PatchHeader(*_ROOTS, all_of(self._specs), tuple(entries), name)
         return len(header.to_bytes()) + header.body_bytes
 
 
