@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..study import Scenario, from_study, make_plan
 from ..study.plan import METHODS, QUANTISED, Plan, quantised_inputs
 from ..study.units import format_bandwidth, parse_bandwidth, parse_count, parse_share
+from .arguments import Shared
 from .output import Console, read_study
 
 _LABELS = {
@@ -22,8 +23,8 @@ _LABELS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to ``commands``, argparse's sub-parsers."""
+def add_parser(commands: Any, _: Shared) -> None:
+    """Add the command to ``commands``, argparse's sub-parsers."""
     command = commands.add_parser(
         "plan", help="predict the bytes, time and GPU utilisation of a sync"
     )

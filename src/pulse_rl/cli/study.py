@@ -11,19 +11,18 @@ from .._util.settings import format_bytes
 from ..events import progress_to
 from ..report import read_run, render
 from ..state.cast import COMPUTE_DTYPES, cast_specs
-from ..state.quantise_formats import FORMATS
 from ..study import CheckpointFolder, StoredStream, study
 from ..study.result import STEP_SECONDS
 from ..study.run import DEFAULT_KS, StateSequence
 from ..study.units import format_bandwidth
-from .arguments import quantisation, seconds
+from .arguments import Shared, add_quantise, seconds
 from .output import PAGE_MARK, Console, check_output, read_study, write_output
 
 _SHOWN_TENSORS = 8
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to ``commands``, argparse's sub-parsers."""
+def add_parser(commands: Any, _: Shared) -> None:
+    """Add the command to ``commands``, argparse's sub-parsers."""
     command = commands.add_parser(
         "study", help="measure the sparsity of updates between saved states"
     )
@@ -38,12 +37,10 @@ def add_parser(commands: Any) -> None:
         default="BF16",
         help="compute dtype; wider weights are cast to it (default: BF16)",
     )
-    command.add_argument(
-        "--quantise",
-        type=quantisation,
-        metavar="FORMAT",
-        help="study codes and scales beside weights in --dtype, quantised from what is stored: "
-        f"{', '.join(FORMATS)}, or the config.json of a quantised model",
+    add_quantise(
+        command,
+        "study codes and scales beside weights in --dtype, quantised from what is stored: "
+        "{formats}, or the config.json of a quantised model",
     )
     command.add_argument(
         "--k",
@@ -192,8 +189,8 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
 STUDY_NAME = "study.json"
 
 
-def add_report_parser(commands: Any) -> None:
-    """Adds the command to ``commands``, argparse's sub-parsers."""
+def add_report_parser(commands: Any, _: Shared) -> None:
+    """Add the command to ``commands``, argparse's sub-parsers."""
     command = commands.add_parser("report", help="write a run or a study as one HTML page")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument(
