@@ -27,6 +27,7 @@ import numpy as np
 from benchmarks import real_peers, synthetic
 from benchmarks.measure import Mapping16, best_of, state_of
 from benchmarks.peers import Peer, peers
+from benchmarks.study.theory import EntropyBound, entropy_bound
 from pulse_rl._util.threads import default_threads, ordered_map
 from pulse_rl.codec import CODECS, SAME, Encoded, decode_block, encode_block
 from pulse_rl.patch import build_patch
@@ -34,7 +35,6 @@ from pulse_rl.patch.apply import scatter
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import State
-from pulse_rl.study.theory import EntropyBound, entropy_bound
 
 Pair = tuple[Mapping16, Mapping16]
 TRACE = Path(__file__).parent / ".cache" / "trace"

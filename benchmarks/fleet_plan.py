@@ -1,7 +1,7 @@
 """The cost of a version for a whole fleet: many workers in regions, with and without a relay in
 each of them.
 
-Symbols, in addition to those of `pulse_rl.plan.model`:
+Symbols, in addition to those of `pulse_rl.study.plan`:
 
 ==========  ========================================================================================
 W, G        workers; regions, alike; ``w = ceil(W / G)`` workers in a region
@@ -39,7 +39,7 @@ import math
 from dataclasses import dataclass
 
 from pulse_rl._util.settings import checked_number
-from pulse_rl.plan.model import (
+from pulse_rl.study.plan import (
     METHODS,
     SYNC_REQUESTS,
     Scenario,

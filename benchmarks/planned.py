@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import results, trace
 from pulse_rl import MemoryStore, Publisher, as_state
-from pulse_rl.plan import Scenario, make_plan
+from pulse_rl.study import Scenario, make_plan
 
 PULSE = "PULSE, arXiv 2602.03839, section 3"
 SPARSERL = "SparseRL-Sync, arXiv 2605.07330"

@@ -36,7 +36,7 @@ from benchmarks.network.run import (
     wait_or_kill,
     wait_until_ready,
 )
-from pulse_rl.plan import Scenario, make_plan
+from pulse_rl.study import Scenario, make_plan
 
 RATES, ROUND_TRIP, LOSS = (50e6, 200e6), 0.08, 0.001
 METHODS = ("auto", "zstd", "full", "rsync")

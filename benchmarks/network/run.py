@@ -55,7 +55,7 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Spec:
-    """What both programs know. ``method`` is one of `pulse_rl.plan.model.METHODS` or ``rsync``,
+    """What both programs know. ``method`` is one of `pulse_rl.study.plan.METHODS` or ``rsync``,
     ``trace`` is the folder of recorded runs and ``folder`` takes the logs. The state is ``copies``
     of the recorded one, each at another of its steps."""
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.fleet_plan import WAYS, Fleet, catch_up_bytes, make_fleet_plan
-from pulse_rl.plan import Scenario, make_plan
-from pulse_rl.plan.model import transfer_seconds
+from pulse_rl.study import Scenario, make_plan
+from pulse_rl.study.plan import transfer_seconds
 from tests.support.plans import METHODS
 
 SEVEN = Scenario(

@@ -75,7 +75,7 @@ def test_the_meter_sees_what_a_recording_sees(dtype: torch.dtype, kind: Any) -> 
     check(found, states, (1, 2, 5))
     assert meter.rows() == found["rows"]
     assert found["states"] == [f"step {i}" for i in range(8)]
-    assert (found["lr"], found["source"]) == (1e-3, "live")
+    assert found["source"] == "live"
 
 
 def test_groups_and_frozen_parameters() -> None:
@@ -106,7 +106,6 @@ def test_groups_and_frozen_parameters() -> None:
     check(of_optimizer.to_dict(), part, (1, 3))
     frozen = [t for t in of_model.to_dict()["tensors"] if t["name"] == "0.weight"]
     assert [t["sparsity"] for t in frozen] == [1.0, 1.0]
-    assert of_model.to_dict()["lr"] is None  # the groups differ
 
 
 def test_named_groups_keep_their_names() -> None:
@@ -233,10 +232,10 @@ def test_live_and_stored_give_one_study(tmp_path: Path) -> None:
     save()
     with SparsityMeter(model, ks=(1, 4)) as meter:
         train(model, optimizer, 4, save)
-    live, stored = meter.to_dict(), study(CheckpointFolder(tmp_path), ks=(1, 4), lr=1e-3)
+    live, stored = meter.to_dict(), study(CheckpointFolder(tmp_path), ks=(1, 4))
     assert json.loads(json.dumps(live, allow_nan=False)) == live
     assert live.keys() == stored.keys()
-    for name in ("dtypes", "parameters", "dense_bytes", "layers", "tensors", "pairs", "lr"):
+    for name in ("dtypes", "parameters", "dense_bytes", "layers", "tensors", "pairs"):
         assert live[name] == stored[name]
     assert live["rows"][1] == stored["rows"][1]  # of k = 4 both have coded the one pair
 
@@ -251,7 +250,7 @@ def test_bytes_rest_on_the_moments_when_they_were_asked_for() -> None:
         train(model, optimizer, 1, lambda: None)
         (row,) = meter.rows()
     assert (row["pairs"], row["coded_pairs"]) == (3, 2)
-    assert row["bytes_per_changed"] > row["entropy_bound"] > 0
+    assert row["bytes_per_changed"] > 0
 
 
 def test_low_precision_parameters_that_are_not_contiguous() -> None:

@@ -175,59 +175,17 @@ def pulse(capsys: pytest.CaptureFixture[str], *args: object, status: int = 0) ->
 def test_the_command_ends_with_the_three_numbers(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = pulse(capsys, folder, "--lr", "1e-6", "--step-seconds", "10").splitlines()
+    lines = pulse(capsys, folder, "--step-seconds", "10").splitlines()
     assert [line.split()[0] for line in lines[-3:]] == ["sparsity", "bytes", "bandwidth"]
     assert "90% utilisation at 10 s per step" in lines[-1]
     assert "6 states (step-7.safetensors … step-12)" in lines[0]
     assert [line.split()[0] for line in lines[4:7]] == ["1", "2", "4"]
 
 
-def test_the_command_says_what_history_knows(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = study(CheckpointFolder(folder), ks=(5,))["history"]
-    lines = pulse(capsys, folder, "--k", "5").splitlines()  # whatever k: it is about single steps
-    at = next(i for i, line in enumerate(lines) if line.startswith("recurrence"))
-    assert "(the last 3 steps)" in lines[at]
-    assert lines[at + 1].split() == [
-        "1",
-        "2",
-        "3-4",
-        "5-8",
-        "9-16",
-        "17-32",
-        "33",
-        "+",
-        "not",
-        "yet",
-    ]
-    shares = [age["share"] for age in found["ages"]] + [found["not_yet"]]
-    assert lines[at + 2].split() == [f"{share:.3%}" for share in shares]
-    assert lines[at + 3] == f"within 8 states: {found['within_8']:.3%}"
-    fields = ("position_bits", "sign_bits", "size_bits", "entropy_bound")
-    for line, suffix, codec in zip(
-        lines[at + 7 : at + 9], ("", "_with_history"), ("auto", "history"), strict=True
-    ):
-        cells = [f"{found[f'{name}{suffix}']:.3f}" for name in fields]
-        assert line.split()[2:] == [
-            *cells,
-            f"{found[f'bytes_per_changed_{codec}']:.3f}",
-            "by",
-            codec,
-        ]
-
-
 def publish_all(folder: Path, states: list[Tensors]) -> None:
     publisher = Publisher(LocalStore(folder), stream="policy")
     for state in states:
         publisher.publish(state)
-
-
-def test_two_states_have_no_history_to_print(
-    tmp_path: Path, states: list[Tensors], capsys: pytest.CaptureFixture[str]
-) -> None:
-    publish_all(tmp_path, states[:2])
-    assert "history" not in pulse(capsys, tmp_path, "--stream", "policy")
 
 
 def test_the_command_prints_the_study_as_json(
@@ -259,7 +217,7 @@ def test_the_command_writes_a_report(
 
 @pytest.mark.parametrize(
     "wrong",
-    [["--step-seconds", "0"], ["--k", "0"], ["--k", "6"], ["--lr", "-1"], ["--threads", "0"]],
+    [["--step-seconds", "0"], ["--k", "0"], ["--k", "6"], ["--threads", "0"]],
 )
 def test_the_command_refuses_with_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], wrong: list[Any]

@@ -1,5 +1,4 @@
-"""What a study measures, against plain numpy and torch: sparsity, bytes, the bound, density by
-exponent."""
+"""What a study measures, against plain numpy and torch: sparsity and bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import study
 from pulse_rl.study.result import LAYERS, layer_of
 from pulse_rl.study.run import evenly_spaced
-from pulse_rl.study.theory import ClassCounts, entropy_bound, exponent_of, exponent_rows, ulp_of
 from tests.support.states import Rng
 
 Floats = dict[str, np.ndarray]
@@ -38,13 +36,12 @@ SPECIAL = np.array(
 
 FIELDS = (
     "format source dtype dtypes parameters dense_bytes states rows layers kinds tensors pairs "
-    "history exponents lr "
     "gradient_density gradients summary"
 )
 ROW_FIELDS = (
     "k pairs elements changed sparsity sparsity_min sparsity_max untouched coded_pairs bytes "
     "bytes_per_changed "
-    "bytes_per_changed_zstd entropy_bound times_bound"
+    "bytes_per_changed_zstd"
 )
 
 
@@ -186,7 +183,7 @@ def test_states_in_a_compute_dtype_are_compared_as_they_are(rng: Rng) -> None:
         "f8": 1,
         "steps": 1,
     }
-    assert found["rows"][0]["entropy_bound"] > 0
+    assert found["rows"][0]["bytes"] > 0
 
 
 def big_states(rng: Rng, count: int = 4) -> list[State]:
@@ -204,7 +201,7 @@ def big_states(rng: Rng, count: int = 4) -> list[State]:
 
 
 @pytest.mark.slow
-def test_bytes_are_those_of_patches_and_the_bound_is_that_of_whole_tensors(rng: Rng) -> None:
+def test_bytes_are_those_of_patches(rng: Rng) -> None:
     given = big_states(rng)
     found = study(Listed(given), ks=(1, 3))
     states = [CastState(s, DTYPES["BF16"]).copy() for s in given]
@@ -217,11 +214,6 @@ def test_bytes_are_those_of_patches_and_the_bound_is_that_of_whole_tensors(rng: 
     assert row["bytes_per_changed_zstd"] == pytest.approx(
         zstd.nbytes / built.header.changed, rel=1e-4
     )
-    assert row["entropy_bound"] == pytest.approx(
-        entropy_bound(states[0], states[3]).bytes_per_changed
-    )
-    assert row["times_bound"] == pytest.approx(row["bytes_per_changed"] / row["entropy_bound"])
-    assert 1 < row["times_bound"] < 1.1
     (row,) = rows_of(found, "rows", k=1)
     assert (row["pairs"], row["coded_pairs"]) == (3, 3)
     numbers = found["summary"]
@@ -248,73 +240,6 @@ def test_progress_ends_at_the_whole_however_often_a_pass_was_cut(rng: Rng) -> No
     source, done = Listed(big_states(rng, 3)), []
     study(source, ks=(2,), memory_bytes=1, progress=done.append)
     assert sum(done) == 3 * source.specs[0].elements * 2 + 3 * 3000 * 2
-
-
-def test_density_by_exponent(rng: Rng) -> None:
-    states = [{"w": s["model.embed_tokens.weight"]} for s in masters(rng, 2, lr=1e-5)]
-    rows = study(Listed([State.of(s) for s in states]), ks=(1,), lr=1e-5)["exponents"]
-    old, new = (cast_by_torch(s["w"], "BF16").view(np.uint16).reshape(-1) for s in states)
-    exponent = (old >> 7 & 0xFF).astype(int) - 127
-    assert [r["exponent"] for r in rows] == sorted(set(exponent.tolist()))
-    for row in rows:
-        here = exponent == row["exponent"]
-        assert (row["elements"], row["changed"]) == (here.sum(), (here & (old != new)).sum())
-        assert row["density"] == row["changed"] / row["elements"]
-        assert row["predicted_lr"] == min(1, 1e-5 / 2.0 ** (row["exponent"] - 7))
-        assert row["predicted_10lr"] == min(1, 1e-4 / 2.0 ** (row["exponent"] - 7))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "torch_dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16)]
-)
-@pytest.mark.parametrize("exponent", [-13, -6, 0])
-def test_updates_below_the_threshold_are_absorbed(
-    dtype: str, torch_dtype: torch.dtype, exponent: int
-) -> None:
-    threshold = ulp_of(exponent, DTYPES[dtype]) / 2
-    weight = torch.tensor(1.25 * 2.0**exponent, dtype=torch_dtype)
-    assert (weight.double() + 0.99 * threshold).to(torch_dtype) == weight
-    assert (weight.double() + 1.01 * threshold).to(torch_dtype) != weight
-    if dtype == "BF16":
-        assert threshold == 2.0**exponent / 256
-
-
-def test_subnormals_share_the_lowest_exponent_and_integers_have_none() -> None:
-    assert [exponent_of(f, DTYPES["F8_E4M3"]) for f in (0, 1, 2, 15)] == [-6, -6, -5, 8]
-    counts = ClassCounts(DTYPES["BF16"])
-    counts.add(np.array([0, 0x8000, 1, 0x80], np.uint16), np.array([1, 0x8000, 1, 0x80], np.uint16))
-    (row,) = exponent_rows(counts, None)
-    assert (row["exponent"], row["elements"], row["changed"], row["predicted_lr"]) == (
-        -126,
-        4,
-        1,
-        None,
-    )
-    assert exponent_rows(ClassCounts(DTYPES["I32"]), 1.0) == []
-
-
-def entropy_of(symbols: list[Any]) -> float:
-    counts = np.array([symbols.count(s) for s in set(symbols)])
-    return float((counts * np.log2(len(symbols) / counts)).sum())
-
-
-def test_the_bound_is_the_entropy_of_flags_and_steps_given_tensor_and_exponent(rng: Rng) -> None:
-    old = {n: rng.integers(0x3F00, 0x4100, 400, np.uint16) for n in "ab"}
-    new = {
-        n: v + rng.choice(np.array([0, 0, 0, 1, 0xFFFF], np.uint16), 400) for n, v in old.items()
-    }
-    bits = 0.0
-    for name in "ab":
-        for exponent in set((old[name] >> 7).tolist()):
-            at = old[name] >> 7 == exponent
-            steps = (new[name] - old[name])[at]
-            bits += entropy_of((steps != 0).tolist()) + entropy_of(steps[steps != 0].tolist())
-    found = entropy_bound(
-        *(State.of({n: Bits(v, "BF16") for n, v in s.items()}) for s in (old, new))
-    )
-    assert found.position_bits + found.step_bits == pytest.approx(bits)
-    assert found.changed == sum(int((old[n] != new[n]).sum()) for n in "ab")
-    assert found.unconditional_bits > bits
 
 
 NAMES = {
@@ -348,21 +273,19 @@ def test_layer_types(name: str) -> None:
 
 
 def test_the_dict_is_json_with_the_documented_fields(rng: Rng) -> None:
-    found = study(Listed([State.of(s) for s in masters(rng)]), lr=1e-5)
+    found = study(Listed([State.of(s) for s in masters(rng)]))
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["format"] == "pulse.study.1"
     assert [row["k"] for row in found["rows"]] == [1, 2, 4]
     assert found["rows"][0].keys() == set(ROW_FIELDS.split())
     assert found.keys() == set(FIELDS.split())
-    assert (found["gradient_density"], found["gradients"], found["lr"]) == (None, [], 1e-5)
+    assert (found["gradient_density"], found["gradients"]) == (None, [])
 
 
 def test_states_that_are_all_equal_cost_nothing_per_change(rng: Rng) -> None:
     state = State.of(masters(rng, 1)[0])
     found = study(Listed([state, state, state]))
-    assert [(r["sparsity"], r["bytes_per_changed"], r["times_bound"]) for r in found["rows"]] == [
-        (1.0, None, None)
-    ] * 2
+    assert [(r["sparsity"], r["bytes_per_changed"]) for r in found["rows"]] == [(1.0, None)] * 2
     assert found["summary"]["bytes_per_sync"] == 0
 
 

@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 
 from pulse_rl._util.settings import (
-    format_bandwidth,
     format_bytes,
     format_duration,
     format_number,
     format_percent,
-    parse_bandwidth,
-    parse_count,
     parse_seconds,
-    parse_share,
 )
 from pulse_rl.errors import InputError
+from pulse_rl.study.units import format_bandwidth, parse_bandwidth, parse_count, parse_share
 
 READ: dict[Callable[[Any], float], dict[Any, float]] = {
     parse_bandwidth: {

@@ -1,9 +1,7 @@
 """Settings that callers give: what makes no sense is refused at once, by name, as `InputError`; and
-numbers with units, as people write and read them: ``0.2Gbit``, ``10MB/s``, ``7B``; 63 MB, 98.6
-Mbit/s, 99.26%.
+numbers with units, as people write and read them: ``20ms``, 63 MB, 1.52 h, 99.26%.
 
-Prefixes are decimal, as networks count. Formatted numbers have three significant digits;
-`report/assets/units.js` says the same in JavaScript, and a test compares the two.
+Prefixes are decimal, as networks count. Formatted numbers have three significant digits.
 """
 
 from __future__ import annotations
@@ -17,13 +15,9 @@ from typing import Any
 
 from ..errors import InputError
 
-_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?"
-_BANDWIDTH = re.compile(_NUMBER + r"\s*([kMGT]?)(bits?|b|B)(?:ps|/s)?", re.ASCII)
-_COUNT = re.compile(_NUMBER + r"\s*([kKMBTG]?)", re.ASCII)
-_SHARE = re.compile(_NUMBER + r"\s*(%?)", re.ASCII)
-_SECONDS = re.compile(_NUMBER + r"\s*(ms|s|min|h|d|)", re.ASCII)
+NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?"
+_SECONDS = re.compile(NUMBER + r"\s*(ms|s|min|h|d|)", re.ASCII)
 _LENGTHS = {"ms": 1e-3, "": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _MAX_TEXT = 40
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"))
@@ -87,54 +81,9 @@ def checked_path(value: Any) -> Path:
     return path
 
 
-def parse_bandwidth(text: str | float) -> float:
-    """Bit/s from ``text``: a number of them, or words: a number, a decimal prefix (k, M, G, T), and
-    ``bit`` (``bits``, ``b``) or ``B`` for bytes, with or without ``/s`` or ``ps``. Raises
-    InputError.
-    """
-    hint = "Write it like 0.2Gbit, 50Mbit/s or 10MB/s."
-    if isinstance(text, str):
-        match = _matched(_BANDWIDTH, text)
-        if not match:
-            raise InputError(f"{text!r} is not a bandwidth", hint=hint)
-        value = (
-            float(match[1] + (match[2] or "")) * _FACTORS[match[3]] * (8 if match[4] == "B" else 1)
-        )
-    else:
-        value = (
-            float(text)
-            if isinstance(text, int | float) and not isinstance(text, bool)
-            else math.nan
-        )
-    if not 0 < value < math.inf:
-        raise InputError(f"{text!r} is not a bandwidth above 0", hint=hint)
-    return value
-
-
-def parse_count(text: str) -> int:
-    """A whole number from ``text`` such as ``7B``, ``0.5B``, ``22.6M``, ``300k`` or plain digits.
-    Raises InputError."""
-    match = _matched(_COUNT, text)
-    value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] if match else math.nan
-    if not 1 <= value < math.inf:
-        raise InputError(
-            f"{text!r} is not a positive number", hint="Write it like 12, 22.6M or 7B."
-        )
-    return round(value)
-
-
-def parse_share(text: str) -> float:
-    """0.0086 from ``0.0086`` or ``0.86%``. Raises InputError."""
-    match = _matched(_SHARE, text)
-    value = float(match[1] + (match[2] or "")) / (100 if match[3] else 1) if match else math.nan
-    if not value < math.inf:
-        raise InputError(f"{text!r} is not a share", hint="Write it like 0.0086 or 0.86%.")
-    return value
-
-
 def parse_seconds(text: str) -> float:
     """Seconds from ``50``, ``50s``, ``20ms``, ``5min``, ``2h`` or ``1d``. Raises InputError."""
-    match = _matched(_SECONDS, text)
+    match = matched(_SECONDS, text)
     value = float(match[1] + (match[2] or "")) * _LENGTHS[match[3]] if match else math.nan
     if not value < math.inf:
         raise InputError(
@@ -145,12 +94,7 @@ def parse_seconds(text: str) -> float:
 
 def format_bytes(nbytes: float) -> str:
     """63 MB."""
-    return _with_prefix(nbytes, "B", _LARGE)
-
-
-def format_bandwidth(bits_per_second: float) -> str:
-    """98.6 Mbit/s."""
-    return _with_prefix(bits_per_second, "bit/s", _LARGE)
+    return with_prefix(nbytes, "B")
 
 
 def format_duration(seconds: float) -> str:
@@ -158,7 +102,7 @@ def format_duration(seconds: float) -> str:
     for least, unit, length in _LONG:
         if seconds >= least:
             return f"{format_number(seconds / length)} {unit}"
-    return _with_prefix(seconds, "s", _SMALL) if seconds else "0 s"
+    return with_prefix(seconds, "s", _SMALL) if seconds else "0 s"
 
 
 def format_percent(share: float) -> str:
@@ -175,10 +119,12 @@ def format_number(value: float) -> str:
     return f"{float(f'{value:.3g}'):.10g}"
 
 
-def _with_prefix(value: float, unit: str, prefixes: tuple[tuple[float, str], ...]) -> str:
+def with_prefix(value: float, unit: str, prefixes: tuple[tuple[float, str], ...] = _LARGE) -> str:
+    """98.6 Mbit/s."""
     factor, prefix = next((p for p in prefixes if abs(value) >= p[0] * _ROUNDS_UP), prefixes[-1])
     return f"{format_number(value / factor)} {prefix}{unit}"
 
 
-def _matched(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def matched(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The match of a short text, without the blanks around it."""
     return pattern.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None

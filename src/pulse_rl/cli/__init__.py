@@ -15,25 +15,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from typing import Any
 
 from .. import __version__
 from ..errors import InputError, PulseError
-from ..maintenance.compaction import DEFAULT_FOLDS
-from ..state.cast import COMPUTE_DTYPES
-from ..state.quantise_formats import FORMATS
-from ..sync.gc import DEFAULT_GRACE_SECONDS
 from . import files, following, inventory, plan, runs, streams, study
-from .arguments import (
-    complete,
-    compute_dtype,
-    count,
-    fact,
-    number,
-    path,
-    port,
-    quantisation,
-    seconds,
-)
+from .arguments import Shared, complete, count, options
 from .output import Console, open_streams, shortened
 
 _EXAMPLES = {
@@ -120,416 +107,62 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pulse {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print JSON")
-    common.add_argument(
-        "--threads",
-        type=count,
-        default=None,
-        metavar="N",
-        help="number of threads (default: one per core)",
-    )
-    writing = argparse.ArgumentParser(add_help=False)
-    writing.add_argument(
-        "--force", action="store_true", help="replace the output even if it is something else"
-    )
-    layout = argparse.ArgumentParser(add_help=False)
-    layout.add_argument(
-        "--sharded",
-        action="store_true",
-        help="write the weights in the files of the checkpoint's index, or else in files of 5 GB",
-    )
-    named = argparse.ArgumentParser(add_help=False)
-    named.add_argument(
-        "--stream", required=True, metavar="S", help="the stream's name in the store"
-    )
-    stream = argparse.ArgumentParser(add_help=False, parents=[named])
-    addresses = "a folder, or a file://, hf://, s3://, gs:// or az:// URL; http:// to read"
-    stream.add_argument("store", metavar="STORE", help=addresses)
-    keys = argparse.ArgumentParser(add_help=False)
-    keys.add_argument(
-        "--trust",
-        action="append",
-        metavar="KEY",
-        help="accept only versions signed by this public key; may be repeated",
-    )
-    trust = argparse.ArgumentParser(add_help=False, parents=[keys])
-    trust.add_argument(
-        "--stream-id", metavar="ID", help="accept only versions of the stream with this ID"
-    )
-    signing = argparse.ArgumentParser(add_help=False)
-    signing.add_argument(
-        "--sign-key", metavar="FILE", help="sign with this private key (see keygen)"
-    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    a_checkpoint = "a .safetensors file, a folder, or a version of a stream, STORE#STREAM@VERSION"
+    shared = _shared()
+    for add in _ORDER:
+        add(commands, shared)
+    for name, command in commands.choices.items():
+        command.epilog = f"example: {_EXAMPLES[name]}"
+    return parser
 
-    command = commands.add_parser(
-        "diff", parents=[common, writing, keys], help="make a patch from two checkpoints"
-    )
-    command.add_argument("old", metavar="OLD", help=a_checkpoint)
-    command.add_argument("new", metavar="NEW", help="the checkpoint that the patch produces")
-    command.add_argument(
-        "-o", "--output", required=True, metavar="PATCH", help="the patch file to write"
-    )
-    command.set_defaults(run=files.diff)
 
-    command = commands.add_parser(
-        "apply", parents=[common, writing, layout, keys], help="apply a patch to a checkpoint"
-    )
-    command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")
-    command.add_argument("patch", metavar="PATCH", help="a patch file")
-    command.add_argument(
-        "-o",
-        "--output",
-        type=path,
-        required=True,
-        metavar="OUT",
-        help="the result: a folder or a .safetensors file",
-    )
-    command.set_defaults(run=files.apply)
+def _shared() -> Shared:
+    common, writing, layout, named, keys, signing = (options() for _ in range(6))
+    common.add_argument("--json", action="store_true", help="print JSON")
+    text = "number of threads (default: one per core)"
+    common.add_argument("--threads", type=count, default=None, metavar="N", help=text)
+    text = "replace the output even if it is something else"
+    writing.add_argument("--force", action="store_true", help=text)
+    text = "write the weights in the files of the checkpoint's index, or else in files of 5 GB"
+    layout.add_argument("--sharded", action="store_true", help=text)
+    text = "the stream's name in the store"
+    named.add_argument("--stream", required=True, metavar="S", help=text)
+    stream = options(named)
+    text = "a folder, or a file://, hf://, s3://, gs:// or az:// URL; http:// to read"
+    stream.add_argument("store", metavar="STORE", help=text)
+    text = "accept only versions signed by this public key; may be repeated"
+    keys.add_argument("--trust", action="append", metavar="KEY", help=text)
+    trust = options(keys)
+    text = "accept only versions of the stream with this ID"
+    trust.add_argument("--stream-id", metavar="ID", help=text)
+    text = "sign with this private key (see keygen)"
+    signing.add_argument("--sign-key", metavar="FILE", help=text)
+    return Shared(common, writing, layout, named, stream, keys, trust, signing)
 
-    command = commands.add_parser(
-        "inspect", parents=[common, keys], help="show the contents of a patch"
-    )
-    command.add_argument("patch", metavar="PATCH", help="a patch file")
-    command.add_argument(
-        "--base",
-        metavar="CHECKPOINT",
-        help="the checkpoint that the patch is for: names its tensors",
-    )
-    command.set_defaults(run=files.inspect)
 
-    command = commands.add_parser(
-        "digest", parents=[common, keys], help="print a checkpoint's root"
-    )
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help=a_checkpoint)
-    command.add_argument(
-        "--tensors", action="store_true", help="also print the digest of each tensor"
-    )
-    command.set_defaults(run=files.digest)
-
-    checkpoint = argparse.ArgumentParser(add_help=False)
-    checkpoint.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help=f"{a_checkpoint}, with which a new stream begins"
-    )
-    version = argparse.ArgumentParser(add_help=False)
-    version.add_argument(
-        "--dtype",
-        type=compute_dtype,
-        choices=list(COMPUTE_DTYPES),
-        help="cast wider floating-point tensors to this compute dtype (default: as they are)",
-    )
-    version.add_argument(
-        "--quantise",
-        type=quantisation,
-        metavar="FORMAT",
-        help=f"publish codes and scales in place of weights: {', '.join(FORMATS)}, or the "
-        "config.json of a quantised "
-        "model, whose quantization_config says how and what is left out",
-    )
-    version.add_argument(
-        "--anchor",
-        action="store_true",
-        help="store the whole state, too, for newcomers to start from",
-    )
-    beside = version.add_mutually_exclusive_group()
-    beside.add_argument(
-        "--file",
-        action="append",
-        metavar="FILE",
-        help="a small file that goes with the weights, in place of the config, tokenizer and "
-        "templates in CHECKPOINT; "
-        "may be repeated",
-    )
-    beside.add_argument("--no-files", action="store_true", help="publish the weights alone")
-    version.add_argument(
-        "--metadata",
-        type=fact,
-        action="append",
-        metavar="KEY=VALUE",
-        help="say this of the version, such as step=40; may be repeated",
-    )
-    version.add_argument(
-        "--keep", type=count, metavar="N", help="then keep the newest N versions (see gc)"
-    )
-    command = commands.add_parser(
-        "publish",
-        parents=[common, checkpoint, stream, version, signing, trust],
-        help="publish a checkpoint as the next version",
-    )
-    command.add_argument(
-        "--folds", type=count, nargs="+", metavar="N", help="then make folds (see fold)"
-    )
-    command.set_defaults(run=streams.publish)
-
-    watched = argparse.ArgumentParser(add_help=False)
-    watched.add_argument(
-        "folder", metavar="FOLDER", help="where the trainer writes a folder for each step"
-    )
-    command = commands.add_parser(
-        "watch",
-        parents=[common, watched, stream, version, signing, trust],
-        help="publish the checkpoints that a trainer writes into a folder, each once, in the "
-        "order of their steps",
-    )
-    command.add_argument(
-        "--pattern",
-        default="*",
-        metavar="GLOB",
-        help="the names of those folders, such as step_* (default: *)",
-    )
-    command.add_argument(
-        "--done",
-        required=True,
-        metavar="FILE",
-        help="the file that the trainer writes last, such as STABLE",
-    )
-    command.add_argument("--once", action="store_true", help="publish what is there, then exit")
-    command.add_argument(
-        "--poll",
-        type=seconds,
-        default=1.0,
-        metavar="SECONDS",
-        help="seconds between looks (default: 1)",
-    )
-    command.set_defaults(run=following.watch)
-
-    command = commands.add_parser(
-        "anchor",
-        parents=[common, stream, signing, trust],
-        help="publish the newest version once more, whole, for newcomers to start from",
-    )
-    command.set_defaults(run=streams.anchor)
-
-    command = commands.add_parser(
-        "follow",
-        parents=[common, named, trust, writing, layout],
-        help="keep a checkpoint or a live engine up to date with a stream",
-    )
-    command.add_argument(
-        "store",
-        metavar="STORE",
-        nargs="+",
-        help="a folder, or a file://, hf://, http://, s3://, gs:// or az:// URL; several in "
-        "order of preference, the "
-        "stream's own last",
-    )
-    kept = command.add_mutually_exclusive_group(required=True)
-    kept.add_argument(
-        "--out", type=path, metavar="DIR", help="a folder that engines load, replaced atomically"
-    )
-    kept.add_argument("--engine", metavar="URL", help="a vLLM or SGLang server, started for pulse")
-    command.add_argument(
-        "--layout",
-        metavar="NAME",
-        help="a folder in DIR for each version, as trainers write them: prime-rl, slime, areal, "
-        "hf, or a pattern such "
-        "as step_{}/STABLE, the folder and the file that is written last",
-    )
-    command.add_argument(
-        "--keep",
-        type=count,
-        metavar="N",
-        help="keep the newest N folders of the layout (default: all)",
-    )
-    command.add_argument(
-        "--in-flight",
-        choices=["keep", "abort", "wait"],
-        default="keep",
-        help="what becomes of an engine's requests at an update (default: keep)",
-    )
-    command.add_argument(
-        "--select",
-        action="append",
-        metavar="PATTERN",
-        help="only the tensors with this name, or one like 'layers.0.*'; may be repeated",
-    )
-    command.add_argument("--once", action="store_true", help="sync once, then exit")
-    command.add_argument(
-        "--allow-recreated",
-        action="store_true",
-        help="if the stream is deleted and recreated, follow the new one",
-    )
-    command.add_argument(
-        "--poll",
-        type=seconds,
-        default=1.0,
-        metavar="SECONDS",
-        help="seconds between polls of the store (default: 1)",
-    )
-    command.add_argument(
-        "--cache", type=path, metavar="DIR", help="keep downloaded payloads in this folder"
-    )
-    command.add_argument(
-        "--name", metavar="W", help="tell in the store which version this worker holds (see status)"
-    )
-    command.set_defaults(run=following.follow)
-
-    runs.add_parsers(commands, [common, stream, trust], [layout, writing])
-
-    command = commands.add_parser(
-        "attest",
-        parents=[common, stream, trust, layout, writing],
-        help="the signed statement about the files of a version's checkout, as model_signing "
-        "verifies it",
-    )
-    command.add_argument(
-        "--version", type=number, metavar="N", help="the version's number (default: the newest)"
-    )
-    command.add_argument(
-        "--key",
-        metavar="FILE",
-        required=True,
-        help="sign with this private key of P-256, P-384 or P-521 in PEM",
-    )
-    command.add_argument(
-        "-o", "--output", type=path, metavar="FILE", help="the file to write (default: print it)"
-    )
-    command.set_defaults(run=streams.attest)
-
-    command = commands.add_parser(
-        "replay",
-        parents=[common, trust],
-        help="generate rollouts again, with the exact weights that they came from",
-    )
-    command.add_argument(
-        "records", metavar="RECORDS", help="a file of rollout records (docs/replay.md)"
-    )
-    command.add_argument(
-        "--store", required=True, metavar="STORE", help="the store that has their streams"
-    )
-    command.add_argument(
-        "--engine",
-        metavar="URL",
-        help="a vLLM or SGLang server, started for pulse (default: a vLLM of its own)",
-    )
-    command.set_defaults(run=following.replay)
-
-    inventory.add_parsers(commands, [common], trust)
-
-    command = commands.add_parser(
-        "verify", parents=[common, stream, trust], help="replay and check a whole stream"
-    )
-    command.set_defaults(run=streams.verify)
-
-    command = commands.add_parser(
-        "fold",
-        parents=[common, stream, signing, trust],
-        help="make patches that span many versions, for workers that are far behind",
-    )
-    command.add_argument(
-        "--folds",
-        type=count,
-        nargs="+",
-        default=list(DEFAULT_FOLDS),
-        metavar="N",
-        help="how many versions each fold spans (default: 8 64)",
-    )
-    command.set_defaults(run=streams.fold)
-
-    command = commands.add_parser(
-        "gc", parents=[common, stream, trust], help="delete what the kept versions do not need"
-    )
-    command.add_argument(
-        "--keep", type=count, required=True, metavar="N", help="number of newest versions to keep"
-    )
-    command.add_argument(
-        "--grace",
-        type=seconds,
-        default=DEFAULT_GRACE_SECONDS,
-        metavar="SECONDS",
-        help="keep payloads written in the last SECONDS (default: 3600)",
-    )
-    command.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
-    command.set_defaults(run=streams.gc)
-
-    command = commands.add_parser(
-        "relay",
-        parents=[common, trust],
-        help="mirror streams into another store, for the workers near that one",
-    )
-    command.add_argument(
-        "source", metavar="SOURCE", help="the store to copy from: a folder, or a URL as for STORE"
-    )
-    command.add_argument(
-        "target", metavar="TARGET", help="the store to copy to, to which nobody else publishes"
-    )
-    command.add_argument(
-        "--stream",
-        required=True,
-        action="append",
-        metavar="S",
-        help="a stream's name; may be repeated",
-    )
-    command.add_argument(
-        "--keep",
-        type=count,
-        metavar="N",
-        help="keep the newest N versions of the target restorable (default: all)",
-    )
-    command.add_argument("--once", action="store_true", help="copy what is there, then exit")
-    command.add_argument(
-        "--allow-recreated",
-        action="store_true",
-        help="if a stream is deleted and recreated, copy the new one instead",
-    )
-    command.add_argument(
-        "--poll",
-        type=seconds,
-        default=1.0,
-        metavar="SECONDS",
-        help="seconds between polls of the source (default: 1)",
-    )
-    command.set_defaults(run=following.relay)
-
-    command = commands.add_parser(
-        "serve",
-        parents=[common],
-        help="show a folder to readers over HTTP, for workers without credentials",
-    )
-    command.add_argument(
-        "folder", metavar="FOLDER", help="the store's folder, such as a relay's target"
-    )
-    command.add_argument(
-        "--bind",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="this machine's address to listen at (default: 127.0.0.1)",
-    )
-    command.add_argument(
-        "--port",
-        type=port,
-        default=streams.DEFAULT_PORT,
-        metavar="N",
-        help=f"port to listen at; 0: a free one (default: {streams.DEFAULT_PORT})",
-    )
-    command.set_defaults(run=streams.serve)
-
-    command = commands.add_parser(
-        "keygen", parents=[common], help="make a private key and print its public key"
-    )
-    command.add_argument(
-        "file", metavar="FILE", help="file to write the private key to; must not exist"
-    )
-    command.set_defaults(run=streams.keygen)
-
-    command = commands.add_parser(
-        "store-check", parents=[common], help="check that a store is safe to publish to"
-    )
-    command.add_argument(
-        "store", metavar="STORE", help="a folder, or a file://, hf://, s3://, gs:// or az:// URL"
-    )
-    command.set_defaults(run=streams.store_check)
-
-    plan.add_parser(commands)
-    study.add_parser(commands)
-    study.add_report_parser(commands)
-
+def _add_completion(commands: Any, _: Shared) -> None:
     command = commands.add_parser("completion", help="print a shell's completion of this command")
     command.add_argument("shell", choices=["bash", "zsh"], help="the shell")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=complete, parser=make_parser)
-    for name, command in commands.choices.items():
-        command.epilog = f"example: {_EXAMPLES[name]}"
-    return parser
+
+
+_ORDER = (
+    files.add_parsers,
+    streams.add_publish,
+    following.add_watch,
+    streams.add_anchor,
+    following.add_follow,
+    runs.add_parsers,
+    streams.add_attest,
+    following.add_replay,
+    inventory.add_parsers,
+    streams.add_upkeep,
+    following.add_relay,
+    streams.add_tools,
+    plan.add_parser,
+    study.add_parser,
+    study.add_report_parser,
+    _add_completion,
+)
+"""Help and the page of commands show them in this order."""

@@ -1,11 +1,12 @@
-"""What arguments of commands are read as, and the completion of a shell from the parsers."""
+"""What commands share: parent parsers, repeated options, what arguments are read as, and the
+completion of a shell from the parsers."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._util.settings import parse_seconds
 from ..errors import InputError
@@ -14,6 +15,47 @@ from ..state.quantise_formats import FORMATS
 from .output import Console
 
 _MAX_SECONDS = 1e9
+A_CHECKPOINT = "a .safetensors file, a folder, or a version of a stream, STORE#STREAM@VERSION"
+READABLE = "a folder, or a file://, hf://, http://, s3://, gs:// or az:// URL"
+
+
+class Shared(NamedTuple):
+    """The parsers of options that several commands take, as parents of theirs."""
+
+    common: argparse.ArgumentParser
+    writing: argparse.ArgumentParser
+    layout: argparse.ArgumentParser
+    named: argparse.ArgumentParser
+    stream: argparse.ArgumentParser
+    keys: argparse.ArgumentParser
+    trust: argparse.ArgumentParser
+    signing: argparse.ArgumentParser
+
+
+def options(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """A parser that serves as a parent of others."""
+    return argparse.ArgumentParser(add_help=False, parents=parents)
+
+
+def add_poll(command: argparse.ArgumentParser, what: str) -> None:
+    text = f"seconds between {what} (default: 1)"
+    command.add_argument("--poll", type=seconds, default=1.0, metavar="SECONDS", help=text)
+
+
+def add_file_to_write(
+    command: argparse.ArgumentParser, metavar: str, text: str, *, required: bool = True
+) -> None:
+    command.add_argument("-o", "--output", type=path, required=required, metavar=metavar, help=text)
+
+
+def add_metadata(command: Any, text: str) -> None:
+    text = f"{text}; may be repeated"
+    command.add_argument("--metadata", type=fact, action="append", metavar="KEY=VALUE", help=text)
+
+
+def add_quantise(command: argparse.ArgumentParser, text: str) -> None:
+    text = text.format(formats=", ".join(FORMATS))
+    command.add_argument("--quantise", type=quantisation, metavar="FORMAT", help=text)
 
 
 def count(text: str) -> int:

@@ -22,8 +22,50 @@ from ..state.companions import files_of
 from ..state.digest import state_digest
 from ..state.folder import CHECKPOINT_MARK, check_folder, replace_folder, write_checkpoint
 from ..state.tensors import State
+from .arguments import A_CHECKPOINT, Shared, add_file_to_write
 from .output import Console, check_output, write_output
 from .streams import version_at
+
+
+def add_parsers(commands: Any, shared: Shared) -> None:
+    """Add the commands to ``commands``, argparse's sub-parsers."""
+    command = commands.add_parser(
+        "diff",
+        parents=[shared.common, shared.writing, shared.keys],
+        help="make a patch from two checkpoints",
+    )
+    command.add_argument("old", metavar="OLD", help=A_CHECKPOINT)
+    command.add_argument("new", metavar="NEW", help="the checkpoint that the patch produces")
+    command.add_argument(
+        "-o", "--output", required=True, metavar="PATCH", help="the patch file to write"
+    )
+    command.set_defaults(run=diff)
+
+    command = commands.add_parser(
+        "apply",
+        parents=[shared.common, shared.writing, shared.layout, shared.keys],
+        help="apply a patch to a checkpoint",
+    )
+    command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")
+    command.add_argument("patch", metavar="PATCH", help="a patch file")
+    add_file_to_write(command, "OUT", "the result: a folder or a .safetensors file")
+    command.set_defaults(run=apply)
+
+    command = commands.add_parser(
+        "inspect", parents=[shared.common, shared.keys], help="show the contents of a patch"
+    )
+    command.add_argument("patch", metavar="PATCH", help="a patch file")
+    text = "the checkpoint that the patch is for: names its tensors"
+    command.add_argument("--base", metavar="CHECKPOINT", help=text)
+    command.set_defaults(run=inspect)
+
+    command = commands.add_parser(
+        "digest", parents=[shared.common, shared.keys], help="print a checkpoint's root"
+    )
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help=A_CHECKPOINT)
+    text = "also print the digest of each tensor"
+    command.add_argument("--tensors", action="store_true", help=text)
+    command.set_defaults(run=digest)
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:

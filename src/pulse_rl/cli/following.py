@@ -39,12 +39,58 @@ from ..sync.notices import absence
 from ..sync.polling import Backoff, jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
+from .arguments import READABLE, Shared, add_poll, count, options, path
 from .output import Console
-from .streams import files_beside, open_lasting, open_publisher, print_published
+from .streams import (
+    files_beside,
+    open_lasting,
+    open_publisher,
+    print_published,
+    version_options,
+)
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 60.0
 _LOOK_SECONDS = 30.0
 _MAX_DIGITS = 16
+
+
+def add_follow(commands: Any, shared: Shared) -> None:
+    command = commands.add_parser(
+        "follow",
+        parents=[shared.common, shared.named, shared.trust, shared.writing, shared.layout],
+        help="keep a checkpoint or a live engine up to date with a stream",
+    )
+    text = f"{READABLE}; several in order of preference, the stream's own last"
+    command.add_argument("store", metavar="STORE", nargs="+", help=text)
+    kept = command.add_mutually_exclusive_group(required=True)
+    text = "a folder that engines load, replaced atomically"
+    kept.add_argument("--out", type=path, metavar="DIR", help=text)
+    kept.add_argument("--engine", metavar="URL", help="a vLLM or SGLang server, started for pulse")
+    command.add_argument(
+        "--layout",
+        metavar="NAME",
+        help="a folder in DIR for each version, as trainers write them: prime-rl, slime, areal, "
+        "hf, or a pattern such as step_{}/STABLE, the folder and the file that is written last",
+    )
+    text = "keep the newest N folders of the layout (default: all)"
+    command.add_argument("--keep", type=count, metavar="N", help=text)
+    command.add_argument(
+        "--in-flight",
+        choices=["keep", "abort", "wait"],
+        default="keep",
+        help="what becomes of an engine's requests at an update (default: keep)",
+    )
+    text = "only the tensors with this name, or one like 'layers.0.*'; may be repeated"
+    command.add_argument("--select", action="append", metavar="PATTERN", help=text)
+    command.add_argument("--once", action="store_true", help="sync once, then exit")
+    text = "if the stream is deleted and recreated, follow the new one"
+    command.add_argument("--allow-recreated", action="store_true", help=text)
+    add_poll(command, "polls of the store")
+    text = "keep downloaded payloads in this folder"
+    command.add_argument("--cache", type=path, metavar="DIR", help=text)
+    text = "tell in the store which version this worker holds (see status)"
+    command.add_argument("--name", metavar="W", help=text)
+    command.set_defaults(run=follow)
 
 
 def follow(args: argparse.Namespace, console: Console) -> int:
@@ -124,6 +170,21 @@ def _connect(args: argparse.Namespace) -> EngineHandle:
         cache=args.cache,
         in_flight=args.in_flight,
     )
+
+
+def add_replay(commands: Any, shared: Shared) -> None:
+    command = commands.add_parser(
+        "replay",
+        parents=[shared.common, shared.trust],
+        help="generate rollouts again, with the exact weights that they came from",
+    )
+    text = "a file of rollout records (docs/replay.md)"
+    command.add_argument("records", metavar="RECORDS", help=text)
+    text = "the store that has their streams"
+    command.add_argument("--store", required=True, metavar="STORE", help=text)
+    text = "a vLLM or SGLang server, started for pulse (default: a vLLM of its own)"
+    command.add_argument("--engine", metavar="URL", help=text)
+    command.set_defaults(run=replay)
 
 
 def replay(args: argparse.Namespace, console: Console) -> int:
@@ -343,6 +404,27 @@ def _show_written(update: Update, console: Console) -> None:
     console.result(facts, [line])
 
 
+def add_relay(commands: Any, shared: Shared) -> None:
+    command = commands.add_parser(
+        "relay",
+        parents=[shared.common, shared.trust],
+        help="mirror streams into another store, for the workers near that one",
+    )
+    text = "the store to copy from: a folder, or a URL as for STORE"
+    command.add_argument("source", metavar="SOURCE", help=text)
+    text = "the store to copy to, to which nobody else publishes"
+    command.add_argument("target", metavar="TARGET", help=text)
+    text = "a stream's name; may be repeated"
+    command.add_argument("--stream", required=True, action="append", metavar="S", help=text)
+    text = "keep the newest N versions of the target restorable (default: all)"
+    command.add_argument("--keep", type=count, metavar="N", help=text)
+    command.add_argument("--once", action="store_true", help="copy what is there, then exit")
+    text = "if a stream is deleted and recreated, copy the new one instead"
+    command.add_argument("--allow-recreated", action="store_true", help=text)
+    add_poll(command, "polls of the source")
+    command.set_defaults(run=relay)
+
+
 def relay(args: argparse.Namespace, console: Console) -> int:
     if len(args.stream) > 1 and args.stream_id:
         raise InputError(
@@ -390,6 +472,26 @@ def relay(args: argparse.Namespace, console: Console) -> int:
             raise min(failed, key=lambda error: error.retryable)
 
     return keep_on(sync, args, console, _sleep)
+
+
+def add_watch(commands: Any, shared: Shared) -> None:
+    watched = options()
+    text = "where the trainer writes a folder for each step"
+    watched.add_argument("folder", metavar="FOLDER", help=text)
+    parents = [watched, shared.stream, version_options(), shared.signing, shared.trust]
+    command = commands.add_parser(
+        "watch",
+        parents=[shared.common, *parents],
+        help="publish the checkpoints that a trainer writes into a folder, each once, in the "
+        "order of their steps",
+    )
+    text = "the names of those folders, such as step_* (default: *)"
+    command.add_argument("--pattern", default="*", metavar="GLOB", help=text)
+    text = "the file that the trainer writes last, such as STABLE"
+    command.add_argument("--done", required=True, metavar="FILE", help=text)
+    command.add_argument("--once", action="store_true", help="publish what is there, then exit")
+    add_poll(command, "looks")
+    command.set_defaults(run=watch)
 
 
 def watch(args: argparse.Namespace, console: Console) -> int:

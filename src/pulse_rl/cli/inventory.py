@@ -16,47 +16,32 @@ from ..stream.names import AnchorName, VersionName, streams_in
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..sync.notices import absence
-from .arguments import number
+from .arguments import READABLE, Shared, number, options
 from .output import Console
 from .streams import open_lasting
 
 _SHOWN_ANCHORS = 5
 
 
-def add_parsers(
-    commands: Any, common: list[argparse.ArgumentParser], trust: argparse.ArgumentParser
-) -> None:
-    """Adds the commands to ``commands``, argparse's sub-parsers."""
-    store = argparse.ArgumentParser(add_help=False)
-    store.add_argument(
-        "store",
-        metavar="STORE",
-        help="a folder, or a file://, hf://, http://, s3://, gs:// or az:// URL",
-    )
+def add_parsers(commands: Any, shared: Shared) -> None:
+    """Add the commands to ``commands``, argparse's sub-parsers."""
+    store = options()
+    store.add_argument("store", metavar="STORE", help=READABLE)
+    parents = [shared.common, shared.trust, store]
 
-    command = commands.add_parser(
-        "list", parents=[*common, trust, store], help="show the streams of a store"
-    )
+    command = commands.add_parser("list", parents=parents, help="show the streams of a store")
     command.set_defaults(run=show_streams)
 
     command = commands.add_parser(
-        "log", parents=[*common, trust, store], help="show the versions of a stream"
+        "log", parents=[*parents, shared.named], help="show the versions of a stream"
     )
-    command.add_argument(
-        "--stream", required=True, metavar="S", help="the stream's name in the store"
-    )
-    command.add_argument(
-        "--last",
-        type=number,
-        default=20,
-        metavar="N",
-        help="the newest N versions (default: 20); 0: all of them",
-    )
+    text = "the newest N versions (default: 20); 0: all of them"
+    command.add_argument("--last", type=number, default=20, metavar="N", help=text)
     command.set_defaults(run=log)
 
     command = commands.add_parser(
         "status",
-        parents=[*common, trust, store],
+        parents=parents,
         help="show which version each worker of a store holds",
     )
     command.add_argument("--stream", metavar="S", help="of this stream only")

@@ -28,66 +28,48 @@ from ..stream.unreadable import UNREADABLE
 from ..sync import checkout as checkouts
 from ..sync.notices import absence
 from ..sync.planner import BROKEN_LINK
-from .arguments import count, fact, number, path
+from .arguments import Shared, add_metadata, count, number, path
 from .output import Console
 from .streams import open_lasting
 
 _SKIP, _LAST_BAD = 125, 127
 _PLACE = "{}"
-Parsers = list[argparse.ArgumentParser]
 
 
-def add_parsers(commands: Any, common: Parsers, written: Parsers) -> None:
-    """Adds the commands to ``commands``, argparse's sub-parsers; ``written`` have the options of a
-    folder."""
+def add_parsers(commands: Any, shared: Shared) -> None:
+    """Add the commands to ``commands``, argparse's sub-parsers."""
+    parents = [shared.common, shared.stream, shared.trust, shared.layout, shared.writing]
     command = commands.add_parser(
-        "checkout", parents=[*common, *written], help="write a version as a checkpoint"
+        "checkout", parents=parents, help="write a version as a checkpoint"
     )
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("--version", type=number, metavar="N", help="the version's number")
-    which.add_argument(
-        "--root",
-        metavar="ROOT",
-        help="the newest version with this root, or its first 8 digits or more",
-    )
-    which.add_argument(
-        "--metadata",
-        type=fact,
-        action="append",
-        metavar="KEY=VALUE",
-        help="the newest version that says this, such as step=400; may be repeated",
-    )
-    command.add_argument(
-        "--out", type=path, required=True, metavar="DIR", help="a folder that engines load"
-    )
+    text = "the newest version with this root, or its first 8 digits or more"
+    which.add_argument("--root", metavar="ROOT", help=text)
+    add_metadata(which, "the newest version that says this, such as step=400")
+    text = "a folder that engines load"
+    command.add_argument("--out", type=path, required=True, metavar="DIR", help=text)
     command.set_defaults(run=checkout)
 
     command = commands.add_parser(
         "evaluate",
-        parents=[*common, *written],
+        parents=parents,
         help="run a program on versions of a stream, and keep what it prints",
     )
-    command.add_argument(
-        "--every",
-        type=count,
-        required=True,
-        metavar="N",
-        help="versions N, 2N, 3N …, the first and the newest",
-    )
+    text = "versions N, 2N, 3N …, the first and the newest"
+    command.add_argument("--every", type=count, required=True, metavar="N", help=text)
     _add_program(command, "events-evaluate.jsonl")
     command.set_defaults(run=evaluate)
 
     command = commands.add_parser(
         "bisect",
-        parents=[*common, *written],
+        parents=parents,
         help="find the first version for which a program fails",
     )
-    command.add_argument(
-        "--good", type=number, required=True, metavar="N", help="a version that is good"
-    )
-    command.add_argument(
-        "--bad", type=number, required=True, metavar="N", help="a later one that is bad"
-    )
+    text = "a version that is good"
+    command.add_argument("--good", type=number, required=True, metavar="N", help=text)
+    text = "a later one that is bad"
+    command.add_argument("--bad", type=number, required=True, metavar="N", help=text)
     _add_program(command, "events-bisect.jsonl")
     command.set_defaults(run=bisect)
 
@@ -111,12 +93,8 @@ def _add_program(command: argparse.ArgumentParser, log: str) -> None:
         help="a line for each version, from which a command that was stopped goes on (default: "
         f"{log})",
     )
-    command.add_argument(
-        "--out",
-        type=path,
-        metavar="DIR",
-        help="the folder of the version, which stays (default: a temporary one)",
-    )
+    text = "the folder of the version, which stays (default: a temporary one)"
+    command.add_argument("--out", type=path, metavar="DIR", help=text)
 
 
 def checkout(args: argparse.Namespace, console: Console) -> int:

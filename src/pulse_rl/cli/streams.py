@@ -19,16 +19,31 @@ from ..events import Published
 from ..maintenance.attestation import make_statement
 from ..maintenance.compaction import anchor_stream, fold_stream
 from ..maintenance.verify import verify_stream
+from ..state.cast import COMPUTE_DTYPES
 from ..state.checkpoint import current_version, load
 from ..state.companions import checked_files, files_of, of_dtype
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
 from ..stream.attestation import BUNDLE, AttestationKey
 from ..stream.signing import Signer
 from ..sync.checkout import Checkout, checkout
-from ..sync.gc import gc_stream
+from ..sync.gc import DEFAULT_GRACE_SECONDS, gc_stream
+from ..sync.history_policy import DEFAULT_FOLDS
 from ..sync.publisher import Publisher
 from ..testing import StoreConformance
-from .arguments import fact
+from .arguments import (
+    A_CHECKPOINT,
+    Shared,
+    add_file_to_write,
+    add_metadata,
+    add_quantise,
+    compute_dtype,
+    count,
+    fact,
+    number,
+    options,
+    port,
+    seconds,
+)
 from .output import Console, check_output, write_output
 
 DEFAULT_PORT = 8734
@@ -70,6 +85,52 @@ def version_at(source: str, args: argparse.Namespace, console: Console) -> Check
         threads=args.threads,
         on_event=console,
     )
+
+
+def add_publish(commands: Any, shared: Shared) -> None:
+    checkpoint = options()
+    text = f"{A_CHECKPOINT}, with which a new stream begins"
+    checkpoint.add_argument("checkpoint", metavar="CHECKPOINT", help=text)
+    parents = [checkpoint, shared.stream, version_options(), shared.signing, shared.trust]
+    command = commands.add_parser(
+        "publish",
+        parents=[shared.common, *parents],
+        help="publish a checkpoint as the next version",
+    )
+    text = "then make folds (see fold)"
+    command.add_argument("--folds", type=count, nargs="+", metavar="N", help=text)
+    command.set_defaults(run=publish)
+
+
+def version_options() -> argparse.ArgumentParser:
+    """What a command that publishes is given of a version."""
+    version = options()
+    version.add_argument(
+        "--dtype",
+        type=compute_dtype,
+        choices=list(COMPUTE_DTYPES),
+        help="cast wider floating-point tensors to this compute dtype (default: as they are)",
+    )
+    add_quantise(
+        version,
+        "publish codes and scales in place of weights: {formats}, or the config.json of a "
+        "quantised model, whose quantization_config says how and what is left out",
+    )
+    text = "store the whole state, too, for newcomers to start from"
+    version.add_argument("--anchor", action="store_true", help=text)
+    beside = version.add_mutually_exclusive_group()
+    beside.add_argument(
+        "--file",
+        action="append",
+        metavar="FILE",
+        help="a small file that goes with the weights, in place of the config, tokenizer and "
+        "templates in CHECKPOINT; may be repeated",
+    )
+    beside.add_argument("--no-files", action="store_true", help="publish the weights alone")
+    add_metadata(version, "say this of the version, such as step=40")
+    text = "then keep the newest N versions (see gc)"
+    version.add_argument("--keep", type=count, metavar="N", help=text)
+    return version
 
 
 def publish(args: argparse.Namespace, console: Console) -> int:
@@ -122,6 +183,15 @@ def open_publisher(args: argparse.Namespace, console: Console) -> Publisher:
     return publisher
 
 
+def add_anchor(commands: Any, shared: Shared) -> None:
+    command = commands.add_parser(
+        "anchor",
+        parents=[shared.common, shared.stream, shared.signing, shared.trust],
+        help="publish the newest version once more, whole, for newcomers to start from",
+    )
+    command.set_defaults(run=anchor)
+
+
 def anchor(args: argparse.Namespace, console: Console) -> int:
     done = anchor_stream(
         open_lasting(args.store),
@@ -134,6 +204,21 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
     )
     print_published(done, console)
     return 0
+
+
+def add_attest(commands: Any, shared: Shared) -> None:
+    command = commands.add_parser(
+        "attest",
+        parents=[shared.common, shared.stream, shared.trust, shared.layout, shared.writing],
+        help="the signed statement about the files of a version's checkout, as model_signing "
+        "verifies it",
+    )
+    text = "the version's number (default: the newest)"
+    command.add_argument("--version", type=number, metavar="N", help=text)
+    text = "sign with this private key of P-256, P-384 or P-521 in PEM"
+    command.add_argument("--key", metavar="FILE", required=True, help=text)
+    add_file_to_write(command, "FILE", "the file to write (default: print it)", required=False)
+    command.set_defaults(run=attest)
 
 
 def attest(args: argparse.Namespace, console: Console) -> int:
@@ -165,6 +250,48 @@ def attest(args: argparse.Namespace, console: Console) -> int:
     )
     console.result(facts, [line])
     return 0
+
+
+def add_upkeep(commands: Any, shared: Shared) -> None:
+    """Add verify, fold and gc."""
+    command = commands.add_parser(
+        "verify",
+        parents=[shared.common, shared.stream, shared.trust],
+        help="replay and check a whole stream",
+    )
+    command.set_defaults(run=verify)
+
+    command = commands.add_parser(
+        "fold",
+        parents=[shared.common, shared.stream, shared.signing, shared.trust],
+        help="make patches that span many versions, for workers that are far behind",
+    )
+    command.add_argument(
+        "--folds",
+        type=count,
+        nargs="+",
+        default=list(DEFAULT_FOLDS),
+        metavar="N",
+        help="how many versions each fold spans (default: 8 64)",
+    )
+    command.set_defaults(run=fold)
+
+    command = commands.add_parser(
+        "gc",
+        parents=[shared.common, shared.stream, shared.trust],
+        help="delete what the kept versions do not need",
+    )
+    text = "number of newest versions to keep"
+    command.add_argument("--keep", type=count, required=True, metavar="N", help=text)
+    command.add_argument(
+        "--grace",
+        type=seconds,
+        default=DEFAULT_GRACE_SECONDS,
+        metavar="SECONDS",
+        help="keep payloads written in the last SECONDS (default: 3600)",
+    )
+    command.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
+    command.set_defaults(run=gc)
 
 
 def verify(args: argparse.Namespace, console: Console) -> int:
@@ -249,6 +376,36 @@ def gc(args: argparse.Namespace, console: Console) -> int:
         )
     console.result(facts, lines)
     return 0
+
+
+def add_tools(commands: Any, shared: Shared) -> None:
+    """Add serve, keygen and store-check."""
+    command = commands.add_parser(
+        "serve",
+        parents=[shared.common],
+        help="show a folder to readers over HTTP, for workers without credentials",
+    )
+    text = "the store's folder, such as a relay's target"
+    command.add_argument("folder", metavar="FOLDER", help=text)
+    text = "this machine's address to listen at (default: 127.0.0.1)"
+    command.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help=text)
+    text = f"port to listen at; 0: a free one (default: {DEFAULT_PORT})"
+    command.add_argument("--port", type=port, default=DEFAULT_PORT, metavar="N", help=text)
+    command.set_defaults(run=serve)
+
+    command = commands.add_parser(
+        "keygen", parents=[shared.common], help="make a private key and print its public key"
+    )
+    text = "file to write the private key to; must not exist"
+    command.add_argument("file", metavar="FILE", help=text)
+    command.set_defaults(run=keygen)
+
+    command = commands.add_parser(
+        "store-check", parents=[shared.common], help="check that a store is safe to publish to"
+    )
+    text = "a folder, or a file://, hf://, s3://, gs:// or az:// URL"
+    command.add_argument("store", metavar="STORE", help=text)
+    command.set_defaults(run=store_check)
 
 
 def keygen(args: argparse.Namespace, console: Console) -> int:

@@ -7,24 +7,22 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .._util.settings import format_bandwidth, format_bytes
+from .._util.settings import format_bytes
 from ..events import progress_to
 from ..report import read_run, render
 from ..state.cast import COMPUTE_DTYPES, cast_specs
-from ..state.quantise_formats import FORMATS
-from ..state.tensors import TensorSpec
 from ..study import CheckpointFolder, StoredStream, study
 from ..study.result import STEP_SECONDS
 from ..study.run import DEFAULT_KS, StateSequence
-from .arguments import compute_dtype, quantisation, seconds
+from ..study.units import format_bandwidth
+from .arguments import Shared, add_quantise, compute_dtype, seconds
 from .output import PAGE_MARK, Console, check_output, read_study, write_output
 
 _SHOWN_TENSORS = 8
-_SHOWN_SHARE = 1e-3
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to ``commands``, argparse's sub-parsers."""
+def add_parser(commands: Any, _: Shared) -> None:
+    """Add the command to ``commands``, argparse's sub-parsers."""
     command = commands.add_parser(
         "study", help="measure the sparsity of updates between saved states"
     )
@@ -39,12 +37,10 @@ def add_parser(commands: Any) -> None:
         default="BF16",
         help="compute dtype; wider weights are cast to it (default: BF16)",
     )
-    command.add_argument(
-        "--quantise",
-        type=quantisation,
-        metavar="FORMAT",
-        help="study codes and scales beside weights in --dtype, quantised from what is stored: "
-        f"{', '.join(FORMATS)}, or the config.json of a quantised model",
+    add_quantise(
+        command,
+        "study codes and scales beside weights in --dtype, quantised from what is stored: "
+        "{formats}, or the config.json of a quantised model",
     )
     command.add_argument(
         "--k",
@@ -53,12 +49,6 @@ def add_parser(commands: Any) -> None:
         default=list(DEFAULT_KS),
         metavar="K",
         help="compare each state with the one K states later (default: 1 2 4 … 32)",
-    )
-    command.add_argument(
-        "--lr",
-        type=float,
-        metavar="LR",
-        help="learning rate; adds the density that theory predicts",
     )
     command.add_argument(
         "--step-seconds",
@@ -86,26 +76,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
         source = StoredStream(args.source, args.stream, threads=args.threads)
     else:
         source = CheckpointFolder(args.source)
-    found = study(
-        source,
-        dtype=args.dtype,
-        ks=args.k,
-        lr=args.lr,
-        step_seconds=args.step_seconds,
-        threads=args.threads,
-        progress=progress_to(
-            console, "study", len(source.state_names) * _nbytes(source.specs, args.dtype)
-        ),
-    )
+    given = {
+        "dtype": args.dtype,
+        "ks": args.k,
+        "step_seconds": args.step_seconds,
+        "threads": args.threads,
+    }
+    specs = cast_specs(source.specs, COMPUTE_DTYPES[args.dtype])
+    nbytes = len(source.state_names) * sum(spec.nbytes for spec in specs)
+    found = study(source, progress=progress_to(console, "study", nbytes), **given)
     lines = lines_of(found)
     if args.quantise is not None:
-        given = {
-            "ks": args.k,
-            "lr": args.lr,
-            "step_seconds": args.step_seconds,
-            "threads": args.threads,
-        }
-        found["quantised"] = study(source, dtype=args.dtype, quantise=args.quantise, **given)
+        found["quantised"] = study(source, quantise=args.quantise, **given)
         lines += beside(found, found["quantised"])
     if args.output:
         write_output(
@@ -140,16 +122,15 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     lines += [
         "",
         "bytes per changed weight",
-        f"{'k':>5} {'auto':>9} {'zstd':>9} {'entropy':>9} {'a patch':>10}",
+        f"{'k':>5} {'auto':>9} {'zstd':>9} {'a patch':>10}",
     ]
     for row in found["rows"]:
         if row["bytes"] is not None:
             lines.append(
                 f"{row['k']:>5} {row['bytes_per_changed']:>9.3f} "
-                f"{row['bytes_per_changed_zstd']:>9.3f} "
-                f"{row['entropy_bound']:>9.3f} {format_bytes(row['bytes']):>10}"
+                f"{row['bytes_per_changed_zstd']:>9.3f} {format_bytes(row['bytes']):>10}"
             )
-    return [*lines, *_history(found["history"]), *_exponents(found), "", *_three_numbers(found)]
+    return [*lines, "", *_three_numbers(found)]
 
 
 def beside(found: dict[str, Any], quantised: dict[str, Any]) -> list[str]:
@@ -171,46 +152,6 @@ def beside(found: dict[str, Any], quantised: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _history(history: dict[str, Any] | None) -> list[str]:
-    """Recurrence by age, the bound with and without history, and what the codecs reach."""
-    if history is None or not history["changed"]:
-        return []
-    ages = [(_age(age["from"], age["to"]), age["share"]) for age in history["ages"]]
-    lines = [
-        "",
-        "recurrence: of what changed from one state to the next, the share that had last "
-        "changed so many states ago "
-        f"(the last {history['steps']} steps)",
-        " ".join(f"{name:>9}" for name, _ in (*ages, ("not yet", 0))),
-        " ".join(f"{share:>9.3%}" for _, share in (*ages, ("", history["not_yet"]))),
-        f"within 8 states: {history['within_8']:.3%}",
-    ]
-    if history["entropy_bound"] is None:
-        return lines
-    names = ("position", "sign", "size")
-    lines += [
-        "",
-        f"what history knows of a step ({history['coded_steps']} of these): entropies in bits a "
-        "change; their sum and "
-        "whole patch files in bytes",
-        f"{'':15} {' '.join(f'{name:>9}' for name in names)} {'entropy':>9} {'files':>9}",
-    ]
-    for label, suffix, codec in (
-        ("without history", "", "auto"),
-        ("with history", "_with_history", "history"),
-    ):
-        bits = " ".join(f"{history[f'{name}_bits{suffix}']:>9.3f}" for name in names)
-        bound, reached = history[f"entropy_bound{suffix}"], history[f"bytes_per_changed_{codec}"]
-        lines.append(f"{label:15} {bits} {bound:>9.3f} {reached:>9.3f} by {codec}")
-    return lines
-
-
-def _age(first: int, last: int | None) -> str:
-    if last is None:
-        return f"{first} +"
-    return f"{first}" if first == last else f"{first}-{last}"
-
-
 def _by_k(title: str, key: str, rows: list[dict[str, Any]], limit: int | None) -> list[str]:
     """Mean sparsity by name and k, the least sparse first."""
     table: dict[str, list[float]] = {}
@@ -229,33 +170,6 @@ def _by_k(title: str, key: str, rows: list[dict[str, Any]], limit: int | None) -
     ]
 
 
-def _exponents(found: dict[str, Any]) -> list[str]:
-    rows = found["exponents"]
-    total = sum(row["elements"] for row in rows)
-    shown = [row for row in rows if row["elements"] >= _SHOWN_SHARE * total]
-    if not shown:
-        return []
-    theory = f" {'if |dw| = lr':>13} {'10 lr':>9}" if found["lr"] else ""
-    k = found["rows"][0]["k"]
-    lines = [
-        "",
-        f"density by size of the old weight, k = {k}; an update below `visible from` is lost in "
-        "weights kept in "
-        f"{found['dtype']}, but FP32 masters accumulate it",
-        f"{'|w| from':>10} {'share':>9} {'density':>9} {'visible from':>13}{theory}",
-    ]
-    for row in shown:
-        share, density = row["elements"] / total, row["density"]
-        line = (
-            f"{2.0 ** row['exponent']:>10.2g} {share:>9.3%} {density:>9.3%} "
-            f"{row['threshold']:>13.2g}"
-        )
-        if found["lr"]:
-            line += f" {row['predicted_lr']:>13.3%} {row['predicted_10lr']:>9.3%}"
-        lines.append(line)
-    return lines
-
-
 def _three_numbers(found: dict[str, Any]) -> list[str]:
     numbers, k = found["summary"], found["rows"][0]["k"]
     nbytes = numbers["bytes_per_sync"]
@@ -272,15 +186,11 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _nbytes(specs: tuple[TensorSpec, ...], dtype: str) -> int:
-    return sum(s.nbytes for s in cast_specs(specs, COMPUTE_DTYPES[dtype]))
-
-
 STUDY_NAME = "study.json"
 
 
-def add_report_parser(commands: Any) -> None:
-    """Adds the command to ``commands``, argparse's sub-parsers."""
+def add_report_parser(commands: Any, _: Shared) -> None:
+    """Add the command to ``commands``, argparse's sub-parsers."""
     command = commands.add_parser("report", help="write a run or a study as one HTML page")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument(

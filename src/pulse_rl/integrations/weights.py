@@ -539,7 +539,7 @@ def expected_density(model: nn.Module, lr: float) -> float:
     is about ``lr``, as Adam's are.
 
     Behind wider weights an update crosses a rounding edge with chance lr / ulp; narrow ones absorb
-    it below half an ulp (`pulse_rl.study.theory`). From samples, on this rank's shards alone.
+    it below half an ulp. From samples, on this rank's shards alone.
     """
     changed, elements = 0.0, 0
     for parameter in model.parameters():

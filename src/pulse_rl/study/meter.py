@@ -14,7 +14,6 @@ from ..errors import InputError, UnsupportedTensor
 from ..state.cast import COMPUTE_DTYPES
 from ..state.tensors import DType, State, TensorSpec, UIntArray
 from .record import BlockRecord
-from .recurrence import Remembered
 from .result import STEP_SECONDS, Tally, study_dict
 
 
@@ -33,10 +32,6 @@ class SparsityMeter(Closing):
     model. Floats wider than ``dtype`` are cast to it, other tensors compared as they are. With
     ``every=4`` and four updates per rollout batch, k = 1 is from one published version to the next.
 
-    ``history``: also measure what the last changes tell of the next ones, "history" of `to_dict`,
-    for one more byte an element, up to a sixteenth of a copy, and about a nanosecond of a core for
-    each element and state.
-
     Memory: on the device one block of 4 Mi elements at a time. On the host one copy of the cast
     weights, and for each of the ``max(ks)`` states before it 6 bytes per changed BF16 weight, or a
     copy if that is less: at most ``max(ks) + 1`` copies, `memory_bytes` now; plus some hundred
@@ -52,7 +47,6 @@ class SparsityMeter(Closing):
         dtype: torch.dtype = torch.bfloat16,
         ks: Sequence[int] = (1, 8, 32),
         every: int = 1,
-        history: bool = False,
     ) -> None:
         if not isinstance(dtype, torch.dtype) or _dtype_of(dtype).name not in COMPUTE_DTYPES:
             raise InputError(
@@ -62,12 +56,8 @@ class SparsityMeter(Closing):
         if not ks or min(ks) < 1 or every < 1:
             raise InputError("ks and every must be 1 or more")
         self._live = _LiveState(_parameters(target), dtype)
-        self._tally = Tally(self._live.specs, sorted(set(ks)), history=history)
-        blocks, steps = self._tally.blocks, () if history else None
-        self._records = [BlockRecord(block, self._tally.ks, steps=steps) for block in blocks]
-        self._remembered = (
-            Remembered(self._live.specs, dict(enumerate(blocks))) if history else None
-        )
+        self._tally = Tally(self._live.specs, sorted(set(ks)))
+        self._records = [BlockRecord(block, self._tally.ks) for block in self._tally.blocks]
         self._every = every
         self._steps = 0
         self._coded = 0
@@ -83,9 +73,8 @@ class SparsityMeter(Closing):
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory used by the kept states, and by what is known of changes."""
-        remembered = self._remembered.now.nbytes if self._remembered else 0
-        return sum(record.nbytes for record in self._records) + remembered
+        """Host memory used by the kept states."""
+        return sum(record.nbytes for record in self._records)
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of `to_dict`, one per k with enough states."""
@@ -96,21 +85,17 @@ class SparsityMeter(Closing):
         """The measurements so far, as `pulse_rl.study` describes them; bandwidths assume
         ``step_seconds`` of compute between syncs.
 
-        Each call builds the patches from the states k before to the newest one. So bytes and
-        exponents describe the states at the time of the call; sparsity covers all states.
+        Each call builds the patches from the states k before to the newest one. So bytes
+        describe the states at the time of the call; sparsity covers all states.
         """
         if self._coded < len(self._states):
-            for index, record in enumerate(self._records):
-                self._tally.add_coded_blocks(record.block, record.code_newest())
-                if self._remembered:
-                    past = self._remembered.before.past(index)
-                    self._tally.add_coded_steps(record.code_newest_step(past))
+            for record in self._records:
+                self._tally.add_coded_blocks(record.code_newest())
             self._coded = len(self._states)
         return study_dict(
             self._tally,
             source="live",
             states=self._states,
-            lr=self._lr(),
             step_seconds=step_seconds,
             gradients=self._gradients,
         )
@@ -141,27 +126,9 @@ class SparsityMeter(Closing):
         for record, _ in zip(self._records, ordered_map(add, self._records), strict=True):
             self._tally.add(record)
         self._tally.finish_pairs()
-        self._remember(len(self._states))
         self._states.append(f"step {self._steps}")
         self._gradients.append(sum(self._shares) / len(self._shares) if self._shares else None)
         self._shares = []
-
-    def _remember(self, number: int) -> None:
-        if not (self._remembered and self._tally.history and number):
-            return
-        found = {
-            index: record.records
-            for index, record in enumerate(self._records)
-            if record.records is not None
-        }
-        self._remembered.take(found, number)
-        self._tally.history.names[number] = self._remembered.before.name
-
-    def _lr(self) -> float | None:
-        """The learning rate now, where all parameter groups have the same."""
-        groups = self._optimizer.param_groups if self._optimizer else []
-        rates = {float(group["lr"]) for group in groups if "lr" in group}
-        return rates.pop() if len(rates) == 1 else None
 
 
 class _LiveState(State):

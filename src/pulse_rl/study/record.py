@@ -1,30 +1,22 @@
 """One block's part of a study: changed elements against the states k before, and the cost of some
-patches.
-
-Where history counts, too: what the changes of each step had been before, and the cost of some steps
-by the codec that knows.
-"""
+patches."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import codec as codecs
-from ..codec import CODECS, Changes, Past
+from ..codec import CODECS, Changes
 from ..patch.blocks import Block
 from ..patch.build import entry_of
 from ..patch.header import BlockEntry
-from ..patch.history import Records, records_of
 from ..state import bits
 from ..state.tensors import UIntArray
-from .recurrence import BlockRecurrence, ChangeTable, Counts, StateStep
-from .theory import ClassCounts
 
 
 class EarlierBlock(NamedTuple):
@@ -68,15 +60,6 @@ class BlockHistory:
             self._undo.append(self.newest)
             self.newest = elements.copy()
 
-    def last_step(self) -> StateStep:
-        """What changed from the state before to the newest one, of two and more."""
-        newest, undo = self.newest, self._undo[-1]
-        assert newest is not None
-        if isinstance(undo, Changes):
-            return StateStep(undo.positions, undo.values, bits.take(newest, undo.positions))
-        positions = bits.differing(undo, newest)
-        return StateStep(positions, bits.take(undo, positions), bits.take(newest, positions))
-
     def earlier(self) -> Iterator[EarlierBlock]:
         """The states before the newest, the latest first."""
         if self.newest is None:
@@ -91,10 +74,6 @@ class BlockHistory:
                 touched |= undo != now
                 now = undo.copy()
             yield EarlierBlock(k, now, touched)
-
-
-WITH_HISTORY = ("history", "auto")
-"""The codecs of steps from one state to the next where history counts."""
 
 
 class Pair(NamedTuple):
@@ -112,45 +91,18 @@ class ChangeCount(NamedTuple):
     touched: int
 
 
-@dataclass(frozen=True, slots=True)
-class PricedBlock:
-    """The block in the patch of one pair: its entry with each codec, and its classes by segment."""
-
-    entries: dict[str, BlockEntry]
-    classes: tuple[ClassCounts, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PricedStep:
-    """The block in the patch from one state to the next: its entry by codec, and the counts of its
-    step; None for elements of more than 4 bytes."""
-
-    entries: dict[str, BlockEntry]
-    table: ChangeTable | None
+CodedBlock = dict[str, BlockEntry]
+"""A block in the patch of one pair, by codec."""
 
 
 class BlockRecord:
-    """Compares a block's states one after another; ``coded`` are the pairs whose patches are built.
-    ``steps``: where history counts, the numbers of the states to which the steps lead that are
-    coded with it; None: it does not."""
+    """Compares the states of a block one after another; ``coded`` are the pairs whose patches are
+    built."""
 
-    def __init__(
-        self,
-        block: Block,
-        ks: Collection[int],
-        coded: Collection[Pair] = (),
-        *,
-        steps: Collection[int] | None = None,
-    ) -> None:
+    def __init__(self, block: Block, ks: Collection[int], coded: Collection[Pair] = ()) -> None:
         self.block = block
         self.counts: dict[Pair, ChangeCount] = {}
-        self.coded_blocks: dict[Pair, PricedBlock] = {}
-        self.ages: dict[int, Counts] = {}
-        self.coded_steps: dict[int, PricedStep] = {}
-        self.records: Records | None = None
-        self._steps = steps
-        recurs = steps is not None and block.dtype.width <= 4
-        self._recurrence = BlockRecurrence(block.dtype, block.elements) if recurs else None
+        self.coded_blocks: dict[Pair, CodedBlock] = {}
         self._ks = frozenset(ks)
         self._pairs_to_code = frozenset(coded)
         self._ends = np.cumsum([s.stop - s.start for s in block.segments])
@@ -160,14 +112,11 @@ class BlockRecord:
     @property
     def nbytes(self) -> int:
         """Memory that the kept states take."""
-        return self._history.nbytes + (self._recurrence.nbytes if self._recurrence else 0)
+        return self._history.nbytes
 
-    def add(self, elements: UIntArray, past: Past = ()) -> None:
-        """The block in the next state; ``elements`` are copied. ``past``: what is remembered of it
-        at the state before. Sets ``records``, what is to be remembered of this step."""
+    def add(self, elements: UIntArray) -> None:
+        """Compare the block in the next state; ``elements`` are copied."""
         self._history.push(elements)
-        if self._states and self._steps is not None:
-            self._add_step(past)
         for earlier in self._history.earlier():
             if earlier.k in self._ks:
                 pair = Pair(earlier.k, self._states)
@@ -176,7 +125,7 @@ class BlockRecord:
                     self.coded_blocks[pair] = self._code(earlier.elements)
         self._states += 1
 
-    def code_newest(self) -> dict[Pair, PricedBlock]:
+    def code_newest(self) -> dict[Pair, CodedBlock]:
         """The coded block of each pair that ends in the newest state."""
         return {
             Pair(earlier.k, self._states - 1): self._code(earlier.elements)
@@ -184,48 +133,19 @@ class BlockRecord:
             if earlier.k in self._ks
         }
 
-    def code_newest_step(self, past: Past) -> dict[int, PricedStep]:
-        """The step to the newest state, coded with history; nothing of the first state."""
-        return {self._states - 1: self._code_step(past)} if self._states > 1 else {}
-
     @property
     def _now(self) -> UIntArray:
         assert self._history.newest is not None
         return self._history.newest
-
-    def _add_step(self, past: Past) -> None:
-        if self._recurrence is not None:
-            step = self._history.last_step()
-            self.ages[self._states] = self._recurrence.add(step)
-            self.records = records_of(self.block.dtype, *step)
-        if self._steps and self._states in self._steps:
-            self.coded_steps[self._states] = self._code_step(past)
-
-    def _code_step(self, past: Past) -> PricedStep:
-        old = next(self._history.earlier()).elements
-        entries = {
-            name: self._entry(name, old, past if name == "history" else ()) for name in WITH_HISTORY
-        }
-        return PricedStep(entries, self._recurrence.table(old) if self._recurrence else None)
-
-    def _entry(self, codec: str, old: UIntArray, past: Past = ()) -> BlockEntry:
-        layout = self.block.layout._replace(past=past)
-        return entry_of(
-            codecs.encode_block(
-                old, self._now, layout, codec="zstd" if codec == "zstd" else codecs.AUTO
-            )
-        )
 
     def _count(self, earlier: EarlierBlock) -> ChangeCount:
         positions = bits.differing(earlier.elements, self._now)
         changed = np.diff(np.searchsorted(positions, self._ends), prepend=0)
         return ChangeCount(changed.astype(np.int64), int(np.count_nonzero(earlier.touched)))
 
-    def _code(self, old: UIntArray) -> PricedBlock:
-        entries = {name: self._entry(name, old) for name in CODECS}
-        classes = []
-        for start, stop in zip([0, *self._ends[:-1].tolist()], self._ends.tolist(), strict=True):
-            counts = ClassCounts(self.block.dtype)
-            counts.add(old[start:stop], self._now[start:stop])
-            classes.append(counts)
-        return PricedBlock(entries, tuple(classes))
+    def _code(self, old: UIntArray) -> CodedBlock:
+        layout = self.block.layout
+        return {
+            codec: entry_of(codecs.encode_block(old, self._now, layout, codec=codec))
+            for codec in CODECS
+        }

@@ -26,22 +26,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..codec import CODECS, HISTORY
+from ..codec import CODECS
 from ..patch.blocks import Block, cut
 from ..patch.header import BlockEntry, PatchHeader, all_of
-from ..patch.history import HistoryName
-from ..plan.model import bandwidth_for
 from ..state.tensors import TensorSpec
-from .record import WITH_HISTORY, BlockRecord, ChangeCount, Pair, PricedBlock, PricedStep
-from .recurrence import HistoryTally, first_step
-from .theory import ClassCounts, exponent_rows
+from .plan import bandwidth_for
+from .record import BlockRecord, ChangeCount, CodedBlock, Pair
 
 SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", ".scales", ".scale")
 """How the names of scales end in checkpoints."""
@@ -105,33 +101,17 @@ class CountStatistics:
         }
 
 
-@dataclass
-class CodedPair:
-    """What the patch of one pair costs: blocks in order, bits of the bound, classes of the main
-    dtype."""
-
-    entries: dict[str, list[BlockEntry]]
-    bound_bits: float = 0.0
-    changed: int = 0
-
-
 class Tally:
-    """The sums of one study. ``specs`` are those after the cast, ``ks`` ascending; ``history``:
-    whether history counts, too."""
+    """The sums of one study. ``specs`` are those after the cast, ``ks`` ascending."""
 
-    def __init__(
-        self, specs: tuple[TensorSpec, ...], ks: Sequence[int], *, history: bool = False
-    ) -> None:
+    def __init__(self, specs: tuple[TensorSpec, ...], ks: Sequence[int]) -> None:
         self.specs = specs
         self.ks = tuple(ks)
         self.blocks = cut(specs)
         self.elements = sum(s.elements for s in specs)
         self.layers = [layer_of(s.name) for s in specs]
-        self.main_dtype = self._main_dtype()
         self.pairs: list[dict[str, Any]] = []
-        self.coded: dict[Pair, CodedPair] = {}
-        self.history = HistoryTally() if history else None
-        self.exponents = ClassCounts(self.main_dtype)
+        self.coded: dict[Pair, dict[str, list[BlockEntry]]] = {}
         self.statistics = {
             k: (CountStatistics(1), CountStatistics(len(LAYERS)), CountStatistics(len(specs)))
             for k in self.ks
@@ -140,7 +120,6 @@ class Tally:
         self._at = {s.name: i for i, s in enumerate(specs)}
         self._layer_index = np.array([LAYERS.index(layer) for layer in self.layers], np.int64)
         self._unfinished: dict[Pair, tuple[npt.NDArray[np.int64], int]] = {}
-        self._partial_classes: dict[tuple[Pair, str], ClassCounts] = {}
 
     def dtypes(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -157,35 +136,14 @@ class Tally:
         """Adds what a block's record has found since the last call, and empties it. Blocks must
         come in order."""
         self._count(record.block, record.counts)
-        self.add_coded_blocks(record.block, record.coded_blocks)
-        self.add_coded_steps(record.coded_steps)
-        if self.history:
-            for new, ages in record.ages.items():
-                self.history.add_ages(new, ages)
-        record.counts, record.coded_blocks, record.ages, record.coded_steps = {}, {}, {}, {}
+        self.add_coded_blocks(record.coded_blocks)
+        record.counts, record.coded_blocks = {}, {}
 
-    def add_coded_steps(self, coded_steps: Mapping[int, PricedStep]) -> None:
-        if self.history:
-            for new, coded in coded_steps.items():
-                self.history.add_coded(new, coded.entries, coded.table)
-
-    def add_coded_blocks(self, block: Block, coded_blocks: Mapping[Pair, PricedBlock]) -> None:
+    def add_coded_blocks(self, coded_blocks: Mapping[Pair, CodedBlock]) -> None:
         for pair, coded_block in coded_blocks.items():
-            coded = self.coded.setdefault(pair, CodedPair({name: [] for name in CODECS}))
-            for name, entry in coded_block.entries.items():
-                coded.entries[name].append(entry)
-            coded.changed += coded_block.entries[CODECS[0]].changed
-            for segment, counts in zip(block.segments, coded_block.classes, strict=True):
-                whole = self._partial_classes.pop((pair, segment.spec.name), None)
-                if whole is not None:
-                    whole.merge(counts)
-                    counts = whole
-                if segment.stop == segment.spec.elements:
-                    coded.bound_bits += sum(counts.bits())
-                    if pair.k == self.ks[0] and counts.dtype == self.main_dtype:
-                        self.exponents.merge(counts)
-                else:
-                    self._partial_classes[pair, segment.spec.name] = counts
+            entries = self.coded.setdefault(pair, {name: [] for name in CODECS})
+            for name, entry in coded_block.items():
+                entries[name].append(entry)
 
     def finish_pairs(self) -> None:
         """Adds the pairs to the statistics; call it when all blocks of the states so far were
@@ -214,19 +172,13 @@ class Tally:
             )
         self._unfinished = {}
 
+    def changed(self, pair: Pair) -> int:
+        """Elements that change in the patch of a coded pair."""
+        return sum(entry.changed for entry in self.coded[pair][CODECS[0]])
+
     def patch_bytes(self, pair: Pair, codec: str) -> int:
         """Bytes of the patch file of a coded pair."""
-        return self._file_bytes(self.coded[pair].entries[codec])
-
-    def step_bytes(self, new: int, codec: str) -> int:
-        """Bytes of the patch file of a step that was coded with history."""
-        assert self.history is not None
-        entries = self.history.entries[new][codec]
-        used = any(entry.codec_id == HISTORY for entry in entries)
-        return self._file_bytes(entries, self.history.names[new] if used else None)
-
-    def _file_bytes(self, entries: Sequence[BlockEntry], history: HistoryName | None = None) -> int:
-        header = PatchHeader(*_ROOTS, all_of(self.specs), tuple(entries), history)
+        header = PatchHeader(*_ROOTS, all_of(self.specs), tuple(self.coded[pair][codec]))
         return len(header.to_bytes()) + header.body_bytes
 
     def _count(self, block: Block, counts: Mapping[Pair, ChangeCount]) -> None:
@@ -238,11 +190,6 @@ class Tally:
             for segment, n in zip(block.segments, count.changed.tolist(), strict=True):
                 changed[self._at[segment.spec.name]] += n
             self._unfinished[pair] = changed, touched + count.touched
-
-    def _main_dtype(self) -> Any:
-        found = self.dtypes()
-        main = max(found, key=lambda name: found[name])
-        return next(s.dtype for s in self.specs if s.dtype.name == main)
 
 
 FORMAT = "pulse.study.1"
@@ -256,7 +203,6 @@ def study_dict(
     *,
     source: str,
     states: Sequence[str],
-    lr: float | None = None,
     step_seconds: float = STEP_SECONDS,
     gradients: Sequence[float | None] = (),
 ) -> dict[str, Any]:
@@ -264,13 +210,14 @@ def study_dict(
     rows."""
     ks = [k for k in tally.ks if tally.statistics[k][0].pairs]
     rows = [_row(tally, k) for k in ks]
+    dtypes = tally.dtypes()
     dense_bytes = sum(s.nbytes for s in tally.specs)
     known = [g for g in gradients if g is not None]
     return {
         "format": FORMAT,
         "source": source,
-        "dtype": tally.main_dtype.name,
-        "dtypes": tally.dtypes(),
+        "dtype": max(dtypes, key=lambda name: dtypes[name]),
+        "dtypes": dtypes,
         "parameters": tally.elements,
         "dense_bytes": dense_bytes,
         "states": list(states),
@@ -279,9 +226,6 @@ def study_dict(
         "kinds": _kind_rows(tally, ks),
         "tensors": _tensor_rows(tally, ks),
         "pairs": tally.pairs,
-        "history": _history(tally, len(states) - 1) if tally.history else None,
-        "exponents": exponent_rows(tally.exponents, lr),
-        "lr": lr,
         "gradient_density": sum(known) / len(known) if known else None,
         "gradients": list(gradients),
         "summary": _summary(rows, dense_bytes, step_seconds),
@@ -297,56 +241,17 @@ def _row(tally: Tally, k: int) -> dict[str, Any]:
 
 def _cost(tally: Tally, k: int) -> dict[str, Any]:
     coded = [pair for pair in tally.coded if pair.k == k]
-    changed = sum(tally.coded[pair].changed for pair in coded)
+    changed = sum(tally.changed(pair) for pair in coded)
     if not changed:
-        names = (
-            "bytes",
-            "bytes_per_changed",
-            "bytes_per_changed_zstd",
-            "entropy_bound",
-            "times_bound",
-        )
+        names = ("bytes", "bytes_per_changed", "bytes_per_changed_zstd")
         return {"coded_pairs": len(coded), **dict.fromkeys(names)}
-    ours, zstd = (_total_bytes(tally, coded, codec) for codec in CODECS)
-    bound = sum(tally.coded[pair].bound_bits for pair in coded) / 8
+    ours, zstd = (sum(tally.patch_bytes(pair, codec) for pair in coded) for codec in CODECS)
     return {
         "coded_pairs": len(coded),
         "bytes": ours / len(coded),
         "bytes_per_changed": ours / changed,
         "bytes_per_changed_zstd": zstd / changed,
-        "entropy_bound": bound / changed,
-        "times_bound": ours / bound if bound else None,
     }
-
-
-def _history(tally: Tally, last: int) -> dict[str, Any] | None:
-    history, first = tally.history, first_step(last)
-    if history is None or last < 2:
-        return None
-    return {"first": first, **history.recurrence(first), **_coded_steps(tally, history)}
-
-
-def _coded_steps(tally: Tally, history: HistoryTally) -> dict[str, Any]:
-    """What the steps cost that were coded with history."""
-    steps = sorted(history.entries)
-    changed = sum(entry.changed for new in steps for entry in history.entries[new][WITH_HISTORY[0]])
-    counted, bits = history.changed(), history.bits()
-    found: dict[str, Any] = {"coded_steps": len(steps)}
-    for name, pair in bits._asdict().items():
-        for suffix, total in zip(("", "_with_history"), pair, strict=True):
-            found[f"{name}_bits{suffix}"] = total / counted if counted else None
-    for suffix, at in (("", 0), ("_with_history", 1)):
-        found[f"entropy_bound{suffix}"] = (
-            sum(pair[at] for pair in bits) / 8 / counted if counted else None
-        )
-    for codec in WITH_HISTORY:
-        nbytes = sum(tally.step_bytes(new, codec) for new in steps)
-        found[f"bytes_per_changed_{codec}"] = nbytes / changed if changed else None
-    return found
-
-
-def _total_bytes(tally: Tally, pairs: list[Pair], codec: str) -> int:
-    return sum(tally.patch_bytes(pair, codec) for pair in pairs)
 
 
 def _layer_rows(tally: Tally, ks: list[int]) -> list[dict[str, Any]]:

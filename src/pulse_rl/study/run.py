@@ -22,7 +22,6 @@ from ..store import Store, open_store
 from ..stream.stream import Stream
 from ..sync.subscriber import Subscriber
 from .record import BlockRecord, Pair
-from .recurrence import Remembered, steps_to_code
 from .result import STEP_SECONDS, Tally, study_dict
 
 _DIGITS = re.compile(r"([0-9]+)")
@@ -178,7 +177,6 @@ def study(
     dtype: DTypeLike = "BF16",
     quantise: Quantise | None = None,
     ks: Sequence[int] = DEFAULT_KS,
-    lr: float | None = None,
     step_seconds: float = STEP_SECONDS,
     threads: int | None = None,
     memory_bytes: int | None = None,
@@ -187,21 +185,18 @@ def study(
     """Compares the states of ``source`` that are k apart; returns the dict that `pulse_rl.study`
     describes.
 
-    ``lr``, the learning rate, adds the predicted density; ``step_seconds`` is the compute time
-    between syncs that the bandwidths assume; ``threads``: the maximum number (None: one per core).
+    ``step_seconds`` is the compute time between syncs that the bandwidths assume; ``threads``: the
+    maximum number (None: one per core).
     ``dtype`` is a compute dtype as `Publisher.publish` takes it: wider floats are cast to it; with
     ``quantise``, as `Publisher.publish` takes it, those that are not quantised. Values of ``ks``
     with too few states are left out. For each k patches are built for at most ``CODED_PAIRS``
-    pairs. Of three states and more it also says what history knows of a step: patches with it are
-    built for at most 8 steps of the second half of the states.
+    pairs.
 
     Memory: no checkpoint is ever held in full; they are mapped and read block by block (4 Mi
     elements). Of a stream one state is held. Of the blocks in work the newest elements are kept
     and, of the max(ks) states before, what changed: ``memory_bytes`` in all (default: 1 GiB, of a
     stream two states more). Where that does not hold a whole model the rest is measured in further
-    passes over the source. A single block may take max(ks) + 1 copies of itself. History takes a
-    byte an element of the blocks in work, which counts, and a sixteenth of their bytes, which does
-    not.
+    passes over the source. A single block may take max(ks) + 1 copies of itself.
 
     ``progress`` is called with the bytes, after the cast, that were compared since its last call:
     less than 0 where a pass had to be cut short.
@@ -211,9 +206,8 @@ def study(
     compute = compute_dtype_named(dtype)
     if not ks or min(ks) < 1:
         raise InputError("k is a number of states, 1 or more")
-    for what, value in (("the learning rate", lr), ("the seconds of a step", step_seconds)):
-        if value is not None and not 0 < value < math.inf:
-            raise InputError(f"{what} cannot be {value}")
+    if not 0 < step_seconds < math.inf:
+        raise InputError(f"the seconds of a step cannot be {step_seconds}")
     last = len(source.state_names) - 1
     possible = sorted({k for k in ks if k <= last})
     if not possible:
@@ -222,7 +216,6 @@ def study(
             hint="Give a smaller k, or more states.",
         )
     coded = {Pair(k, new) for k in possible for new in evenly_spaced(k, last, CODED_PAIRS)}
-    steps = steps_to_code(last) if last > 1 else None
 
     def seen(state: State) -> State:
         return (
@@ -236,16 +229,14 @@ def study(
         if quantise is None
         else seen(next(iter(source.walk()))).specs
     )
-    tally = Tally(specs, possible, history=steps is not None)
+    tally = Tally(specs, possible)
     budget = source.spare_bytes if memory_bytes is None else memory_bytes
     done = 0
     while done < len(tally.blocks):
-        records = [
-            BlockRecord(block, possible, coded, steps=steps) for block in tally.blocks[done:]
-        ]
-        one_pass = _Pass(tally, records, done, threads)
+        # One walk over the states, for as many of the blocks left as fit into memory.
+        records = [BlockRecord(block, possible, coded) for block in tally.blocks[done:]]
         for number, state in enumerate(source.walk()):
-            compared = one_pass.add(seen(state), number, budget)
+            compared = _add(records, seen(state), number, budget, threads)
             if progress:
                 progress(compared)
         for record in records:
@@ -253,7 +244,7 @@ def study(
         done += len(records)
     tally.finish_pairs()
     return study_dict(
-        tally, source=source.name, states=source.state_names, lr=lr, step_seconds=step_seconds
+        tally, source=source.name, states=source.state_names, step_seconds=step_seconds
     )
 
 
@@ -264,51 +255,30 @@ def evenly_spaced(first: int, last: int, count: int) -> set[int]:
     return {first + round(i * (last - first) / (count - 1)) for i in range(count)}
 
 
-class _Pass:
-    """One walk over the states, for ``records`` of the blocks from number ``start`` on."""
+def _add(
+    records: list[BlockRecord], state: State, number: int, budget: int, threads: int | None
+) -> int:
+    """Give each record its block of the next state. Records that do not fit into ``budget`` bytes
+    leave the list, half done, but for the first. Returns the bytes that were compared, less those
+    of the records that left."""
+    fitting = _fitting(records, state, budget, threads)
+    dropped = sum(r.block.nbytes for r in records[fitting:])
+    compared = sum(r.block.nbytes for r in records[:fitting]) - number * dropped
+    del records[fitting:]
+    return compared
 
-    def __init__(
-        self, tally: Tally, records: list[BlockRecord], start: int, threads: int | None
-    ) -> None:
-        self._tally, self._records, self._start, self._threads = tally, records, start, threads
-        blocks = {start + i: record.block for i, record in enumerate(records)}
-        self._remembered = Remembered(tally.specs, blocks) if tally.history else None
 
-    def add(self, state: State, number: int, budget: int) -> int:
-        """Gives each record its block of the next state. Records that do not fit into ``budget``
-        bytes are given up, half done, but for the first. Returns the bytes that were compared, less
-        those of what was given up."""
-        records = self._records
-        fitting = self._fitting(state, budget)
-        dropped = sum(r.block.nbytes for r in records[fitting:])
-        compared = sum(r.block.nbytes for r in records[:fitting]) - number * dropped
-        del records[fitting:]
-        if self._remembered and self._tally.history:
-            if dropped:
-                self._remembered.keep(range(self._start, self._start + len(records)))
-            self._tally.history.names[number] = self._remembered.now.name
-            if number:
-                found = {
-                    self._start + i: r.records
-                    for i, r in enumerate(records)
-                    if r.records is not None
-                }
-                self._remembered.take(found, number)
-        return compared
+def _fitting(records: list[BlockRecord], state: State, budget: int, threads: int | None) -> int:
+    """How many of the records fit, at least one."""
 
-    def _fitting(self, state: State, budget: int) -> int:
-        """How many of the records fit, at least one."""
+    def add(record: BlockRecord) -> int:
+        record.add(record.block.read(state))
+        return record.nbytes
 
-        def add(index: int) -> int:
-            record = self._records[index]
-            past = self._remembered.now.past(self._start + index) if self._remembered else ()
-            record.add(record.block.read(state), past)
-            return record.nbytes
-
-        held = 0
-        with closing(ordered_map(add, range(len(self._records)), self._threads)) as sizes:
-            for index, nbytes in enumerate(sizes):
-                held += nbytes
-                if held > budget and index:
-                    return index
-        return len(self._records)
+    held = 0
+    with closing(ordered_map(add, records, threads)) as sizes:
+        for index, nbytes in enumerate(sizes):
+            held += nbytes
+            if held > budget and index:
+                return index
+    return len(records)

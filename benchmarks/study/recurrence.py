@@ -24,18 +24,18 @@ each; `HistoryTally` adds up what that tells."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..patch.blocks import Block, cut
-from ..patch.header import BlockEntry
-from ..patch.history import History, HistoryName, Records, Window
-from ..state.tensors import DType, TensorSpec, UIntArray
-from ..sync.history_policy import START_SPAN, most_remembered, next_history
-from .theory import exponents_of, flag_bits, summed, symbol_bits
+from benchmarks.study.theory import exponents_of, flag_bits, summed, symbol_bits
+from pulse_rl.patch.blocks import cut
+from pulse_rl.patch.header import BlockEntry
+from pulse_rl.patch.history import History, HistoryName, Records, Window
+from pulse_rl.state.tensors import DType, TensorSpec, UIntArray
+from pulse_rl.sync.history_policy import START_SPAN, most_remembered, next_history
 
 OCTAVES: tuple[tuple[int, int | None], ...] = (
     (1, 1),
@@ -255,31 +255,21 @@ def steps_to_code(last: int) -> set[int]:
 class Remembered:
     """The history by a publisher's own rule, with the states numbered from 0 as versions.
 
-    ``before`` ends one state before ``now``. Where only a part of the state's blocks is worked on,
-    its cap is a share of their bytes. Memory: at most a twelfth of those bytes, and the changes of
-    one version.
+    ``before`` ends one state before ``now``. Memory: at most a twelfth of the state's
+    bytes, and the changes of one version.
     """
 
-    def __init__(self, specs: tuple[TensorSpec, ...], blocks: Mapping[int, Block]) -> None:
+    def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
         self.now = self.before = History()
         self._cut = cut(specs)
-        self._nbytes = {index: block.nbytes for index, block in blocks.items()}
+        self._nbytes = sum(block.nbytes for block in self._cut)
 
     def take(self, records: Mapping[int, Records], version: int) -> None:
         """The next version, and what is to be remembered of it by index of the block."""
         self.before = self.now
         window = Window(_ROOT, records, self._cut)
-        most = most_remembered(sum(self._nbytes.values()))
+        most = most_remembered(self._nbytes)
         self.now = next_history(self.now, window, version - 1, version, most)
-
-    def keep(self, indices: Collection[int]) -> None:
-        """Lets go of all other blocks."""
-        self._nbytes = {index: nbytes for index, nbytes in self._nbytes.items() if index in indices}
-        windows = []
-        for window in self.now.windows:
-            kept = {index: records for index, records in window.records.items() if index in indices}
-            windows.append(window._replace(records=kept))
-        self.now = self.before = History(tuple(windows))
 
 
 class HistoryTally:

@@ -1,34 +1,27 @@
-"""What an element's last change tells of its next one: against built streams, plain Python and a
-publisher."""
+"""What the benchmark adds to a study: the bound, density by exponent, and what an element's last
+change tells of its next one, against built streams, plain Python and a publisher."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
+from benchmarks.study.recurrence import CLASSES, Remembered, steps_to_code
+from benchmarks.study.research import Research
+from benchmarks.study.theory import ClassCounts, entropy_bound, exponent_of, exponent_rows, ulp_of
 from pulse_rl import Bits, MemoryStore, State
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.history import records_of
-from pulse_rl.state import checkpoint
-from pulse_rl.state.cast import COMPUTE_DTYPES
 from pulse_rl.state.tensors import DTYPES
-from pulse_rl.study import CheckpointFolder, study
-from pulse_rl.study.meter import SparsityMeter
-from pulse_rl.study.recurrence import (
-    CLASSES,
-    Remembered,
-    steps_to_code,
-)
+from pulse_rl.study.record import Pair
 from pulse_rl.sync.history_policy import START_SPAN
-from tests.study.test_study import Listed
 from tests.support.publishers import tuned
 from tests.support.states import Rng
 
@@ -116,10 +109,20 @@ def walk(rng: Rng, dtype: str, count: int, elements: int = 120) -> list[np.ndarr
     return states
 
 
-def studied(states: Sequence[np.ndarray], dtype: str, **options: Any) -> dict[str, Any]:
-    given = [State.of({"w": Bits(s.reshape(4, -1), dtype)}) for s in states]
-    compute = dtype if dtype in COMPUTE_DTYPES else "BF16"
-    return study(Listed(given), dtype=compute, ks=(1,), **options)["history"]  # type: ignore[no-any-return]
+def researched(
+    states: Sequence[State], coded: Sequence[Pair] = (), lr: float | None = None
+) -> dict[str, Any]:
+    research = Research(states[0], coded, len(states) - 1)
+    for state in states:
+        research.add(state)
+    found: dict[str, Any] = {"rows": [{"k": k} for k in sorted({pair.k for pair in coded})]}
+    research.add_to(found, lr)
+    return found
+
+
+def studied(states: Sequence[np.ndarray], dtype: str) -> dict[str, Any]:
+    given = [State.of({"w": Bits(s.reshape(-1, 1), dtype)}) for s in states]
+    return researched(given)["history"]  # type: ignore[no-any-return]
 
 
 def shares(found: dict[str, Any]) -> list[float]:
@@ -134,7 +137,7 @@ def test_a_stream_where_elements_alternate_has_the_ages_that_were_built(
     states = [
         np.array([0x3F80 + (t // p) % 2 for p in periods], np.uint16) for t in range(last + 1)
     ]
-    found = study(Listed([State.of({"w": Bits(s, "BF16")}) for s in states]), ks=(1,))["history"]
+    found = studied(states, "BF16")
     first = last // 2 + 1
     changes = {p: sum(t % p == 0 for t in range(first, last + 1)) for p in periods}
     total = sum(changes.values())
@@ -196,7 +199,7 @@ def test_elements_of_eight_bytes_are_left_out(rng: Rng) -> None:
     given = [
         State.of({"c": c, "w": Bits(w, "BF16")}) for c, w in zip(counters, weights, strict=True)
     ]
-    both, alone = study(Listed(given), ks=(1,))["history"], studied(weights, "BF16")
+    both, alone = researched(given)["history"], studied(weights, "BF16")
     assert shares(both) == shares(alone)
     assert both["entropy_bound"] == alone["entropy_bound"]
     assert both["bytes_per_changed_history"] > 0
@@ -215,10 +218,10 @@ def drifting(rng: Rng, count: int, elements: int = 40_000) -> list[np.ndarray]:
 
 def test_the_bytes_are_those_of_a_publishers_patch_files(rng: Rng) -> None:
     states = drifting(rng, 24)
-    found = studied(states, "BF16", threads=1)
+    found = studied(states, "BF16")
     for codec in ("history", "auto"):
         publisher = tuned(MemoryStore(), stream="run", history=codec == "history")
-        done = [publisher.publish(State.of({"w": Bits(s.reshape(4, -1), "BF16")})) for s in states]
+        done = [publisher.publish(State.of({"w": Bits(s.reshape(-1, 1), "BF16")})) for s in states]
         published = [done[version] for version in steps_to_code(23)]
         nbytes, changed = (
             sum(p.patch_bytes for p in published),
@@ -235,7 +238,7 @@ def remembered_after(versions: int, share: float = 0.002) -> Remembered:
     """Two blocks of a tensor, of which every version changes so much, always the same elements."""
     specs = State.of({"w": Bits(np.zeros((1 << 22) + 4096, np.uint16), "BF16")}).specs
     blocks = dict(enumerate(cut(specs)))
-    remembered = Remembered(specs, blocks)
+    remembered = Remembered(specs)
     records = {}
     for index, block in blocks.items():
         at = np.arange(round(share * block.elements), dtype=np.uint32)
@@ -268,61 +271,78 @@ def test_the_steps_that_are_coded_stand_for_all(last: int) -> None:
     assert not starts & set(coded)
 
 
-def test_a_sixteenth_of_the_bytes_is_remembered_also_of_some_of_the_blocks() -> None:
-    remembered = remembered_after(7, share=0.03)
-    assert len(remembered.now.windows) == 1  # of 4.5% of the bytes each
-    whole = remembered_after(7)
-    nbytes = whole.now.nbytes
-    whole.keep([1])
-    assert len(whole.now.windows) == 7
-    assert nbytes / 3 < whole.now.nbytes < 2 * nbytes / 3
-    assert not len(whole.now.past(0)[0])
+def test_the_bound_and_density_by_exponent_of_coded_pairs(rng: Rng) -> None:
+    """A tensor larger than a block counts as one; the density is that of the smallest k."""
+    weights = rng.standard_normal((1 << 22) + 4000, np.float32) * np.float32(0.02)
+    bits = []
+    for _ in range(3):
+        bits.append(torch.from_numpy(weights).bfloat16().view(torch.uint16).numpy())
+        weights = weights + np.float32(1e-5)
+    states = [State.of({"w": Bits(b, "BF16"), "n": b[:9].astype(np.int64)}) for b in bits]
+    found = researched(states, [Pair(1, 1), Pair(1, 2), Pair(2, 2)], lr=1e-5)
+    assert found["rows"][1]["entropy_bound"] == pytest.approx(
+        entropy_bound(states[0], states[2]).bytes_per_changed
+    )
+    exponent = (np.concatenate(bits[:2]) >> 7 & 0xFF).astype(int) - 127
+    changed = np.concatenate([old != new for old, new in pairwise(bits)])
+    assert sum(row["elements"] for row in found["exponents"]) == len(exponent)
+    for row in found["exponents"]:
+        if row["exponent"] > -126:  # else subnormal numbers and zero
+            here = exponent == row["exponent"]
+            assert (row["elements"], row["changed"]) == (here.sum(), (here & changed).sum())
+            assert row["density"] == row["changed"] / row["elements"]
+            assert row["predicted_lr"] == min(1, 1e-5 / 2.0 ** (row["exponent"] - 7))
+            assert row["predicted_10lr"] == min(1, 1e-4 / 2.0 ** (row["exponent"] - 7))
 
 
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 5))
-
-
-def train(model: nn.Module, steps: int, after: Any = lambda: None) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(8, 40)).pow(2).mean().backward()
-        optimizer.step()
-        after()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])
-def test_the_meter_counts_what_a_study_of_the_same_states_does(
-    tmp_path: Path, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("dtype", "torch_dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16)]
+)
+@pytest.mark.parametrize("exponent", [-13, -6, 0])
+def test_updates_below_the_threshold_are_absorbed(
+    dtype: str, torch_dtype: torch.dtype, exponent: int
 ) -> None:
-    model = build()
-
-    def save() -> None:
-        checkpoint.save(
-            tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors", State.of(model.state_dict())
-        )
-
-    save()
-    with SparsityMeter(model, dtype=dtype, ks=(1,), history=True) as meter:
-        train(model, 2, save)
-    live = meter.to_dict()["history"]
-    name = next(iter(meter.to_dict()["dtypes"]))
-    assert live == study(CheckpointFolder(tmp_path), dtype=name, ks=(1,))["history"]
-    assert live["coded_steps"] == 1  # the newest, however often it was asked for
+    threshold = ulp_of(exponent, DTYPES[dtype]) / 2
+    weight = torch.tensor(1.25 * 2.0**exponent, dtype=torch_dtype)
+    assert (weight.double() + 0.99 * threshold).to(torch_dtype) == weight
+    assert (weight.double() + 1.01 * threshold).to(torch_dtype) != weight
+    if dtype == "BF16":
+        assert threshold == 2.0**exponent / 256
 
 
-def test_the_meter_has_history_only_if_asked() -> None:
-    model = build()
-    elements = sum(p.numel() for p in model.parameters())
-    with (
-        SparsityMeter(model, ks=(1,)) as plain,
-        SparsityMeter(model, ks=(1,), history=True) as meter,
-    ):
-        assert meter.to_dict()["history"] is None
-        assert meter.memory_bytes == plain.memory_bytes + elements
-        train(model, 4)
-    assert plain.to_dict()["history"] is None
-    assert meter.to_dict()["history"]["steps"] == 2
-    assert plain.rows() == meter.rows()
+def test_subnormals_share_the_lowest_exponent_and_integers_have_none() -> None:
+    assert [exponent_of(f, DTYPES["F8_E4M3"]) for f in (0, 1, 2, 15)] == [-6, -6, -5, 8]
+    counts = ClassCounts(DTYPES["BF16"])
+    counts.add(np.array([0, 0x8000, 1, 0x80], np.uint16), np.array([1, 0x8000, 1, 0x80], np.uint16))
+    (row,) = exponent_rows(counts, None)
+    assert (row["exponent"], row["elements"], row["changed"], row["predicted_lr"]) == (
+        -126,
+        4,
+        1,
+        None,
+    )
+    assert exponent_rows(ClassCounts(DTYPES["I32"]), 1.0) == []
+
+
+def entropy_of(symbols: list[Any]) -> float:
+    counts = np.array([symbols.count(s) for s in set(symbols)])
+    return float((counts * np.log2(len(symbols) / counts)).sum())
+
+
+def test_the_bound_is_the_entropy_of_flags_and_steps_given_tensor_and_exponent(rng: Rng) -> None:
+    old = {n: rng.integers(0x3F00, 0x4100, 400, np.uint16) for n in "ab"}
+    new = {
+        n: v + rng.choice(np.array([0, 0, 0, 1, 0xFFFF], np.uint16), 400) for n, v in old.items()
+    }
+    bits = 0.0
+    for name in "ab":
+        for exponent in set((old[name] >> 7).tolist()):
+            at = old[name] >> 7 == exponent
+            steps = (new[name] - old[name])[at]
+            bits += entropy_of((steps != 0).tolist()) + entropy_of(steps[steps != 0].tolist())
+    found = entropy_bound(
+        *(State.of({n: Bits(v, "BF16") for n, v in s.items()}) for s in (old, new))
+    )
+    assert found.position_bits + found.step_bits == pytest.approx(bits)
+    assert found.changed == sum(int((old[n] != new[n]).sum()) for n in "ab")
+    assert found.unconditional_bits > bits

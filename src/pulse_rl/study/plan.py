@@ -30,8 +30,8 @@ Pure BF16 weights need up to 1.7 times less.
 
 History is assumed to run behind FP32 masters as well, where it saves 5% of that and takes a tenth
 more time to publish and to sync, at 0.3% and 0.7% density. With pure BF16 weights it saves 42 to
-45% for less time: measure that (`pulse study`), and its bytes replace the formula. Folds need no
-history and cost what they do without it.
+45% for less time: give its measured bytes in ``bytes_per_changed``. Folds need no history and cost
+what they do without it.
 
 **Seconds**, one after another; ``p = min(c, blocks)`` cores can share a patch, ``q = min(c,
 shards)`` an anchor, whose shards are of 2^27 bytes. Costs are in nanoseconds of one core (`Costs`;
@@ -397,16 +397,12 @@ class MeasuredInputs:
 
 def from_study(study: Any) -> MeasuredInputs:
     """The inputs from a study (the JSON object of ``pulse study``): those of its row with the
-    smallest k, and, if that is 1, what its patches with history take.
-
-    Raises InputError if ``study`` is not a study.
+    smallest k. Raises InputError if ``study`` is not a study.
     """
     try:
         row = min(study["rows"], key=lambda row: float(row["k"]))
         params = int(study["parameters"])
         found = {name: row.get(key) for name, key in _KEYS.items()}
-        if row["k"] == 1:
-            found["history"] = (study.get("history") or {}).get("bytes_per_changed_history")
         return MeasuredInputs(
             params=params,
             density=1 - float(row["sparsity"]),

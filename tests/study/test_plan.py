@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from pulse_rl.errors import InputError
-from pulse_rl.plan import Scenario, from_study, make_plan
-from pulse_rl.plan.model import bandwidth_for, sync_bytes, utilisation
+from pulse_rl.study import Scenario, from_study, make_plan
+from pulse_rl.study.plan import bandwidth_for, sync_bytes, utilisation
 from tests.support.plans import METHODS, STUDY
 
 PAPER = Scenario(params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=0.2e9)
@@ -191,16 +191,6 @@ def test_a_study_settles_params_density_and_bytes() -> None:
     measured = from_study(STUDY)
     assert (measured.params, measured.density) == (1_000_000, pytest.approx(0.01))
     assert measured.bytes_per_changed == {"auto": 0.5}
-
-
-def test_a_study_settles_what_history_takes_from_one_version_to_the_next() -> None:
-    with_history = STUDY | {"history": {"bytes_per_changed_history": 0.3}}
-    assert from_study(with_history).bytes_per_changed == {"auto": 0.5, "history": 0.3}
-    assert from_study(
-        STUDY | {"history": {"bytes_per_changed_history": None}}
-    ).bytes_per_changed == {"auto": 0.5}
-    apart = with_history | {"rows": STUDY["rows"][:1]}
-    assert from_study(apart).bytes_per_changed == {"auto": 0.7, "zstd": 2.5}
 
 
 @pytest.mark.parametrize(
