@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pulse_rl import MemoryStore, Published, Publisher
-from pulse_rl.integrations.weights import adapter_weights, policy_weights
+from pulse_rl.frameworks.weights import adapter_weights, policy_weights
 
 STEPS = 20
 SKIPPED = 5  # the first steps: B starts at zero, and Adam's steps are at their largest

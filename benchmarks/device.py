@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.synthetic import SHAPES
 from pulse_rl import MemoryStore, Publisher, Subscriber, state_root
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 
 Weights = dict[str, torch.Tensor]
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import pulse_rl
-from pulse_rl.integrations.vllm import connect
+from pulse_rl.engines.vllm import connect
 
 _DENSE = {
     "vocab_size": 151936,

@@ -62,7 +62,7 @@ VERL = (
 )
 PULSE = (
     " actor_rollout_ref.rollout.checkpoint_engine.backend=pulse"
-    " actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=pulse_rl.integrations.verl"
+    " actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=pulse_rl.frameworks.verl"
     " +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.pulse.store=/shared/store"
     " +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.pulse.stream=policy"
 )
@@ -102,7 +102,7 @@ def with_pulse(url: str, store: str, script: str, words: list[str]) -> None:
     import trl
     from trl.experimental import async_grpo
 
-    from pulse_rl.integrations.trl import PulseWeightTransfer, pulse_rollout
+    from pulse_rl.frameworks.trl import PulseWeightTransfer, pulse_rollout
 
     trl.GRPOTrainer = partial(trl.GRPOTrainer, rollout_func=pulse_rollout(url, store, "policy"))
     transfer = PulseWeightTransfer(url, store, "policy")

@@ -112,14 +112,14 @@ def scatter() -> str:
     of both."""
     from benchmarks.device import seconds
     from benchmarks.synthetic import SHAPES
-    from pulse_rl.integrations.device_scatter import Scatter, by_indices, write
+    from pulse_rl.frameworks.device_scatter import Scatter, by_indices, write
     from pulse_rl.patch.changes import TensorChanges
 
     gpu = torch.cuda.is_available()
     device, shape = ("cuda", SHAPES["0.5b"]) if gpu else ("cpu", SHAPES["10m"])
     ways = {"index_copy_": by_indices}
     if gpu:
-        from pulse_rl.integrations.scatter_kernel import by_kernel
+        from pulse_rl.frameworks.scatter_kernel import by_kernel
 
         ways["kernel"] = by_kernel
     sizes = [prod(dims) for _, dims in shape.tensors()]
@@ -145,11 +145,11 @@ def quantise() -> str:
     same bits of both, and that no weights are copied for the first."""
     from benchmarks.device import seconds
     from pulse_rl import State
-    from pulse_rl.state import quantise_device
+    from pulse_rl.quantize import device as quantise_device
+    from pulse_rl.quantize.formats import FORMATS
+    from pulse_rl.quantize.states import Quantise, QuantisedState
     from pulse_rl.state.digest import state_digest
     from pulse_rl.state.memory import DeviceTensor
-    from pulse_rl.state.quantise import Quantise, QuantisedState
-    from pulse_rl.state.quantise_formats import FORMATS
     from pulse_rl.state.tensors import DTYPES, TensorSpec
 
     device, size = ("cuda", 4096) if torch.cuda.is_available() else ("cpu", 256)

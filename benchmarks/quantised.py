@@ -32,9 +32,9 @@ from pulse_rl import MemoryStore, Publisher, State, Subscriber
 from pulse_rl._util import zstd
 from pulse_rl.patch import build_patch
 from pulse_rl.patch.blocks import cut
+from pulse_rl.quantize.formats import FORMATS
+from pulse_rl.quantize.states import Quantise, QuantisedState
 from pulse_rl.state.digest import state_digest
-from pulse_rl.state.quantise import Quantise, QuantisedState
-from pulse_rl.state.quantise_formats import FORMATS
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study.result import kind_of
 

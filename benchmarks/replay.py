@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pulse_rl.integrations.vllm import EngineHandle, connect
-from pulse_rl.rollouts import Rollout
+from pulse_rl.engines.rollouts import Rollout
+from pulse_rl.engines.vllm import EngineHandle, connect
 
 TOKENS, AFTER = 8, 3
 

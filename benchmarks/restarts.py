@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn import functional
 
 from pulse_rl import Publisher, Subscriber, state_root
-from pulse_rl.integrations.restart import restore_training, save_training
+from pulse_rl.frameworks.restart import restore_training, save_training
 
 from .results import save
 

@@ -330,7 +330,7 @@ def train(
     from trl import GRPOConfig, GRPOTrainer
     from trl.generation import vllm_generation
 
-    from pulse_rl.integrations.trl import pulse_rollout
+    from pulse_rl.frameworks.trl import pulse_rollout
 
     logging.basicConfig(format="%(name)s: %(message)s")
     torch.set_num_threads(1)

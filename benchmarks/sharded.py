@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.measure import memory, reset_peak
 from pulse_rl import LocalStore
-from pulse_rl.integrations.fsdp import ShardedPublisher
+from pulse_rl.frameworks.fsdp import ShardedPublisher
 
 MIB = 1 << 20
 COLUMNS = 2048

@@ -248,7 +248,7 @@ def forget(worker: Any) -> None:
 def measure(
     folder: Path, family: str, *, tied: bool = False, tensor_parallel: int = 1, **options: Any
 ) -> Row:
-    from pulse_rl.integrations.vllm import connect
+    from pulse_rl.engines.vllm import connect
     from tests.engines.engines import answer, engine
 
     trained = Trained(folder, family, tied=tied)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import pulse_rl
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 
 WORKERS, STEPS, GROUP, CONTEXTS, MAX_LAG = 2, 150, 16, 8, 4
 PATIENCE = 60.0

@@ -15,7 +15,7 @@ import tempfile
 import torch
 
 import pulse_rl
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 
 
 def make_model() -> torch.nn.Module:

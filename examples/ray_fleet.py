@@ -26,7 +26,7 @@ import torch
 
 import pulse_rl
 from examples.grpo import grpo, policy, task
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 
 PROMPTS, GROUP = 16, 8
 LR = 1e-5

@@ -20,8 +20,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import pulse_rl
-from pulse_rl.integrations.vllm import connect
-from pulse_rl.rollouts import Rollout
+from pulse_rl.engines.rollouts import Rollout
+from pulse_rl.engines.vllm import connect
 
 STEPS, STEP = 6, 3
 PROMPT = [5, 6, 7, 8]

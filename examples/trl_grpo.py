@@ -34,8 +34,8 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 import pulse_rl
-from pulse_rl.integrations.torch import apply_
-from pulse_rl.integrations.trl import PulseWeightTransfer, pulse_rollout
+from pulse_rl.frameworks.torch import apply_
+from pulse_rl.frameworks.trl import PulseWeightTransfer, pulse_rollout
 
 WORDS = 256
 STREAM = "policy"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pulse_rl import Publisher, PulseLoCo, Subscriber
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 from pulse_rl.loco import Exchange, StoreExchange
 from tests.integrations.engines.world import World, stage
 from tests.support.journeys import Journey, journey

@@ -19,9 +19,9 @@ from tests.support.framework_stubs import BASES, integration
 from tests.support.states import run_python
 
 ELSEWHERE = {
-    "pulse_rl.integrations.vllm.engine",
-    "pulse_rl.integrations.vllm.trainer",
-    "pulse_rl.integrations.scatter_kernel",
+    "pulse_rl.engines.vllm.engine",
+    "pulse_rl.engines.vllm.trainer",
+    "pulse_rl.frameworks.scatter_kernel",
 }
 """Imported by an engine's own process only (`make test-vllm`), or where Triton is (`make
 test-trainers`)."""
@@ -56,7 +56,7 @@ def test_the_map_of_the_code_is_true() -> None:
         "pulse_rl",
         "pulse_rl.cli",
         "pulse_rl.state.checkpoint",
-        "pulse_rl.maintenance.verify",
+        "pulse_rl.ops.verify",
         "pulse_rl.testing",
     ],
 )

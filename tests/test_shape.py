@@ -196,10 +196,10 @@ def test_a_private_name_is_noticed(tmp_path: Path) -> None:
         "from pulse_rl.sync import commit\n"
         "import pulse_rl.patch.apply\n"
         "def test(monkeypatch):\n"
-        "    monkeypatch.setattr('pulse_rl.sync.gc._AGE', 1)\n"
+        "    monkeypatch.setattr('pulse_rl.ops.gc._AGE', 1)\n"
     )
     assert private_names(file) == {
         "pulse_rl.sync.commit",
         "pulse_rl.patch.apply",
-        "pulse_rl.sync.gc._AGE",
+        "pulse_rl.ops.gc._AGE",
     }

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pulse_rl
-from pulse_rl.integrations.fsdp import ShardedPublisher
+from pulse_rl.frameworks.fsdp import ShardedPublisher
 from pulse_rl.metrics import JsonLines
 
 from ..grpo import policy as model_of

@@ -13,7 +13,7 @@ import time
 import torch
 
 import pulse_rl
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 from pulse_rl.metrics import JsonLines
 
 from ..grpo import policy, task

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import pulse_rl
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 
 from . import policy, task
 from .run import STREAM, Alarm, RunFolder, run_role, wait_for

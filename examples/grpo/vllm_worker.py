@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import pulse_rl
+from pulse_rl.engines.vllm import EngineHandle, connect
 from pulse_rl.errors import ConcurrentUse, EngineUnavailable
-from pulse_rl.integrations.vllm import EngineHandle, connect
 
 from . import task
 from .rollouts import Origin

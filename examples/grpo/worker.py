@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 import pulse_rl
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 from pulse_rl.metrics import JsonLines
 
 from . import policy, task

@@ -2,7 +2,7 @@
 is verified.
 
 Trainer: ``Publisher(store, stream="policy").publish(model.state_dict())``. Worker: ``update =
-Subscriber(store, stream="policy").sync()``, then `pulse_rl.integrations.torch.apply_`.
+Subscriber(store, stream="policy").sync()``, then `pulse_rl.frameworks.torch.apply_`.
 
 Errors are in `pulse_rl.errors`, events in `pulse_rl.events`, and the rest of PULSELoCo in
 `pulse_rl.loco`.
@@ -16,22 +16,22 @@ from . import errors as errors
 from . import events as events
 from .errors import PulseError
 from .events import Published
-from .maintenance.compaction import anchor_stream, fold_stream
-from .maintenance.relay import Relay
-from .maintenance.verify import audit, verify_stream
+from .follow.subscribers import Subscribers
+from .ops.checkout import checkout
+from .ops.compaction import anchor_stream, fold_stream
+from .ops.gc import gc_stream
+from .ops.relay import Relay
+from .ops.verify import audit, verify_stream
 from .state.checkpoint import StateSource, as_state, unwrapped
 from .state.digest import state_digest
 from .state.tensors import Bits, State, TensorSpec
 from .store import LocalStore, MemoryStore, ObjectInfo, Store, open_store
-from .store.http import HttpStore
-from .store.object import ObjectStore
+from .stores.http import HttpStore
+from .stores.object import ObjectStore
 from .stream.signing import Signer
-from .sync.checkout import checkout
-from .sync.gc import gc_stream
 from .sync.publisher import Publisher
 from .sync.submissions import Submission
 from .sync.subscriber import Subscriber
-from .sync.subscribers import Subscribers
 from .sync.update import TensorUpdate, Update
 
 if TYPE_CHECKING:

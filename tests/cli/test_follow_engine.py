@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl.rollouts import Rollout, Weights
+from pulse_rl.engines.rollouts import Rollout, Weights
 from tests.support.commands import Pulse
 
 NOBODY = "http://127.0.0.1:1"

@@ -21,7 +21,7 @@ from pulse_rl import (
     state_root,
 )
 from pulse_rl.errors import InputError
-from pulse_rl.integrations.torch import to_torch
+from pulse_rl.frameworks.torch import to_torch
 from pulse_rl.metrics import Heartbeat, fan_out
 from tests.support.commands import Pulse
 from tests.support.states import Rng, weights

@@ -15,7 +15,7 @@ import pytest
 from pulse_rl import LocalStore, MemoryStore, Publisher, PulseError, Signer, Subscriber
 from pulse_rl.metrics import JsonLines, read_events
 from pulse_rl.report import read_run
-from pulse_rl.store.server import FolderServer
+from pulse_rl.stores.server import FolderServer
 from pulse_rl.study import CheckpointFolder
 from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import pulse_rl
-from pulse_rl.integrations.transformers import checkpoint_weights
+from pulse_rl.frameworks.transformers import checkpoint_weights
 from tests.trainers.support import tiny
 
 PROMPT = list(range(10, 58))

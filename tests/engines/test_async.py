@@ -13,9 +13,9 @@ import pytest
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from pulse_rl.engines.handle import InFlight
+from pulse_rl.engines.vllm import EngineHandle, connect
 from pulse_rl.errors import InputError
-from pulse_rl.integrations.engines.handle import InFlight
-from pulse_rl.integrations.vllm import EngineHandle, connect
 
 from .policy import PROMPT, Policy
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from pulse_rl import Bits
-from pulse_rl.state.quantise import QuantisedState
+from pulse_rl.quantize.states import QuantisedState
 from pulse_rl.state.tensors import State
 from tests.engines.policy import Followed
 from tests.support.programs import ran

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.engines import slow_down
 from pulse_rl import PulseError
+from pulse_rl.engines.vllm import EngineHandle, connect
 from pulse_rl.errors import StoreUnavailable
-from pulse_rl.integrations.vllm import EngineHandle, connect
 
 from .engines import answer, checksums, continuation, engine
 from .policy import Policy
@@ -26,7 +26,7 @@ REFERENCE_NOISE = 0.02
 
 def break_after_first_write(worker: Any) -> None:
     """The first update of a parameter succeeds, the second raises; only on the last worker."""
-    from pulse_rl.integrations.engines.live import LiveWeights
+    from pulse_rl.engines.live import LiveWeights
 
     if worker.rank != worker.parallel_config.world_size - 1:
         return

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pulse_rl import PulseError
-from pulse_rl.integrations.vllm import connect
+from pulse_rl.engines.vllm import connect
 
 from .engines import answer, checksums, engine
 from .policy import Policy

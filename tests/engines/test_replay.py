@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from pulse_rl.rollouts import Rollout
+from pulse_rl.engines.rollouts import Rollout
 from tests.support.programs import ran
 
 

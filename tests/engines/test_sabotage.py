@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from pulse_rl.engines.vllm import connect
 from pulse_rl.errors import UnsupportedTensor
-from pulse_rl.integrations.vllm import connect
 
 from .engines import answer, engine
 from .policy import Policy

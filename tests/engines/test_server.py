@@ -14,9 +14,9 @@ import pytest
 
 import pulse_rl
 from pulse_rl import PulseError, Subscriber
+from pulse_rl.engines.handle import EngineSync
+from pulse_rl.engines.vllm import connect
 from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable
-from pulse_rl.integrations.engines.handle import EngineSync
-from pulse_rl.integrations.vllm import connect
 from tests.support.programs import ran
 
 from .policy import Policy

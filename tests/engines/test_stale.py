@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from pulse_rl.engines.vllm import connect
 from pulse_rl.errors import EngineError, EngineUnavailable
-from pulse_rl.integrations.vllm import connect
 
 from .engines import answer, checksums, engine
 from .policy import Policy

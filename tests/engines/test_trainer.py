@@ -11,9 +11,9 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from pulse_rl import Signer, Subscriber, state_root
+from pulse_rl.engines.transport import Client
+from pulse_rl.engines.vllm.trainer import PulseTrainerInitInfo
 from pulse_rl.errors import InputError
-from pulse_rl.integrations.engines.transport import Client
-from pulse_rl.integrations.vllm.trainer import PulseTrainerInitInfo
 
 from .policy import Policy
 from .server import complete, free_port, server

@@ -43,7 +43,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.aio_rwlock import RWLock
 from sglang.srt.utils.weight_checker import WeightChecker
 
-from pulse_rl.integrations.engines.live import LiveWeights
+from pulse_rl.engines.live import LiveWeights
 
 rotary._is_cpu = True  # else it imports a kernel; rotations have no weights
 

@@ -29,7 +29,7 @@ from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.model_loader import get_model_loader  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 
-from pulse_rl.integrations.sglang import plugin  # noqa: E402
+from pulse_rl.engines.sglang import plugin  # noqa: E402
 from tests.engines.policy import Followed  # noqa: E402
 
 from .package import join  # noqa: E402

@@ -17,8 +17,8 @@ install("torchvision", "0.28.0")
 import pytest  # noqa: E402
 
 from pulse_rl import PulseError  # noqa: E402
+from pulse_rl.engines.sglang import LOADER, EngineHandle, connect, is_sglang  # noqa: E402  # noqa: E402
 from pulse_rl.errors import ConcurrentUse, EngineError, EngineUnavailable  # noqa: E402
-from pulse_rl.integrations.sglang import LOADER, EngineHandle, connect, is_sglang  # noqa: E402  # noqa: E402
 from tests.engines.policy import Policy  # noqa: E402
 
 from .package import Server, serving  # noqa: E402

@@ -24,8 +24,9 @@ from unittest.mock import patch
 
 from pulse_rl._util import serial
 from pulse_rl.patch import reader
+from pulse_rl.sharding import baseline
 from pulse_rl.stream import stream
-from pulse_rl.sync import baseline, commit, host_state, planner, publisher
+from pulse_rl.sync import commit, host_state, planner, publisher
 from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 

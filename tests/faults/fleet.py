@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 from pulse_rl import Publisher, PulseError, Relay, State, Subscriber
 from pulse_rl.errors import ChainGap, EmptyStream, PublisherConflict
-from pulse_rl.maintenance.compaction import fold_stream
-from pulse_rl.sync.gc import gc_stream
+from pulse_rl.ops.compaction import fold_stream
+from pulse_rl.ops.gc import gc_stream
 from tests.support.lying_store import LIES, LyingStore
 from tests.support.publishers import tuned
 

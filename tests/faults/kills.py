@@ -25,10 +25,10 @@ from unittest.mock import patch
 import numpy as np
 
 from pulse_rl import Bits, LocalStore, Subscriber, state_root, verify_stream
+from pulse_rl.ops.gc import gc_stream
 from pulse_rl.state.checkpoint import load, save
 from pulse_rl.stream.names import PATCH
 from pulse_rl.stream.stream import Stream
-from pulse_rl.sync.gc import gc_stream
 from tests.support.fuse import Fuse, FusedStore, die, forked
 from tests.support.histories import named_in_small_patches
 from tests.support.publishers import tuned

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from pulse_rl import LocalStore, Publisher, PulseError, Subscriber, verify_stream
-from pulse_rl.integrations.fsdp import ShardedPublisher
+from pulse_rl.frameworks.fsdp import ShardedPublisher
 from tests.support.interrupts import Boom
 
 _ROWS, _COLUMNS, _KINDS = 23, 64, 50

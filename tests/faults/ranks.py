@@ -19,13 +19,13 @@ import numpy as np
 from pulse_rl import Bits, Published, PulseError, Signer, State
 from pulse_rl._util.collective import Bytes, RankGroup
 from pulse_rl.errors import PublisherConflict, RankLost
+from pulse_rl.sharding.layout import Box, Runs
+from pulse_rl.sharding.rank import ShardedRank
 from pulse_rl.state.tensors import TensorSpec
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
-from pulse_rl.sync.layout import Box, Runs
 from pulse_rl.sync.publisher import PublisherSettings
 from pulse_rl.sync.request import LocalState, PublishRequest
-from pulse_rl.sync.sharded import ShardedRank
 
 from .model import STREAM, check
 from .store import Client, CrashNow, Fault, Net

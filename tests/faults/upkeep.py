@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pulse_rl import audit
-from pulse_rl.maintenance.compaction import fold_stream
+from pulse_rl.ops.compaction import fold_stream
 from tests.support.folds import fold_link
 
 from .lies import false_parts, false_patch

@@ -14,7 +14,7 @@ from typing import Any
 
 from pulse_rl import Publisher, PulseError, Signer, verify_stream
 from pulse_rl.errors import EmptyStream, PublisherConflict
-from pulse_rl.sync.gc import gc_stream
+from pulse_rl.ops.gc import gc_stream
 from tests.support.interrupts import Boom, Interrupter
 from tests.support.publishers import tuned
 

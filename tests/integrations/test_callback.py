@@ -27,7 +27,7 @@ class Training:
     def __init__(self, store: Any, *, rank: int = 0, **settings: Any) -> None:
         from transformers import TrainerState
 
-        from pulse_rl.integrations.transformers import PulseCallback
+        from pulse_rl.frameworks.transformers import PulseCallback
 
         torch.manual_seed(0)
         self.model = nn.Linear(64, 64)
@@ -326,7 +326,7 @@ def tied_qwen() -> nn.Module:
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(64, 64), tied_qwen], ids=["plain", "tied"])
 def test_a_publisher_of_the_model_makes_the_same_version(make: Any) -> None:
-    from pulse_rl.integrations.transformers import checkpoint_weights
+    from pulse_rl.frameworks.transformers import checkpoint_weights
 
     by_callback, by_publisher = MemoryStore(), MemoryStore()
     training = Training(by_callback)

@@ -16,7 +16,7 @@ from torch import nn
 
 from pulse_rl import LocalStore, Publisher
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
-from pulse_rl.integrations.megatron import MegatronWeights
+from pulse_rl.frameworks.megatron import MegatronWeights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -87,7 +87,7 @@ def moved(given: Tensors) -> Tensors:
 def test_the_map_of_what_an_export_moves(tmp_path: Path) -> None:
     """After each change the slices make the version that the export makes, without another
     export."""
-    from pulse_rl.integrations.fsdp import ShardedPublisher  # DTensor takes seconds to import
+    from pulse_rl.frameworks.fsdp import ShardedPublisher  # DTensor takes seconds to import
 
     model, bridge = Model(), Bridge(moved)
     weights = MegatronWeights(bridge, [model])

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pulse_rl import Bits, PulseError, State, Update
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
-from pulse_rl.integrations import torch as integration
-from pulse_rl.integrations.torch import apply_, to_torch
+from pulse_rl.frameworks import torch as integration
+from pulse_rl.frameworks.torch import apply_, to_torch
 from tests.integrations.test_torch import updates
 from tests.support.arrays import misaligned
 from tests.support.states import Rng, bits, mutated, snapshot

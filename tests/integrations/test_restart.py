@@ -15,7 +15,7 @@ from torch import nn
 
 from pulse_rl import MemoryStore, Publisher, Subscriber, state_root
 from pulse_rl.errors import FormatError, InputError, StateMismatch, StoreFull, StoreUnavailable
-from pulse_rl.integrations.restart import restore_training, save_training
+from pulse_rl.frameworks.restart import restore_training, save_training
 from tests.support.stores import FaultyStore
 
 SETTINGS: dict[str, Any] = {"stream": "policy"}

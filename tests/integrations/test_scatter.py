@@ -16,10 +16,10 @@ import torch
 
 from pulse_rl import MemoryStore, Publisher, Subscriber, TensorUpdate, Update, state_root
 from pulse_rl.errors import InputError
-from pulse_rl.integrations import device_scatter as launch
-from pulse_rl.integrations import torch as integration
-from pulse_rl.integrations.device_scatter import Scatter, Sent, by_indices, scatter
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks import device_scatter as launch
+from pulse_rl.frameworks import torch as integration
+from pulse_rl.frameworks.device_scatter import Scatter, Sent, by_indices, scatter
+from pulse_rl.frameworks.torch import apply_
 from pulse_rl.patch.changes import Piece, TensorChanges
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from tests.support.scatter import check, kernel_of_numpy
@@ -131,7 +131,7 @@ def test_without_triton_tensors_are_written_one_by_one(monkeypatch: pytest.Monke
     ):
         if by_kernel:
             kernel.by_kernel = by_kernel  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "pulse_rl.integrations.scatter_kernel", kernel)
+        monkeypatch.setitem(sys.modules, "pulse_rl.frameworks.scatter_kernel", kernel)
         model["w"].zero_()
         with pytest.warns(UserWarning, match=f"tensor by tensor on cpu: {said}") as told:
             apply_(model, Update(1, 0, "", (changed,), {}, {}, 0, 0.0))
@@ -147,7 +147,7 @@ def test_a_device_without_memory_is_asked_again(monkeypatch: pytest.MonkeyPatch)
 
     kernel = types.ModuleType("kernel")
     kernel.by_kernel = kernel_of_numpy  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pulse_rl.integrations.scatter_kernel", kernel)
+    monkeypatch.setitem(sys.modules, "pulse_rl.frameworks.scatter_kernel", kernel)
     monkeypatch.setattr(launch, "_LAUNCHES", {})
     device = torch.device("cuda", 0)
     with monkeypatch.context() as crowded:

@@ -22,7 +22,7 @@ from pulse_rl import (
     state_root,
 )
 from pulse_rl.errors import StateMismatch
-from pulse_rl.integrations.torch import apply_, to_torch
+from pulse_rl.frameworks.torch import apply_, to_torch
 from tests.support.interrupts import Boom, Steps
 from tests.support.states import (
     Live,

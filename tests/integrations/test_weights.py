@@ -10,7 +10,7 @@ from torch import nn
 
 from pulse_rl import MemoryStore, Publisher, Subscriber, as_state, state_root
 from pulse_rl.errors import InputError, UnsupportedTensor
-from pulse_rl.integrations.weights import expected_density, is_sharded, policy_weights
+from pulse_rl.frameworks.weights import expected_density, is_sharded, policy_weights
 
 
 class Model(nn.Module):

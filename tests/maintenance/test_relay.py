@@ -247,7 +247,7 @@ def test_an_idle_look_costs_a_listing_on_each_side(rng: Rng) -> None:
 def test_memory_is_bounded_by_pieces_not_by_payloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pulse_rl.maintenance.relay._CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr("pulse_rl.ops.relay._CHUNK_BYTES", 1 << 16)
     largest = 0
 
     class Pieces(LocalStore):

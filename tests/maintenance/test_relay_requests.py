@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Relay, Subscriber
-from pulse_rl.store.server import FolderServer
+from pulse_rl.stores.server import FolderServer
 from tests.support.relays import Counted
 from tests.support.states import Rng, history, roots
 from tests.support.stores import FaultyStore, requests

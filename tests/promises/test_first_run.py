@@ -167,7 +167,7 @@ def test_without_a_configured_logger_warnings_are_seen_and_hints_once() -> None:
 import logging
 from pulse_rl.events import Hint, hint_to
 hint_to(None, Hint("policy", 0, "dtype", "a reason", "a hint"))
-logging.getLogger("pulse_rl.integrations.trl").warning("the training waits")
+logging.getLogger("pulse_rl.frameworks.trl").warning("the training waits")
 """
     said = run_python(code).stderr
     assert said.count("a reason") == said.count("the training waits") == 1

@@ -20,7 +20,7 @@ from pulse_rl import (
     verify_stream,
 )
 from pulse_rl.errors import InputError
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 from tests.support.states import UINTS, WIDTHS
 
 from .oracle import STREAM, Trainer, Worker, held, publish, root_of

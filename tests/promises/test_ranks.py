@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pulse_rl import Bits, LocalStore, Publisher, Subscriber, state_root, verify_stream
 from pulse_rl.errors import PulseError, StoreUnavailable
-from pulse_rl.integrations.fsdp import ShardedPublisher
+from pulse_rl.frameworks.fsdp import ShardedPublisher
 from tests.support.stores import FaultyStore
 from tests.support.trainers import Trainer as Rank
 from tests.support.trainers import together

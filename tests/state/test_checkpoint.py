@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from pulse_rl import State, as_state, state_root
 from pulse_rl.errors import CorruptCheckpoint, FormatError, InputError, UnsupportedTensor
-from pulse_rl.integrations.torch import to_torch
+from pulse_rl.frameworks.torch import to_torch
 from pulse_rl.state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from tests.support.checkpoints import HOSTILE, entry, file_of
 from tests.support.states import Rng, all_dtypes, policy, snapshot

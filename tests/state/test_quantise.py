@@ -16,11 +16,11 @@ from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber
 from pulse_rl._native import block_maxima, to_e2m1, to_e4m3
 from pulse_rl.cli import main
 from pulse_rl.errors import InputError, UnsupportedTensor
+from pulse_rl.quantize.formats import FORMATS
+from pulse_rl.quantize.states import QuantisedState
 from pulse_rl.state.cast import cast
 from pulse_rl.state.checkpoint import save
 from pulse_rl.state.digest import state_digest
-from pulse_rl.state.quantise import QuantisedState
-from pulse_rl.state.quantise_formats import FORMATS
 from pulse_rl.state.tensors import DTYPES
 from tests.golden.make_quantised import CONFIGS, FILE
 from tests.support.states import Rng

@@ -11,11 +11,11 @@ import torch
 
 from pulse_rl import Bits, MemoryStore, Publisher, State
 from pulse_rl._native import block_maxima, to_e2m1, to_e4m3
-from pulse_rl.state import quantise_device
+from pulse_rl.quantize import device as quantise_device
+from pulse_rl.quantize.formats import FORMATS
+from pulse_rl.quantize.states import QuantisedState
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.memory import DeviceTensor
-from pulse_rl.state.quantise import QuantisedState
-from pulse_rl.state.quantise_formats import FORMATS
 from tests.golden.make_quantised import CONFIGS, FILE
 from tests.support.states import Rng
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import HttpStore, LocalStore, MemoryStore, ObjectStore, Store, open_store
-from pulse_rl.store.server import FolderServer
+from pulse_rl.stores.server import FolderServer
 from pulse_rl.testing import StoreConformance
 from tests.support.http import ServedStore
 from tests.support.stores import s3_store

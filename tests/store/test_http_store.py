@@ -13,13 +13,13 @@ import pytest
 
 from pulse_rl import HttpStore, LocalStore, open_store
 from pulse_rl.errors import InputError, NotFound, StoreError, StoreUnavailable
-from pulse_rl.store.server import FolderServer
+from pulse_rl.stores.server import FolderServer
 from tests.support.http import Liar, answer, answering
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulse_rl.store.http._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("pulse_rl.stores.http._FIRST_PAUSE", 0.01)
 
 
 DATE = "Last-Modified: Sun, 22 Nov 2026 05:48:56 GMT"
@@ -237,7 +237,7 @@ def test_false_lists_are_errors(lines: bytes) -> None:
 
 
 def test_an_endless_list_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulse_rl.store.http.MAX_LISTED", 5000)
+    monkeypatch.setattr("pulse_rl.stores.http.MAX_LISTED", 5000)
     pages = itertools.count()
 
     def page(_: bytes, peer: socket.socket) -> None:
@@ -318,7 +318,7 @@ def test_a_listing_of_late_pages_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with Liar(page) as server:
         store = HttpStore(server.url, timeout_seconds=30)
-        monkeypatch.setattr("pulse_rl.store.http.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("pulse_rl.stores.http.time.monotonic", lambda: now[0])
         with pytest.raises(StoreUnavailable, match="too long to list"):
             list(store.list("a"))
         assert server.requests < 20

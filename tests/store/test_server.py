@@ -14,7 +14,7 @@ import pytest
 
 from pulse_rl import HttpStore, LocalStore
 from pulse_rl.errors import InputError, NotFound
-from pulse_rl.store.server import FolderServer
+from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
 from tests.support.stores import names
 
@@ -195,7 +195,7 @@ def test_what_may_be_kept(served: FolderServer) -> None:
 
 
 def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulse_rl.store.server._KEEPALIVE_SECONDS", 0.2)
+    monkeypatch.setattr("pulse_rl.stores.server._KEEPALIVE_SECONDS", 0.2)
     with (
         FolderServer(tmp_path) as server,
         socket.create_connection(
@@ -210,7 +210,7 @@ def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_connections_that_say_nothing_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pulse_rl.store.server._SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("pulse_rl.stores.server._SILENT_SECONDS", 0.2)
     LocalStore(tmp_path).put("a/b", b"0123456789")
     with FolderServer(tmp_path) as server:
         where = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))

@@ -15,7 +15,7 @@ from torch import bfloat16, float32, full, int16, zeros
 from pulse_rl import LocalStore, Publisher, State
 from pulse_rl.cli import main
 from pulse_rl.errors import CorruptCheckpoint, InputError, StateMismatch
-from pulse_rl.integrations.torch import to_torch
+from pulse_rl.frameworks.torch import to_torch
 from pulse_rl.study import CheckpointFolder, StoredStream, study
 from tests.support.checkpoints import write_checkpoint
 from tests.support.states import Rng, Tensors, history, mutated

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from pulse_rl import State
-from pulse_rl.integrations.torch import to_torch
+from pulse_rl.frameworks.torch import to_torch
 
 
 def file_of(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""A launch of `pulse_rl.integrations.device_scatter` against what numpy writes."""
+"""A launch of `pulse_rl.frameworks.device_scatter` against what numpy writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pulse_rl.integrations.device_scatter import PROGRAM_ELEMENTS, Launch, Scatter, Sent, write
+from pulse_rl.frameworks.device_scatter import PROGRAM_ELEMENTS, Launch, Scatter, Sent, write
 from pulse_rl.patch.changes import TensorChanges
 
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

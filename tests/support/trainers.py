@@ -39,7 +39,7 @@ _PROCESSES.set_forkserver_preload(
         *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
         *(
             "pulse_rl.loco",
-            "pulse_rl.integrations.fsdp",
+            "pulse_rl.frameworks.fsdp",
             "tests.support.loco_reference",
             "tests.support.sharded",
         ),

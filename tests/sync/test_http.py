@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pulse_rl import LocalStore, Publisher, PulseError, Relay, Subscriber
-from pulse_rl.store.server import FolderServer
+from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, Liar, answer, asked
 from tests.support.states import Rng, history, roots, taken
 

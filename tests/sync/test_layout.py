@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from pulse_rl.errors import StateMismatch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import slices_of
-from pulse_rl.state.digest import LEAF_BYTES
-from pulse_rl.state.tensors import DTYPES, TensorSpec
-from pulse_rl.sync.layout import (
+from pulse_rl.sharding.layout import (
     Box,
     Held,
     Layout,
@@ -25,6 +23,8 @@ from pulse_rl.sync.layout import (
     make_layout,
     whole_leaves,
 )
+from pulse_rl.state.digest import LEAF_BYTES
+from pulse_rl.state.tensors import DTYPES, TensorSpec
 
 
 @st.composite

@@ -13,7 +13,7 @@ from torch import nn
 from pulse_rl import Bits, MemoryStore, Publisher, Subscriber, state_root, unwrapped
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
 from pulse_rl.events import BaselineRestored, Event, Hint
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 from tests.support.publishers import FoldingPublisher
 from tests.support.states import Rng, mutated, snapshot, taken, weights
 from tests.support.stores import FaultyStore

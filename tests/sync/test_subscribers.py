@@ -226,7 +226,7 @@ def test_several_threads_share_the_updates(rng: Rng) -> None:
 def test_closing_does_not_wait_for_a_store_that_hangs(
     rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pulse_rl.sync.subscribers._CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("pulse_rl.follow.subscribers._CLOSE_SECONDS", 0.5)
     store, hangs, reached = FaultyStore(MemoryStore()), threading.Event(), threading.Event()
     fleet = Fleet(store, 3, rng)
     fleet.publish(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Store, Subscribers
-from pulse_rl.store.server import FolderServer
+from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
 from tests.support.states import Rng, history, roots
 from tests.support.stores import FaultyStore

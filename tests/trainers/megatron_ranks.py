@@ -20,8 +20,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pulse_rl import LocalStore, Publisher, state_root
-from pulse_rl.integrations.fsdp import ShardedPublisher
-from pulse_rl.integrations.megatron import MegatronWeights
+from pulse_rl.frameworks.fsdp import ShardedPublisher
+from pulse_rl.frameworks.megatron import MegatronWeights
 from tests.trainers.support import followed, sentences, tiny
 
 FUSIONS = (

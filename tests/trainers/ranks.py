@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Trainer
 
 from pulse_rl import LocalStore, Publisher, state_root
-from pulse_rl.integrations.fsdp import ShardedPublisher
-from pulse_rl.integrations.transformers import PulseCallback, checkpoint_weights
-from pulse_rl.integrations.weights import is_sharded, policy_weights
+from pulse_rl.frameworks.fsdp import ShardedPublisher
+from pulse_rl.frameworks.transformers import PulseCallback, checkpoint_weights
+from pulse_rl.frameworks.weights import is_sharded, policy_weights
 from tests.trainers.models import family
 from tests.trainers.support import (
     Witness,

@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 from pulse_rl import MemoryStore, Subscriber
 from pulse_rl.errors import UnsupportedTensor
-from pulse_rl.integrations.transformers import PulseCallback
-from pulse_rl.integrations.weights import adapter_weights
+from pulse_rl.frameworks.transformers import PulseCallback
+from pulse_rl.frameworks.weights import adapter_weights
 from tests.trainers.support import tiny
 from tests.trainers.test_trl import LORA, grpo
 

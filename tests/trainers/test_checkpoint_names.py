@@ -15,8 +15,8 @@ from transformers import Trainer
 from pulse_rl import MemoryStore, Publisher, Store, Subscriber, as_state, state_root
 from pulse_rl.errors import StateMismatch
 from pulse_rl.events import Event, Hint
-from pulse_rl.integrations.torch import apply_
-from pulse_rl.integrations.transformers import PulseCallback, checkpoint_weights
+from pulse_rl.frameworks.torch import apply_
+from pulse_rl.frameworks.transformers import PulseCallback, checkpoint_weights
 from tests.trainers.models import EXPERTS, FAMILIES, family
 from tests.trainers.support import arguments, sentences
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from pulse_rl import Publisher, Subscriber
 from pulse_rl.cli import main
-from pulse_rl.integrations.transformers import PulseCallback, checkpoint_files, checkpoint_weights
+from pulse_rl.frameworks.transformers import PulseCallback, checkpoint_files, checkpoint_weights
 from tests.support.killed import follow
 from tests.trainers.models import FAMILIES, family
 from tests.trainers.support import arguments, sentences, tiny, tokenizer

@@ -26,8 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from pulse_rl import MemoryStore, Publisher, State, Subscriber, state_root  # noqa: E402
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor  # noqa: E402
-from pulse_rl.integrations.jax import apply, weights  # noqa: E402
-from pulse_rl.integrations.torch import apply_  # noqa: E402
+from pulse_rl.frameworks.jax import apply, weights  # noqa: E402
+from pulse_rl.frameworks.torch import apply_  # noqa: E402
 
 SPECS = [
     PartitionSpec(),
@@ -196,8 +196,8 @@ import jax, jax.numpy as jnp, numpy as np, torch.distributed as dist
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from jax.sharding import NamedSharding, PartitionSpec as P
-from pulse_rl.integrations.fsdp import ShardedPublisher
-from pulse_rl.integrations.jax import apply
+from pulse_rl.frameworks.fsdp import ShardedPublisher
+from pulse_rl.frameworks.jax import apply
 from pulse_rl import Subscriber
 dist.init_process_group("gloo", init_method=f"file://{store}-meeting", rank=rank, world_size=2)
 mesh = jax.make_mesh((2, 4), ("a", "b"))

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pulse_rl import state_root
 from pulse_rl.errors import UnsupportedTensor
-from pulse_rl.integrations.weights import policy_weights
+from pulse_rl.frameworks.weights import policy_weights
 from tests.trainers.support import adapted, cast, saved_names, tiny
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]

@@ -8,7 +8,7 @@ import pytest
 from tests.support.programs import ran
 
 PROGRAM = """
-from pulse_rl.integrations.scatter_kernel import by_kernel
+from pulse_rl.frameworks.scatter_kernel import by_kernel
 from tests.support.scatter import check
 for width in (1, 2, 4, 8):
     check(width, by_kernel)
@@ -20,7 +20,7 @@ COMPILATION = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pulse_rl.integrations.scatter_kernel import _scatter
+from pulse_rl.frameworks.scatter_kernel import _scatter
 for capability in (80, 90):
     for value in ("u8", "i16", "i32", "i64"):
         for position in ("i32", "i64"):

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from pulse_rl import LocalStore, MemoryStore, Published, Subscriber
 from pulse_rl.errors import StoreError, StoreUnavailable
-from pulse_rl.integrations.transformers import PulseCallback
+from pulse_rl.frameworks.transformers import PulseCallback
 from pulse_rl.store import Data
 from tests.trainers.support import Witness, arguments, collect, followed, sentences, tiny
 

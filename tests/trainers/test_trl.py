@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from pulse_rl import MemoryStore, Published, Subscriber
-from pulse_rl.integrations.transformers import PulseCallback
+from pulse_rl.frameworks.transformers import PulseCallback
 from tests.trainers.support import (
     Merged,
     Witness,

@@ -18,9 +18,9 @@ from transformers import Trainer
 
 from pulse_rl import LocalStore, Publisher, state_root
 from pulse_rl.errors import UnsupportedTensor
-from pulse_rl.integrations.fsdp import ShardedPublisher
-from pulse_rl.integrations.transformers import PulseCallback, checkpoint_weights
-from pulse_rl.integrations.weights import policy_weights
+from pulse_rl.frameworks.fsdp import ShardedPublisher
+from pulse_rl.frameworks.transformers import PulseCallback, checkpoint_weights
+from pulse_rl.frameworks.weights import policy_weights
 from tests.trainers.support import Witness, adapted, arguments, cast, followed, sentences, tiny
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pulse_rl.integrations.trl import pulse_rollout
+from pulse_rl.frameworks.trl import pulse_rollout
 from tests.trainers.support import Witness, followed
 
 from .support import STEPS, grpo, weight_version

@@ -24,7 +24,7 @@ from trl.experimental.async_grpo import (
     packing,
 )
 
-from pulse_rl.integrations.vllm import connect
+from pulse_rl.engines.vllm import connect
 from tests.engines.server import checksums
 from tests.trainers.support import common, tiny
 

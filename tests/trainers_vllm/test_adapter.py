@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from pulse_rl import Subscriber
-from pulse_rl.integrations.transformers import PulseCallback
+from pulse_rl.frameworks.transformers import PulseCallback
 from tests.engines.server import complete, post, server
 
 from .support import grpo, untrained

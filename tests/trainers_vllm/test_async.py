@@ -8,7 +8,7 @@ from pathlib import Path
 from peft import LoraConfig
 
 from pulse_rl import Published
-from pulse_rl.integrations.trl import PulseWeightTransfer
+from pulse_rl.frameworks.trl import PulseWeightTransfer
 from tests.engines.server import checksums
 from tests.trainers.support import Witness, collect, followed
 

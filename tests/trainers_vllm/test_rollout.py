@@ -13,8 +13,8 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from pulse_rl.integrations.trl import pulse_rollout
-from pulse_rl.rollouts import Rollout
+from pulse_rl.engines.rollouts import Rollout
+from pulse_rl.frameworks.trl import pulse_rollout
 from tests.engines.server import START_SECONDS, checksums, free_port, server
 from tests.support.programs import ran_on_two_ranks
 from tests.trainers.support import Merged, Witness, followed

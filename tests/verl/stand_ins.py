@@ -51,7 +51,7 @@ def configured(store: str) -> RolloutConfig:
     engine = "actor_rollout_ref.rollout.checkpoint_engine"
     lines = [
         f"{engine}.backend=pulse",
-        f"{engine}.custom_backend_module=pulse_rl.integrations.verl",
+        f"{engine}.custom_backend_module=pulse_rl.frameworks.verl",
         f"+{engine}.engine_kwargs.pulse.store={store}",
         f"+{engine}.engine_kwargs.pulse.stream=policy",
         "actor_rollout_ref.rollout.name=vllm",

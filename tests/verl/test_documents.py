@@ -21,6 +21,6 @@ def test_the_lines_to_add_configure_the_engine() -> None:
     ):
         config = compose("ppo_trainer", overrides=lines)
     engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
-    assert (engine.backend, engine.custom_backend_module) == ("pulse", "pulse_rl.integrations.verl")
+    assert (engine.backend, engine.custom_backend_module) == ("pulse", "pulse_rl.frameworks.verl")
     assert engine.engine_kwargs["pulse"] == {"store": "s3://bucket/run", "stream": "policy"}
     assert config.actor_rollout_ref.model.lora.merge is True

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from .._util.settings import parse_seconds
 from ..errors import InputError
+from ..quantize.formats import FORMATS
 from ..state.cast import compute_dtype_named
-from ..state.quantise_formats import FORMATS
 from .output import Console
 
 _MAX_SECONDS = 1e9

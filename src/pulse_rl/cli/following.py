@@ -14,6 +14,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from .._util.settings import format_bytes
+from ..engines import sglang, vllm
+from ..engines.handle import EngineHandle, EngineSync
+from ..engines.replay import Replay
+from ..engines.rollouts import Rollout
+from ..engines.sglang import is_sglang
+from ..engines.transport import SubscriberOptions
 from ..errors import (
     ConcurrentUse,
     EmptyStream,
@@ -24,18 +30,12 @@ from ..errors import (
     UnsupportedTensor,
 )
 from ..events import Relayed
-from ..integrations import sglang, vllm
-from ..integrations.engines.handle import EngineHandle, EngineSync
-from ..integrations.engines.replay import Replay
-from ..integrations.engines.transport import SubscriberOptions
-from ..integrations.sglang import is_sglang
-from ..maintenance.relay import Relay
+from ..follow.folder import check_folder
+from ..follow.version_folders import Layout
+from ..hints import absence
 from ..metrics import Heartbeat, fan_out
-from ..rollouts import Rollout
+from ..ops.relay import Relay
 from ..state.checkpoint import FILE_NAME, current_version, load
-from ..state.folder import check_folder
-from ..state.version_folders import Layout
-from ..sync.notices import absence
 from ..sync.polling import Backoff, jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update

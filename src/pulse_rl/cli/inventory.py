@@ -10,12 +10,12 @@ from typing import Any
 from .._util.settings import format_bytes, format_duration, format_percent
 from ..errors import EmptyStream, PulseError
 from ..events import Metadata
+from ..hints import absence
 from ..store import Store
 from ..stream.manifest import Manifest, anchor_bytes, patch_bytes
 from ..stream.names import AnchorName, VersionName, streams_in
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
-from ..sync.notices import absence
 from .arguments import READABLE, Shared, number, options
 from .output import Console
 from .streams import open_lasting

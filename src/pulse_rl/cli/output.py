@@ -14,7 +14,7 @@ from typing import Any
 from .._util.files import open_regular, write_atomically
 from ..errors import InputError, PulseError
 from ..events import BaselineRestored, Event, FallbackUsed, Hint, Progress, ProgressBars
-from ..state.folder import check_file
+from ..follow.folder import check_file
 
 
 def open_streams() -> None:

@@ -19,14 +19,14 @@ from typing import Any, cast
 from .._util.settings import format_bytes, format_number
 from ..errors import EmptyStream, InputError
 from ..events import Event, Metadata, Synced
+from ..follow.folder import check_folder
+from ..hints import absence
 from ..metrics import JsonLines, fan_out, read_events
+from ..ops import checkout as checkouts
 from ..state.checkpoint import FILE_NAME
-from ..state.folder import check_folder
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from ..sync import checkout as checkouts
-from ..sync.notices import absence
 from ..sync.planner import BROKEN_LINK
 from .arguments import Shared, add_metadata, count, number, path
 from .output import Console

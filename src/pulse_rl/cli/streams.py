@@ -16,18 +16,17 @@ from typing import Any
 from .._util.settings import format_bytes
 from ..errors import InputError, PulseError
 from ..events import Published
-from ..maintenance.attestation import make_statement
-from ..maintenance.compaction import anchor_stream, fold_stream
-from ..maintenance.verify import verify_stream
+from ..ops.attest import make_statement
+from ..ops.attestation import BUNDLE, AttestationKey
+from ..ops.checkout import Checkout, checkout
+from ..ops.compaction import DEFAULT_FOLDS, anchor_stream, fold_stream
+from ..ops.gc import DEFAULT_GRACE_SECONDS, gc_stream
+from ..ops.verify import verify_stream
 from ..state.cast import COMPUTE_DTYPES
 from ..state.checkpoint import current_version, load
 from ..state.companions import checked_files, files_of, of_dtype
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
-from ..stream.attestation import BUNDLE, AttestationKey
 from ..stream.signing import Signer
-from ..sync.checkout import Checkout, checkout
-from ..sync.gc import DEFAULT_GRACE_SECONDS, gc_stream
-from ..sync.history_policy import DEFAULT_FOLDS
 from ..sync.publisher import Publisher
 from ..testing import StoreConformance
 from .arguments import (
@@ -462,7 +461,7 @@ def open_lasting(address: str) -> Store:
 
 
 def serve(args: argparse.Namespace, console: Console) -> int:
-    from ..store.server import FolderServer
+    from ..stores.server import FolderServer
 
     with FolderServer(args.folder, bind=args.bind, port=args.port) as server:
         console.result(

@@ -54,7 +54,7 @@ def as_state(source: StateSource) -> State:
     Args:
         source: A `State`; a mapping of names to tensors; the path of a checkpoint, which is mapped,
             not read; or a torch.nn.Module. The names and tied tensors of a module are those of
-            `pulse_rl.integrations.transformers.checkpoint_weights`: as ``save_pretrained`` writes
+            `pulse_rl.frameworks.transformers.checkpoint_weights`: as ``save_pretrained`` writes
             them, without the parts that DDP and torch.compile add. PEFT adapters are merged into
             copies.
 
@@ -65,7 +65,7 @@ def as_state(source: StateSource) -> State:
     """
     if _is_module(source):
         # The one place where the core asks an integration, which has imported torch.
-        from ..integrations.weights import whole_weights
+        from ..frameworks.weights import whole_weights
 
         source = whole_weights(source)
     if isinstance(source, State):
@@ -323,7 +323,7 @@ def unwrapped(tensors: Mapping[str, Any]) -> dict[str, Any]:
     ``_checkpoint_wrapped_module`` wherever they are in a name, and ``module``
     (DistributedDataParallel) in front of all names. The tensors are the same objects, in the same
     order; names without such parts stay. A trainer passes the result to `Publisher.publish`, a
-    worker to `pulse_rl.integrations.torch.apply_`. Raises InputError where two names become one.
+    worker to `pulse_rl.frameworks.torch.apply_`. Raises InputError where two names become one.
     """
     if not isinstance(tensors, Mapping):
         raise InputError(

@@ -79,18 +79,18 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
         return MemoryStore()
     # Each backend's module is imported where it is asked for: the core is there without them.
     if url.scheme in _OBJECT_SCHEMES:
-        from .object import ObjectStore
+        from ..stores.object import ObjectStore
 
         return ObjectStore(text, **options)
     if url.scheme == "hf":
-        from .hub import HubStore, bucket_address
-        from .object import ObjectStore
+        from ..stores.hub import HubStore, bucket_address
+        from ..stores.object import ObjectStore
 
         if url.netloc == "buckets":
             return ObjectStore(bucket_address(text), **options)
         return HubStore(text, **options)
     if url.scheme in ("http", "https"):
-        from .http import HttpStore
+        from ..stores.http import HttpStore
 
         return HttpStore(text, **options)
     raise InputError(

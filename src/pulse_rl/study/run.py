@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from .._util.settings import checked_path
 from .._util.threads import ordered_map
 from ..errors import InputError, PulseError, StateMismatch
+from ..quantize.states import Quantise, QuantisedState
 from ..state import checkpoint
 from ..state.cast import CastState, DTypeLike, cast_specs, compute_dtype_named
-from ..state.quantise import Quantise, QuantisedState
 from ..state.tensors import State, TensorSpec
 from ..store import Store, open_store
 from ..stream.stream import Stream

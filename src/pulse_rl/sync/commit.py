@@ -18,6 +18,7 @@ from .._util.serial import shield
 from .._util.threads import default_threads, ordered_map
 from ..errors import ChainGap, InputError, PublisherConflict, StoreError
 from ..events import Listener, Metadata, PhaseTimer, Published, progress_to
+from ..history.policy import Note
 from ..patch.blocks import runs_of
 from ..state.tensors import Segment
 from ..stream import manifest as manifests
@@ -27,7 +28,6 @@ from ..stream.names import FILE, PATCH, SHARD, next_unused, plausible
 from ..stream.signing import Signer
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from .history_policy import Note
 from .pending import PublishState
 
 _LATEST_COMMIT_SECONDS = 600.0

@@ -48,8 +48,8 @@ from .planner import BROKEN_LINK, Planner
 from .update import Pending, Update
 
 if TYPE_CHECKING:
-    from .selection import Selection
-    from .state_folder import StateFolder
+    from ..follow.selection import Selection
+    from ..follow.state_folder import StateFolder
 
 _PREFETCH = 4
 _NOTHING = History()
@@ -550,7 +550,7 @@ def _restored(
         with suppress(NotFound, FormatError, IntegrityError):
             there = None
             if host.folder.unfinished:
-                from ..stream.digest_trees import read_tree
+                from ..follow.digest_trees import read_tree
 
                 there = read_tree(stream, manifest)[0]
     state, digest, nbytes = anchor.restore(

@@ -28,7 +28,7 @@ from ..state.tensors import Empty, Segment, SlicedState, State, TensorSpec, UInt
 from ..stream.manifest import Payload
 
 if TYPE_CHECKING:
-    from .layout import Box
+    from ..sharding.layout import Box
 
 _NOTHING = History()
 NO_SMALLER = "anchor: a patch would have"

@@ -40,9 +40,9 @@ from .request import LocalState, PublishRequest
 from .submissions import Submission, Submissions
 
 if TYPE_CHECKING:
-    from ..state.quantise import Quantise
-    from .checkout import Checkout
-    from .state_folder import StateFolder
+    from ..follow.state_folder import StateFolder
+    from ..ops.checkout import Checkout
+    from ..quantize.states import Quantise
 
 _LOOK_SECONDS = 1.0
 
@@ -140,7 +140,7 @@ class Publisher(Closing, NotCopyable):
         settings = PublisherSettings(anchor_ratio, keep, signer, trusted_keys, threads, on_event)
         folder = None
         if baseline is not None:
-            from .state_folder import StateFolder
+            from ..follow.state_folder import StateFolder
 
             folder = StateFolder(checked_path(baseline), "baseline")
         try:
@@ -182,7 +182,7 @@ class Publisher(Closing, NotCopyable):
         self._calls = 0
         self._rank = make(self._stream, ranks, settings, folder=folder)
         if settings.keep is not None and self._rank.first:
-            from .gc import Retention
+            from ..ops.gc import Retention
 
             self._rank.retention = Retention(
                 self._stream, settings.keep, settings.keys or (), self._listener

@@ -25,6 +25,8 @@ from ..events import (
     progress_shown,
     progress_to,
 )
+from ..hints import Notices
+from ..history.policy import HistoryPolicy, Note
 from ..patch.blocks import Block, cut
 from ..patch.tree import hashed_together
 from ..state.tensors import Segment, State
@@ -44,9 +46,7 @@ from .commit import (
     store_while_filled,
     uploaded,
 )
-from .history_policy import HistoryPolicy, Note
 from .host_state import HostState, adopt_kept, catch_up
-from .notices import Notices
 from .pending import (
     NO_SMALLER,
     Baseline,
@@ -62,9 +62,9 @@ from .request import LocalState, PublishRequest
 from .submissions import Submission, begin
 
 if TYPE_CHECKING:
-    from .gc import Retention
+    from ..follow.state_folder import StateFolder
+    from ..ops.gc import Retention
     from .publisher import PublisherSettings
-    from .state_folder import StateFolder
 
 R = TypeVar("R")
 

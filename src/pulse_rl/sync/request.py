@@ -18,8 +18,8 @@ from ..state.tensors import DType, State, await_devices, cuda_tensors
 from ..stream.manifest import checked_metadata
 
 if TYPE_CHECKING:
-    from ..state.quantise import Quantise
-    from .layout import Box
+    from ..quantize.states import Quantise
+    from ..sharding.layout import Box
 
 
 class LocalState(NamedTuple):
@@ -45,7 +45,7 @@ class LocalState(NamedTuple):
         if isinstance(source, Mapping):
             require_weights((spec.name, spec.shape) for spec in state.specs)
         if quantise is not None:
-            from ..state.quantise import QuantisedState, config_of
+            from ..quantize.states import QuantisedState, config_of
 
             made = QuantisedState(state, quantise, compute)
             return cls(made, config=config_of(quantise, made.kept))

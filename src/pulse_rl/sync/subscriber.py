@@ -14,6 +14,7 @@ from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
 from ..events import Listener, Synced, checked_listener, failures_to, fell_back, progress_shown
+from ..hints import Absence
 from ..patch.blocks import cut
 from ..patch.history import History
 from ..state.checkpoint import StateSource, as_state, current_version, save
@@ -28,7 +29,6 @@ from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .failover import Failover
 from .host_state import HostState, adopt_kept
-from .notices import Absence
 from .polling import LONGEST_POLL, pause
 from .update import Pending, Receipt, Update, make_update
 
@@ -128,12 +128,12 @@ class Subscriber(Closing, NotCopyable):
         self._serial = SerialThread("Subscriber", self._idle_seconds)
         self._selection = None
         if select is not None:
-            from .selection import Selection
+            from ..follow.selection import Selection
 
             self._selection = Selection(select)
         self._folder = None
         if state is not None:
-            from .state_folder import StateFolder
+            from ..follow.state_folder import StateFolder
 
             self._folder = StateFolder(state, "state")
         self._host = self._empty_host(threads, on_event)
@@ -271,9 +271,9 @@ class Subscriber(Closing, NotCopyable):
         Raises: What `state` and `files` raise, InputError, StoreFull and StoreError.
         """
         target = checked_path(path)
-        from ..patch.history_file import beside, save_history, specs_of
-        from ..state.folder import metadata_of, replace_folder, write_checkpoint
-        from ..state.version_folders import Layout, add_version
+        from ..follow.folder import metadata_of, replace_folder, write_checkpoint
+        from ..follow.version_folders import Layout, add_version
+        from ..history.file import beside, save_history, specs_of
 
         named = None if layout is None else Layout.of(layout)
         if keep is not None and checked_count("keep", keep) and named is None:
@@ -513,7 +513,7 @@ class Subscriber(Closing, NotCopyable):
     def _adopt_base(self, base: StateSource) -> bool:
         """Starts from the caller's state where its root is that of a recent version. False while
         there are none."""
-        from ..patch.history_file import beside, load_history, specs_of
+        from ..history.file import beside, load_history, specs_of
 
         stream, versions = self._failover.versions()
         if not versions:

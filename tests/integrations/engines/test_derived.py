@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from pulse_rl import PulseError
+from pulse_rl.engines import derived
+from pulse_rl.engines.derived import PreQuantLayers
+from pulse_rl.engines.live import Scattered, WholeRectangle
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
-from pulse_rl.integrations.engines import derived
-from pulse_rl.integrations.engines.derived import PreQuantLayers
-from pulse_rl.integrations.engines.live import Scattered, WholeRectangle
 
 from .world import Model, World, stage
 

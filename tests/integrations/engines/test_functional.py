@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from pulse_rl.engines import proof as functional
+from pulse_rl.engines.handle import EngineHandle
+from pulse_rl.engines.proof import Fresh, shortage
+from pulse_rl.engines.transport import InitInfo
+from pulse_rl.engines.worker import Worker
 from pulse_rl.errors import InputError, UnsupportedTensor
-from pulse_rl.integrations.engines import proof as functional
-from pulse_rl.integrations.engines.handle import EngineHandle
-from pulse_rl.integrations.engines.proof import Fresh, shortage
-from pulse_rl.integrations.engines.transport import InitInfo
-from pulse_rl.integrations.engines.worker import Worker
 
 from .world import Model, World
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from pulse_rl import PulseError
+from pulse_rl.engines.handle import EngineHandle, EngineSync
+from pulse_rl.engines.transport import InitInfo
 from pulse_rl.errors import (
     ConcurrentUse,
     EngineError,
@@ -17,8 +19,6 @@ from pulse_rl.errors import (
     StateMismatch,
     StoreUnavailable,
 )
-from pulse_rl.integrations.engines.handle import EngineHandle, EngineSync
-from pulse_rl.integrations.engines.transport import InitInfo
 
 REPORT = {
     "previous": 0,

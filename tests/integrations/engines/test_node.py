@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from pulse_rl import PulseError
+from pulse_rl.engines import node as nodes
 from pulse_rl.errors import StateMismatch
-from pulse_rl.integrations.engines import node as nodes
 from tests.support.trainers import Trainer, together
 
 _LEADER = """
 import sys, time
 from pathlib import Path
-from pulse_rl.integrations.engines import node
+from pulse_rl.engines import node
 folder = Path(sys.argv[1])
 lock = node._locked(folder)
 print("locked", flush=True)

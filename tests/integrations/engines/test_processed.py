@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl.errors import UnsupportedTensor
-from pulse_rl.integrations.engines.derived import PreQuantLayers
-from pulse_rl.integrations.engines.processed import (
+from pulse_rl.engines.derived import PreQuantLayers
+from pulse_rl.engines.processed import (
     Group,
     ProcessedLayer,
     pre_quant_layers,
     remember,
     tensor_names,
 )
-from pulse_rl.integrations.engines.proof import require_scales_taken
+from pulse_rl.engines.proof import require_scales_taken
+from pulse_rl.errors import UnsupportedTensor
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 
 from .world import Model, World, stage

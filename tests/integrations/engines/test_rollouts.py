@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from pulse_rl.engines.handle import EngineHandle
+from pulse_rl.engines.rollouts import Rollout, Weights
+from pulse_rl.engines.transport import Generated, InitInfo
 from pulse_rl.errors import EngineError, InputError, StateMismatch
-from pulse_rl.integrations.engines.handle import EngineHandle
-from pulse_rl.integrations.engines.transport import Generated, InitInfo
-from pulse_rl.rollouts import Rollout, Weights
 
 from .test_handle import Engine
 

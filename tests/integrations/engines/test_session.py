@@ -15,10 +15,10 @@ import torch
 
 import pulse_rl
 from pulse_rl import MemoryStore, Publisher, PulseError, Subscriber
+from pulse_rl.engines.live import Journal, LiveWeights
+from pulse_rl.engines.node import Node
+from pulse_rl.engines.staging import Staging
 from pulse_rl.errors import InputError, StateMismatch, StreamRecreated, Untrusted
-from pulse_rl.integrations.engines.live import Journal, LiveWeights
-from pulse_rl.integrations.engines.node import Node
-from pulse_rl.integrations.engines.staging import Staging
 
 from .world import World, stage
 

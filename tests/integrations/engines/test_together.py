@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from pulse_rl.engines.handle import EngineHandle, switch_together
+from pulse_rl.engines.node import Node
+from pulse_rl.engines.session import ProvedMap, Session
+from pulse_rl.engines.transport import InitInfo
+from pulse_rl.engines.worker import Worker
 from pulse_rl.errors import EngineError, InputError, StoreUnavailable
-from pulse_rl.integrations.engines.handle import EngineHandle, switch_together
-from pulse_rl.integrations.engines.node import Node
-from pulse_rl.integrations.engines.session import ProvedMap, Session
-from pulse_rl.integrations.engines.transport import InitInfo
-from pulse_rl.integrations.engines.worker import Worker
 
 from .test_handle import Engine, handle_on
 from .world import Model, World

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import State
+from pulse_rl.engines.live import Journal, LiveWeights, located
+from pulse_rl.engines.loader_map import LoaderMap, Rectangle, trace_loader
+from pulse_rl.engines.proof import require_whole
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
-from pulse_rl.integrations.engines.live import Journal, LiveWeights, located
-from pulse_rl.integrations.engines.loader_map import LoaderMap, Rectangle, trace_loader
-from pulse_rl.integrations.engines.proof import require_whole
 
 Tensors = dict[str, torch.Tensor]
 

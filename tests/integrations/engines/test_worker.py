@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from pulse_rl import PulseError
+from pulse_rl.engines import worker as workers
+from pulse_rl.engines.node import Node
+from pulse_rl.engines.session import ProvedMap, Session
+from pulse_rl.engines.worker import Worker
 from pulse_rl.errors import ConcurrentUse, InputError
-from pulse_rl.integrations.engines import worker as workers
-from pulse_rl.integrations.engines.node import Node
-from pulse_rl.integrations.engines.session import ProvedMap, Session
-from pulse_rl.integrations.engines.worker import Worker
 
 from .test_session import World
 

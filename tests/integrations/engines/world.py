@@ -13,11 +13,11 @@ import torch
 
 import pulse_rl
 from pulse_rl import State
-from pulse_rl.integrations.engines.derived import PreQuantLayers
-from pulse_rl.integrations.engines.node import Node
-from pulse_rl.integrations.engines.proof import Fresh
-from pulse_rl.integrations.engines.session import ProvedMap, Session
-from pulse_rl.integrations.engines.transport import InitInfo
+from pulse_rl.engines.derived import PreQuantLayers
+from pulse_rl.engines.node import Node
+from pulse_rl.engines.proof import Fresh
+from pulse_rl.engines.session import ProvedMap, Session
+from pulse_rl.engines.transport import InitInfo
 from pulse_rl.state.checkpoint import save
 
 SHAPES = {"gate": (4, 6), "up": (4, 6), "embed": (7, 6)}

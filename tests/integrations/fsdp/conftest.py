@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pulse_rl import LocalStore, MemoryStore, Signer, fold_stream
-from pulse_rl.integrations.fsdp import ShardedPublisher
+from pulse_rl.frameworks.fsdp import ShardedPublisher
 from tests.support.sharded import gathered, policy, step
 from tests.support.trainers import Trainer, together
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from pulse_rl import LocalStore, MemoryStore, Publisher
 from pulse_rl.errors import InputError, RankLost, StreamError
 from pulse_rl.events import BaselineRestored, Event
-from pulse_rl.integrations.fsdp import ShardedPublisher
+from pulse_rl.frameworks.fsdp import ShardedPublisher
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.trainers import Trainer, each, together
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Subscriber
 from pulse_rl.errors import UnsupportedTensor
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.torch import apply_
 from tests.support.sharded import bits, gathered, policy, step
 from tests.support.trainers import Trainer, each, together
 

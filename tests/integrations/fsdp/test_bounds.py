@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from pulse_rl import LocalStore, MemoryStore, Publisher
-from pulse_rl.integrations.fsdp import ShardedPublisher
+from pulse_rl.frameworks.fsdp import ShardedPublisher
 from tests.support.sharded import followed, gathered
 from tests.support.trainers import Trainer, together
 

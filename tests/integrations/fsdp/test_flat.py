@@ -16,8 +16,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from pulse_rl import LocalStore, Publisher, state_root
 from pulse_rl.errors import UnsupportedTensor
-from pulse_rl.integrations.fsdp import ShardedPublisher
-from pulse_rl.integrations.weights import is_sharded, policy_weights
+from pulse_rl.frameworks.fsdp import ShardedPublisher
+from pulse_rl.frameworks.weights import is_sharded, policy_weights
 from tests.support.sharded import Block, followed, policy, require_equal
 from tests.support.trainers import Trainer, together
 

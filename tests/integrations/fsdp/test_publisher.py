@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pulse_rl import LocalStore, Published
 from pulse_rl.errors import InputError, RankLost, StateMismatch, UnsupportedTensor
-from pulse_rl.integrations.fsdp import ShardedPublisher
-from pulse_rl.integrations.torch import apply_
+from pulse_rl.frameworks.fsdp import ShardedPublisher
+from pulse_rl.frameworks.torch import apply_
 from tests.support.sharded import bits, followed, gathered, local, policy, require_equal, step
 from tests.support.trainers import Trainer, each, together
 

@@ -21,7 +21,7 @@ from pulse_rl import (
 )
 from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, Synced
-from pulse_rl.integrations.torch import to_torch
+from pulse_rl.frameworks.torch import to_torch
 from pulse_rl.stream.stream import Stream
 from tests.integrations.fsdp.conftest import VERSIONS, ShardedStream
 from tests.support.sharded import bits, followed

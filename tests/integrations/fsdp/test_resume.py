@@ -21,11 +21,11 @@ from pulse_rl import LocalStore, Publisher, Signer, Store, checkout, verify_stre
 from pulse_rl._util.threads import running
 from pulse_rl.errors import InputError, PublisherConflict, RankLost, StoreUnavailable, StreamError
 from pulse_rl.events import BaselineRestored, Event
-from pulse_rl.integrations.fsdp import ShardedPublisher
+from pulse_rl.frameworks.fsdp import ShardedPublisher
 from pulse_rl.patch import build as build_module
+from pulse_rl.sharding import rank as sharded_module
 from pulse_rl.store.base import Data
 from pulse_rl.sync import rank as rank_module
-from pulse_rl.sync import sharded as sharded_module
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.stores import FaultyStore
 from tests.support.trainers import Group, Trainer, side_by_side, together

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from pulse_rl import LocalStore
 from pulse_rl.errors import RankLost, StoreUnavailable, UnsupportedTensor
 from pulse_rl.events import CallFailed, Event
-from pulse_rl.integrations.fsdp import ShardedPublisher
+from pulse_rl.frameworks.fsdp import ShardedPublisher
 from pulse_rl.store import Data
 from tests.support.sharded import followed, gathered, policy, require_equal, step
 from tests.support.stores import FaultyStore

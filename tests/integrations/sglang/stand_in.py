@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from pulse_rl.integrations.sglang import LOADER, load, plugin
+from pulse_rl.engines.sglang import LOADER, load, plugin
 
 _RUNTIME = "sglang.srt.runtime_context"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"

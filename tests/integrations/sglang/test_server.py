@@ -11,21 +11,21 @@ import pytest
 import torch
 
 from pulse_rl import PulseError
+from pulse_rl.engines.live import LiveWeights
+from pulse_rl.engines.sglang import EngineHandle, connect, is_sglang
+from pulse_rl.engines.sglang.plugin import (
+    begin_weight_update,
+    load_weights,
+    outcome,
+    postprocess_weights,
+    update,
+)
 from pulse_rl.errors import (
     ConcurrentUse,
     EngineError,
     EngineUnavailable,
     InputError,
     UnsupportedTensor,
-)
-from pulse_rl.integrations.engines.live import LiveWeights
-from pulse_rl.integrations.sglang import EngineHandle, connect, is_sglang
-from pulse_rl.integrations.sglang.plugin import (
-    begin_weight_update,
-    load_weights,
-    outcome,
-    postprocess_weights,
-    update,
 )
 from tests.integrations.engines.test_session import World
 from tests.support.commands import Pulse
@@ -217,7 +217,7 @@ def test_a_server_that_lacks_a_part_says_so_and_goes_on(served: Served) -> None:
     served.server.plugged = False
     with pytest.raises(EngineError, match="without the plugin pulse") as refusal:
         served.connect()
-    assert "--custom-weight-loader pulse_rl.integrations.sglang.load" in refusal.value.hint
+    assert "--custom-weight-loader pulse_rl.engines.sglang.load" in refusal.value.hint
     served.server.plugged = True
     served.server.custom_weight_loaders = []
     with served.connect() as handle:

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from pulse_rl import PulseError, Subscriber
-from pulse_rl.integrations.engines.handle import EngineSync
+from pulse_rl.engines.handle import EngineSync
 
 
 class PretendedServer:

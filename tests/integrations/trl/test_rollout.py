@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from pulse_rl import Subscriber
+from pulse_rl.engines.rollouts import Rollout
 from pulse_rl.errors import EngineUnavailable, InputError
-from pulse_rl.integrations.trl import pulse_rollout
-from pulse_rl.integrations.trl.rollout import PulseRollout
-from pulse_rl.rollouts import Rollout
+from pulse_rl.frameworks.trl import pulse_rollout
+from pulse_rl.frameworks.trl.rollout import PulseRollout
 
 from .server import PretendedServer
 

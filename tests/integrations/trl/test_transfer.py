@@ -20,7 +20,7 @@ from pulse_rl.errors import (
     PublisherConflict,
     StoreUnavailable,
 )
-from pulse_rl.integrations.trl import PulseWeightTransfer
+from pulse_rl.frameworks.trl import PulseWeightTransfer
 
 from .server import PretendedServer
 

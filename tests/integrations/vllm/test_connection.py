@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pulse_rl.engines.vllm import connect
 from pulse_rl.errors import InputError
-from pulse_rl.integrations.vllm import connect
 
 
 def test_arguments_are_checked_before_the_engine_is_asked() -> None:

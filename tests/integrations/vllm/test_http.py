@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from pulse_rl.engines.vllm import Server
+from pulse_rl.engines.vllm.plugin import require_fixed_places, require_known
 from pulse_rl.errors import EngineError, EngineUnavailable
-from pulse_rl.integrations.vllm import Server
-from pulse_rl.integrations.vllm.plugin import require_fixed_places, require_known
 
 
 class Handler(BaseHTTPRequestHandler):

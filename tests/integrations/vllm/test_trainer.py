@@ -1,5 +1,5 @@
 """The trainer's side under the base classes of vLLM 0.26 and of 0.27 to 0.32, for which stand-ins
-do: as much of both as `pulse_rl.integrations.vllm.trainer` takes from them. `make test-vllm` has
+do: as much of both as `pulse_rl.engines.vllm.trainer` takes from them. `make test-vllm` has
 the real 0.32."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pulse_rl.errors import InputError
 A = TypeVar("A")
 B = TypeVar("B")
 BASE, FACTORY = (f"vllm.distributed.weight_transfer.{name}" for name in ("base", "factory"))
-TRAINER = "pulse_rl.integrations.vllm.trainer"
+TRAINER = "pulse_rl.engines.vllm.trainer"
 
 
 @dataclass

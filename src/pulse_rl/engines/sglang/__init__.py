@@ -1,0 +1,213 @@
+"""SGLang: servers that follow a stream, and the handle that drives them (docs/sglang.md).
+
+Installing pulse-rl next to SGLang makes its plugin ``pulse`` known; `load` is the custom weight
+loader. Only what runs inside of SGLang's own processes imports SGLang or torch: `connect` needs
+neither.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from contextlib import suppress
+from typing import Any, Unpack
+
+from ...errors import EngineError
+from ..handle import EngineHandle, InFlight, switch_together
+from ..transport import (
+    Answer,
+    Client,
+    Generated,
+    InitInfo,
+    Status,
+    SubscriberOptions,
+    raise_reported,
+    tags_of,
+)
+
+__all__ = ["EngineHandle", "connect", "load", "switch_together"]
+
+LOADER = "pulse_rl.engines.sglang.load"
+"""The ``load_format`` of an update, and the value of ``--custom-weight-loader``."""
+ACTION = "pulse"
+"""The action of ``/weights_checker`` that the plugin answers."""
+_START = f"Install pulse-rl next to SGLang, and start it with --custom-weight-loader {LOADER}."
+_NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=2)).decode()
+_MODES = {"keep": "retract", "abort": "abort"}
+
+
+def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
+    """Moves the live parameters of ``model`` to the version that is staged. Called by SGLang, in
+    every worker, for ``/update_weights_from_tensor`` with this function's name as ``load_format``;
+    ``named_tensors`` is empty.
+
+    Never raises: an error in a worker ends SGLang's server. The plugin lets the request answer with
+    it instead.
+    """
+    from .plugin import update
+
+    update(model, named_tensors)
+
+
+def connect(
+    url: str,
+    *,
+    store: str,
+    stream: str,
+    base: str | None = None,
+    follow: bool = True,
+    in_flight: InFlight = "keep",
+    audit_every: int = 100,
+    timeout_seconds: float = 600.0,
+    **subscriber: Unpack[SubscriberOptions],
+) -> EngineHandle:
+    """A handle on an SGLang server that was started with ``--custom-weight-loader
+    pulse_rl.engines.sglang.load``.
+
+    ``url``: the server's. ``in_flight``: what becomes of requests in flight: they are kept, and go
+    on with the new weights from the start of their prompt; aborted; or waited for, in which case
+    new ones wait. ``store``, ``stream``, ``base``, ``follow``, ``audit_every``, ``timeout_seconds``
+    and the keywords of `pulse_rl.Subscriber` are those of `pulse_rl.engines.vllm.connect`.
+
+    Raises InputError, EngineError, EngineUnavailable, ConcurrentUse while another handle drives the
+    server, and UnsupportedTensor for an engine that does not compute with the checkpoint that it
+    was started from.
+    """
+    info = InitInfo(store, stream, base, follow, audit_every, **subscriber)
+    return EngineHandle._on(Server(url, timeout_seconds), info, in_flight, timeout_seconds)
+
+
+class Server:
+    """``address`` and ``timeout_seconds``: as of `Client`."""
+
+    def __init__(self, address: str, timeout_seconds: float) -> None:
+        self._client = Client(address, timeout_seconds)
+        self._owner = ""
+        self._workers = 1
+        self._live: int | None = None
+        self._paused = False
+        self._flushed = False
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._owner = init_info["owner"]
+        raise_reported("failure", self._control({"action": "open", "init_info": init_info}))
+
+    def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
+        return self._control({"action": action, "owner": owner, "version": version})
+
+    def recover(self) -> None:
+        with suppress(EngineError):
+            self._post("end_weight_update", {})
+        self._paused = True
+        self.resume()
+
+    def pause(self, mode: str) -> None:
+        if mode in _MODES:  # else each call for an update waits for the requests in flight
+            self._pause(_MODES[mode])
+
+    def resume(self) -> None:
+        if self._paused:
+            self._post("continue_generation", {"torch_empty_cache": False})
+            self._paused = False
+
+    def start(self) -> None:
+        body = {"selector": "target"}
+        try:
+            self._post("begin_weight_update", body)
+        except EngineError:  # left open by a handle that died
+            self._post("end_weight_update", {})
+            self._post("begin_weight_update", body)
+
+    def update(self, version: int | None, owner: str) -> None:
+        body = {
+            "serialized_named_tensors": [_NO_TENSORS] * self._workers,
+            "load_format": LOADER,
+            "selector": "target",
+            "flush_cache": True,
+        }
+        self._flushed, before = False, self._live
+        try:
+            self._post("update_weights_from_tensor", body)
+            self._flushed = True
+        except EngineError:
+            failed = any(status.get("failed") for status in self.pulse("status", self._owner))
+            if failed or self._live == before:
+                with suppress(EngineError):
+                    self._post("end_weight_update", {})
+                raise
+            # The weights are written, and SGLang refused to flush its cache: see
+            # `reset_prefix_cache`.
+
+    def finish(self, weight_version: str) -> None:
+        self._post("end_weight_update", {})
+        self.tag(weight_version)
+
+    def tag(self, weight_version: str) -> None:
+        self._post(
+            "update_weight_version", {"new_version": weight_version, "abort_all_requests": False}
+        )
+
+    def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
+        names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
+        params = {names.get(name, name): value for name, value in sampling.items()}
+        answer = self._post(
+            "generate", {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        )
+        meta = answer["meta_info"]
+        tokens = [(token, logprob) for logprob, token, *_ in meta["output_token_logprobs"]]
+        return Generated(
+            [t for t, _ in tokens], [x for _, x in tokens], tags_of(meta.get("weight_versions"))
+        )
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        if self._flushed and not running:
+            self._flushed = False
+            return True
+        if running:
+            self._pause("retract")
+        return self._client.post("flush_cache").status < 400
+
+    def _pause(self, mode: str) -> None:
+        self._paused = True
+        self._post("pause_generation", {"mode": mode})
+
+    def _control(self, asked: dict[str, Any]) -> list[Status]:
+        answer = self._post(
+            "weights_checker", {"action": ACTION, "skip_tensor_list": [json.dumps(asked)]}
+        )
+        try:
+            statuses: list[Status] = json.loads(answer["message"])
+        except (ValueError, KeyError, TypeError):
+            raise EngineError(
+                f"{self._client.address} answered without a status", hint=_START
+            ) from None
+        self._workers = len(statuses)
+        self._live = next((status["version"] for status in statuses if status.get("leader")), None)
+        return statuses
+
+    def _post(self, route: str, body: object) -> Any:
+        answer = self._client.post(route, body)
+        if answer.status >= 300:
+            raise _refused(self._client.address, route, answer)
+        return answer.json()
+
+
+def is_sglang(address: str, timeout_seconds: float) -> bool:
+    """Whether an SGLang server answers at ``address``. Raises EngineUnavailable without an
+    answer."""
+    answer = Client(address, timeout_seconds).get("model_info")
+    try:
+        return answer.status == 200 and "weight_version" in json.loads(answer.body)
+    except ValueError:
+        return False
+
+
+def _refused(address: str, route: str, answer: Answer) -> EngineError:
+    if answer.status in (404, 405):
+        return EngineError(f"{address} has no route /{route}", hint="Use SGLang 0.5.23. " + _START)
+    if f"action='{ACTION}'" in answer.words:
+        return EngineError(
+            f"the server at {address} was started without the plugin pulse", hint=_START
+        )
+    return EngineError(f"{address} refused /{route} ({answer.status}): {answer.words}")

@@ -1,0 +1,209 @@
+"""How a handle reaches an engine: the calls that all forms of an engine have, and the HTTP client
+of those that are servers."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any, NamedTuple, Protocol, TypedDict
+from urllib.parse import urlsplit
+
+from .. import errors
+from ..errors import EngineError, EngineUnavailable, InputError, PulseError
+
+Status = dict[str, Any]
+"""What a worker says of itself; see `worker.Worker.answer`."""
+WEIGHTS = "weights"
+"""The part of an engine's memory that updates are written to, as engines name it."""
+_MAX_WORDS = 400
+_JSON = {"Content-Type": "application/json"}
+
+
+class SubscriberOptions(TypedDict, total=False):
+    """Keywords of `pulse_rl.Subscriber` that a handle passes on to the engine's workers."""
+
+    trusted_keys: Collection[str] | None
+    stream_id: str | None
+    allow_recreated: bool
+    cache: str | None
+
+
+@dataclass
+class InitInfo:
+    """What a handle tells an engine's workers. ``store``: its address; ``stream``: its name;
+    ``base``: a checkpoint's path (None: the one that the engine was started from); ``follow``:
+    whether new versions are staged without being asked for; ``audit_every``: updates from one audit
+    to the next; `SubscriberOptions`; ``owner``: any string that stands for who drives the engine;
+    ``version``: which one is staged until another is asked for (None: the newest)."""
+
+    store: str
+    stream: str
+    base: str | None = None
+    follow: bool = True
+    audit_every: int = 100
+    trusted_keys: Collection[str] | None = None
+    stream_id: str | None = None
+    allow_recreated: bool = False
+    cache: str | None = None
+    owner: str = ""
+    version: int | None = None
+
+
+class Generated(NamedTuple):
+    """What an engine has generated. ``tags``: of the weights and the index of the first token that
+    they generated, in their order; None, if the engine does not say it."""
+
+    tokens: list[int]
+    logprobs: list[float | None]
+    tags: list[tuple[str, int]] | None
+
+
+def tags_of(spans: Iterable[Mapping[str, Any]] | None) -> list[tuple[str, int]] | None:
+    """As vLLM and SGLang report them, by token index."""
+    return None if spans is None else [(span["version"], span["start"]) for span in spans]
+
+
+class EngineTransport(Protocol):
+    """An engine's calls. They raise EngineError, or whatever the engine raises."""
+
+    def init(self, init_info: dict[str, Any]) -> None: ...
+
+    def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
+        """The answers of all workers."""
+        ...
+
+    def recover(self) -> None:
+        """Ends what a handle that died has left: an update that it began, a pause."""
+        ...
+
+    def pause(self, mode: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def start(self) -> None: ...
+
+    def update(self, version: int | None, owner: str) -> None: ...
+
+    def finish(self, weight_version: str) -> None: ...
+
+    def tag(self, weight_version: str) -> None:
+        """Has later outputs carry this tag, without an update."""
+        ...
+
+    def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
+        """One completion of the token ids ``prompt``. ``sampling``: as the engine has it, but for
+        the names "max_tokens" and "seed"."""
+        ...
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        """Whether nothing of it is left. ``running``: requests in flight start over with the new
+        weights."""
+        ...
+
+
+def asleep() -> EngineUnavailable:
+    return EngineUnavailable(
+        "the engine sleeps, without its weights in memory",
+        hint="Wake it up, its weights at least, and sync then.",
+    )
+
+
+def raise_reported(field: str, statuses: list[Status]) -> None:
+    """Raises what a worker reports, as the error that it was there."""
+    for status in statuses:
+        found = status.get(field)
+        if found:
+            raise _class_of(found["kind"])(found["message"], hint=found["hint"])
+
+
+def _class_of(kind: str) -> type[PulseError]:
+    for candidate in vars(errors).values():
+        if (
+            isinstance(candidate, type)
+            and issubclass(candidate, PulseError)
+            and vars(candidate).get("kind") == kind
+        ):
+            return candidate
+    return PulseError
+
+
+class Answer(NamedTuple):
+    """``status``: of HTTP."""
+
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """The answer. Raises EngineError where it is no JSON."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            raise EngineError(
+                f"the engine answered with something else than JSON: {self.words!r}"
+            ) from None
+
+    @property
+    def words(self) -> str:
+        """What a refusal says, in one line."""
+        try:
+            answer = json.loads(self.body)
+            error = (
+                answer.get("error", answer.get("message", answer))
+                if isinstance(answer, dict)
+                else answer
+            )
+            message = error["message"] if isinstance(error, dict) and "message" in error else error
+        except ValueError:
+            message = self.body.decode(errors="replace")
+        return " ".join(str(message).split())[:_MAX_WORDS]
+
+
+class Client:
+    """``address``: the server's URL, without a path. ``timeout_seconds`` holds for each call.
+    Raises InputError."""
+
+    def __init__(self, address: str, timeout_seconds: float) -> None:
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise InputError(
+                f"{address!r} is no URL of a server", hint="Give it as http://host:port."
+            )
+        self.address = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._timeout = timeout_seconds
+
+    def post(self, route: str, body: object = None) -> Answer:
+        """Sends ``body`` as JSON. Raises EngineUnavailable without an answer."""
+        data = b"" if body is None else json.dumps(body).encode()
+        return self._ask(
+            urllib.request.Request(f"{self.address}/{route}", data, _JSON, method="POST")
+        )
+
+    def get(self, route: str) -> Answer:
+        """Raises EngineUnavailable without an answer."""
+        return self._ask(urllib.request.Request(f"{self.address}/{route}"))
+
+    def _ask(self, request: urllib.request.Request) -> Answer:
+        try:
+            try:
+                with _OPENER.open(request, timeout=self._timeout) as answer:
+                    return Answer(answer.status, answer.read())
+            except urllib.error.HTTPError as error:
+                with error:
+                    return Answer(error.code, error.read())
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            raise EngineUnavailable(f"no answer from {self.address}: {reason}") from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A POST that is sent elsewhere would arrive there as a GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)

@@ -1,0 +1,1 @@
+"""What a worker may want beyond one whole stream in memory: many streams, parts, folders."""

@@ -1,0 +1,556 @@
+"""A folder in which a state lives in a mapped file, to be found there by the next process
+(notes/design/0036).
+
+A record beside it says which version it is, and a journal has the old bits of what is being
+changed. Nothing waits for the disk: what a power cut leaves is told by the digest.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import struct
+import weakref
+from _thread import allocate_lock
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .._util.files import disk_error, make_folder, open_regular, require_posix
+from .._util.settings import checked_path
+from ..codec import Changes
+from ..errors import (
+    ConcurrentUse,
+    CorruptCheckpoint,
+    DigestMismatch,
+    InputError,
+    PulseError,
+    StoreError,
+)
+from ..history.file import load_history, save_history
+from ..patch.apply import Journal
+from ..patch.blocks import Block, cut
+from ..patch.history import History
+from ..state import bits
+from ..state.checkpoint import header_bytes, in_file_order, parse_header
+from ..state.digest import StateDigest, state_digest
+from ..state.tensors import Segment, SlicedState, State, TensorSpec
+from ..stream.manifest import Manifest
+
+_LOCK, _RECORD, _JOURNAL = "pulse.lock", "pulse.state.json", "pulse.journal"
+_STATE, _HISTORY = "state-", "history-"
+_OURS = re.compile(rf"{_STATE}[0-9a-f]{{16}}\.safetensors|{_HISTORY}[0-9]+-[0-9a-f]{{8}}")
+_FORMAT = "pulse.state.1"
+_PAGE = 4096
+_HEAD = struct.Struct("<Q32s")  # of the journal: the version and the root to which it leads back
+_ENTRY = struct.Struct(
+    "<QIIQ?7x"
+)  # bytes with this, an element's width, segments, changes, whether all is there
+_DONE_AT = 24
+
+
+class Kept(NamedTuple):
+    """What the record says of the state in ``file``, and of its ``history`` ("": none)."""
+
+    stream: str
+    stream_id: str
+    version: int
+    root: str
+    aliases: dict[str, str]
+    file: str
+    history: str
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of its files."""
+        return self.file, self.history
+
+
+class _Mapped(NamedTuple):
+    """Memory of a state, and where in it each tensor begins."""
+
+    memory: weakref.ref[npt.NDArray[np.uint8]]
+    places: Mapping[str, int]
+
+
+class _Handle:
+    """A file that is open until this goes, or is closed."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.number = os.open(path, flags, 0o666)
+        self.close = weakref.finalize(self, os.close, self.number)
+
+
+class StateFolder:
+    """One folder, used by one object at a time. ``name`` is the argument by which it was given.
+
+    `empty` makes memory for a state in a file of its own; `keep` makes one of these the state that
+    is found again. Raises InputError where there is something else, ConcurrentUse where another
+    object uses it, StoreFull and StoreError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], name: str) -> None:
+        self.path = checked_path(path)
+        self._name = name
+        self._lock: _Handle | None = None
+        self._files: dict[str, _Mapped] = {}
+        self._kept: Kept | None = None
+        self._held: set[str] = set()
+        """The files that are not deleted with their memory: what is kept, and what is
+        unfinished."""
+        self._unfinished = ""
+        """The file of a state that was not restored to its end, the last one."""
+        self.open()
+
+    def open(self) -> None:
+        """Takes the folder, once; until `close` no other process does."""
+        if self._lock:
+            return
+        require_posix(f"map a state in {self.path}")
+        import fcntl  # not on every platform
+
+        hint = (
+            f"Give {self._name}= a folder of its own: a new one, an empty one, or one that "
+            "was given so before."
+        )
+        try:
+            make_folder(self.path)
+            there = os.listdir(self.path)
+            if there and _LOCK not in there:
+                raise InputError(
+                    f"{self.path} holds other files, {sorted(there)[0]!r} say", hint=hint
+                )
+            lock = _Handle(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        except (FileExistsError, NotADirectoryError):
+            raise InputError(f"{self.path} is no folder", hint=hint) from None
+        except OSError as error:
+            raise disk_error(error, f"use the folder {self.path}") from error
+        try:
+            fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            user = os.pread(lock.number, 20, 0).decode(errors="replace").strip()
+            raise ConcurrentUse(
+                f"{self.path} is used by process {user}",
+                hint=f"Give {self._name}= of each process a folder of its own, or end that "
+                "process.",
+            ) from None
+        except OSError as error:
+            raise StoreError(
+                f"cannot lock {self.path}: {error.strerror}",
+                hint="Use a folder on a disk of this machine.",
+            ) from error
+        with suppress(OSError):  # of a full disk: who has it is only told to others
+            os.ftruncate(lock.number, 0)
+            os.pwrite(lock.number, f"{os.getpid()}\n".encode(), 0)
+        self._lock = lock
+        self._kept = self._read_record()
+        self._held.clear()
+        if self._kept:
+            self._held.add(self._kept.file)
+        self._tidy()
+
+    def close(self) -> None:
+        """Lets the folder go; what is kept stays."""
+        lock, self._lock = self._lock, None
+        if lock:
+            import fcntl
+
+            # A child of a fork has the same lock, which goes for all of them.
+            with suppress(OSError):
+                fcntl.flock(lock.number, fcntl.LOCK_UN)
+            lock.close()
+
+    # -- memory
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is a state that was not restored to its end, here or in a process
+        before."""
+        return self._unfinished != ""
+
+    def empty(
+        self,
+        specs: tuple[TensorSpec, ...],
+        aliases: Mapping[str, str] | None = None,
+        *,
+        resumes: bool = False,
+    ) -> State:
+        """`State.empty` in a file of its own, which is deleted with its memory unless it is kept.
+        Raises StoreFull and StoreError: a page that the disk has no room for would end the process
+        when it is written to.
+
+        Where the caller ``resumes`` the file is there for the next one, until something is kept,
+        and it may be that of the last one, with whatever it holds."""
+        ordered = in_file_order(specs)
+        head = _padded(header_bytes(ordered))
+        size = len(head) + sum(spec.nbytes for spec in ordered)
+        if resumes and (memory := self._mapped_unfinished(head, size)) is not None:
+            return self._state(self._unfinished, memory, [*_placed(ordered, len(head))], aliases)
+        self._delete_unfinished()  # the disk may have no room for both
+        name = f"{_STATE}{token_hex(8)}.safetensors"
+        path = self.path / name
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, size)
+                else:
+                    os.truncate(handle, size)
+                os.pwrite(handle, head, 0)
+                memory = _mapped(handle, size)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise disk_error(error, f"map {size} bytes in {self.path}") from error
+        if resumes:
+            self._unfinished = name
+            self._held.add(name)
+        return self._state(name, memory, [*_placed(ordered, len(head))], aliases)
+
+    def _mapped_unfinished(self, head: bytes, size: int) -> npt.NDArray[np.uint8] | None:
+        """The memory of the unfinished state, if it is one of ``size`` bytes that begin with
+        ``head``."""
+        used = self._files.get(self._unfinished)
+        if not self._unfinished or (used is not None and used.memory() is not None):
+            return None
+        try:
+            handle = os.open(
+                self.path / self._unfinished, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+            )
+            try:
+                if os.fstat(handle).st_size == size and os.pread(handle, len(head), 0) == head:
+                    return _mapped(handle, size)
+            finally:
+                os.close(handle)
+        except (OSError, ValueError):
+            pass
+        return None
+
+    def _delete_unfinished(self) -> None:
+        name, self._unfinished = self._unfinished, ""
+        self._held.discard(name)
+        if name and (name not in self._files or self._files[name].memory() is None):
+            with suppress(OSError):
+                os.unlink(self.path / name)
+
+    def _state(
+        self,
+        name: str,
+        memory: npt.NDArray[np.uint8],
+        placed: list[tuple[TensorSpec, int]],
+        aliases: Mapping[str, str] | None,
+    ) -> State:
+        self._files = {key: file for key, file in self._files.items() if file.memory() is not None}
+        weakref.finalize(memory, _let_go, self.path / name, self._held, os.getpid())
+        self._files[name] = _Mapped(weakref.ref(memory), {spec.name: at for spec, at in placed})
+        data = {
+            spec.name: memory[at : at + spec.nbytes].view(spec.dtype.uint) for spec, at in placed
+        }
+        return State(tuple(spec for spec, _ in placed), data, aliases)
+
+    def _file_of(self, state: State) -> str | None:
+        """The file in which a state is; None where it is elsewhere, or has no elements."""
+        first = next((segment for segment in _segments(state) if segment.elements), None)
+        if first is None:
+            return None
+        name, start, _ = first.place
+        at = _address(state.read(name, start, start + 1))
+        for file, used in self._files.items():
+            memory = used.memory()
+            if memory is not None and at == _address(memory) + used.places.get(name, -1):
+                return file
+        return None
+
+    # -- what is kept
+
+    @property
+    def kept(self) -> Kept | None:
+        """What the record says, as it was when the folder was taken or last changed; None where
+        nothing is kept."""
+        return self._kept
+
+    def load(self, *, threads: int | None = None) -> tuple[State, StateDigest, History]:
+        """The kept state, proved by the root of its record, its tree, and what is remembered of the
+        versions before. What a process that was killed had begun to change is undone first. Raises
+        CorruptCheckpoint, DigestMismatch, and StoreError."""
+        kept = self._kept
+        assert kept is not None
+        state, is_used = self._mapped_kept(kept)
+        digest = state_digest(state, threads=threads)
+        if digest.root != kept.root:
+            path = self.path / kept.file
+            raise DigestMismatch(
+                f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…"
+            )
+        history = self._history(kept, cut(digest.specs))
+        # An update that is held has views of this very file, which the state must not change.
+        return state.copy(self.empty) if is_used else state, digest, history
+
+    def _history(self, kept: Kept, blocks: tuple[Block, ...]) -> History:
+        found = load_history(self.path / kept.history, blocks, kept.root) if kept.history else None
+        return found or History()
+
+    def _mapped_kept(self, kept: Kept) -> tuple[State, bool]:
+        """The kept state as it was before what was begun, and whether its file is in use."""
+        path = self.path / kept.file
+        used = self._files.get(kept.file)
+        is_used = used is not None and used.memory() is not None
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                size = os.fstat(handle).st_size
+                memory = _mapped(handle, size)
+            finally:
+                os.close(handle)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"cannot map {path}: {error}") from error
+        placed, _, start = parse_header(memory.data, size)
+        if any((start + at) % spec.dtype.width for spec, at in placed):
+            raise CorruptCheckpoint(f"the tensors of {path} are not aligned")
+        try:
+            state = self._state(
+                kept.file, memory, [(spec, start + at) for spec, at in placed], kept.aliases
+            )
+        except InputError as error:
+            raise CorruptCheckpoint(f"{path}: {error}") from None
+        with suppress(OSError):
+            _undo(self.path / _JOURNAL, kept, memory)
+        return state, is_used
+
+    def keep(self, state: State, manifest: Manifest, history: History) -> None:
+        """Makes ``state``, made by `empty` or `load`, the one that is found again, as the version
+        of ``manifest``. Where that cannot be written nothing is found: the state itself does not
+        depend on it."""
+        file = self._file_of(state)
+        if file is None or self._lock is None:
+            return
+        before, name = self._kept, ""
+        try:
+            if history.windows:
+                name = f"{_HISTORY}{manifest.version}-{token_hex(4)}"
+                blocks = cut(state.specs)
+                save_history(self.path / name, history, blocks, manifest.root, durable=False)
+            kept = Kept(
+                manifest.stream,
+                manifest.stream_id,
+                manifest.version,
+                manifest.root,
+                dict(manifest.aliases),
+                file,
+                name,
+            )
+            self._held.add(file)
+            unfinished = self.path / f"{_RECORD}.new"
+            unfinished.write_bytes(json.dumps({"format": _FORMAT} | kept._asdict()).encode())
+            os.replace(unfinished, self.path / _RECORD)
+        except (OSError, PulseError):
+            self.drop()
+            return
+        self._kept = kept
+        if self._unfinished == file:
+            self._unfinished = ""
+        self._delete_unfinished()
+        for old in before.names if before else ():
+            if old and old not in (file, name):
+                self._held.discard(old)
+                with suppress(OSError):
+                    os.unlink(self.path / old)
+
+    def drop(self) -> None:
+        """Nothing is found here any more, until something is kept again. A state that is in use
+        stays as it is."""
+        kept, self._kept = self._kept, None
+        with suppress(OSError):
+            os.unlink(self.path / _RECORD)
+        self._held.intersection_update({self._unfinished})
+        for name in kept.names if kept else ():
+            if name and (name not in self._files or self._files[name].memory() is None):
+                with suppress(OSError):
+                    os.unlink(self.path / name)
+
+    def journal(self, state: State) -> Journal | None:
+        """What is to be told of each block of the kept state before it is changed, and of its old
+        bits; None where ``state`` is another one."""
+        kept = self._kept
+        if kept is None or self._lock is None or self._file_of(state) != kept.file:
+            return None
+        try:
+            of = self._files[kept.file].places
+            places = {
+                s.spec.name: of[s.spec.name] - s.start * s.spec.dtype.width
+                for s in _segments(state)
+            }
+            journal = _JournalFile(self.path / _JOURNAL, kept, places)
+        except OSError:
+            self.drop()
+            return None
+
+        def add(block: Block, old: Changes) -> None:
+            try:
+                if self._kept is kept:
+                    journal.add(block, old)
+            except (
+                OSError
+            ):  # the disk is full, say: what is changed from now on could not be undone
+                self.drop()
+
+        return add
+
+    def _read_record(self) -> Kept | None:
+        try:
+            with open_regular(self.path / _RECORD) as file:
+                said: dict[str, Any] = json.loads(file.read(1 << 26))
+            if said.pop("format") != _FORMAT:
+                return None
+            kept = Kept(**said)
+            names = [kept.stream, kept.stream_id, kept.root, kept.file, kept.history]
+            fine = all(
+                isinstance(text, str) for text in [*names, *kept.aliases, *kept.aliases.values()]
+            )
+            fine = (
+                fine
+                and type(kept.version) is int
+                and len(bytes.fromhex(kept.root)) == 32
+                and all(map(_is_ours, filter(None, kept.names)))
+            )
+            return kept if fine and kept.file else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+
+    def _tidy(self) -> None:
+        """Deletes what processes that were killed have left, but the last state."""
+        named = set(self._kept.names) if self._kept else set()
+        with suppress(OSError):
+            left = [name for name in os.listdir(self.path) if _is_ours(name) and name not in named]
+            left.sort(
+                key=lambda name: (name.startswith(_STATE), os.lstat(self.path / name).st_mtime_ns)
+            )
+            self._unfinished = left.pop() if left and left[-1].startswith(_STATE) else ""
+            self._held.add(self._unfinished)
+            for name in left:
+                os.unlink(self.path / name)
+
+
+class _JournalFile:
+    """The old bits of blocks that are being changed, so that they can be put back: one entry a
+    block. ``places`` are those of the whole tensors' first elements, which may lie in front of the
+    file. An entry's place is written first and that it is whole last, so that a kill leaves none
+    that only seems to be."""
+
+    def __init__(self, path: Path, kept: Kept, places: Mapping[str, int]) -> None:
+        self._places = places
+        self._lock = allocate_lock()
+        self._file = _Handle(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self._end = _HEAD.size
+        os.pwrite(self._file.number, _HEAD.pack(kept.version, bytes.fromhex(kept.root)), 0)
+
+    def add(self, block: Block, old: Changes) -> None:
+        width = block.dtype.width
+        where = np.array(
+            [(self._places[s.spec.name] + s.start * width, s.elements) for s in block.segments],
+            np.uint64,
+        )
+        parts = [where.data, old.positions.data, np.ascontiguousarray(old.values).data]
+        size = _ENTRY.size + sum(part.nbytes for part in parts)
+        handle = self._file.number
+        with self._lock:
+            at = self._end
+            os.pwrite(
+                handle, _ENTRY.pack(size, width, len(block.segments), len(old.positions), False), at
+            )
+            self._end += size
+        if os.pwritev(handle, parts, at + _ENTRY.size) != size - _ENTRY.size:
+            raise OSError("the journal was cut short")
+        os.pwrite(handle, b"\1", at + _DONE_AT)
+
+
+def _undo(path: Path, kept: Kept, memory: npt.NDArray[np.uint8]) -> None:
+    """Puts back what a journal has, if it leads to the kept version. What is wrong in it, the
+    digest tells."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= _HEAD.size:
+            return
+        journal = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+    if _HEAD.unpack_from(journal) != (kept.version, bytes.fromhex(kept.root)):
+        return
+    at = _HEAD.size
+    with suppress(ValueError, IndexError, struct.error):
+        while at + _ENTRY.size <= size:
+            length, width, segments, count, done = _ENTRY.unpack_from(journal, at)
+            if length < _ENTRY.size:
+                return
+            if done:
+                body = at + _ENTRY.size
+                where = (
+                    np.frombuffer(journal, np.uint64, 2 * segments, body).reshape(-1, 2).tolist()
+                )
+                body += 16 * segments
+                # Copies, which are aligned, wherever the entry begins.
+                positions = np.frombuffer(journal, np.uint32, count, body).copy()
+                values = np.frombuffer(journal, f"<u{width}", count, body + 4 * count).copy()
+                base = first = 0
+                for start, elements in where:
+                    last = int(np.searchsorted(positions, base + elements))
+                    target = memory[start : start + elements * width].view(f"<u{width}")
+                    bits.put(target, positions[first:last], values[first:last], base)
+                    base, first = base + elements, last
+            at += length
+
+
+def _segments(state: State) -> Sequence[Segment]:
+    """What of each tensor is held."""
+    return (
+        state.segments
+        if isinstance(state, SlicedState)
+        else [Segment(s, 0, s.elements) for s in state.specs]
+    )
+
+
+def _mapped(handle: int, size: int) -> npt.NDArray[np.uint8]:
+    """A file's bytes, shared. Raises OSError and ValueError."""
+    mapping = mmap.mmap(handle, size)
+    # In large pages each version costs a fault for every 2 MiB, not for every 4 KiB: all of them
+    # have changes.
+    with suppress(OSError, AttributeError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8)
+
+
+def _placed(specs: tuple[TensorSpec, ...], at: int) -> list[tuple[TensorSpec, int]]:
+    placed = []
+    for spec in specs:
+        placed.append((spec, at))
+        at += spec.nbytes
+    return placed
+
+
+def _padded(head: bytes) -> bytes:
+    """A safetensors header that ends with a page."""
+    head += b" " * (-len(head) % _PAGE)
+    return (len(head) - 8).to_bytes(8, "little") + head[8:]
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _is_ours(name: str) -> bool:
+    """Whether it is a name that `StateFolder` gives: what others keep in the folder is theirs."""
+    return _OURS.fullmatch(name) is not None
+
+
+def _let_go(path: Path, held: set[str], process: int) -> None:
+    if path.name not in held and os.getpid() == process:
+        with suppress(OSError):
+            path.unlink()

@@ -1,0 +1,292 @@
+"""Follows many streams of one store with a few threads."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from .._util.serial import Closing, NotCopyable, Operation, mark_worker
+from .._util.settings import checked_collection, checked_count, checked_number, checked_path
+from .._util.threads import Stopped
+from ..errors import ConcurrentUse, InputError, PulseError
+from ..events import Listener, checked_listener, one_at_a_time
+from ..state.checkpoint import StateSource
+from ..store import Store, open_stores
+from ..sync.failover import DEFAULT_PATIENCE_SECONDS
+from ..sync.polling import Backoff, Schedule, Turn, jittered
+from ..sync.subscriber import Subscriber
+from ..sync.update import Update
+
+_MAX_BACKOFF = 60.0
+_CLOSE_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
+
+
+class _Pooled(Subscriber):
+    """What its owner's threads ask of it needs a thread only for as long as it takes."""
+
+    _idle_seconds = 0.0
+
+
+class _Followed(Turn):
+    """A stream that is followed. ``raises``: an error that is none of this library waits for a
+    reader. ``backoff``: when it is polled again after a failure."""
+
+    __slots__ = (
+        "backoff",
+        "error",
+        "name",
+        "operation",
+        "raises",
+        "subscriber",
+    )
+
+    def __init__(self, name: str, subscriber: Subscriber, backoff: Backoff) -> None:
+        super().__init__()
+        self.name = name
+        self.subscriber = subscriber
+        self.operation: Operation[Update | None] | None = None
+        self.error: PulseError | None = None
+        self.backoff = backoff
+        self.raises = False
+
+
+class Subscribers(Closing, NotCopyable):
+    """Follows ``streams``, hundreds of adapters say, of one ``store`` (or several, nearest first)
+    with ``threads`` threads in all, however many streams there are. A context manager; see `close`.
+
+    `updates` yields what is new as it comes; `add` and `remove` streams at any time. Each stream is
+    polled every ``poll_seconds``, a quarter more or less. ``threads`` streams are synced at a time,
+    each of which may read up to four patches ahead. ``cache``, ``trusted_keys`` and
+    ``allow_recreated`` are those of `Subscriber`, for each, and ``patience_seconds`` its attribute.
+    A stream that fails (`failures`, and `CallFailed` to ``on_event``) is tried again after ever
+    longer, up to a minute, and holds up no other. ``on_event`` is called by one thread at a time.
+    Raises InputError and StoreError.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | Sequence[Store | str],
+        streams: Collection[str] = (),
+        *,
+        threads: int = 4,
+        poll_seconds: float = 1.0,
+        cache: str | os.PathLike[str] | None = None,
+        trusted_keys: Collection[str] | None = None,
+        allow_recreated: bool = False,
+        patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+        on_event: Listener | None = None,
+    ) -> None:
+        self._poll = checked_number("poll_seconds", poll_seconds, minimum=0.01, maximum=1e6)
+        self._patience = checked_number("patience_seconds", patience_seconds)
+        opened = open_stores(store)
+        self._stores = opened
+        self._options: dict[str, Any] = {
+            "cache": cache if cache is None else checked_path(cache),
+            "trusted_keys": trusted_keys,
+            "allow_recreated": allow_recreated,
+            "threads": 1,
+            "on_event": one_at_a_time(checked_listener(on_event)),
+        }
+        self._followed: dict[str, _Followed] = {}
+        self._schedule = Schedule()
+        self._ready: SimpleQueue[tuple[_Followed, Update | Exception]] = SimpleQueue()
+        self._closed = threading.Event()
+        work = [
+            threading.Thread(target=self._work, daemon=True)
+            for _ in range(checked_count("threads", threads))
+        ]
+        self._threads = work
+        for name in checked_collection("streams", streams, '["policy"]'):
+            self.add(name)
+        for thread in work:
+            thread.start()
+
+    def add(
+        self,
+        stream: str,
+        *,
+        base: StateSource | None = None,
+        select: str | Collection[str] | None = None,
+        stream_id: str | None = None,
+    ) -> Subscriber:
+        """Follows ``stream``, too, and returns its Subscriber, which has ``base``, ``select`` and
+        ``stream_id``.
+
+        Where more streams are due than there are threads, the one that has been due for longest is
+        first. Raises InputError for a stream that is followed, and what `Subscriber`
+        raises.
+        """
+        if self._closed.is_set():
+            raise InputError("these Subscribers are closed", hint="Make new ones.")
+        if stream in self._followed:
+            raise InputError(f"the stream {stream!r} is followed already", hint="Remove it first.")
+        subscriber = _Pooled(
+            self._stores,
+            stream=stream,
+            base=base,
+            select=select,
+            stream_id=stream_id,
+            **self._options,
+        )
+        subscriber.patience_seconds = self._patience
+        backoff = Backoff(2 * self._poll, max(_MAX_BACKOFF, self._poll))
+        followed = _Followed(stream, subscriber, backoff)
+        self._followed[stream] = followed
+        self._schedule.put(followed)
+        return subscriber
+
+    def remove(self, stream: str) -> None:
+        """Follows ``stream`` no longer, and lets its state go. A sync in progress stops soon; its
+        update is not delivered. Raises InputError where it is not followed."""
+        followed = self._find(stream)
+        del self._followed[stream]
+        self._schedule.end(followed)
+        if (operation := followed.operation) is not None:
+            operation.stopping = True
+        elif not followed.taken:
+            followed.subscriber.close()
+
+    def __getitem__(self, stream: str) -> Subscriber:
+        """The Subscriber of ``stream``. Its ``version`` and ``status`` may be read at any time, its
+        state from when `updates` yields an update of it until the next one is asked for. Raises
+        InputError."""
+        return self._find(stream).subscriber
+
+    def __contains__(self, stream: object) -> bool:
+        return stream in self._followed
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the streams."""
+        return iter(tuple(self._followed))
+
+    def __len__(self) -> int:
+        return len(self._followed)
+
+    @property
+    def failures(self) -> dict[str, PulseError]:
+        """By stream, the error of the last look, where it failed."""
+        return {
+            name: each.error
+            for name, each in tuple(self._followed.items())
+            if each.error is not None
+        }
+
+    def updates(self, *, timeout_seconds: float | None = None) -> Iterator[tuple[str, Update]]:
+        """Yields (stream, update) as versions come; ends when none has come for ``timeout_seconds``
+        (None: never), or when this is closed. Asking for the next one acknowledges the one before,
+        whose stream rests until then. Several threads may iterate: each update goes to one of them.
+        Raises InputError, and what a look raised that is no PulseError, such as what ``on_event``
+        raises; the streams are followed on, and another call goes on with them.
+        """
+        timeout = (
+            math.inf
+            if timeout_seconds is None
+            else checked_number("timeout_seconds", timeout_seconds)
+        )
+        last = time.monotonic()
+        while not self._closed.is_set() and (left := last + timeout - time.monotonic()) > 0:
+            try:
+                ready = self._ready.get(timeout=min(left, _LOOK_SECONDS))
+            except Empty:
+                continue
+            followed, update = ready
+            if isinstance(update, Exception):
+                followed.raises = False
+                if followed.ended:
+                    continue
+                raise update
+            try:
+                if followed.ended:
+                    continue
+                yield followed.name, update
+                update.acknowledge()
+                last = time.monotonic()
+            finally:
+                del ready, update
+                self._come_back(followed)
+
+    def close(self) -> None:
+        """Stops following, within five seconds: a request that takes longer ends by itself, and
+        nothing comes of it. Lets all states go. May be called twice."""
+        self._closed.set()
+        self._schedule.close()
+        followed = [*self._followed.values()]
+        for each in followed:
+            if (operation := each.operation) is not None:
+                operation.stopping = True
+        ends = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, ends - time.monotonic()))
+        for each in followed:
+            if not each.taken:
+                each.subscriber.close()
+        self._followed = {}
+
+    def __repr__(self) -> str:
+        return f"<Subscribers of {len(self)} streams in {self._stores[0]!r}>"
+
+    # -- the threads
+
+    def _work(self) -> None:
+        mark_worker()
+        while (turn := self._schedule.take()) is not None:
+            assert isinstance(turn, _Followed)
+            try:
+                self._sync(turn)
+            except (
+                BaseException
+            ):  # memory may be short even for what follows a sync: the thread goes on
+                with suppress(BaseException):
+                    self._schedule.put(turn, turn.backoff.wait())
+
+    def _sync(self, followed: _Followed) -> None:
+        followed.operation = operation = Operation(followed.subscriber.sync)
+        if followed.ended or self._closed.is_set():
+            operation.stopping = True
+        update: Update | None = None
+        wait: float | None = None
+        try:
+            operation.run()
+            update = operation.result()
+            followed.error = None
+            followed.backoff.reset()
+        except (Stopped, ConcurrentUse):
+            pass
+        except PulseError as error:
+            followed.error = error
+            wait = followed.backoff.wait()
+        except Exception as error:  # a listener's, or of a store that is not ours
+            wait = followed.backoff.wait()
+            if not followed.raises:
+                followed.raises = True
+                self._ready.put((followed, error))
+        finally:
+            followed.operation = None
+        if followed.ended or self._closed.is_set():
+            followed.subscriber.close()
+        elif update is not None:
+            self._ready.put((followed, update))
+        else:
+            self._schedule.put(followed, jittered(self._poll) if wait is None else wait)
+
+    def _come_back(self, followed: _Followed) -> None:
+        """The owner of an update is done with it."""
+        if followed.ended or self._closed.is_set():
+            followed.subscriber.close()
+            return
+        self._schedule.put(followed)
+
+    def _find(self, stream: str) -> _Followed:
+        try:
+            return self._followed[stream]
+        except KeyError:
+            raise InputError(
+                f"the stream {stream!r} is not followed", hint="Add it first."
+            ) from None

@@ -1,0 +1,1 @@
+"""Trainers and tensor libraries: each module imports its framework."""

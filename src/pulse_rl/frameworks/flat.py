@@ -1,0 +1,195 @@
+"""Parameters whose flattened elements are cut into ranges, one a rank: those of FSDP1 and of
+DeepSpeed ZeRO-3."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import UnsupportedTensor
+from ..sharding.layout import Box
+
+__all__ = ["FlatShard", "has_flat_shards", "is_fsdp1", "named_tensors", "zero3_shard"]
+
+_FSDP2 = "Use FSDP2: fsdp_version: 2 in accelerate's config."
+
+
+@dataclass(frozen=True, eq=False)
+class FlatShard:
+    """What this rank has of a parameter of this ``shape``: ``local``, of one dimension. Rank k of
+    ``group`` has the elements [``cuts[k]``, ``cuts[k + 1]``) of the flattened parameter."""
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    cuts: tuple[int, ...]
+    group: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def start(self) -> int:
+        """The number of this rank's first element."""
+        return self.cuts[dist.get_rank(self.group)]
+
+    @property
+    def box(self) -> Box:
+        """Which elements this rank has."""
+        return Box.range(self.start, self.start + self.local.numel(), self.shape)
+
+    def part(self, first: int, shape: tuple[int, ...]) -> FlatShard:
+        """Of the tensor of this ``shape`` that begins at element ``first``: what this rank has of
+        it."""
+        elements = torch.Size(shape).numel()
+        cuts = tuple(min(max(cut - first, 0), elements) for cut in self.cuts)
+        rank = dist.get_rank(self.group)
+        begin = first + cuts[rank] - self.start
+        return FlatShard(
+            self.local[begin : begin + cuts[rank + 1] - cuts[rank]], shape, cuts, self.group
+        )
+
+    def to(self, dtype: torch.dtype) -> FlatShard:
+        """The same, cast."""
+        return replace(self, local=self.local.to(dtype))
+
+    def whole(self, *, keep: bool = True) -> torch.Tensor:
+        """The parameter, empty where it is not to be ``kept``. A collective of ``group``, which
+        needs memory for the parameter, or for the largest range of it."""
+        elements, width = self.cuts[-1], self.local.element_size()
+        longest = max(stop - start for start, stop in zip(self.cuts, self.cuts[1:], strict=False))
+        # As bytes: backends know few dtypes. What is offloaded to the host passes through the
+        # device, where NCCL is.
+        device = self.local.device
+        if device.type == "cpu" and "gloo" not in dist.get_backend(self.group):
+            device = torch.accelerator.current_accelerator(check_available=True) or device
+        bits = torch.empty(
+            (elements if keep else longest) * width, dtype=torch.uint8, device=device
+        )
+        rank = dist.get_rank(self.group)
+        for k, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
+            if start == stop:
+                continue
+            piece = bits[start * width : stop * width] if keep else bits[: (stop - start) * width]
+            if k == rank:
+                piece.copy_(self.local.view(torch.uint8))
+            dist.broadcast(piece, src=dist.get_global_rank(self.group, k), group=self.group)
+        return (
+            bits.view(self.dtype).view(self.shape) if keep else bits.new_empty(0, dtype=self.dtype)
+        )
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether FSDP1 wraps it."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return bool(fsdp) and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def has_flat_shards(model: nn.Module) -> bool:
+    """Whether FSDP1 or ZeRO-3 holds parameters of ``model``."""
+    return any(map(is_fsdp1, model.modules())) or any(
+        hasattr(p, "ds_id") for p in model.parameters()
+    )
+
+
+def named_tensors(model: nn.Module) -> dict[str, Any]:
+    """The ``state_dict`` of ``model``: its own tensors, and a `FlatShard` of each parameter that
+    FSDP1 or ZeRO-3 cuts. Tied names have one object. No collective. Raises UnsupportedTensor."""
+    if any(map(is_fsdp1, model.modules())):
+        return _of_fsdp1(model)
+    known: dict[int, FlatShard] = {}
+    found: dict[str, Any] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if hasattr(tensor, "ds_id"):
+            known.setdefault(id(tensor), zero3_shard(name, tensor))
+        found[name] = known.get(id(tensor), tensor)
+    return found
+
+
+def zero3_shard(name: str, parameter: Any) -> FlatShard:
+    """What this rank has of a parameter of ZeRO-3. Raises UnsupportedTensor."""
+    # DeepSpeed's GatheredParameters fails within another one, and frees what a forward pass has
+    # gathered.
+    held = getattr(parameter, "ds_tensor", None)
+    if held is None or held.status.name != "AVAILABLE":
+        raise UnsupportedTensor(
+            f"this rank's part of {name!r}, a parameter of ZeRO-3, is not in memory",
+            hint="Offload parameters to the CPU, not to NVMe.",
+        )
+    if hasattr(held, "ds_quant_scale"):
+        raise UnsupportedTensor(
+            f"{name!r} is quantised by ZeRO-3", hint="Leave zero_quantized_weights out."
+        )
+    group, elements = parameter.ds_process_group, int(parameter.ds_numel)
+    cuts = tuple(
+        min(k * int(held.ds_numel), elements) for k in range(dist.get_world_size(group) + 1)
+    )
+    rank = dist.get_rank(group)
+    local = held.detach()[: cuts[rank + 1] - cuts[rank]]
+    return FlatShard(local, tuple(parameter.ds_shape), cuts, group)
+
+
+# -- FSDP1
+
+
+def _of_fsdp1(model: nn.Module) -> dict[str, Any]:
+    """Module by module: a ``state_dict`` of FSDP1 gathers all of the model."""
+    units: list[tuple[str, Any]] = []
+    hidden: set[int] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        handle = getattr(module, "_handle", None) if is_fsdp1(module) else None
+        if handle is not None:
+            units.append((f"{prefix}." if prefix else "", handle))
+            flat: Any = handle.flat_param
+            hidden |= {
+                id(one) for one in [flat, *(flat._params or ()), *(flat._shared_params or ())]
+            }
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own: dict[str, Any] = {}
+        module._save_to_state_dict(own, f"{prefix}." if prefix else "", keep_vars=True)
+        found |= {name: tensor for name, tensor in own.items() if id(tensor) not in hidden}
+    for prefix, handle in units:
+        found |= {f"{prefix}_fsdp_wrapped_module.{name}": shard for name, shard in _of_unit(handle)}
+    return found
+
+
+def _of_unit(handle: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters of one flat parameter, by their names in its unit."""
+    flat, group = handle.flat_param, handle.process_group
+    if any(extension is not None for extension in flat._param_extensions):
+        raise UnsupportedTensor("FSDP1 over tensor parallelism is not supported", hint=_FSDP2)
+    if not all(flat._contiguities):
+        raise UnsupportedTensor("FSDP1 holds a parameter that is not contiguous", hint=_FSDP2)
+    ranks, rank = (
+        (dist.get_world_size(group), dist.get_rank(group))
+        if handle.uses_sharded_strategy
+        else (1, 0)
+    )
+    local = (flat._local_shard if handle.uses_sharded_strategy else flat).detach()
+    chunk, at, number = local.numel(), 0, 0
+    of: dict[tuple[str, str], Any] = {}
+    for elements, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not padding:
+            shape = tuple(flat._shapes[number])
+            cuts = tuple(min(max(k * chunk - at, 0), elements) for k in range(ranks + 1))
+            begin = at + cuts[rank] - rank * chunk
+            piece = local[begin : begin + cuts[rank + 1] - cuts[rank]]
+            # One rank of its own (NO_SHARD) has the parameter as it is.
+            value = FlatShard(piece, shape, cuts, group) if ranks > 1 else piece.view(shape)
+            info = flat._param_infos[number]
+            of[info.module_name, info.param_name] = value
+            yield flat._fqns[number], value
+            number += 1
+        at += elements
+    for shared in flat._shared_param_infos:
+        name = (
+            f"{shared.module_name}.{shared.param_name}" if shared.module_name else shared.param_name
+        )
+        yield name, of[shared.prim_module_name, shared.prim_param_name]

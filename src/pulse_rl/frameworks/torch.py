@@ -1,0 +1,382 @@
+"""torch: scatter an update into a live model, and host states as torch tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from .._util import extra
+
+with extra("torch"):
+    import torch
+
+from ..errors import InputError, StateMismatch, UnsupportedTensor
+from ..sharding.layout import Box
+from ..state.checkpoint import is_wrapped
+from ..state.tensors import DTYPES, State, UIntArray, is_sharded
+from ..sync.update import TensorUpdate, Update, changes_of
+from .device_scatter import Scatter, scatter
+
+__all__ = ["apply_", "to_torch"]
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TORCH = {
+    name: getattr(torch, torch_name)
+    for name, torch_name in {
+        "BOOL": "bool",
+        "U8": "uint8",
+        "I8": "int8",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E8M0": "float8_e8m0fnu",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "U16": "uint16",
+        "I16": "int16",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "U32": "uint32",
+        "I32": "int32",
+        "F32": "float32",
+        "U64": "uint64",
+        "I64": "int64",
+        "F64": "float64",
+        "C64": "complex64",
+    }.items()
+    if hasattr(torch, torch_name)
+}
+assert _TORCH.keys() <= DTYPES.keys()
+_SHARED_AT_ONCE = 1 << 22
+_DENSE = "Updates go into dense tensors; load a quantised model through its own loader."
+
+
+def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) -> None:
+    """Writes ``update`` into ``model``, a live module or a mapping of names to its tensors, in
+    place.
+
+    The names must be the update's: those of a wrapped model (DDP, FSDP, torch.compile) are made so
+    by `pulse_rl.unwrapped`; those of a model of transformers that fuses tensors in memory by
+    `pulse_rl.frameworks.transformers.checkpoint_weights`.
+
+    Only the changed elements travel to the model's device and are written. A tied tensor is written
+    once; a model that holds a tied tensor under several storages, or under an alias only, gets all
+    of its copies written. Of a DTensor (FSDP2, tensor parallelism) a rank writes what it has of it:
+    each rank calls this with the same update, of a subscriber of its own. Ranks do not wait for
+    each other.
+
+    On a CUDA device changed elements are written by the stream that is current there; with Triton,
+    up to four million of them, of all tensors of one width, by one transfer and one kernel launch.
+    This returns before they are written, as torch's own operations do.
+
+    Everything is checked before the first write. Raises InputError for an update made elsewhere
+    that does not fit its own tensors. Raises StateMismatch for a tensor that is missing, of another
+    dtype or shape, or expanded, so that its elements share memory; and for an update that does not
+    follow what this function wrote into the module before. Raises UnsupportedTensor for one without
+    dense memory of its own: sparse, a DTensor that is a sum still to be made, on the meta device,
+    not initialised yet, freed. torch does not know memory that is mapped read-only from other
+    memory: writing there ends the process.
+    """
+    if not isinstance(update, Update):
+        raise InputError(
+            f"{type(update).__name__} is not an Update",
+            hint="Pass what subscriber.sync() has returned.",
+        )
+    tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+    if not isinstance(tensors, Mapping):
+        raise InputError(
+            f"{type(model).__name__} is neither a module nor a mapping of names to tensors"
+        )
+    # 1. Everything that can be wrong is, before anything is written.
+    held = _required_version(model, update)
+    for changed in update.tensors:
+        _require_fitting(changed)
+    plan = [(t, target) for t in update.tensors for target in _targets(t, tensors, update.aliases)]
+    # 2. From here on the model is between two versions: after an interrupt only an update that
+    # covers both goes on.
+    _note_version(model, update, held, update.version)
+    scattered = []
+    for whole, (attached, box) in plan:
+        target = (
+            attached.detach()
+        )  # and not within no_grad(): an interrupt there would leave gradients off
+        tensor = whole if box is None else _share(whole, box)
+        changes = changes_of(tensor)
+        # Many small writes to a device are gathered, and sent at once.
+        if changes is not None and _is_on_cuda(target) and _is_plain(target):
+            scattered.append(Scatter(changes, target.view(-1).view(_INTS[tensor.spec.dtype.width])))
+        else:
+            _write(tensor, target)
+    if scattered:
+        scatter(scattered)
+    # 3. The model holds the version; the next `sync` starts from there.
+    _note_version(model, update, update.version, update.version)
+    update.acknowledge()
+
+
+class _Target(NamedTuple):
+    """Memory to write to: a ``tensor``, or what this rank has of a DTensor, its elements in
+    ``box``."""
+
+    tensor: torch.Tensor
+    box: Box | None
+
+
+class _Held(NamedTuple):
+    """What `apply_` wrote into a model: it holds version ``least``, and here and there what came up
+    to ``most``.
+
+    They differ after an interrupt only. ``source`` stands for the subscriber.
+    """
+
+    source: object
+    least: int | None
+    most: int
+
+
+_HELD: WeakKeyDictionary[torch.nn.Module, _Held] = WeakKeyDictionary()
+
+
+def _required_version(model: object, update: Update) -> int | None:
+    """The version that a module holds, by what `apply_` knows. Raises StateMismatch where the
+    update cannot follow."""
+    held = _HELD.get(model) if isinstance(model, torch.nn.Module) else None
+    if (
+        update.full
+        or held is None
+        or update._receipt.source is None
+        or held.source is not update._receipt.source
+    ):
+        return update.previous
+    least = held.least if held.least is not None else -1
+    assert update.previous is not None
+    if least < update.previous or update.version < held.most:
+        raise StateMismatch(
+            f"the model holds version {held.least}, the update leads from {update.previous} to "
+            f"{update.version}",
+            hint="Apply updates in order; after a missed one apply subscriber.full_update().",
+        )
+    return held.least
+
+
+def _note_version(model: object, update: Update, least: int | None, most: int) -> None:
+    if isinstance(model, torch.nn.Module):
+        _HELD[model] = _Held(update._receipt.source, least, most)
+
+
+def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """The host state ``state`` as torch tensors on ``device``, under all of its names, aliases
+    included.
+
+    On the CPU the tensors may share the state's memory, unless that is read-only as in
+    `Subscriber.state`. Raises UnsupportedTensor for a dtype that this version of torch lacks, and
+    InputError for a device that it does not know.
+    """
+    if not isinstance(state, State):
+        raise InputError(f"{type(state).__name__} is not a State", hint="Pass subscriber.state.")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{device!r} is not a device of this torch: {str(error).splitlines()[0]}"
+        ) from None
+    stored = {name: tensor.to(place) for name, tensor in host_tensors(state)}
+    return stored | {alias: stored[name] for alias, name in state.aliases.items()}
+
+
+def host_tensors(state: State) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stored tensors of ``state`` one by one, as `to_torch` makes them on the CPU."""
+    for spec in state.specs:
+        if spec.dtype.name not in _TORCH:
+            raise UnsupportedTensor(
+                f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})"
+            )
+        ints = _from_numpy(state.read(spec.name), spec.dtype.width)
+        yield spec.name, ints.view(_TORCH[spec.dtype.name]).reshape(spec.shape)
+
+
+def _targets(
+    update: TensorUpdate, tensors: Mapping[str, torch.Tensor], aliases: dict[str, str]
+) -> list[_Target]:
+    spec = update.spec
+    names = [spec.name, *(alias for alias, name in aliases.items() if name == spec.name)]
+    targets: dict[tuple[str, int], _Target] = {}
+    for name in names:
+        if name in tensors:
+            tensor = tensors[name]
+            _require_dense(name, tensor)
+            if tensor.dtype != _TORCH.get(spec.dtype.name) or tuple(tensor.shape) != spec.shape:
+                raise StateMismatch(
+                    f"the model's {name!r} is {tensor.dtype} {list(tensor.shape)}, "
+                    f"the update's is {spec.dtype.name} {list(spec.shape)}"
+                )
+            if (target := _of_this_rank(name, tensor)) is None:
+                continue
+            _require_memory(name, target.tensor)
+            targets.setdefault((str(target.tensor.device), target.tensor.data_ptr()), target)
+    if not any(name in tensors for name in names):
+        raise StateMismatch(
+            f"the model has no tensor {spec.name!r}", hint=_names_hint(spec.name, tensors)
+        )
+    return list(targets.values())
+
+
+def _of_this_rank(name: str, tensor: torch.Tensor) -> _Target | None:
+    """None where a DTensor is on other ranks. Raises UnsupportedTensor for placements that are no
+    slices of it."""
+    if not is_sharded(tensor):
+        return _Target(tensor, None)
+    from torch.distributed.tensor import DTensor
+
+    from .dtensor import local_box
+
+    assert isinstance(tensor, DTensor)
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    return _Target(tensor.to_local(), local_box(name, tensor))
+
+
+def _share(update: TensorUpdate, box: Box) -> TensorUpdate:
+    """What the update writes of a box, as an update of the box."""
+    spec = replace(update.spec, shape=box.local_shape)
+    changes = changes_of(update)
+    if changes is None:
+        return TensorUpdate(
+            spec, None, box.take(lambda start, stop: update.values[start:stop], 0, box.elements)
+        )
+    indices, values = [np.zeros(0, np.int64)], [np.zeros(0, f"u{spec.dtype.width}")]
+    for part in changes.cut(_SHARED_AT_ONCE):
+        inside, numbers = box.within(part.indices)
+        indices.append(numbers)
+        values.append(part.values[inside])
+    return TensorUpdate(spec, np.concatenate(indices), np.concatenate(values))
+
+
+def _names_hint(missing: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """What may hide ``missing``: parts of names that wrappers add, tensors that are fused in
+    memory."""
+    if is_wrapped(name for name in tensors if isinstance(name, str)):
+        return "The model is wrapped: call apply_(pulse_rl.unwrapped(model.state_dict()), update)."
+    if is_wrapped([missing]):
+        return (
+            "The trainer's model is wrapped: let it publish pulse_rl.unwrapped(model.state_dict())."
+        )
+    if "transformers" in sys.modules:
+        return (
+            "A stream has a checkpoint's names, and transformers fuses some tensors in memory: "
+            "call "
+            "apply_(pulse_rl.frameworks.transformers.checkpoint_weights(model), update)."
+        )
+    return None
+
+
+def _require_dense(name: str, tensor: object) -> None:
+    """Raises UnsupportedTensor unless the tensor is dense."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedTensor(
+            f"the model's {name!r} is a {type(tensor).__name__}, not a torch.Tensor", hint=_DENSE
+        )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnsupportedTensor(
+            f"the model's {name!r} is not initialised",
+            hint="A lazy module gets its sizes in the first forward pass.",
+        )
+    if is_sharded(tensor):
+        return
+    foreign = hasattr(tensor, "full_tensor")  # a sharded tensor of another kind
+    if (
+        foreign
+        or tensor.layout != torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_meta
+    ):
+        kind = (
+            f"{type(tensor).__name__}, {tensor.dtype}, layout {tensor.layout}, device "
+            f"{tensor.device}"
+        )
+        raise UnsupportedTensor(f"the model's {name!r} has no dense memory ({kind})", hint=_DENSE)
+
+
+def _require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raises UnsupportedTensor unless all elements are in memory, StateMismatch where two may be at
+    one place of it."""
+    if not tensor.numel():
+        return
+    last = 0
+    for stride, size in sorted(
+        (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
+    ):
+        if stride <= last:
+            raise StateMismatch(
+                f"elements of the model's {name!r} share memory: shape {list(tensor.shape)}, "
+                f"strides {tensor.stride()}",
+                hint="Give the tensor memory of its own: clone() an expanded one.",
+            )
+        last += stride * (size - 1)
+    try:
+        storage, end = (
+            tensor.untyped_storage(),
+            (tensor.storage_offset() + last + 1) * tensor.element_size(),
+        )
+        held = storage.device.type != "meta" and storage.nbytes() >= end and storage.data_ptr() != 0
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # a wrapper of other tensors, or a kind that is not known yet
+        held = False
+    if not held:
+        raise UnsupportedTensor(
+            f"the model's {name!r} is a {type(tensor).__name__} whose memory is not there",
+            hint=_DENSE,
+        )
+
+
+def _require_fitting(update: TensorUpdate) -> None:
+    """Raises InputError for what no subscriber has made."""
+    changes, spec = changes_of(update), update.spec
+    fits = (
+        update.values.size == spec.elements
+        if changes is None
+        else changes.fits(spec.elements, spec.dtype.width)
+    )
+    if not fits:
+        raise InputError(
+            f"the update of {spec.name!r} does not fit its {spec.elements} elements of "
+            f"{spec.dtype.width} bytes",
+            hint="Values are unsigned integers of the element's width, one for each index.",
+        )
+
+
+def _is_on_cuda(target: torch.Tensor) -> bool:
+    return target.is_cuda
+
+
+def _is_plain(target: torch.Tensor) -> bool:
+    """Whether its memory holds its elements one after another, as they are."""
+    return target.is_contiguous() and not target.is_conj() and not target.is_neg()
+
+
+def _write(update: TensorUpdate, target: torch.Tensor) -> None:
+    width = update.spec.dtype.width
+    values = _from_numpy(update.values, width).to(target.device)
+    # Written as integers: float8 has no scatter kernel everywhere, and a float copy need not keep
+    # NaN payloads.
+    flat = target.resolve_conj().resolve_neg().contiguous().view(-1).view(_INTS[width])
+    if update.indices is None:
+        flat.copy_(values)
+    else:
+        flat.index_copy_(0, torch.from_numpy(update.indices).to(target.device), values)
+    if flat.data_ptr() != target.data_ptr():
+        target.copy_(flat.view(target.dtype).view(target.shape))
+
+
+def _from_numpy(bits: UIntArray, width: int) -> torch.Tensor:
+    """The same bits in the integer type of that width; a copy where torch would warn of read-only
+    memory."""
+    ints = bits.view(np.dtype(f"i{width}")) if width > 1 else bits
+    return torch.from_numpy(ints if ints.flags.writeable else ints.copy())

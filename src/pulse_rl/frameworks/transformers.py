@@ -1,0 +1,554 @@
+"""Hugging Face transformers: a callback that publishes the policy of any Trainer, TRL's GRPO and
+SFT among them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+import secrets
+import shutil
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from .._util import extra
+
+with extra("torch"):
+    import torch
+    from torch import nn
+    from transformers import (
+        PreTrainedModel,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers.dynamic_module_utils import custom_object_save
+    from transformers.trainer_callback import CallbackHandler
+    from transformers.trainer_utils import get_last_checkpoint
+
+from .._util.files import make_folder, sync_folder
+from .._util.settings import checked_count
+from ..errors import PulseError, StateMismatch
+from ..events import Metadata, Published, checked_listener
+from ..quantize.states import Quantise
+from ..state.cast import DTypeLike, compute_dtype_named
+from ..state.checkpoint import ADAPTER_NAME, FILE_NAME, INDEX_NAME, load, save
+from ..state.companions import files_of, of_dtype
+from ..state.tensors import State
+from ..store import Store
+from ..stream.signing import keys_of
+from ..sync.publisher import Publisher
+from ..sync.submissions import Submission
+from ..sync.subscriber import Subscriber
+from .restart import moved_to, step_of
+from .torch import host_tensors
+from .weights import adapter_weights, advice, base_of, logged, policy_weights
+
+__all__ = ["PulseCallback", "checkpoint_files", "checkpoint_weights"]
+
+_log = logging.getLogger(__name__)
+_OURS = "pulse/"
+TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
+"""Of the Trainer's checkpoints."""
+
+
+def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of ``model`` as its ``save_pretrained`` would write them, for a training loop of
+    one's own: ``publisher.publish(checkpoint_weights(model), dtype="BF16")``.
+
+    A plain ``model.state_dict()`` has other tensors: transformers 5 fuses experts in memory, and
+    tied tensors come under all of their names. The conversion is transformers' own. The tensors are
+    the model's, or views of parts of them, without a copy; PEFT adapters are merged into copies. Of
+    a model that FSDP or DeepSpeed ZeRO-3 has sharded, each rank gets its own shards, for
+    `pulse_rl.frameworks.fsdp.ShardedPublisher`. Names lose what DDP and torch.compile add.
+
+    Raises UnsupportedTensor for adapters over shards, and fused tensors that are not sharded by
+    expert.
+    """
+    return policy_weights(model, gather=False)
+
+
+def checkpoint_files(
+    model: nn.Module, *processors: Any, dtype: DTypeLike | None = "BF16"
+) -> dict[str, bytes]:
+    """The files that ``save_pretrained`` of ``model`` and of its ``processors`` (a tokenizer, an
+    image processor) writes beside the weights: config, generation config, tokenizer, chat template,
+    a model's own code. For a training loop of one's own: ``publisher.publish(weights,
+    files=checkpoint_files(model, tokenizer), dtype="BF16")``.
+
+    ``dtype`` is the compute dtype to which wider weights are published; the config names it. Of
+    what is no model of transformers there is no config. Raises what ``save_pretrained`` raises, and
+    InputError for too many or too large files.
+    """
+    core: Any = base_of(model)
+    with TemporaryDirectory() as folder:
+        if isinstance(core, PreTrainedModel):
+            config: Any = copy.deepcopy(core.config)
+            config.architectures = [type(core).__name__.removeprefix("FSDP")]
+            config.dtype = str(core.dtype).removeprefix("torch.")
+            if core._auto_class is not None:
+                custom_object_save(core, folder, config=config)
+            config.save_pretrained(folder)
+            if core.can_generate() and core.generation_config is not None:
+                core.generation_config.save_pretrained(folder)
+        for processor in processors:
+            processor.save_pretrained(folder)
+        return of_dtype(files_of(Path(folder)), dtype)
+
+
+class PulseCallback(TrainerCallback):
+    """Publishes the policy as a new version of a stream before the first step, after each ``every``
+    steps, and at the end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run",
+    stream="policy")])``.
+
+    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords, such as
+    ``signer`` and ``keep``. Versions have the tensors that ``save_pretrained`` of the base model
+    writes (see `checkpoint_weights`): DDP's and torch.compile's parts of names are taken off,
+    shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a time, and published by the
+    first, PEFT adapters are merged into copies. Floats are cast to the compute dtype ``dtype`` as
+    `Publisher.publish` does; None publishes them as they are. With ``quantise``, as
+    `Publisher.publish` takes it, a version has codes and scales in the place of weights. A version
+    carries what ``save_pretrained`` of the model and of the trainer's tokenizer or processor writes
+    beside the weights (`checkpoint_files`), as it was when the training began, so that what
+    `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With ``adapter``
+    a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is one that
+    PEFT and engines load.
+
+    The training is held up for merging, gathering and copying; the rest is done behind it
+    (`Publisher.submit`). Where the store is slower than the steps, the newest weights ``replace``
+    those that still wait, which then get no version; with ``replace=False`` the training waits
+    instead. The metadata of a version are its ``step``, ``epoch``, and the numbers that the trainer
+    has last logged, at ``logged_step``. The trainer's log, and so TensorBoard, W&B and whatever
+    else it reports to, gets the newest ``pulse/version``, and of the versions since the last log
+    ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and ``pulse/blocked_seconds``,
+    each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts, if not 0. Where a trainer
+    has several of these callbacks, the names are ``pulse/STREAM/version`` and so on.
+
+    With ``optimizer_every`` the Trainer saves a checkpoint at the first and at each so many steps,
+    optimizer and all, whatever its own ``save_strategy``, and `restart` makes of the newest one a
+    checkpoint with the weights of the newest version.
+
+    The first version is committed before the first step, and any error is raised, so that a wrong
+    address, model or permission is found at once. After it a store that is away
+    (`PulseError.retryable`) is logged as a warning, and the training goes on: the next version has
+    it all. Other errors (PublisherConflict, UnsupportedTensor) end the training at its next step.
+    At its end all errors are logged and kept in `error`, so that the program can still save its
+    model. Raises InputError and StoreError.
+    """
+
+    def __init__(
+        self,
+        store: Store | str,
+        *,
+        stream: str,
+        dtype: DTypeLike | None = "BF16",
+        every: int = 1,
+        optimizer_every: int | None = None,
+        replace: bool = True,
+        adapter: bool = False,
+        quantise: Quantise | None = None,
+        **publisher: Any,
+    ) -> None:
+        self._dtype = None if dtype is None else compute_dtype_named(dtype).name
+        self._every = checked_count("every", every)
+        self._optimizer_every = (
+            None if optimizer_every is None else checked_count("optimizer_every", optimizer_every)
+        )
+        self._replace = replace
+        self._adapter = adapter
+        self._quantise = quantise
+        publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
+        self._publisher = Publisher(store, stream=stream, **publisher)
+        self._keys = keys_of(publisher.get("signer"), publisher.get("trusted_keys"))
+        self._store, self._stream = store, stream
+        self._prefix = _OURS
+        self._files: dict[str, bytes] | None = None
+        self._ended: deque[tuple[int, Submission]] = deque()
+        self._since_log: list[Published] = []
+        self._blocked: list[float] = []
+        self._counts = {"replaced": 0, "failed": 0}
+        self._published: Published | None = None
+        self._committed_step: int | None = None
+        self._error: BaseException | None = None
+        self._fatal: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<PulseCallback of {self._publisher!r}>"
+
+    @property
+    def published(self) -> Published | None:
+        """The newest version that was committed, on the first rank; its metadata has the step."""
+        return self._published
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the newest weights are not in the stream, None if nothing is wrong."""
+        return self._error
+
+    def restart(self, output_dir: str | Path) -> str | None:
+        """The folder to go on from after a crash, None for a new run, on all ranks:
+        ``trainer.train(resume_from_checkpoint=callback.restart(args.output_dir))``.
+
+        It is made in ``output_dir``, as ``checkpoint-STEP`` of the newest version's step: the
+        version's weights, bit for bit, and of the Trainer's newest checkpoint the optimizer and all
+        else (hard links). A weight that the Trainer holds in FP32 and that has had the version's
+        BF16 bits since that checkpoint has its number from there. Where the Trainer's checkpoint is
+        no older than the version, it is that one. Raises StateMismatch where the checkpoint has
+        other weights than the stream (a merged PEFT adapter, a quantised stream, shards of FSDP and
+        DeepSpeed), and what `Subscriber.sync` raises.
+        """
+        found: list[Any] = [None]
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not ranks or torch.distributed.get_rank() == 0:
+            try:
+                found = [self._restart(Path(output_dir))]
+            except Exception as error:
+                if not ranks:
+                    raise
+                found = [error]  # to be raised by all: the others wait for it
+        if ranks:
+            torch.distributed.broadcast_object_list(found)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        folder: str | None = found[0]
+        return folder
+
+    def _restart(self, output: Path) -> str | None:
+        newest = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
+        if newest is None:
+            return None
+        with Subscriber(self._store, stream=self._stream, trusted_keys=self._keys) as subscriber:
+            subscriber.sync()
+            metadata = {} if subscriber.version is None else subscriber.manifest.metadata
+            steps = step_of(metadata) - int(newest.rpartition("-")[2]) if metadata else 0
+            if steps <= 0:
+                return str(newest)
+            target = output / f"checkpoint-{metadata['step']}"
+            made = output / f".pulse-restart-{secrets.token_hex(4)}"
+            try:
+                make_folder(made)
+                _move_on(Path(newest), made, subscriber.state, metadata, steps)
+                sync_folder(made)
+                made.rename(target)
+                sync_folder(output)
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
+        return str(target)
+
+    # -- what the Trainer calls, on all ranks
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publishes what the training starts from, waits for it, and says what will make patches
+        large.
+
+        ``args``, ``state`` and ``control`` are the Trainer's.
+        """
+        self._prefix = _put_in_front(self)
+        self._collect()
+        self._committed_step = self._fatal = None
+        first, model = state.is_world_process_zero, kwargs["model"]
+        if first:
+            if not self._adapter:
+                for words in advice(
+                    model, kwargs.get("optimizer"), args.learning_rate, self._dtype
+                ):
+                    _log.warning("stream %s: %s", self._stream, words)
+            self._files = None if self._adapter else self._beside(model, kwargs)
+        weights = self._take(model, first)
+        if first:
+            metadata = _metadata(state)
+            done = self._publisher.publish(
+                weights,
+                metadata=metadata,
+                dtype=self._dtype,
+                files=self._files,
+                quantise=self._quantise,
+            )
+            self._committed(state.global_step, done)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publishes the step, if it is one of ``every``, and has the Trainer save the first and
+        those of ``optimizer_every``.
+
+        ``args``, ``state`` and ``control`` are the Trainer's.
+        """
+        if self._optimizer_every and (
+            state.global_step == 1 or state.global_step % self._optimizer_every == 0
+        ):
+            control.should_save = True
+        if state.global_step % self._every == 0:
+            self._submit(kwargs["model"], state)
+        else:
+            self._raise_fatal()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Adds this callback's figures to the log.
+
+        ``args``, ``state`` and ``control`` are the Trainer's.
+        """
+        if not state.is_world_process_zero:
+            return
+        # The Trainer's last log comes after its last step: an error must not keep the program from
+        # saving its model. The next step raises it.
+        self._collect()
+        figures = self._figures()
+        kwargs.get("logs", {}).update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publishes the last weights, if they are not yet, and waits for them.
+
+        ``args``, ``state`` and ``control`` are the Trainer's.
+        """
+        try:
+            self._finish(kwargs["model"], state, again=args.load_best_model_at_end)
+        except Exception as error:
+            self._error = error
+        if self._error:
+            _log.error(
+                "stream %s: the weights of step %d are not published: %s. %s",
+                self._stream,
+                state.global_step,
+                self._error,
+                getattr(self._error, "hint", ""),
+            )
+
+    def _finish(self, model: nn.Module, state: TrainerState, *, again: bool) -> None:
+        """Publishes the last weights, ``again`` even if their step is published, and closes."""
+        first = state.is_world_process_zero
+        try:
+            # On all ranks before anything can fail on the first one, which alone knows whether it
+            # is needed.
+            weights = self._take(model, first)
+            if first:
+                self._publisher.wait()
+                self._raise_fatal()
+                if again or self._committed_step != state.global_step:
+                    self._hand_over(weights, state, replace=False)
+                    self._publisher.wait()
+                    self._raise_fatal()
+        finally:
+            if first:
+                self._publisher.close()
+
+    # -- on the first rank, after the gathering
+
+    def _submit(self, model: nn.Module, state: TrainerState) -> None:
+        first = state.is_world_process_zero
+        began = time.perf_counter()
+        weights = self._take(model, first)
+        if first:
+            self._hand_over(weights, state, replace=self._replace)
+            self._blocked.append(time.perf_counter() - began)
+
+    def _take(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+        """What is published. A collective where `is_sharded`."""
+        if not self._adapter:
+            # What is quantised is so from the trainer's own numbers.
+            return policy_weights(model, None if self._quantise else self._dtype, keep=keep)
+        weights, config = adapter_weights(model, self._dtype, keep=keep)
+        self._files = {"adapter_config.json": config.encode()}
+        return weights
+
+    def _beside(self, model: nn.Module, given: dict[str, Any]) -> dict[str, bytes] | None:
+        """The files beside the weights, of what the Trainer has ``given``; None, and a warning,
+        where there are none to be had."""
+        processor = given.get("processing_class") or given.get("tokenizer")
+        processors = [processor] if hasattr(processor, "save_pretrained") else []
+        try:
+            return checkpoint_files(model, *processors, dtype=self._dtype)
+        except (
+            Exception
+        ) as error:  # of somebody's own tokenizer or config: the weights are worth more than it
+            _log.warning(
+                "stream %s: config and tokenizer are not published: %s", self._stream, error
+            )
+            return None
+
+    def _hand_over(
+        self, weights: dict[str, torch.Tensor], state: TrainerState, *, replace: bool
+    ) -> None:
+        self._raise_fatal()
+        metadata = _metadata(state)
+        submission = self._publisher.submit(
+            weights,
+            metadata=metadata,
+            dtype=self._dtype,
+            files=self._files,
+            replace=replace,
+            quantise=self._quantise,
+        )
+        step = state.global_step
+
+        def ended(done: Any) -> None:
+            if not done.cancelled():
+                done.exception()  # marked as retrieved: `_collect` decides how bad an error is
+            self._ended.append((step, done))
+
+        submission.add_done_callback(ended)
+
+    def _collect(self) -> None:
+        """Looks at the versions that have ended since. What is not for the store to mend ends the
+        training at its next step."""
+        while self._ended:
+            step, submission = self._ended.popleft()
+            if submission.cancelled():
+                self._counts["replaced"] += 1
+                continue
+            error = submission.exception()
+            if error is None:
+                self._committed(step, submission.result())
+                continue
+            if not (isinstance(error, PulseError) and error.retryable):
+                self._error = error
+                self._fatal = self._fatal or error
+                continue
+            self._counts["failed"] += 1
+            if self._error is None:
+                _log.warning(
+                    "stream %s: step %d is not published (%s); the training goes on, and the "
+                    "next version has it all",
+                    self._stream,
+                    step,
+                    error,
+                )
+            self._error = error
+
+    def _raise_fatal(self) -> None:
+        self._collect()
+        if self._fatal is not None:
+            raise self._fatal
+
+    def _committed(self, step: int, published: Published) -> None:
+        if self._error is not None:
+            _log.warning(
+                "stream %s: published again, version %d of step %d",
+                self._stream,
+                published.version,
+                step,
+            )
+        self._error = None
+        self._published = published
+        self._committed_step = step
+        self._since_log.append(published)
+
+    def _figures(self) -> dict[str, float]:
+        """What the trainer's log gets since its last call."""
+        newest, since = self._published, self._since_log
+        figures = _costs(newest, since)
+        if self._blocked:
+            figures["blocked_seconds"] = sum(self._blocked) / len(self._blocked)
+        figures |= {name: count for name, count in self._counts.items() if count}
+        figures = {self._prefix + name: value for name, value in figures.items()}
+        self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
+        return figures
+
+
+def _costs(newest: Published | None, since: Sequence[Published]) -> dict[str, float]:
+    """The figures of a stream: its newest version, and the means of those since the last log."""
+    figures: dict[str, float] = {} if newest is None else {"version": newest.version}
+    # Of the same versions as the density: the first one is an anchor, and no measure of what
+    # follows.
+    patches = [each for each in since if each.changed is not None]
+    if patches:
+        figures["density"] = sum(each.density for each in patches) / len(patches)
+    fetched = [each.patch_bytes for each in patches] or [each.anchor_bytes for each in since]
+    if fetched:
+        figures["bytes"] = sum(fetched) / len(fetched)
+    return figures
+
+
+def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps: int) -> None:
+    """Puts into the folder ``made`` the Trainer's checkpoint ``newest``, moved on by ``steps`` to
+    ``version``."""
+    saved, weights = dict(host_tensors(load(newest)[0])), dict(host_tensors(version))
+    if {(name, t.shape) for name, t in saved.items()} != {
+        (name, t.shape) for name, t in weights.items()
+    }:
+        raise StateMismatch(
+            f"{newest} has other weights than the stream",
+            hint="An adapter restarts from a stream of its own (adapter=True).",
+        )
+    weights = {name: moved_to(saved[name], tensor) for name, tensor in weights.items()}
+    save(
+        made / (ADAPTER_NAME if (newest / ADAPTER_NAME).is_file() else FILE_NAME),
+        State.of(weights),
+        {"format": "pt"},
+    )
+    for file in newest.iterdir():
+        if (
+            file.is_file()
+            and file.suffix != ".safetensors"
+            and file.name not in (TRAINER_STATE, SCHEDULER, INDEX_NAME)
+        ):
+            try:
+                (made / file.name).hardlink_to(file)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(file, made / file.name)
+    trainer = TrainerState.load_from_json(str(newest / TRAINER_STATE))
+    trainer.global_step += steps
+    trainer.epoch = float(metadata.get("epoch", trainer.epoch or 0))
+    trainer.save_to_json(str(made / TRAINER_STATE))
+    scheduler = torch.load(newest / SCHEDULER, weights_only=True)
+    for count in {"last_epoch", "_step_count"} & scheduler.keys():
+        scheduler[count] += steps
+    torch.save(scheduler, made / SCHEDULER)
+
+
+def _put_in_front(callback: PulseCallback) -> str:
+    """Moves the callback before those that report the trainer's log: a log that they have reported
+    cannot be added to. Returns what its figures' names begin with."""
+    handler = _handler_of(callback)
+    if (
+        handler is None
+    ):  # somebody calls the callback by other means, and has the figures in the log all the same
+        return _OURS
+    ours = [one for one in handler.callbacks if isinstance(one, PulseCallback)]
+    # A new list: the handler is going through the old one.
+    handler.callbacks = [
+        *ours,
+        *(one for one in handler.callbacks if not isinstance(one, PulseCallback)),
+    ]
+    return _OURS if len(ours) == 1 else f"{_OURS}{callback._stream}/"
+
+
+def _handler_of(callback: PulseCallback) -> CallbackHandler | None:
+    """The Trainer's list of callbacks. Callbacks are not given it, but it is what calls them."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler) and callback in caller.callbacks:
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _metadata(state: TrainerState) -> Metadata:
+    """The step, the epoch, and the numbers of the trainer's last log."""
+    last = state.log_history[-1] if state.log_history else {}
+    facts: Metadata = {
+        name: value
+        for name, value in last.items()
+        if type(value) in (int, float) and math.isfinite(value) and not name.startswith(_OURS)
+    }
+    if "step" in facts:
+        facts["logged_step"] = facts["step"]
+    facts["step"] = state.global_step
+    if state.epoch is not None:
+        facts["epoch"] = float(state.epoch)
+    return facts

@@ -1,0 +1,136 @@
+"""Hints: that states could be published in a better way, and that a worker may look for the wrong
+stream."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+from .errors import PulseError
+from .events import Hint, Listener, hint_to
+from .state.checkpoint import fused_experts, is_wrapped
+from .state.tensors import State
+from .store.base import Store
+from .store.local import LocalStore
+from .stream.names import streams_in
+from .sync.pending import NO_SMALLER, PublishState
+
+_WIDE = 0.5
+_DENSE = 0.2
+"""RL's learning rates change a hundredth of the BF16 weights in a step, at the end of a warm-up
+three times that."""
+_PATIENT_SECONDS = 1.0
+_SHOWN_STREAMS = 10
+
+
+class Notices:
+    """Gives each kind of `Hint` on what is published once. ``stream`` is the stream's name. Without
+    a ``listener`` all users see them, of several ranks the ``first`` one's."""
+
+    def __init__(self, stream: str, listener: Listener | None, *, first: bool = True) -> None:
+        self._stream = stream
+        self._listener = listener
+        self._silent = listener is None and not first
+        self._given: set[str] = set()
+
+    def look_at(self, version: int, draft: PublishState, state: State) -> None:
+        """Looks at this rank's part of a version that was committed, and the ``state`` that it was
+        made of."""
+        if self._silent:
+            return
+        if "wrapped_names" not in self._given and is_wrapped(state):
+            self._give(
+                version,
+                "wrapped_names",
+                "names of tensors have parts that a wrapper of the module adds (module., "
+                "_orig_mod. …)",
+                "Publish pulse_rl.unwrapped(model.state_dict()), if the workers' engine knows "
+                "the plain names.",
+            )
+        if "fused_names" not in self._given and (fused := fused_experts(state.specs)):
+            self._give(
+                version,
+                "fused_names",
+                f"{len(fused)} tensors have several experts each ({fused[0]!r} …), as "
+                "transformers has them in memory",
+                "If the model's checkpoint has its experts one by one, as most do, publish "
+                "pulse_rl.frameworks.transformers.checkpoint_weights(model): engines know the "
+                "checkpoint's names.",
+            )
+        wide, density = _densities(draft)
+        if wide > _WIDE:
+            self._give(
+                version,
+                "wide_dtype",
+                f"{wide:.0%} of all elements are FP32 or FP64 and changed: such patches save "
+                "little",
+                "Publish the compute dtype, of which a step changes few elements: publish(state, "
+                'dtype="BF16"), '
+                "or pulse publish --dtype BF16.",
+            )
+        elif density > _DENSE:
+            self._give(
+                version,
+                "dense",
+                f"{density:.0%} of all elements changed: such patches save little",
+                "At RL's learning rates, 1e-6 to 1e-5, a step changes about 1% of the BF16 "
+                "weights; `pulse study` "
+                "measures checkpoints.",
+            )
+
+    def _give(self, version: int, kind: str, reason: str, hint: str) -> None:
+        if kind not in self._given:
+            self._given.add(kind)
+            hint_to(self._listener, Hint(self._stream, version, kind, reason, hint))
+
+
+class Absence:
+    """Says once that a worker has found no version of ``stream`` in ``store`` for a second."""
+
+    def __init__(self, store: Store, stream: str, listener: Listener | None) -> None:
+        self._store = store
+        self._stream = stream
+        self._listener = listener
+        self._since: float | None = None
+        self._said = False
+
+    def seen(self) -> None:
+        """A look has found nothing."""
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if self._said or now - self._since < _PATIENT_SECONDS:
+            return
+        self._said = True
+        hint = (
+            "The worker goes on looking. Check the stream's name and the store's address, or "
+            "wait for the trainer."
+        )
+        try:
+            reason = absence(self._store, self._stream)
+        except PulseError:  # a store that cannot list all that it has
+            reason = f"there is no version of it in {self._store!r} yet"
+        hint_to(self._listener, Hint(self._stream, None, "no_stream", reason, hint))
+
+
+def absence(store: Store, stream: str) -> str:
+    """That the store has no version of ``stream``, and which streams it has. Raises StoreError."""
+    root = store.root if isinstance(store, LocalStore) else None
+    if root is not None and not root.exists():
+        return f"there is no version of it yet: the folder {root} does not exist"
+    found = [repr(name) for name in islice(streams_in(store), _SHOWN_STREAMS + 1)]
+    if len(found) > _SHOWN_STREAMS:
+        found[-1] = "…"
+    there = f"has the streams {', '.join(found)}" if found else "has no streams"
+    return f"there is no version of it yet: {store!r} {there}"
+
+
+def _densities(draft: PublishState) -> tuple[float, float]:
+    """Changed elements of FP32 and FP64, and of all dtypes, / all elements. Where a patch would be
+    no smaller, all have changed."""
+    elements = max(sum(segment.elements for segment in draft.segments), 1)
+    if draft.reason.startswith(NO_SMALLER):
+        wide = sum(segment.elements for segment in draft.segments if segment.spec.dtype.is_wide)
+        return wide / elements, 1.0
+    pairs = list(zip(draft.blocks, draft.coded, strict=False))
+    wide = sum(encoded.changed for block, encoded in pairs if block.dtype.is_wide)
+    return wide / elements, sum(encoded.changed for _, encoded in pairs) / elements

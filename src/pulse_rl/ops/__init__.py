@@ -1,0 +1,1 @@
+"""What operators do with whole streams: verify, collect garbage, relay, fold, check out, attest."""

@@ -1,0 +1,178 @@
+"""A version as an in-toto statement in a DSSE envelope, which the OpenSSF's ``model_signing verify
+key`` reads (docs/attestations.md).
+
+The statement is about files, as an auditor has them: those that `Subscriber.save` writes, to the
+byte. The weights are hashed as they would be written, and nothing is.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._util.files import open_regular
+from ..errors import InputError
+from ..follow.folder import checkpoint_files, metadata_of
+from ..state.checkpoint import INDEX_NAME, PRIVATE
+from ..state.digest import StateDigest
+from ..state.tensors import State
+from ..stream.manifest import Manifest
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+_STATEMENT = "https://in-toto.io/Statement/v1"
+_PREDICATE = "https://model_signing/signature/v1.0"
+_PAYLOAD = "application/vnd.in-toto+json"
+SIGNATURE = "pulse.sig"
+"""The attestation in a checkout's folder."""
+_NOT_SIGNED = (PRIVATE, "pulse.history", SIGNATURE)
+"""In a folder that pulse writes: the files of its versions, which it shows by links, what is
+remembered of versions before this one, and the attestation itself."""
+_KEY_FILE_BYTES = 1 << 16
+_CURVES = ("secp256r1", "secp384r1", "secp521r1")
+_HINT = "Make one: openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out FILE"
+
+
+class AttestationKey:
+    """The elliptic curve key that signs statements: the verifiers of ``model_signing`` take no
+    Ed25519 keys, which streams are signed with. Raises InputError."""
+
+    def __init__(self, key: EllipticCurvePrivateKey) -> None:
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        digest = {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}[
+            key.curve.key_size
+        ]
+        public = key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        self.public_key = public.decode()
+        """The public key in PEM."""
+        self._key, self._algorithm = key, ec.ECDSA(digest)
+
+    @classmethod
+    def load(cls, path: str | Path) -> AttestationKey:
+        """From a file ``path``: a key of P-256, P-384 or P-521 in PEM without a password."""
+        try:
+            from cryptography.hazmat.primitives import serialization
+            from cryptography.hazmat.primitives.asymmetric import ec
+        except ImportError as error:
+            raise InputError(
+                "attestations need the package cryptography",
+                hint="Install it: pip install 'pulse-rl[sign]'.",
+            ) from error
+        try:
+            with open_regular(Path(path)) as file:
+                data = file.read(_KEY_FILE_BYTES)
+            key = serialization.load_pem_private_key(data, None)
+        except InputError as error:
+            raise InputError(str(error), hint=_HINT) from None
+        except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
+            reason = error.strerror if isinstance(error, OSError) else str(error).split(". ")[0]
+            raise InputError(f"{path} is not a private key: {reason}", hint=_HINT) from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
+            raise InputError(f"{path} is not a key of P-256, P-384 or P-521", hint=_HINT)
+        return cls(key)
+
+    def bundle(self, statement: dict[str, Any]) -> dict[str, Any]:
+        """``statement`` as a Sigstore bundle: its DSSE envelope, and which key has signed."""
+        payload = json.dumps(statement, separators=(",", ":"), ensure_ascii=False).encode()
+        signed = b" ".join(
+            [b"DSSEv1", b"%d" % len(_PAYLOAD), _PAYLOAD.encode(), b"%d" % len(payload), payload]
+        )
+        return {
+            "mediaType": BUNDLE,
+            "verificationMaterial": {
+                "publicKey": {"hint": sha256(self.public_key.encode()).hexdigest()},
+                "tlogEntries": [],
+            },
+            "dsseEnvelope": {
+                "payload": base64.b64encode(payload).decode(),
+                "payloadType": _PAYLOAD,
+                "signatures": [
+                    {
+                        "sig": base64.b64encode(self._key.sign(signed, self._algorithm)).decode(),
+                        "keyid": "",
+                    }
+                ],
+            },
+        }
+
+
+def statement_of(
+    manifest: Manifest,
+    state: State,
+    digest: StateDigest,
+    *,
+    key: str | None,
+    files: Mapping[str, bytes] | None = None,
+    sharded: bool = False,
+) -> dict[str, Any]:
+    """The in-toto statement of the version of ``manifest``, of which ``state`` and its ``digest``
+    are at hand: the digests of the files that a checkout of it has, and what the stream says of it.
+    ``key``: the public key that signs the manifest. The ``files`` beside the weights are wanted
+    where the checkout is ``sharded``: of their index."""
+    known = {file.name: file.sha256 for file in manifest.files}
+    metadata = metadata_of(manifest.version, manifest.root)
+    beside = dict.fromkeys(known, b"") if files is None else files
+    written = checkpoint_files(state, digest, beside, metadata, sharded=sharded)
+    known.pop(INDEX_NAME, None)  # a checkout has an index of its own
+    digests = {name: known.get(name) or _digest(chunks) for name, chunks, _ in written}
+    # In the order of the paths' parts: the verifier sorts so, and hashes in the order that it finds
+    # here.
+    names = sorted(digests, key=lambda name: name.split("/"))
+    return {
+        "_type": _STATEMENT,
+        "subject": [
+            {
+                "name": f"{manifest.stream}-{manifest.version}",
+                "digest": {
+                    "sha256": sha256(
+                        b"".join(bytes.fromhex(digests[name]) for name in names)
+                    ).hexdigest(),
+                    "pulseRoot": manifest.root,
+                },
+            }
+        ],
+        "predicateType": _PREDICATE,
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": False,
+                "ignore_paths": list(_NOT_SIGNED),
+            },
+            "resources": [
+                {"name": name, "algorithm": "sha256", "digest": digests[name]} for name in names
+            ],
+            "pulse": _facts(manifest, key),
+        },
+    }
+
+
+def _facts(manifest: Manifest, key: str | None) -> dict[str, Any]:
+    """What the stream says of a version."""
+    patch = manifest.patch
+    return {
+        "stream": manifest.stream,
+        "streamId": manifest.stream_id,
+        "version": manifest.version,
+        "root": manifest.root,
+        "base": {"version": patch.base, "root": patch.base_root} if patch else None,
+        "metadata": manifest.metadata,
+        "publisherKey": key,
+    }
+
+
+def _digest(chunks: Iterable[bytes | memoryview]) -> str:
+    found = sha256()
+    for chunk in chunks:
+        found.update(chunk)
+    return found.hexdigest()

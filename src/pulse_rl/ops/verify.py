@@ -1,0 +1,249 @@
+"""Verifies what is there: a whole stream (restores every version, checks every link, compares every
+root), and what a live model holds (rehashes its tensors and compares them with a version's)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Protocol
+
+from .._util.threads import checked_threads
+from ..errors import ChainGap, EmptyStream, InputError, PulseError, StoreUnavailable
+from ..events import Listener, checked_listener
+from ..state.checkpoint import as_state
+from ..state.digest import StateDigest, state_digest
+from ..state.tensors import State
+from ..store import Store, open_store
+from ..stream.manifest import Link, Manifest, is_digest, links_of, origin_of
+from ..stream.names import FILE, PATCH
+from ..stream.signing import trusted_by
+from ..stream.stream import Stream
+from ..stream.unreadable import UNREADABLE
+from ..sync.host_state import HostState, catch_up, follow_link
+
+
+@dataclass(frozen=True, slots=True)
+class VersionReport:
+    """The result for ``version``. ``links`` were followed and led to its ``root`` (None if its
+    manifest is unreadable); ``problems`` lists what failed.
+    """
+
+    version: int
+    root: str | None
+    links: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that leads to the version is valid."""
+        return not self.problems
+
+
+def verify_stream(
+    store: Store | str,
+    stream: str,
+    *,
+    trusted_keys: Collection[str] | None = None,
+    stream_id: str | None = None,
+    threads: int | None = None,
+    on_event: Listener | None = None,
+) -> Iterator[VersionReport]:
+    """Replays the stream ``stream`` of ``store`` from its first version and yields one report per
+    version.
+
+    Every patch is applied to its base version, every anchor is restored on its own;
+    every file beside the weights is read. So is every fold,
+    which is applied where there is no patch. A version that was begun from one of another stream in
+    ``store`` must have its root. With ``trusted_keys`` (Ed25519 public keys, 64 hexadecimal digits
+    each) every manifest must be signed by one of them, and all must be of the stream ``stream_id``,
+    or of the newest one's where that is not given. ``threads``: the maximum number (None: one per
+    core); ``on_event`` gets the events of the replay. Raises InputError; while it yields
+    EmptyStream and StoreUnavailable. Problems with a version are in its report.
+    """
+    checked_threads(threads)
+    checked_listener(on_event)
+    where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
+    return _verify(where, threads, on_event)
+
+
+def _verify(
+    where: Stream, threads: int | None, on_event: Listener | None
+) -> Iterator[VersionReport]:
+    with where.limited():
+        if newest := where.newest().manifest:
+            where.adopt(newest)
+        versions = where.versions()
+        if not versions:
+            raise EmptyStream(f"stream {where.name!r} has no versions")
+        listed = set(versions)
+        folds = [link for link in where.links() if link.base in listed]
+    chain = HostState(threads=threads, listener=on_event)
+
+    def reached_by(link: Link) -> HostState:
+        """A host state at the link's version: ``chain`` itself where it can be led on."""
+        host = chain
+        if link.base is None or link.base != chain.version:
+            host = HostState(threads=threads, listener=on_event)
+        if link.base is not None:
+            catch_up(host, where, link.base)
+        follow_link(host, where, link)
+        return host
+
+    checked: dict[str, str] = {}
+
+    def report(version: int) -> VersionReport:
+        nonlocal chain
+        try:
+            manifest = where.manifest(version)
+        except StoreUnavailable:
+            raise
+        except PulseError as error:
+            return VersionReport(version, None, (), (str(error),))
+        good: list[str] = []
+        problems = [*_check_files(where, manifest, checked), *_check_origin(where, manifest)]
+        named = links_of(manifest)
+        folded = [link for link in folds if link.version == version]
+        if manifest.patch and manifest.patch.base not in listed:
+            # The base was collected as garbage, and the anchor leads here; or a relay took a fold
+            # in the patch's place.
+            named = [*(link for link in named if link.base is None), *folded] or named
+        else:
+            problems += _check_folds(where, folded)
+        for link in named:
+            try:
+                host = reached_by(link)
+            except StoreUnavailable:
+                raise
+            except PulseError as error:
+                problems.append(f"{link}: {error}")
+            else:
+                good.append(str(link))
+                chain = host if chain.version != version else chain
+        if not good and not named:
+            problems.append("no link leads to it")
+        return VersionReport(version, manifest.root, tuple(good), tuple(problems))
+
+    for version in versions:
+        with where.limited():
+            found = report(version)
+        yield found
+
+
+def _check_folds(where: Stream, folds: list[Link]) -> list[str]:
+    """Which of the folds that nobody needs here have payloads that are damaged: not what their
+    names promise. A link that promises something else may be anybody's."""
+    problems = []
+    for link in folds:
+        with suppress(*UNREADABLE, ChainGap):
+            for payload in where.resolved(link).payloads or ():
+                name = where.names.payload(payload.sha256, PATCH)
+                stored = where.store.head(name).nbytes
+                if stored > payload.bytes:
+                    continue
+                if sha256(where.store.get(name, 0, stored)).hexdigest() != payload.sha256:
+                    problems.append(f"{link}: {name} is damaged")
+    return problems
+
+
+def _check_origin(where: Stream, manifest: Manifest) -> list[str]:
+    """What is wrong with the version from which this one says that it was begun, where the store
+    has its stream."""
+    if (origin := origin_of(manifest)) is None:
+        return []
+    stream, version, stream_id = origin
+    with suppress(*UNREADABLE, InputError):
+        if Stream(where.store, stream, stream_id=stream_id).manifest(version).root != manifest.root:
+            return [f"it was begun from version {version} of {stream!r}, which has another root"]
+    return []
+
+
+def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> list[str]:
+    """What is wrong with the files of a version; ``checked`` are those of the versions before, by
+    digest."""
+    for file in manifest.files:
+        if file.sha256 not in checked:
+            try:
+                where.fetch(file.payload, FILE)
+            except StoreUnavailable:
+                raise
+            except PulseError as error:
+                checked[file.sha256] = str(error)
+            else:
+                checked[file.sha256] = ""
+    return [
+        f"{file.name}: {checked[file.sha256]}" for file in manifest.files if checked[file.sha256]
+    ]
+
+
+class Module(Protocol):
+    """Anything with a ``state_dict``, such as a torch module."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Tensors by name."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """``ok`` if the live tensors, with root ``root``, are those of the version with root
+    ``expected_root``. ``differing`` names tensors with different bits, dtypes or shapes,
+    ``missing`` and ``unexpected`` those that only the version or only the model has; all are empty
+    if only a root was given.
+    """
+
+    ok: bool
+    root: str
+    expected_root: str
+    differing: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def audit(
+    model: Module | Mapping[str, Any] | State,
+    version: StateDigest | Manifest | str,
+    *,
+    threads: int | None = None,
+) -> AuditReport:
+    """Rereads all live weights of ``model`` (a module, a mapping of names to tensors, or a `State`)
+    and compares them with a version.
+
+    ``threads``: the maximum number (None: one per core). ``version`` is the digest tree of a host
+    state (`Subscriber.digest`), which names the tensors that differ, or a manifest or a root, which
+    only tells whether any differ. Tied tensors are compared once. Raises InputError.
+    """
+    state = as_state(model.state_dict() if hasattr(model, "state_dict") else model)
+    live = state_digest(state, threads=threads)
+    if isinstance(version, StateDigest):
+        return _compare(live, version, state.aliases)
+    if not isinstance(version, Manifest | str):
+        raise InputError(
+            f"{type(version).__name__} is not a version", hint="Pass subscriber.digest or a root."
+        )
+    expected = version.root if isinstance(version, Manifest) else version
+    if not is_digest(expected):
+        raise InputError(f"{expected!r} is not a root", hint="A root has 64 hexadecimal digits.")
+    return AuditReport(live.root == expected, live.root, expected, (), (), ())
+
+
+def _compare(live: StateDigest, expected: StateDigest, aliases: dict[str, str]) -> AuditReport:
+    # The model may store a tied tensor under another of its names than the trainer did.
+    stored = {s.name: s.name for s in live.specs} | aliases
+    specs = {s.name: s for s in live.specs}
+    differing, missing, met = [], [], set()
+    for spec in expected.specs:
+        own = stored.get(spec.name)
+        if own is None:
+            missing.append(spec.name)
+            continue
+        met.add(own)
+        same_kind = (specs[own].dtype, specs[own].shape) == (spec.dtype, spec.shape)
+        if not same_kind or live.leaves[own] != expected.leaves[spec.name]:
+            differing.append(spec.name)
+    unexpected = [name for name in specs if name not in met]
+    ok = not (differing or missing or unexpected)
+    return AuditReport(
+        ok, live.root, expected.root, tuple(differing), tuple(missing), tuple(unexpected)
+    )

@@ -1,0 +1,281 @@
+"""Quantised states: codes and scales of a state's weights, under the names that checkpoints of each
+format have.
+
+Computed on each read, as `cast` does it, in FP32 and with the rounding of the libraries that define
+the formats (docs/quantised.md has the rules): nothing is held but the scales of blocks, and one
+number a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import translate
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError, UnsupportedTensor
+from ..state.cast import CastTensor, compute_dtype, is_float, to_f32
+from ..state.tensors import DTYPES, DType, State, TensorSpec, UIntArray, stored_tensor
+from .formats import (
+    FORMATS,
+    TILE,
+    Format,
+    Made,
+    OfTensor,
+    PowersOfTwo,
+    Source,
+    gpt_oss_mxfp4,
+    modelopt_nvfp4,
+)
+
+Quantise = str | Mapping[str, Any] | Callable[[str, Any], Mapping[str, Any] | None]
+"""What `Publisher.publish` takes: a format of `FORMATS`, a checkpoint's ``quantization_config``, or
+a function."""
+
+KEPT_KEYS = ("modules_to_not_convert", "ignore", "exclude_modules")
+"""Under which a ``quantization_config`` has the modules that are left out."""
+_MODELOPT = {"NVFP4": "input_scale", "W4A16_NVFP4": ""}
+_COMPRESSED = {
+    "mxfp8-quantized": "mxfp8",
+    "mxfp4-pack-quantized": "mxfp4",
+    "nvfp4-pack-quantized": "nvfp4",
+}
+# What no format quantises unless a configuration says otherwise: what is no linear layer, and the
+# routers of experts.
+_KEPT = ("*lm_head", "*embed*", "*.wte", "*.wpe", "*norm*", "*router*", "*.gate")
+
+
+class QuantisedState(State):
+    """``state`` as a checkpoint of a quantised model, computed on each read. What is not quantised
+    stays as it is, or is cast to ``dtype`` where it is a wider float. Tied tensors stay tied.
+    ``made``: by each weight's name, what it becomes; ``kept``: the modules with a weight that is
+    not quantised. Raises InputError and UnsupportedTensor."""
+
+    def __init__(self, state: State, quantise: Quantise, dtype: DType | None = None) -> None:
+        wanted = _chosen(quantise)
+        specs: list[TensorSpec] = []
+        data: dict[str, Any] = {}
+        self.made: dict[str, list[Made]] = {}
+        kept: list[str] = []
+        for spec in state.specs:
+            made = wanted(Source(state, spec))
+            if made is None:
+                if len(spec.shape) == 2:
+                    kept.append(spec.name.removesuffix(".weight"))
+                # A scale that came with the state, of a layer's inputs say, is FP32 in all formats.
+                stays = dtype is None or spec.name.endswith("_scale")
+                target = spec.dtype if stays or dtype is None else compute_dtype(spec, dtype)
+                as_it_is = (
+                    stored_tensor(state, spec.name)
+                    if target == spec.dtype
+                    else CastTensor(state, spec.name, target)
+                )
+                made = [Made(spec.name, target.name, spec.shape, as_it_is)]
+            self.made[spec.name] = made
+            for each in made:
+                if each.name in data:
+                    raise InputError(f"two tensors would be called {each.name!r}")
+                specs.append(TensorSpec(each.name, DTYPES[each.dtype], each.shape))
+                data[each.name] = each.data
+        aliases = {
+            alias + each.name.removeprefix(name): each.name
+            for alias, name in state.aliases.items()
+            for each in self.made[name]
+        }
+        super().__init__(tuple(specs), data, aliases)
+        whole = {name for name, made in self.made.items() if [each.name for each in made] == [name]}
+        self.kept = kept + [
+            alias.removesuffix(".weight") for alias, name in state.aliases.items() if name in whole
+        ]
+
+
+def check_quantise(quantise: Any) -> None:
+    """Raises InputError for what is no `Quantise`, and for what cannot be made."""
+    if not (callable(quantise) or isinstance(quantise, str | Mapping)):
+        raise InputError(
+            "quantise must be a format's name, a quantization_config or a function, not "
+            f"{quantise!r}"
+        )
+    _chosen(quantise)
+
+
+def config_of(quantise: Quantise, kept: Collection[str]) -> dict[str, Any] | None:
+    """What the config.json of a quantised model says under ``quantization_config``, as the
+    libraries that define the formats write it; None of what a function makes. ``kept`` are the
+    modules that are left out."""
+    if callable(quantise):
+        return None
+    if not isinstance(quantise, str):
+        return dict(quantise)
+    name = quantise
+    if name == "fp8_block":
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [TILE, TILE],
+            "modules_to_not_convert": sorted(kept),
+        }
+    (written,) = (written for written, of in _COMPRESSED.items() if of == name)
+    whole = name == "nvfp4"
+    weights = {
+        "num_bits": 8 if name == "mxfp8" else 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": OfTensor.size if whole else PowersOfTwo.size,
+        "strategy": "tensor_group" if whole else "group",
+        "dynamic": False,
+    }
+    weights["scale_dtype"] = weights["zp_dtype"] = "torch.float8_e4m3fn" if whole else "torch.uint8"
+    return {
+        "quant_method": "compressed-tensors",
+        "format": written,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": sorted(kept),
+    }
+
+
+def _chosen(quantise: Quantise) -> Callable[[Source], list[Made] | None]:
+    """What a weight becomes, None for those that stay as they are. Raises InputError."""
+    if callable(quantise):
+        return lambda source: _by_function(quantise, source)
+    make, inputs, kept = (
+        (FORMATS.get(quantise), "", _KEPT) if isinstance(quantise, str) else _configured(quantise)
+    )
+    if make is None:
+        raise InputError(
+            f"unknown format {quantise!r}", hint=f"Choose one of: {', '.join(FORMATS)}."
+        )
+    patterns = [
+        re.compile(p.removeprefix("re:") if p.startswith("re:") else translate(p)) for p in kept
+    ]
+
+    def choose(source: Source) -> list[Made] | None:
+        spec, module = source.spec, source.spec.name.removesuffix(".weight")
+        # Linear layers, and experts that are fused into one tensor.
+        linear = len(spec.shape) == 2 and spec.name.rpartition(".")[2] == "weight"
+        experts = len(spec.shape) == 3 and ".experts." in f".{module}"
+        if not is_float(spec.dtype) or not spec.elements or not (linear or experts):
+            return None
+        if any(pattern.match(module) for pattern in patterns):
+            return None
+        if inputs and f"{module}.{inputs}" not in source.state.names:
+            raise InputError(
+                f"the quantization_config has the inputs of {module!r} quantised, and the state "
+                f"no {inputs!r} of it",
+                hint="Such scales are calibrated: publish those of the checkpoint that is served "
+                "with the weights.",
+            )
+        return make(source)
+
+    return choose
+
+
+def _configured(config: Mapping[str, Any]) -> tuple[Format, str, Collection[str]]:
+    """The format that a ``quantization_config`` names, what it calls the scale of a module's
+    inputs, and patterns of what it leaves out. Raises InputError."""
+    method = config.get("quant_method")
+    kept = next((config[key] for key in KEPT_KEYS if config.get(key)), ())
+    # As transformers reads it: a module's whole name, or the start or the end of one.
+    parts = [*_KEPT, *(pattern for name in kept for pattern in (name, f"{name}.*", f"*.{name}"))]
+    if (
+        method == "fp8"
+        and config.get("weight_block_size") == [TILE, TILE]
+        and not config.get("scale_fmt")
+    ):
+        return FORMATS["fp8_block"], "", parts
+    if method == "mxfp4":
+        return gpt_oss_mxfp4, "", parts
+    if method == "modelopt" and config.get("quant_algo") in _MODELOPT:
+        return modelopt_nvfp4(), _MODELOPT[config["quant_algo"]], parts
+    if method == "compressed-tensors" and config.get("format") in _COMPRESSED:
+        groups = (config.get("config_groups") or {}).values()
+        scaled = any(
+            (group.get("input_activations") or {}).get("dynamic") == "local" for group in groups
+        )
+        return (
+            FORMATS[_COMPRESSED[config["format"]]],
+            "input_global_scale" if scaled else "",
+            [*kept, *_KEPT],
+        )
+    raise InputError(
+        f"a quantization_config of {method!r} "
+        f"({config.get('format') or config.get('quant_algo') or 'no format'}) is "
+        "none that can be made here",
+        hint="fp8 with weight_block_size [128, 128], modelopt with NVFP4, mxfp4, and "
+        "compressed-tensors with "
+        f"{', '.join(_COMPRESSED)}; or give a function.",
+    )
+
+
+def _by_function(
+    function: Callable[[str, Any], Mapping[str, Any] | None], source: Source
+) -> list[Made] | None:
+    """What a function makes of a tensor, given as the numpy array of its numbers (FP32 of BF16)."""
+    spec = source.spec
+    if not is_float(spec.dtype):
+        return None
+    made = _call(function, source)
+    if made is None:
+        return None
+    again = _Again(function, source, made.specs)
+    return [
+        # What is small beside the weight is kept; the rest is made again when it is read.
+        Made(
+            s.name,
+            s.dtype.name,
+            s.shape,
+            made.read(s.name) if 16 * s.nbytes <= spec.nbytes else _Part(again, s.name),
+        )
+        for s in made.specs
+    ]
+
+
+def _call(function: Callable[[str, Any], Mapping[str, Any] | None], source: Source) -> State | None:
+    bits = source.read(0, source.spec.elements)
+    wide = to_f32(bits, DTYPES["BF16"]) if bits.itemsize == 2 else bits.view(np.float32)
+    made = function(source.spec.name, wide.reshape(source.spec.shape))
+    return None if made is None else State.of(made)
+
+
+@dataclass(slots=True)
+class _Again:
+    """Calls a function again for what it has made, and keeps the last of that while it is read
+    piece by piece."""
+
+    function: Callable[[str, Any], Mapping[str, Any] | None]
+    source: Source
+    specs: tuple[TensorSpec, ...]
+    lock: Lock = field(default_factory=Lock)
+    made: State | None = None
+    left: int = 0
+
+    def read(self, name: str, start: int, stop: int) -> UIntArray:
+        with self.lock:
+            if self.made is None:
+                self.made = _call(self.function, self.source)
+                if self.made is None or self.made.specs != self.specs:
+                    raise UnsupportedTensor(
+                        f"tensor {self.source.spec.name!r} was quantised to other tensors before"
+                    )
+                self.left = sum(
+                    s.elements for s in self.specs if 16 * s.nbytes > self.source.spec.nbytes
+                )
+            found = self.made.read(name, start, stop).copy()
+            self.left -= stop - start
+            if self.left <= 0:
+                self.made = None
+            return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    again: _Again
+    name: str
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        return self.again.read(self.name, start, stop)

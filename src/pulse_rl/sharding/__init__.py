@@ -1,0 +1,1 @@
+"""Publishing from several ranks: who publishes what (docs/protocol.md, 10)."""

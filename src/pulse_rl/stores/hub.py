@@ -1,0 +1,239 @@
+"""The read half of a store, from a repository of the Hugging Face Hub: a folder store that was
+uploaded there.
+
+Objects are read through resolve URLs, which answer ranged GETs by way of a redirect; the Hub's tree
+API lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urljoin, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from .._util.settings import checked_number
+from ..errors import InputError, NotFound, StoreError, StoreUnavailable
+from ..store.base import MAX_LISTED, ObjectInfo, ReadOnly, check_folder, check_name, check_range
+from .http import MAX_WHOLE_BYTES
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_ADDRESS = re.compile(
+    rf"hf://(?:(datasets|models)/)?({_PART}/{_PART})(?:@({_PART}))?((?:/{_PART})*)/?"
+)
+_NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
+_PAGE_BYTES = 8 << 20
+_TRIES = 4
+_FIRST_PAUSE = 0.5
+_MAY_PASS = (408, 429, 500, 502, 503, 504)
+
+
+class _Redirects(HTTPRedirectHandler):
+    """The Hub redirects to other hosts, which sign their URLs: these are not shown the token."""
+
+    def redirect_request(
+        self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Request | None:
+        again = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if again is not None:
+            again.method = req.get_method()  # urllib makes a GET of a HEAD
+        if again is not None and not _is_of_one_host(newurl, req.full_url):
+            again.remove_header("Authorization")
+        return again
+
+
+def _is_of_one_host(url: str, other: str) -> bool:
+    return urlsplit(url)[:2] == urlsplit(other)[:2]
+
+
+class HubStore(ReadOnly):
+    """A `Store` for readers in a repository: ``hf://namespace/name/prefix``, ``hf://datasets/…``
+    for one of data sets, ``@revision`` behind the name for another than ``main``. Writing calls
+    raise StoreError: upload a folder that is a store.
+
+    ``token``: None for HF_TOKEN, or that of `hf auth login`. ``endpoint``: None for HF_ENDPOINT, or
+    the Hub. Each request has ``timeout_seconds``. When an object was written is not known: 0.
+    Raises InputError.
+    """
+
+    writers_hint = "Publish to a folder and upload that, or to hf://buckets/NAMESPACE/BUCKET."
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        endpoint: str | None = None,
+        timeout_seconds: float = 30.0,
+    ) -> None:
+        match = _ADDRESS.fullmatch(address)
+        if match is None or match[2].startswith(("buckets/", "spaces/")):
+            raise InputError(
+                f"{address!r} is no repository", hint="Write hf://NAMESPACE/NAME/PREFIX."
+            )
+        kind, repository, revision, prefix = (
+            match[1] or "models",
+            match[2],
+            match[3] or "main",
+            match[4],
+        )
+        hub = (endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        self._timeout = checked_number(
+            "timeout_seconds", timeout_seconds, minimum=1e-3, maximum=1e6
+        )
+        self._address = address
+        self._prefix = prefix.strip("/")
+        plural = "" if kind == "models" else f"{kind}/"
+        self._resolve = f"{hub}/{plural}{repository}/resolve/{revision}{prefix}/"
+        self._tree = f"{hub}/api/{kind}/{repository}/tree/{revision}{prefix}/"
+        self._token = token or _token()
+        self._opener = build_opener(_Redirects())
+
+    def __repr__(self) -> str:
+        return f"HubStore({self._address!r})"
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        url = self._resolve + check_name(name)
+        if stop is None or not 0 <= start < stop:
+            unbounded = stop is None
+            start, stop = check_range(name, self.head(name).nbytes, start, stop)
+            if unbounded and stop - start > MAX_WHOLE_BYTES:
+                raise StoreError(f"{name} has more bytes than are read without saying how many")
+        if start == stop:
+            return b""
+        with self._ask("GET", url, name, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
+            data = self._read(answer, name, stop if answer.status == 200 else stop - start)
+        data = data[start:stop] if answer.status == 200 else data
+        if len(data) != stop - start:
+            check_range(name, self.head(name).nbytes, start, stop)
+            raise StoreUnavailable(
+                f"{self._address} sent {len(data)} of {stop - start} bytes of {name}"
+            )
+        return data
+
+    def head(self, name: str) -> ObjectInfo:
+        with self._ask("HEAD", self._resolve + check_name(name), name) as answer:
+            # Of a file in large-file storage this is said by the Hub, before it redirects to where
+            # the file is.
+            text = answer.headers.get("X-Linked-Size") or answer.headers.get("Content-Length") or ""
+        if not text.isdecimal():
+            raise StoreError(f"{self._address} does not say how long {name} is")
+        return ObjectInfo(name, int(text), 0.0)
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        url: str | None = f"{self._tree}{check_folder(folder)}".rstrip("/") + "?recursive=true"
+        found: list[ObjectInfo] = []
+        while url is not None:
+            try:
+                with self._ask("GET", url, folder) as answer:
+                    following = _NEXT.search(answer.headers.get("Link", ""))
+                    page, url = url, urljoin(url, following[1]) if following else None
+                    entries = json.loads(self._read(answer, folder, _PAGE_BYTES))
+                    if url is not None and (not entries or not _is_of_one_host(url, page)):
+                        raise ValueError(f"its next page is {url[:80]}")
+            except NotFound:
+                if found:
+                    raise StoreUnavailable(f"{self._address} changed while it was listed") from None
+                return
+            except ValueError as error:
+                raise StoreError(
+                    f"{self._address} does not list {folder or 'its objects'}: {error}"
+                ) from None
+            found += self._listed(entries)
+            if len(found) > MAX_LISTED:
+                raise StoreError(f"{self._address} lists more than {MAX_LISTED} objects")
+        yield from (
+            each for each in sorted(found) if start_after is None or each.name > start_after
+        )
+
+    def _listed(self, entries: Any) -> Iterator[ObjectInfo]:
+        cut = len(self._prefix) + 1 if self._prefix else 0
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, dict) and entry.get("type") == "file":
+                path, size = entry.get("path"), entry.get("size")
+                if isinstance(path, str) and type(size) is int and size >= 0:
+                    yield ObjectInfo(path[cut:], size, 0.0)
+
+    def _ask(
+        self, method: str, url: str, name: str, headers: dict[str, str] | None = None
+    ) -> HTTPResponse:
+        sent = {"User-Agent": "pulse-rl", "Accept-Encoding": "identity", **(headers or {})}
+        if self._token:
+            sent["Authorization"] = f"Bearer {self._token}"
+        for tried in range(1, _TRIES + 1):
+            try:
+                answer: HTTPResponse = self._opener.open(
+                    Request(url, headers=sent, method=method), timeout=self._timeout
+                )
+                return answer
+            except HTTPError as error:
+                error.close()
+                missing = error.headers.get("X-Error-Code")
+                if missing in ("RepoNotFound", "RevisionNotFound"):
+                    raise StoreError(
+                        f"{self._address} is not there",
+                        hint="Check its name and revision; HF_TOKEN for a private one.",
+                    ) from None
+                if error.code == 404:
+                    raise NotFound(f"{name} is not in the store {self._address}") from None
+                if error.code == 416:
+                    raise StoreError(f"the range is outside {name}") from None
+                if error.code in (401, 403):
+                    raise StoreError(
+                        f"not allowed to read {self._address}", hint="Set HF_TOKEN."
+                    ) from None
+                if error.code not in _MAY_PASS or tried == _TRIES:
+                    raise StoreUnavailable(
+                        f"{self._address}: the Hub answers {error.code} to {name}"
+                    ) from None
+            except (URLError, HTTPException, OSError) as error:
+                if tried == _TRIES:
+                    raise StoreUnavailable(f"{self._address}: {error}") from None
+            time.sleep(_FIRST_PAUSE * 2**tried)
+        raise AssertionError("unreachable")
+
+    def _read(self, answer: HTTPResponse, name: str, most: int) -> bytes:
+        try:
+            return answer.read(most)
+        except (HTTPException, OSError) as error:
+            raise StoreUnavailable(f"{self._address}: {name} broke off: {error}") from None
+
+
+def _token() -> str | None:
+    if token := os.environ.get("HF_TOKEN"):
+        return token
+    home = Path(
+        os.environ.get("HF_HOME")
+        or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    )
+    try:
+        return (
+            Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser().read_text().strip()
+            or None
+        )
+    except OSError:
+        return None
+
+
+def bucket_address(address: str) -> str:
+    """``hf://buckets/namespace/bucket/prefix`` as the address of the Hub's S3 gateway, or of the
+    ``endpoint`` among its settings, in which the namespace is a folder. Raises InputError."""
+    place, _, query = address.partition("?")
+    match = re.fullmatch(rf"hf://buckets/({_PART})/({_PART})((?:/{_PART})*)/?", place)
+    if match is None:
+        raise InputError(
+            f"{place!r} is no bucket of the Hub", hint="Write hf://buckets/NAMESPACE/BUCKET/PREFIX."
+        )
+    settings = dict(part.partition("=")[::2] for part in query.split("&") if part)
+    endpoint = settings.pop("endpoint", "https://s3.hf.co").rstrip("/")
+    settings = {"region": "us-east-1", **settings, "endpoint": f"{endpoint}/{match[1]}"}
+    return f"s3://{match[2]}{match[3]}?" + "&".join(
+        f"{key}={value}" for key, value in settings.items()
+    )

@@ -1,0 +1,488 @@
+"""Object stores (S3 and compatible, Google Cloud Storage, Azure) through obstore, and what is wrong
+with their set-up (docs/stores.md)."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+from _thread import start_new_thread
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+import obstore
+from obstore import exceptions as ob
+
+from .._util.threads import Call, ordered_map
+from ..errors import AlreadyExists, InputError, NotFound, PulseError, StoreError, StoreUnavailable
+from ..store.base import (
+    CONNECTIONS,
+    PIECE_BYTES,
+    Data,
+    ObjectInfo,
+    check_folder,
+    check_name,
+    check_range,
+)
+
+_PAGE = 1000
+_SECRET = re.compile("key|secret|token|password|sas", re.IGNORECASE)
+_FIRST_LIMITS: dict[str, Any] = {
+    "retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=4)}
+}
+"""Until a store has answered once it is more likely to be misconfigured than busy. Later, obstore's
+own: minutes."""
+_FIRST_SECONDS = {"connect_timeout": "3s", "timeout": "8s"}
+
+
+def _begun(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
+    """All of the chunks, where together they are small: an upload in parts takes two requests more
+    than one at once."""
+    begin, made = bytearray(), _made_aside(chunks)
+    for chunk in made:
+        begin += chunk
+        if len(begin) > PIECE_BYTES:
+            return chain((bytes(begin),), made)
+    return bytes(begin)
+
+
+def _made_aside(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """The chunks, each made in a thread of its own: a relay reads them from an object store, and
+    obstore panics where it is asked to read within a write."""
+    made = iter(chunks)
+    while True:
+        call = Call(partial(next, made, None))
+        start_new_thread(call.run, ())
+        try:
+            call.wait()
+        finally:
+            call.settle()
+        chunk = call.result()
+        if chunk is None:
+            return
+        yield bytes(chunk)
+
+
+class ObjectStore:
+    """A `Store` in an object store, ``url``: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``.
+
+    Settings are obstore's ``options`` (``endpoint``, ``region``, ``account_name`` …), or stand in
+    the address, but for secrets: ``s3://bucket/run?endpoint=http://minio:9000&region=us-east-1``.
+    For S3 there is ``profile``, too. What is not given comes from the environment and, for S3, from
+    the files of the AWS command line (docs/stores.md). An endpoint with ``http://`` is used as it
+    is. Raises InputError and StoreError.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self._address = url
+        place, given = _parsed(url)
+        options = given | options
+        self._scheme, self._bucket = urlsplit(place).scheme, urlsplit(place).netloc
+        if self._scheme in ("s3", "s3a"):
+            options = _with_profile(options)
+        self._endpoint = next(
+            (str(options[k]) for k in ("endpoint", "endpoint_url") if options.get(k)), None
+        )
+        if self._endpoint is None and self._scheme in ("s3", "s3a"):
+            self._endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+        if (self._endpoint or "").startswith("http://"):
+            options["client_options"] = {"allow_http": True, **options.get("client_options", {})}
+        try:
+            self._store = self._lasting = obstore.store.from_url(place, **options)
+            if "retry_config" not in options:
+                limits = {**_FIRST_SECONDS, **options.get("client_options", {})}
+                first = {**options, **_FIRST_LIMITS, "client_options": limits}
+                self._store = obstore.store.from_url(place, **first)
+        except (ob.BaseError, ValueError, TypeError) as error:
+            raise _explained(error, self._failure("open", "")) from error
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self._address!r})"
+
+    def put(self, name: str, data: Data) -> None:
+        with self._translated("put", name):
+            obstore.put(
+                self._store, check_name(name), data if isinstance(data, bytes) else _begun(data)
+            )
+
+    def put_new(self, name: str, data: bytes) -> None:
+        with self._translated("put", name):
+            obstore.put(self._store, check_name(name), data, mode="create", use_multipart=False)
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        with self._translated("get", name):
+            if start == 0 and stop is None:
+                return bytes(obstore.get(self._store, check_name(name)).bytes())
+            if stop is not None and 0 <= start < stop:
+                # One request where all is well; what is wrong with a range is found out below.
+                with suppress(ob.BaseError):
+                    data = self._pieces(check_name(name), start, stop)
+                    if len(data) == stop - start:
+                        return data
+            start, stop = check_range(name, self.head(name).nbytes, start, stop)
+            if start == stop:
+                return b""
+            return bytes(obstore.get_range(self._store, name, start=start, end=stop))
+
+    def _pieces(self, name: str, start: int, stop: int) -> bytes:
+        """The range, over as many connections as its length is worth."""
+        count = min((stop - start) // PIECE_BYTES, CONNECTIONS)
+        if count < 2:
+            return bytes(obstore.get_range(self._store, name, start=start, end=stop))
+        cuts = [start + (stop - start) * k // count for k in range(count + 1)]
+        found = ordered_map(
+            lambda cut: obstore.get_range(self._store, name, start=cut[0], end=cut[1]),
+            pairwise(cuts),
+            count,
+        )
+        return b"".join(found)
+
+    def head(self, name: str) -> ObjectInfo:
+        with self._translated("get", name):
+            meta = obstore.head(self._store, check_name(name))
+        return ObjectInfo(name, meta["size"], meta["last_modified"].timestamp())
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        with self._translated("list", folder):
+            pages = obstore.list(
+                self._store, check_folder(folder) or None, offset=start_after, chunk_size=_PAGE
+            )
+            previous = ""
+            for page in pages:
+                for meta in page:
+                    # Most backends list in order; one that does not would break resuming at
+                    # start_after, so say it.
+                    if meta["path"] <= previous:
+                        raise StoreError(f"{self._address} does not list objects in name order")
+                    previous = meta["path"]
+                    yield ObjectInfo(previous, meta["size"], meta["last_modified"].timestamp())
+
+    def delete(self, name: str) -> None:
+        with suppress(NotFound), self._translated("delete", name):
+            obstore.delete(self._store, check_name(name))
+
+    @contextmanager
+    def _translated(self, call: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ob.AlreadyExistsError, ob.PreconditionError):
+            self._store = self._lasting
+            raise AlreadyExists(f"{self._address}: {name} already exists") from None
+        except (ob.BaseError, OSError) as error:
+            found = _explained(error, self._failure(call, name))
+            if isinstance(found, NotFound):
+                self._store = self._lasting
+                raise found from None
+            raise found from error
+        self._store = self._lasting
+
+    def _failure(self, call: str, name: str) -> _Failure:
+        return _Failure(
+            self._address,
+            self._scheme,
+            self._bucket,
+            self._endpoint or "the default endpoint",
+            call,
+            name,
+        )
+
+
+def _parsed(url: str) -> tuple[str, dict[str, str]]:
+    """The address without its settings, and these. Raises InputError for secrets among them."""
+    place, _, query = url.partition("?")
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    for key in given:
+        if _SECRET.search(key):
+            raise InputError(
+                f"the address of a store holds {key}: addresses are printed and logged",
+                hint="Give it in the environment, as an argument of open_store, or in a profile.",
+            )
+    return place, given
+
+
+# -- the files of the AWS command line
+
+_NEEDS_HELP = (
+    "sso_session",
+    "sso_start_url",
+    "role_arn",
+    "credential_process",
+    "web_identity_token_file",
+)
+_EXPORT = 'eval "$(aws configure export-credentials --profile {} --format env)"'
+
+
+def _with_profile(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the keys, region and endpoint of an AWS profile, of which obstore knows
+    nothing. Keys that are given, or in the environment where no profile is named here, count first.
+    Raises StoreError."""
+    options = dict(options)
+    named: str | None = options.pop("profile", None)
+    own = any(
+        key in options
+        for key in ("access_key_id", "aws_access_key_id", "credential_provider", "skip_signature")
+    )
+    if own or (named is None and "AWS_ACCESS_KEY_ID" in os.environ):
+        return options
+    name = (
+        named or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+    )
+    files = {
+        "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
+        "AWS_CONFIG_FILE": "~/.aws/config",
+    }
+    paths = [
+        Path(os.environ.get(variable, usual)).expanduser() for variable, usual in files.items()
+    ]
+    credentials, config = map(_sections, paths)
+    profile = {**config.get(f"profile {name}", config.get(name, {})), **credentials.get(name, {})}
+    if not profile and (named or name != "default"):
+        there = sorted({*credentials, *(section.removeprefix("profile ") for section in config)})
+        raise StoreError(
+            f"there is no AWS profile {name!r} in {paths[0]} or {paths[1]}",
+            hint=f"There are: {', '.join(there)}."
+            if there
+            else "Run `aws configure`, or set AWS_ACCESS_KEY_ID.",
+        )
+    if "aws_access_key_id" in profile:
+        options["access_key_id"] = profile["aws_access_key_id"]
+        options["secret_access_key"] = profile.get("aws_secret_access_key", "")
+        if "aws_session_token" in profile:
+            options["session_token"] = profile["aws_session_token"]
+    elif any(key in profile for key in _NEEDS_HELP):
+        options["credential_provider"] = _from_boto3(name)
+    if "region" in profile and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys():
+        options.setdefault("region", profile["region"])
+    if (
+        "endpoint_url" in profile
+        and "AWS_ENDPOINT_URL" not in os.environ
+        and "endpoint" not in options
+    ):
+        options["endpoint"] = profile["endpoint_url"]
+    return options
+
+
+def _sections(file: Path) -> Mapping[str, Mapping[str, str]]:
+    parser = configparser.ConfigParser(interpolation=None, default_section="", strict=False)
+    try:
+        parser.read(file, encoding="utf-8")
+    except (configparser.Error, OSError, UnicodeDecodeError) as error:
+        raise StoreError(
+            f"cannot read {file}: {' '.join(str(error).split())}", hint="Mend the file."
+        ) from None
+    return {name: dict(section) for name, section in parser.items()}
+
+
+def _from_boto3(profile: str) -> Any:
+    """Credentials that expire (SSO, roles, processes), renewed by boto3."""
+    try:
+        import boto3  # type: ignore[import-untyped, unused-ignore]
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return Boto3CredentialProvider(boto3.Session(profile_name=profile))
+    except ImportError:
+        raise StoreError(
+            f"the AWS profile {profile!r} has no keys of its own (SSO, a role or a process)",
+            hint=f"Install boto3 (pip install boto3), or run {_EXPORT.format(profile)}.",
+        ) from None
+    except Exception as error:  # whatever boto3 makes of it
+        reason = " ".join(str(error).split())
+        raise StoreError(
+            f"the AWS profile {profile!r} gives no credentials: {reason}",
+            hint=f"Run `aws sso login --profile {profile}`.",
+        ) from error
+
+
+# -- what errors mean
+
+
+class _Failure(NamedTuple):
+    """The ``call`` (open, put, get, list or delete) that failed, and of what."""
+
+    address: str
+    scheme: str
+    bucket: str
+    endpoint: str
+    call: str
+    name: str
+
+
+_KINDS = {"gs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_SOUGHT = {
+    "s3": "in the arguments, AWS_ACCESS_KEY_ID, a profile of ~/.aws, a web identity, or the role "
+    "of this container or "
+    "machine",
+    "gcs": "in the arguments, GOOGLE_APPLICATION_CREDENTIALS, the log-in of gcloud, or the "
+    "account of this machine",
+    "azure": "in the arguments, AZURE_STORAGE_ACCOUNT_KEY, AZURE_CLIENT_ID, or the identity of "
+    "this machine",
+}
+_GIVE = {
+    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; skip_signature=true "
+    "reads public buckets.",
+    "gcs": "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run `gcloud auth "
+    "application-default login`.",
+    "azure": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_CLIENT_ID "
+    "and its secret.",
+}
+_RIGHTS = {
+    "s3": {
+        "put": "s3:PutObject",
+        "get": "s3:GetObject",
+        "list": "s3:ListBucket",
+        "delete": "s3:DeleteObject",
+    },
+    "gcs": {
+        "put": "storage.objects.create and storage.objects.delete",
+        "get": "storage.objects.get",
+        "list": "storage.objects.list",
+        "delete": "storage.objects.delete",
+    },
+    "azure": dict.fromkeys(
+        ("put", "get", "list", "delete"), "the role Storage Blob Data Contributor"
+    ),
+}
+_REASONS: tuple[tuple[str, str, str], ...] = (
+    # A pattern in obstore's message, what it means, and what to do. The first that is found counts.
+    (
+        "NoSuchBucket|ContainerNotFound|specified bucket does not exist|container does not exist",
+        "there is no bucket {bucket!r} at {endpoint}",
+        "Create it, or check the address: scheme://BUCKET/PREFIX.",
+    ),
+    (
+        r"169\.254\.169\.254|metadata\.google\.internal|169\.254\.170\.2|NoSuchCredential",
+        "no credentials were found {sought}",
+        "{give}",
+    ),
+    (
+        "Account must be specified",
+        "no storage account was given",
+        "Add ?account_name=ACCOUNT to the address.",
+    ),
+    (
+        "InvalidAccessKeyId",
+        "the access key is not one that {endpoint} knows",
+        "Check the key and the endpoint.",
+    ),
+    (
+        "SignatureDoesNotMatch",
+        "the secret key is not that of the access key",
+        "Check AWS_SECRET_ACCESS_KEY.",
+    ),
+    (
+        "ExpiredToken|TokenRefreshRequired",
+        "the credentials have expired",
+        "Renew them, as by `aws sso login`.",
+    ),
+    ("InvalidToken|AuthenticationFailed", "the credentials are not valid", "{give}"),
+    (
+        "RequestTimeTooSkewed",
+        "this machine's clock is wrong",
+        "Set the clock: requests are signed with the time.",
+    ),
+    (
+        "incorrectly configured "
+        "region|AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint",
+        "the bucket is in another region",
+        "Add ?region=REGION to the address, or set AWS_REGION.",
+    ),
+    (
+        "builder error",
+        "the endpoint {endpoint} is not https://, and plain http was not allowed",
+        'Give client_options={{"allow_http": True}}, or set AWS_ALLOW_HTTP=true.',
+    ),
+    (
+        "403 Forbidden|401 Unauthorized|necessary privileges|valid authentication",
+        "not allowed to {call}",
+        "The credentials need {right} there: docs/stores.md.",
+    ),
+    (
+        "not valid for store|UnknownConfigurationKey",
+        "the address or the arguments have a setting that there is not: {first}",
+        "Write it like s3://bucket/run?endpoint=http://minio:9000&region=us-east-1.",
+    ),
+    (
+        "Unable to recognise URL|Unrecognised",
+        "this is not the address of a bucket",
+        "Write scheme://BUCKET/PREFIX.",
+    ),
+    (
+        "ETag Header missing|Got invalid|Error deserializing|405 Method Not "
+        "Allowed|MethodNotAllowed",
+        "what answers at {endpoint} is no such object store: {first}",
+        "Check the endpoint's host and port; a web console often has another port.",
+    ),
+    (
+        "501 Not Implemented|NotImplemented",
+        "{endpoint} cannot {call} in this way: {first}",
+        "Run `pulse store-check`: creating an object only if it is not there has to work.",
+    ),
+    (
+        "InvalidContentType|corrupt message",
+        "{endpoint} does not speak https",
+        "Write http:// in the endpoint, or another port.",
+    ),
+    (
+        "invalid peer certificate|UnknownIssuer",
+        "the certificate of {endpoint} is not trusted here",
+        "Install its authority on this machine; for a try, give "
+        'client_options={{"allow_invalid_certificates": True}}.',
+    ),
+)
+_AWAY = (
+    (
+        "dns error|failed to lookup",
+        "the host of {endpoint} is not known",
+        "Check the endpoint's name and the network.",
+    ),
+    (
+        "Connection refused|ConnectionRefused",
+        "nothing answers at {endpoint}",
+        "Is it running? Check the host and port.",
+    ),
+    (
+        "TimedOut|operation timed out|timed out",
+        "{endpoint} does not answer in time",
+        "Check the endpoint's host and port, and proxies.",
+    ),
+)
+
+
+def _explained(error: BaseException, failure: _Failure) -> PulseError:
+    """What an error of obstore means, and what to do about it."""
+    text, first = str(error), _first_line(error)
+    kind = _KINDS.get(failure.scheme, "s3")
+    words = {
+        **failure._asdict(),
+        "first": first,
+        "sought": _SOUGHT[kind],
+        "give": _GIVE[kind],
+        "right": _RIGHTS[kind].get(failure.call, "more rights"),
+    }
+    where = f"{failure.address}: {failure.name}".removesuffix(": ")
+    missing = isinstance(error, ob.NotFoundError | FileNotFoundError)
+    for pattern, what, hint in _REASONS[:1] if missing else _REASONS:
+        if re.search(pattern, text):
+            return StoreError(f"{where}: {what.format(**words)}", hint=hint.format(**words))
+    if missing:
+        return NotFound(f"{failure.name} is not in the store {failure.address}")
+    if isinstance(error, ob.NotSupportedError | ob.InvalidPathError | ValueError | TypeError):
+        return StoreError(f"{where}: {first}")
+    for pattern, what, hint in _AWAY:
+        if re.search(pattern, text):
+            return StoreUnavailable(f"{where}: {what.format(**words)}", hint=hint.format(**words))
+    return (
+        StoreUnavailable(f"{where}: {first}")
+        if failure.call != "open"
+        else StoreError(f"{where}: {first}")
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
