@@ -235,7 +235,7 @@ faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults exits --sequences 200
 	$(BIN)/python -m tests.faults ranks --sequences 3
 
-# Fuzzes the native codecs under the address and undefined-behaviour sanitizers, each for FUZZ_SECONDS.
+# Fuzzes the native codecs under the address and undefined-behavior sanitizers, each for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 60
 fuzz: build/fuzz_blocks build/fuzz_entries build/fuzz_sparse build/fuzz_history build/fuzz_table build/fuzz_sha256
 	./build/fuzz_blocks $(FUZZ_SECONDS) $(SEED)

@@ -48,7 +48,7 @@ def rows(small: bool) -> Iterator[Row]:
     yield Row(
         "scatter, Triton's kernel beside index_copy_", [*python, "benchmarks.gpu", "--scatter"], 1
     )
-    yield Row("quantise, device and host", [*python, "benchmarks.gpu", "--quantise"], 1)
+    yield Row("quantize, device and host", [*python, "benchmarks.gpu", "--quantize"], 1)
     for shape in ("dense", "qwen3-0.6b"):
         size = ["--layers", "2", "--updates", "1"] if small else []
         yield Row(
@@ -140,20 +140,20 @@ def scatter() -> str:
     return f"{device}, {sum(len(at) for at, _ in made):,} elements of {len(made)} tensors: {said}"
 
 
-def quantise() -> str:
-    """Quantises FP32 and BF16 weights, and any bits, where they are, and by the host; needs the
+def quantize() -> str:
+    """Quantizes FP32 and BF16 weights, and any bits, where they are, and by the host; needs the
     same bits of both, and that no weights are copied for the first."""
     from benchmarks.device import seconds
     from pulse_rl import State
-    from pulse_rl.quantize import device as quantise_device
+    from pulse_rl.quantize import device as quantize_device
     from pulse_rl.quantize.formats import FORMATS
-    from pulse_rl.quantize.states import Quantise, QuantisedState
+    from pulse_rl.quantize.states import Quantize, QuantizedState
     from pulse_rl.state.digest import state_digest
     from pulse_rl.state.memory import DeviceTensor
     from pulse_rl.state.tensors import DTYPES, TensorSpec
 
     device, size = ("cuda", 4096) if torch.cuda.is_available() else ("cpu", 256)
-    assert quantise_device.divides_exactly(torch.device(device)), (
+    assert quantize_device.divides_exactly(torch.device(device)), (
         "it divides otherwise than the host, and is not used"
     )
     weights = [0.02 * torch.randn(2, size, size, device=device) for _ in range(3)]
@@ -174,7 +174,7 @@ def quantise() -> str:
         },
     )
 
-    def read(made: QuantisedState) -> None:
+    def read(made: QuantizedState) -> None:
         for spec in made.specs:
             for at in range(0, spec.elements, 1 << 22):
                 made.read(spec.name, at, min(at + (1 << 22), spec.elements))
@@ -182,9 +182,9 @@ def quantise() -> str:
     def refuse(*_: object) -> None:
         raise AssertionError("weights were copied to the host")
 
-    quantise_device.DEVICES = (device,)
-    ways = {"device": (DeviceTensor, "read", refuse), "host": (quantise_device, "DEVICES", ())}
-    formats: dict[str, Quantise] = {name: name for name in FORMATS} | {
+    quantize_device.DEVICES = (device,)
+    ways = {"device": (DeviceTensor, "read", refuse), "host": (quantize_device, "DEVICES", ())}
+    formats: dict[str, Quantize] = {name: name for name in FORMATS} | {
         "GPT-OSS": {"quant_method": "mxfp4"}
     }
     said = []
@@ -192,10 +192,10 @@ def quantise() -> str:
         roots, took = set(), []
         for target, attribute, replacement in ways.values():
             with mock.patch.object(target, attribute, replacement):
-                roots.add(state_digest(QuantisedState(state, how)).root)
+                roots.add(state_digest(QuantizedState(state, how)).root)
                 took.append(
                     median(
-                        seconds(device, lambda h=how: read(QuantisedState(state, h)))
+                        seconds(device, lambda h=how: read(QuantizedState(state, h)))
                         for _ in range(3)
                     )
                 )  # type: ignore[misc]
@@ -213,7 +213,7 @@ def main(words: list[str] | None = None) -> None:
     )
     parser.add_argument("--try", dest="small", action="store_true", help="small shapes")
     parser.add_argument("--minutes", type=float, default=8.0)
-    for part in (scatter, quantise):
+    for part in (scatter, quantize):
         parser.add_argument(
             f"--{part.__name__}",
             dest="part",

@@ -201,8 +201,8 @@ class Policy:
         right = sample == answer[:, None]
         near = self.initial[sample] == self.initial[answer][:, None]
         reward = torch.where(right, 1.0, 0.3 * near.float())  # [prompts, group]
-        centred = reward - reward.mean(1, keepdim=True)
-        return sample, centred / (reward.std(1, keepdim=True) + 1e-4), float(reward.mean())
+        centered = reward - reward.mean(1, keepdim=True)
+        return sample, centered / (reward.std(1, keepdim=True) + 1e-4), float(reward.mean())
 
     def bits(self) -> np.ndarray:
         """[n] uint16: the BF16 bit patterns of the state (exact, since `flat` holds rounded

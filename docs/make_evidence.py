@@ -68,17 +68,17 @@ def text(
     *,
     anchor: str = "start",
     size: int = 13,
-    colour: str = "#1f2937",
+    color: str = "#1f2937",
 ) -> str:
-    style = f'text-anchor="{anchor}" font-size="{size}" fill="{colour}"'
+    style = f'text-anchor="{anchor}" font-size="{size}" fill="{color}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
 
 
 def line(
-    x: float, y: float, to_x: float, to_y: float, colour: str = "#e5e7eb", width: float = 1
+    x: float, y: float, to_x: float, to_y: float, color: str = "#e5e7eb", width: float = 1
 ) -> str:
     return (
-        f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{colour}" '
+        f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{color}" '
         f'stroke-width="{width}"/>'
     )
 
@@ -134,7 +134,7 @@ def lines(
     log_y: bool = False,
     styles: list[tuple[str, float]] | None = None,
 ) -> None:
-    """Curves by their names; ``x`` says what is below. ``styles``: the colour and width of each."""
+    """Curves by their names; ``x`` says what is below. ``styles``: the color and width of each."""
     points = [point for curve in series.values() for point in curve]
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     low_y, high_y = (min(ys), max(ys)) if log_y else (min(0.0, 1.05 * min(ys)), 1.05 * max(ys))
@@ -163,14 +163,14 @@ def lines(
     parts.append(text((left + WIDTH - right) / 2, bottom + 34, x, anchor="middle", size=12))
     ends: list[tuple[float, str, str]] = []
     for number, (label, curve) in enumerate(series.items()):
-        colour, wide = (COLOURS[number], 2.0) if styles is None else styles[number]
+        color, wide = (COLOURS[number], 2.0) if styles is None else styles[number]
         path = "L".join("{:.1f} {:.1f}".format(*place(point)) for point in curve)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{wide}"/>')
-        ends.append((place(curve[-1])[1], label, colour))
+        parts.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="{wide}"/>')
+        ends.append((place(curve[-1])[1], label, color))
     below = math.inf
-    for y, label, colour in sorted(ends, reverse=True):
+    for y, label, color in sorted(ends, reverse=True):
         below = min(y, below - 15)
-        parts.append(text(WIDTH - right + 8, below + 4, label, colour=colour))
+        parts.append(text(WIDTH - right + 8, below + 4, label, color=color))
     save(name, title, bottom + 48, parts)
 
 
@@ -340,7 +340,7 @@ def sizes(log: Log) -> str:
         found.append(Bar(label, row["bytes"], words, row["kind"] == "measured"))
     bars(
         "sizes",
-        "Bytes of a sync, and of the model: blue measured, grey planned",
+        "Bytes of a sync, and of the model: blue measured, gray planned",
         found,
         1e4,
         in_bytes,

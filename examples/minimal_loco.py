@@ -20,7 +20,7 @@ ROUNDS, SYNC_EVERY = 3, 8
 
 
 def train() -> None:
-    """One trainer, of a process group that is initialised."""
+    """One trainer, of a process group that is initialized."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

@@ -172,7 +172,7 @@ def sparse_loco(
     return OuterLoop(state, reduction, meet, **{"on_round": None, **settings})
 
 
-class QuantisedReduction:
+class QuantizedReduction:
     """DiLoCo whose outer gradients travel in few bits, and are added in FP32: each trainer sends
     every other one a part of its pseudo-gradient, which that one adds, and sends all the sums of in
     as many bits. What rounding loses is lost.
@@ -230,13 +230,13 @@ class QuantisedReduction:
         return PendingRound(parameters.count, sum(map(len, messages)), apply, [])
 
 
-def quantised_diloco(
+def quantized_diloco(
     model: Any, optimizer: Any, *, code: Literal["int8", "FP4"], **settings: Any
 ) -> OuterLoop:
     state = OuterState(
         Parameters(model, optimizer), settings.pop("outer_lr"), settings.pop("outer_momentum")
     )
-    reduction = QuantisedReduction(state, code)
+    reduction = QuantizedReduction(state, code)
     meet = partial(GroupRounds, exchange_of(settings.pop("group", None)), reduction)
     return OuterLoop(state, reduction, meet, **{"on_round": None, **settings})
 

@@ -15,7 +15,7 @@ from benchmarks.loco.baselines import (
     Ddp,
     NoFeedbackGate,
     gated,
-    quantised_diloco,
+    quantized_diloco,
     sparse_loco,
 )
 from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM
@@ -46,8 +46,8 @@ DENSE = (DDP, DILOCO, DILOCO_INT8, DILOCO_FP4)
 METHODS = {
     DDP: Method(Ddp, outer=False),
     DILOCO: Method(DiLoCo),
-    DILOCO_INT8: Method(partial(quantised_diloco, code="int8")),
-    DILOCO_FP4: Method(partial(quantised_diloco, code="FP4")),
+    DILOCO_INT8: Method(partial(quantized_diloco, code="int8")),
+    DILOCO_FP4: Method(partial(quantized_diloco, code="FP4")),
     # As published: no outer momentum, an outer lr of 1; 1 to 3% of entries are what it is for.
     **{
         name: Method(partial(sparse_loco, fraction=share), outer=False)

@@ -167,7 +167,7 @@ def exponent_of(field: int, dtype: DType) -> int:
 
 
 def ulp_of(exponent: int, dtype: DType) -> float:
-    """The unit in the last place, which is the distance of two neighbours among the values 2^e <=
+    """The unit in the last place, which is the distance of two neighbors among the values 2^e <=
     |w| < 2^(e+1)."""
     assert dtype.exponent is not None
     return 2.0 ** (exponent - dtype.exponent[0])

@@ -71,7 +71,7 @@ class Fleet(Orchestrator):
                     self.plan.pop(0)[1]()
             self._await(self._relays_have_all)
         self.read()
-        self._summarise()
+        self._summarize()
         print(f"  report     pulse report {self.folder.root} -o report.html")
         self._compare()
         self._require_folds()
@@ -199,7 +199,7 @@ class Fleet(Orchestrator):
 
     # -- the end
 
-    def _summarise(self) -> None:
+    def _summarize(self) -> None:
         """What was learnt; the time that syncs took, and what the same syncs would take over the
         same links in other layouts, by arithmetic from the counted changes."""
         print(

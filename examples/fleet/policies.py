@@ -38,7 +38,7 @@ def verdict_rewards(sums: torch.Tensor, answers: torch.Tensor, right: torch.Tens
 
 
 def advantages(rewards: torch.Tensor, counted: torch.Tensor, group: int) -> torch.Tensor:
-    """Rewards normalised among the ``counted`` sequences (1.0) of a group, the ``group`` neighbours
+    """Rewards normalized among the ``counted`` sequences (1.0) of a group, the ``group`` neighbors
     of one problem; 0 for the others. float32 [sequences], all three.
 
     Of the verifier those count that judge a right answer: what disagrees with a wrong one is seldom
@@ -46,9 +46,9 @@ def advantages(rewards: torch.Tensor, counted: torch.Tensor, group: int) -> torc
     """
     given, weight = rewards.view(-1, group), counted.view(-1, group)
     among = weight.sum(dim=1, keepdim=True).clamp(min=1.0)
-    centred = (given - (given * weight).sum(dim=1, keepdim=True) / among) * weight
-    deviation = (centred.square().sum(dim=1, keepdim=True) / among).sqrt()
-    return (centred / (deviation + 1e-4)).reshape(-1)
+    centered = (given - (given * weight).sum(dim=1, keepdim=True) / among) * weight
+    deviation = (centered.square().sum(dim=1, keepdim=True) / among).sqrt()
+    return (centered / (deviation + 1e-4)).reshape(-1)
 
 
 def loss_of(

@@ -70,7 +70,7 @@ class Run(Orchestrator):
                     self.start(name, "examples.grpo.worker", "--name", name)
             while self.running():
                 pass
-        self._summarise()
+        self._summarize()
         compare_weights(self.settings, self.folder, self.result)
 
     def awaited(self) -> list[str]:
@@ -127,7 +127,7 @@ class Run(Orchestrator):
             note(f"killing {due[0]} with SIGKILL, as asked")
             self.kill(due[0])
 
-    def _summarise(self) -> None:
+    def _summarize(self) -> None:
         rows = [row for _, row in sorted(self.steps.items()) if row["changed"] is not None]
         if not rows:
             return

@@ -1,4 +1,4 @@
-"""The two objectives, cross-entropy and group-relative policy optimisation, and the warm-up that
+"""The two objectives, cross-entropy and group-relative policy optimization, and the warm-up that
 uses the first."""
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def supervised_loss(model: PreTrainedModel, problems: list[task.Problem]) -> tor
 
 
 def group_advantages(rewards: torch.Tensor, group: int) -> torch.Tensor:
-    """Rewards normalised within each group of answers to one prompt.
+    """Rewards normalized within each group of answers to one prompt.
 
     ``rewards`` [prompts * group], the answers to one prompt side by side; returns the same shape. A
     group whose answers are all right or all wrong teaches nothing and gets zeros.
     """
     grouped = rewards.view(-1, group)
-    centred = grouped - grouped.mean(dim=1, keepdim=True)
-    return (centred / (grouped.std(dim=1, unbiased=False, keepdim=True) + 1e-4)).reshape(-1)
+    centered = grouped - grouped.mean(dim=1, keepdim=True)
+    return (centered / (grouped.std(dim=1, unbiased=False, keepdim=True) + 1e-4)).reshape(-1)
 
 
 def grpo_loss(

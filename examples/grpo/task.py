@@ -1,4 +1,4 @@
-"""The verifiable task: adding two two-digit numbers, and the character tokeniser that writes it
+"""The verifiable task: adding two two-digit numbers, and the character tokenizer that writes it
 down.
 
 A problem reads ``47+85=`` and its answer ``132.``. Operands keep their leading zero, so that every

@@ -69,7 +69,7 @@ class Run(Orchestrator):
                 self.start(name, "examples.loco.worker", "--name", name)
             while self.running():
                 pass
-        self._summarise()
+        self._summarize()
         print(f"  report     pulse report {self.folder.root} -o report.html\n")
         compare_weights(self.settings, self.folder, self.results)
 
@@ -136,7 +136,7 @@ class Run(Orchestrator):
             f"{same} of {len(events)}",
         )
 
-    def _summarise(self) -> None:
+    def _summarize(self) -> None:
         """The totals of the rounds that were shown: one trainer's messages, and what left its
         process."""
         rows, settings = self.rounds, self.settings

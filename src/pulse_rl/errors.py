@@ -231,7 +231,7 @@ class EngineUnavailable(EngineError):
 class TrainerLost(PulseError):
     kind = "trainer_lost"
     default_hint = (
-        "Reinitialise torch.distributed with the remaining trainers, then call "
+        "Reinitialize torch.distributed with the remaining trainers, then call "
         "rejoin() (docs/loco.md, 5)."
     )
 

@@ -21,8 +21,8 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, di
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     facts = planned(capsys, *SEVEN)
     for key in (
-        "utilisation",
-        "worker_utilisation",
+        "utilization",
+        "worker_utilization",
         "sync_seconds",
         "bandwidth_for_target",
         "sync_bytes",
@@ -30,7 +30,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert list(facts[key]) == list(METHODS)
     assert facts["bandwidth_for_target"]["full"] == pytest.approx(20e9, rel=0.01)
-    assert facts["utilisation"]["zstd"] > 0.9
+    assert facts["utilization"]["zstd"] > 0.9
     assert facts["inputs"]["bandwidth"] == 0.2e9
     assert planned(capsys, *SEVEN, "--target", "0.5")["bandwidth_for_target"][
         "full"
@@ -83,9 +83,9 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     rows = [row | {"bytes_per_changed": 0.1} for row in STUDY["rows"]]
     file.write_text(
-        json.dumps(STUDY | {"quantised": STUDY | {"dense_bytes": 1_010_000, "rows": rows}})
+        json.dumps(STUDY | {"quantized": STUDY | {"dense_bytes": 1_010_000, "rows": rows}})
     )
-    facts = planned(capsys, "--study", str(file), "--quantised", *link)
+    facts = planned(capsys, "--study", str(file), "--quantized", *link)
     assert (facts["sync_bytes"]["auto"], facts["sync_bytes"]["full"]) == (1000, 1_010_000)
 
 
@@ -95,7 +95,7 @@ def test_a_study_in_place_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_format_in_place_of_a_study(
     name: str, wanted: float, most: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside the patches of docs/quantised.md, lr 3e-6."""
+    """Beside the patches of docs/quantized.md, lr 3e-6."""
     recorded = [
         "--params",
         "22.7M",
@@ -106,7 +106,7 @@ def test_a_format_in_place_of_a_study(
         "--bandwidth",
         "1Gbit",
     ]
-    found = planned(capsys, *recorded, "--quantised", name)["sync_bytes"]
+    found = planned(capsys, *recorded, "--quantized", name)["sync_bytes"]
     assert found["auto"] == pytest.approx(wanted, rel=0.12)
     assert found["full"] == pytest.approx(most, rel=0.01)
 
@@ -119,8 +119,8 @@ def test_a_format_in_place_of_a_study(
         ([*SEVEN, "--bandwidth", "fast"], "'fast' is not a bandwidth"),
         ([*SEVEN, "--density", "much"], "'much' is not a share"),
         ([*SEVEN, "--workers", "0"], "'0' is not a positive number"),
-        ([*SEVEN, "--quantised"], "of a study, or of a format"),
-        ([*SEVEN, "--quantised", "fp7"], "unknown format 'fp7'"),
+        ([*SEVEN, "--quantized"], "of a study, or of a format"),
+        ([*SEVEN, "--quantized", "fp7"], "unknown format 'fp7'"),
         (
             ["--study", "/nowhere.json", "--step-seconds", "1", "--bandwidth", "1Gbit"],
             "cannot read",

@@ -78,14 +78,14 @@ class Followed:
     """A model that is trained in ten steps, small ones and large ones, and published quantized;
     ``saved`` writes the newest version as a checkpoint."""
 
-    def __init__(self, trained: torch.nn.Module, folder: Path, quantise: object) -> None:
-        self._trained, self._folder, self._quantise = trained, folder, quantise
+    def __init__(self, trained: torch.nn.Module, folder: Path, quantize: object) -> None:
+        self._trained, self._folder, self._quantize = trained, folder, quantize
         self.store = str(folder / "store")
         self._publisher = pulse_rl.Publisher(self.store, stream="policy", threads=1)
 
     def publish(self, **given: object) -> int:
         weights = dict(checkpoint_weights(self._trained))
-        return self._publisher.publish(weights, quantise=self._quantise, **given).version
+        return self._publisher.publish(weights, quantize=self._quantize, **given).version
 
     def saved(self, name: str) -> Path:
         with pulse_rl.Subscriber(self.store, stream="policy") as subscriber:

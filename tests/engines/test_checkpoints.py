@@ -1,4 +1,4 @@
-"""Models that vLLM has loaded from a quantised checkpoint follow a stream of such ones: after ten
+"""Models that vLLM has loaded from a quantized checkpoint follow a stream of such ones: after ten
 updates each tensor is what a fresh load leaves.
 
 No engine runs. Most kernels of these formats need a GPU; what vLLM does to weights up to there runs
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from pulse_rl import Bits
-from pulse_rl.quantize.states import QuantisedState
+from pulse_rl.quantize.states import QuantizedState
 from pulse_rl.state.tensors import State
 from tests.engines.policy import Followed
 from tests.support.programs import ran
@@ -161,7 +161,7 @@ def updated(case: str, folder: Path) -> list[str]:
 
 
 def with_activations(folder: Path) -> dict[str, bytes]:
-    """The configuration of a model whose activations are quantised, too."""
+    """The configuration of a model whose activations are quantized, too."""
     config: dict[str, Any] = json.loads((folder / "bf16/config.json").read_text())
     scheme = {
         "num_bits": 4,
@@ -189,7 +189,7 @@ def nvfp4(name: str, weight: Any) -> Any:
     """Codes and scales of a weight, and the scale of its layer's inputs."""
     if weight.ndim != 2 or "embed" in name or "lm_head" in name:
         return None
-    made = QuantisedState(State.of({name: weight}), "nvfp4")
+    made = QuantizedState(State.of({name: weight}), "nvfp4")
     found = {
         spec.name: Bits(made.read(spec.name).reshape(spec.shape), spec.dtype.name)
         for spec in made.specs

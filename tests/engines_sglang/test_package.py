@@ -23,11 +23,11 @@ def test_updates_reach_the_live_model(tmp_path: Path, tied: str, tensor_parallel
     assert run("updates", tmp_path, tensor_parallel, tied).endswith("done\n")
 
 
-def test_quantised_checkpoints_follow_streams_of_such(tmp_path: Path) -> None:
+def test_quantized_checkpoints_follow_streams_of_such(tmp_path: Path) -> None:
     """Each tensor is that of a fresh load after ten updates. No kernel runs."""
     found = [
         json.loads(line)
-        for line in run("quantised", tmp_path).splitlines()
+        for line in run("quantized", tmp_path).splitlines()
         if line.startswith('{"case"')
     ]
     assert [row["differ"] for row in found] == [[], []]

@@ -25,7 +25,7 @@ SHAPE = (3, 4)
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that is made of another one, as quantisation libraries make them; it has no memory
+    """A tensor that is made of another one, as quantization libraries make them; it has no memory
     itself."""
 
     held: torch.Tensor
@@ -74,7 +74,7 @@ TARGETS: dict[str, tuple[type[PulseError], Callable[[], Any]]] = {
     "meta": (UnsupportedTensor, lambda: torch.zeros(SHAPE, device="meta")),
     "sparse": (UnsupportedTensor, lambda: torch.zeros(SHAPE).to_sparse()),
     "compressed rows": (UnsupportedTensor, lambda: quiet(lambda: torch.eye(4)[:3].to_sparse_csr())),
-    "quantised": (
+    "quantized": (
         UnsupportedTensor,
         lambda: quiet(lambda: torch.quantize_per_tensor(torch.zeros(SHAPE), 1.0, 0, torch.qint8)),
     ),
@@ -148,7 +148,7 @@ def test_a_lazy_module_is_told_what_to_do(rng: Rng) -> None:
     trained.b(torch.zeros(1, 5))
     (full,) = updates(trained.state_dict())
     before = snapshot(policy.a.state_dict())
-    with pytest.raises(UnsupportedTensor, match=r"'b\.(bias|weight)' is not initialised") as caught:
+    with pytest.raises(UnsupportedTensor, match=r"'b\.(bias|weight)' is not initialized") as caught:
         apply_(policy, full)
     assert "forward pass" in caught.value.hint
     assert snapshot(policy.a.state_dict()) == before

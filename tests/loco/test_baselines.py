@@ -15,7 +15,7 @@ from benchmarks.loco.baselines import (
     NoFeedbackGate,
     from_few_bits,
     gated,
-    quantised_diloco,
+    quantized_diloco,
     sparse_loco,
     to_few_bits,
 )
@@ -120,10 +120,10 @@ def compared(trainer: Trainer) -> list[str]:
                 CastDifferenceGate(torch.bfloat16), job.model, job.optimizer, sync_every=1
             ),
             lambda job: sparse_loco(job.model, job.optimizer, sync_every=1, fraction=0.1),
-            lambda job: quantised_diloco(
+            lambda job: quantized_diloco(
                 job.model, job.optimizer, sync_every=1, code="int8", **OUTER
             ),
-            lambda job: quantised_diloco(
+            lambda job: quantized_diloco(
                 job.model, job.optimizer, sync_every=1, code="FP4", **OUTER
             ),
         )

@@ -93,7 +93,7 @@ def test_every_boundary_is_where_torch_has_it(dtype: torch.dtype) -> None:
 
 
 def test_float8_e4m3fn_saturates() -> None:
-    """It has no infinity: engines quantise to the largest number, so that nothing changes beyond
+    """It has no infinity: engines quantize to the largest number, so that nothing changes beyond
     it."""
     theta = np.float32([448, 448, -448, 460, 460, 416])
     target = np.float32([460, 1e9, -1e18, 470, 400, 1e9])

@@ -363,7 +363,7 @@ def meetings(trainer: Trainer) -> None:
     assert loop.round == 4
 
     # Ctrl-C on trainer 1 between two collectives. Nobody died, so torch.distributed need not be
-    # initialised anew.
+    # initialized anew.
     exchange = group_of(loop)
     if trainer.rank == 1:
         exchange.all_gather_fixed = interrupt  # type: ignore[method-assign]

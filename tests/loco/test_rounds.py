@@ -59,7 +59,7 @@ def test_rounds_equal_the_dense_algorithm(dtype: torch.dtype, gate: torch.dtype,
 
 
 def test_small_steps_add_up_until_the_gate_opens() -> None:
-    """1 moves by 2^-11 a round; its neighbour below is 1 - 2^-8; half of that is a tie, which goes
+    """1 moves by 2^-11 a round; its neighbor below is 1 - 2^-8; half of that is a tie, which goes
     to the even 1."""
     parameters, optimizer = sgd(1.0, 1.0)
     rounds: list[Round] = []
@@ -192,7 +192,7 @@ def test_several_trainers_need_torch_distributed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     job = Job()
     with (
-        pytest.raises(InputError, match="not initialised"),
+        pytest.raises(InputError, match="not initialized"),
         pulse_loco(job.model, job.optimizer, sync_every=1),
     ):
         pass

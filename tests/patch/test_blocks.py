@@ -73,7 +73,7 @@ def test_a_large_tensor_is_cut_into_the_fewest_runs(elements: int) -> None:
 
 
 def test_small_tensors_of_one_dtype_share_a_block() -> None:
-    """So that the scales of a quantised checkpoint, one behind each weight, are one block and not
+    """So that the scales of a quantized checkpoint, one behind each weight, are one block and not
     thousands."""
     tensors = [
         ("BF16", 5),

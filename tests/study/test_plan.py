@@ -10,7 +10,7 @@ import pytest
 
 from pulse_rl.errors import InputError
 from pulse_rl.study import Scenario, from_study, make_plan
-from pulse_rl.study.plan import bandwidth_for, sync_bytes, utilisation
+from pulse_rl.study.plan import bandwidth_for, sync_bytes, utilization
 from tests.support.plans import METHODS, STUDY
 
 PAPER = Scenario(params=7_000_000_000, density=0.0055, step_seconds=50, bandwidth=0.2e9)
@@ -24,8 +24,8 @@ def test_the_papers_figure_1() -> None:
     assert full.bandwidth_for_target == pytest.approx(20e9, rel=0.01)
     assert zstd.sync_bytes == pytest.approx(108e6, rel=0.02)
     assert 0.1e9 < zstd.bandwidth_for_target < 0.2e9
-    assert zstd.utilisation > 0.9 > 0.1 > full.utilisation
-    assert utilisation(108e6, 50, 0.2e9) == pytest.approx(0.92, abs=0.01)
+    assert zstd.utilization > 0.9 > 0.1 > full.utilization
+    assert utilization(108e6, 50, 0.2e9) == pytest.approx(0.92, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -83,17 +83,17 @@ def test_the_bandwidth_for_a_target_reaches_it(scenario: Scenario, method: str) 
     needed = make_plan(scenario).methods[method].bandwidth_for_target
     assert make_plan(replace(scenario, bandwidth=needed)).methods[
         method
-    ].utilisation == pytest.approx(0.9)
+    ].utilization == pytest.approx(0.9)
     assert bandwidth_for(1e6, 1.0, 0.5) == 8e6
 
 
 def test_phases_add_up() -> None:
     for method in make_plan(SMALL).methods.values():
         assert method.sync_seconds == pytest.approx(sum(method.phases.values()))
-        assert method.worker_utilisation == pytest.approx(
+        assert method.worker_utilization == pytest.approx(
             0.7 / (0.7 + sum(method.phases[name] for name in ("download", "verify", "apply")))
         )
-        assert method.worker_utilisation < method.utilisation
+        assert method.worker_utilization < method.utilization
 
 
 def test_links_and_round_trips() -> None:

@@ -177,7 +177,7 @@ def test_the_command_ends_with_the_three_numbers(
 ) -> None:
     lines = pulse(capsys, folder, "--step-seconds", "10").splitlines()
     assert [line.split()[0] for line in lines[-3:]] == ["sparsity", "bytes", "bandwidth"]
-    assert "90% utilisation at 10 s per step" in lines[-1]
+    assert "90% utilization at 10 s per step" in lines[-1]
     assert "6 states (step-7.safetensors … step-12)" in lines[0]
     assert [line.split()[0] for line in lines[4:7]] == ["1", "2", "4"]
 

@@ -1,7 +1,7 @@
 """A stand-in for CUDA where there is none: tensors that say they are on a device, and streams that
 run when they must.
 
-What a stream is given is kept until somebody synchronises with it, in the order that the device
+What a stream is given is kept until somebody synchronizes with it, in the order that the device
 would have to keep.
 """
 

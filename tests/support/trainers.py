@@ -56,7 +56,7 @@ class Trainer:
     folder: Path
 
     def connect(self, name: str, ranks: tuple[int, ...] | None = None) -> None:
-        """Initialises torch.distributed among ``ranks`` (default: all), anew if it was before."""
+        """Initializes torch.distributed among ``ranks`` (default: all), anew if it was before."""
         if dist.is_initialized():
             dist.destroy_process_group()
         ranks = tuple(range(self.size)) if ranks is None else ranks

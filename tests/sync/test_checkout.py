@@ -1,4 +1,4 @@
-"""Any version of a stream, and its neighbours by the bits that are kept: the exact bits, few reads,
+"""Any version of a stream, and its neighbors by the bits that are kept: the exact bits, few reads,
 bounded memory."""
 
 from __future__ import annotations

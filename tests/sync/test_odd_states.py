@@ -32,7 +32,7 @@ def notices(events: list[Event]) -> list[str]:
 def test_a_lazy_module_is_refused_with_what_to_do(module: nn.Module) -> None:
     publisher = Publisher(MemoryStore(), stream="s")
     with pytest.raises(
-        UnsupportedTensor, match=r"'(weight|running_mean)' is not initialised"
+        UnsupportedTensor, match=r"'(weight|running_mean)' is not initialized"
     ) as caught:
         publisher.publish(module.state_dict())
     assert "forward pass" in caught.value.hint

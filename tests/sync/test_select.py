@@ -89,7 +89,7 @@ def test_the_part_is_the_states_part_at_each_version(select: str | list[str], rn
 
 
 def test_small_tensors_of_other_parts_in_a_block_are_held_and_not_shown(rng: Rng) -> None:
-    """All tensors of this state are in two blocks; and nothing of the neighbours is seen."""
+    """All tensors of this state are in two blocks; and nothing of the neighbors is seen."""
     store, state = MemoryStore(), all_dtypes(rng)
     publisher = Publisher(store, stream="policy", threads=1)
     publisher.publish(state)

@@ -176,8 +176,8 @@ def test_what_cannot_be_merged_is_refused() -> None:
     with pytest.raises(UnsupportedTensor, match="TrainableTokens"):
         policy_weights(made(trainable_token_indices=[1, 2]))
     for dtype in (torch.uint8, torch.float8_e4m3fn):
-        quantised = made()
-        layer = quantised.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+        quantized = made()
+        layer = quantized.get_base_model().model.layers[0].self_attn.q_proj.base_layer
         layer.weight = nn.Parameter(torch.zeros(64, 64).to(dtype), requires_grad=False)
         with pytest.raises(UnsupportedTensor, match=f"{dtype} weights"):
-            policy_weights(quantised)
+            policy_weights(quantized)

@@ -1,5 +1,5 @@
-"""What torchao makes of weights, beside the quantised formats here: the same bits where its rule is
-the same (docs/quantised.md, "Whose rule"). Where it is not installed nothing is looked at; `make
+"""What torchao makes of weights, beside the quantized formats here: the same bits where its rule is
+the same (docs/quantized.md, "Whose rule"). Where it is not installed nothing is looked at; `make
 test-trainers` installs it."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchao.quantization.granularity import PerBlock
 from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
 
 from pulse_rl import MemoryStore, Publisher, Subscriber
-from tests.golden.make_quantised import CONFIGS, weights
+from tests.golden.make_quantized import CONFIGS, weights
 
 CASES = {name: weight for name, weight in weights() if name not in ("zeros", "subnormal", "tiny")}
 RANDOM = np.random.default_rng(1).integers(0, 1 << 32, (256, 512), np.uint32).view(np.float32)
@@ -31,7 +31,7 @@ def made(weight: torch.Tensor, name: str) -> list[Any]:
     """Codes and scales, as bytes."""
     store = MemoryStore()
     with Publisher(store, stream="a") as publisher, Subscriber(store, stream="a") as subscriber:
-        publisher.publish({"m.weight": weight}, quantise=CONFIGS.get(name, name))
+        publisher.publish({"m.weight": weight}, quantize=CONFIGS.get(name, name))
         subscriber.sync()
         state = subscriber.state
         return [state.read(spec.name).view(np.uint8).copy() for spec in state.specs][:2]

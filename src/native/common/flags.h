@@ -1,4 +1,4 @@
-// Bytes of 0 and 1, one for each of some neighbours.
+// Bytes of 0 and 1, one for each of some neighbors.
 #pragma once
 
 #include <cstddef>

@@ -5,7 +5,7 @@
 
 namespace pulse {
 
-// A bijection of the bit patterns of a float, ascending with the value: neighbours differ by one step.
+// A bijection of the bit patterns of a float, ascending with the value: neighbors differ by one step.
 template <class U>
 U to_ordered(U x, bool floating) {
     constexpr U sign = U(U(1) << (8 * sizeof(U) - 1));

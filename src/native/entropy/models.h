@@ -70,7 +70,7 @@ struct SizeModels {
     }
 };
 
-// The size of a step, at least 1: its bit length in unary, one modelled bit below the top one, the rest plain.
+// The size of a step, at least 1: its bit length in unary, one modeled bit below the top one, the rest plain.
 template <class Side>
 PULSE_INLINE uint32_t code_size(Side& side, SizeModels& models, int cls, uint32_t size) {
     const int length = 31 - __builtin_clz(size | 1);

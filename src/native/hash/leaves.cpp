@@ -74,7 +74,7 @@ namespace {
 template <size_t width>
 std::vector<uint8_t> digests_with(const std::vector<Patched>& pieces, size_t leaf,
                                   const Sha256Plan& plan) {
-    // A lane's tile starts at another line of the cache than its neighbour's: equal ones would throw each other out.
+    // A lane's tile starts at another line of the cache than its neighbor's: equal ones would throw each other out.
     constexpr size_t kTile = 1024, kStride = kTile + 64;
     struct Source {
         const uint8_t* data;

@@ -38,7 +38,7 @@ void classify(const float* theta, const float* momentum, size_t count, const Rou
 }
 
 uint8_t momentum_octave(const float* momentum, size_t count) {
-    std::array<std::array<uint32_t, 256>, 4> seen_by{};  // neighbours often are of one octave
+    std::array<std::array<uint32_t, 256>, 4> seen_by{};  // neighbors often are of one octave
     std::array<uint32_t, 256> seen{};
     uint64_t total = 0;
     constexpr size_t kGroup = 256;

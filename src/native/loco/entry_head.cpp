@@ -11,7 +11,7 @@ namespace {
 constexpr size_t kFewEntries = 256, kSomeEntries = 12288;  // below: 1 or 16 contexts of values
 constexpr int kFirstOpen = 10, kFirstLevel = 6;            // expected where nothing is known
 
-// The levels of classes, each expected where its neighbour of one octave of momentum less is.
+// The levels of classes, each expected where its neighbor of one octave of momentum less is.
 template <class Side>
 void code_opens(Side& side, EntryHead& head) {
     LevelModels models;
@@ -94,7 +94,7 @@ uint8_t open_level(double entries, double elements) {
 
 void choose_opens(EntryHead& head, const Shared& shared,
                   const std::array<uint32_t, kClasses>& entries) {
-    // A sample tells enough of a large block. Four counters each, since neighbours often are of one class.
+    // A sample tells enough of a large block. Four counters each, since neighbors often are of one class.
     constexpr size_t kGroup = 1 << 10;
     const size_t stride = kGroup * (shared.elements > (1 << 18) ? 8 : 1);
     std::array<std::array<uint32_t, kClasses>, 4> seen{};

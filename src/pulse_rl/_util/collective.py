@@ -212,7 +212,7 @@ def _error_from_bytes(rank: int, message: bytes) -> PulseError:
 
 class GlooTransport:
     """A `Transport` between the ranks of ``group``, a torch.distributed.ProcessGroup or the ranks
-    themselves (None: all ranks); of this process alone if torch.distributed is not initialised.
+    themselves (None: all ranks); of this process alone if torch.distributed is not initialized.
     ``owner``: words for messages.
 
     Whatever the caller's backend is: what is sent is in host memory, a lost peer is an error and
@@ -239,7 +239,7 @@ class GlooTransport:
         if dist is None or not (dist.is_available() and dist.is_initialized()):
             if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise InputError(
-                    "there are several processes, but torch.distributed is not initialised",
+                    "there are several processes, but torch.distributed is not initialized",
                     hint="Call torch.distributed.init_process_group() first.",
                 )
             return
@@ -323,7 +323,7 @@ class GlooTransport:
         """Gives the group up. Safe after a failure, and safe to repeat."""
         group, self._group = self._group, None
         if group is not None and self._dist.is_initialized():
-            # After a re-initialisation torch.distributed no longer knows the group, and says so by
+            # After a re-initialization torch.distributed no longer knows the group, and says so by
             # a ValueError.
             with suppress(ValueError, RuntimeError):
                 self._dist.destroy_process_group(group)

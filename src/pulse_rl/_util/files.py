@@ -167,7 +167,7 @@ def read_head(read: RangeReader, nbytes: int, first: int, end_of: Callable[[byte
 
 def ranges(places: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
     """Which of the ascending ``places`` [start, stop) of a file one request reads, by their
-    numbers: neighbours of at most `MAX_BYTES` in all, or a longer one alone."""
+    numbers: neighbors of at most `MAX_BYTES` in all, or a longer one alone."""
     run: list[int] = []
     begin = end = 0
     for number, (start, stop) in enumerate(places):

@@ -53,9 +53,9 @@ def add_metadata(command: Any, text: str) -> None:
     command.add_argument("--metadata", type=fact, action="append", metavar="KEY=VALUE", help=text)
 
 
-def add_quantise(command: argparse.ArgumentParser, text: str) -> None:
+def add_quantize(command: argparse.ArgumentParser, text: str) -> None:
     text = text.format(formats=", ".join(FORMATS))
-    command.add_argument("--quantise", type=quantisation, metavar="FORMAT", help=text)
+    command.add_argument("--quantize", type=quantization, metavar="FORMAT", help=text)
 
 
 def count(text: str) -> int:
@@ -116,7 +116,7 @@ def compute_dtype(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{error}. {error.hint}") from None
 
 
-def quantisation(text: str) -> str | dict[str, Any]:
+def quantization(text: str) -> str | dict[str, Any]:
     """A format's name, or the ``quantization_config`` of a model's config.json."""
     if text in FORMATS:
         return text
@@ -124,7 +124,7 @@ def quantisation(text: str) -> str | dict[str, Any]:
         config = json.loads(Path(text).read_bytes())["quantization_config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(FORMATS)}, and no config.json of a quantised model "
+            f"{text!r} is none of {', '.join(FORMATS)}, and no config.json of a quantized model "
             f"({error})"
         ) from None
     if not isinstance(config, dict):

@@ -534,7 +534,7 @@ def watch(args: argparse.Namespace, console: Console) -> int:
             done = publisher.publish(
                 load(found)[0],
                 dtype=args.dtype,
-                quantise=args.quantise,
+                quantize=args.quantize,
                 anchor=args.anchor,
                 metadata={**dict(args.metadata or ()), "folder": found.name, "step": step},
                 files=files_beside(args, found),

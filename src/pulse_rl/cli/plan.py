@@ -10,7 +10,7 @@ from typing import Any
 from .._util.settings import format_bytes, format_duration, parse_seconds
 from ..errors import InputError
 from ..study import Scenario, from_study, make_plan
-from ..study.plan import METHODS, QUANTISED, Plan, quantised_inputs
+from ..study.plan import METHODS, QUANTIZED, Plan, quantized_inputs
 from ..study.units import format_bandwidth, parse_bandwidth, parse_count, parse_share
 from .arguments import Shared
 from .output import Console, read_study
@@ -26,7 +26,7 @@ _LABELS = {
 def add_parser(commands: Any, _: Shared) -> None:
     """Add the command to ``commands``, argparse's sub-parsers."""
     command = commands.add_parser(
-        "plan", help="predict the bytes, time and GPU utilisation of a sync"
+        "plan", help="predict the bytes, time and GPU utilization of a sync"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--params", metavar="N", help="number of parameters: 7B, 0.5B, 22.6M")
@@ -37,13 +37,13 @@ def add_parser(commands: Any, _: Shared) -> None:
         "--study", metavar="FILE", help="take --params and --density from the JSON of `pulse study`"
     )
     command.add_argument(
-        "--quantised",
+        "--quantized",
         nargs="?",
         const="",
         metavar="FORMAT",
-        help="plan for quantised states: those of a --study that has them (--quantise); or of "
+        help="plan for quantized states: those of a --study that has them (--quantize); or of "
         "--params weights in "
-        f"FORMAT, {', '.join(QUANTISED)}, where a step changes --density of the same weights in "
+        f"FORMAT, {', '.join(QUANTIZED)}, where a step changes --density of the same weights in "
         "BF16",
     )
     command.add_argument(
@@ -88,25 +88,25 @@ def add_parser(commands: Any, _: Shared) -> None:
         "--loss", default="0", metavar="P", help="share of packets that links lose (default: 0)"
     )
     command.add_argument(
-        "--target", default="0.9", metavar="U", help="target GPU utilisation (default: 0.9)"
+        "--target", default="0.9", metavar="U", help="target GPU utilization (default: 0.9)"
     )
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     study = read_study(Path(args.study)) if args.study else None
-    if args.quantised is not None and bool(args.study) == bool(args.quantised):
+    if args.quantized is not None and bool(args.study) == bool(args.quantized):
         raise InputError(
-            "quantised states are those of a study, or of a format",
-            hint="Give --study FILE --quantised; or without a study --quantised, and one of "
-            f"{', '.join(QUANTISED)}.",
+            "quantized states are those of a study, or of a format",
+            hint="Give --study FILE --quantized; or without a study --quantized, and one of "
+            f"{', '.join(QUANTIZED)}.",
         )
-    if args.study and args.quantised is not None:
-        study = study.get("quantised") if isinstance(study, dict) else None
+    if args.study and args.quantized is not None:
+        study = study.get("quantized") if isinstance(study, dict) else None
         if study is None:
             raise InputError(
-                "there is no study of quantised states",
-                hint="Give --study, of pulse study --quantise.",
+                "there is no study of quantized states",
+                hint="Give --study, of pulse study --quantize.",
             )
     measured = from_study(study) if args.study else None
     if measured is None and (args.params is None or args.density is None):
@@ -114,9 +114,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
             "the number of changed parameters is unknown",
             hint="Give --params and --density, or --study.",
         )
-    if measured is None and args.quantised is not None:
-        measured = quantised_inputs(
-            parse_count(args.params), parse_share(args.density), args.quantised
+    if measured is None and args.quantized is not None:
+        measured = quantized_inputs(
+            parse_count(args.params), parse_share(args.density), args.quantized
         )
         args.density = None
     workers, target = parse_count(args.workers), parse_share(args.target)
@@ -152,8 +152,8 @@ def facts_of(plan: Plan) -> dict[str, Any]:
     """The plan as JSON: each prediction an object keyed by method; seconds, bytes, bit/s."""
     methods = plan.methods
     return {
-        "utilisation": {name: methods[name].utilisation for name in METHODS},
-        "worker_utilisation": {name: methods[name].worker_utilisation for name in METHODS},
+        "utilization": {name: methods[name].utilization for name in METHODS},
+        "worker_utilization": {name: methods[name].worker_utilization for name in METHODS},
         "sync_seconds": {name: methods[name].sync_seconds for name in METHODS},
         "bandwidth_for_target": {name: methods[name].bandwidth_for_target for name in METHODS},
         "sync_bytes": {name: methods[name].sync_bytes for name in METHODS},
@@ -169,15 +169,15 @@ def _lines(plan: Plan, target: float) -> list[str]:
         f"{inputs.params:,} parameters, density {inputs.density:.3%}, {inputs.step_seconds:g} s "
         "per step, "
         f"{format_bandwidth(inputs.bandwidth)} to each worker",
-        f"  {'':18} {'bytes/sync':>10} {'utilisation':>12} {'of a worker':>14} {'time/sync':>10}  "
+        f"  {'':18} {'bytes/sync':>10} {'utilization':>12} {'of a worker':>14} {'time/sync':>10}  "
         f"bandwidth for {target:.0%}",
     ]
     for name in METHODS:
         m = plan.methods[name]
         needed = format_bandwidth(m.bandwidth_for_target)
         lines.append(
-            f"  {_LABELS[name]:18} {format_bytes(m.sync_bytes):>10} {m.utilisation:>12.1%} "
-            f"{m.worker_utilisation:>14.1%} {format_duration(m.sync_seconds):>10}  {needed}"
+            f"  {_LABELS[name]:18} {format_bytes(m.sync_bytes):>10} {m.utilization:>12.1%} "
+            f"{m.worker_utilization:>14.1%} {format_duration(m.sync_seconds):>10}  {needed}"
         )
     phases = ", ".join(
         f"{name} {format_duration(s)}" for name, s in plan.methods["auto"].phases.items()

@@ -34,7 +34,7 @@ from .arguments import (
     Shared,
     add_file_to_write,
     add_metadata,
-    add_quantise,
+    add_quantize,
     compute_dtype,
     count,
     fact,
@@ -110,10 +110,10 @@ def version_options() -> argparse.ArgumentParser:
         choices=list(COMPUTE_DTYPES),
         help="cast wider floating-point tensors to this compute dtype (default: as they are)",
     )
-    add_quantise(
+    add_quantize(
         version,
         "publish codes and scales in place of weights: {formats}, or the config.json of a "
-        "quantised model, whose quantization_config says how and what is left out",
+        "quantized model, whose quantization_config says how and what is left out",
     )
     text = "store the whole state, too, for newcomers to start from"
     version.add_argument("--anchor", action="store_true", help=text)
@@ -134,10 +134,10 @@ def version_options() -> argparse.ArgumentParser:
 
 def publish(args: argparse.Namespace, console: Console) -> int:
     if found := version_at(args.checkpoint, args, console):
-        if args.dtype or args.quantise or args.file or args.no_files:
+        if args.dtype or args.quantize or args.file or args.no_files:
             raise InputError(
                 "a version begins another stream as it is",
-                hint="Leave --dtype, --quantise and files out.",
+                hint="Leave --dtype, --quantize and files out.",
             )
         with found, open_publisher(args, console) as publisher:
             print_published(
@@ -149,7 +149,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
         done = publisher.publish(
             state,
             dtype=args.dtype,
-            quantise=args.quantise,
+            quantize=args.quantize,
             anchor=args.anchor,
             metadata=dict(args.metadata or ()),
             files=files_beside(args, Path(args.checkpoint)),

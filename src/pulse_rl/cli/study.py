@@ -15,7 +15,7 @@ from ..study import CheckpointFolder, StoredStream, study
 from ..study.result import STEP_SECONDS
 from ..study.run import DEFAULT_KS, StateSequence
 from ..study.units import format_bandwidth
-from .arguments import Shared, add_quantise, compute_dtype, seconds
+from .arguments import Shared, add_quantize, compute_dtype, seconds
 from .output import PAGE_MARK, Console, check_output, read_study, write_output
 
 _SHOWN_TENSORS = 8
@@ -37,10 +37,10 @@ def add_parser(commands: Any, _: Shared) -> None:
         default="BF16",
         help="compute dtype; wider weights are cast to it (default: BF16)",
     )
-    add_quantise(
+    add_quantize(
         command,
-        "study codes and scales beside weights in --dtype, quantised from what is stored: "
-        "{formats}, or the config.json of a quantised model",
+        "study codes and scales beside weights in --dtype, quantized from what is stored: "
+        "{formats}, or the config.json of a quantized model",
     )
     command.add_argument(
         "--k",
@@ -86,9 +86,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     nbytes = len(source.state_names) * sum(spec.nbytes for spec in specs)
     found = study(source, progress=progress_to(console, "study", nbytes), **given)
     lines = lines_of(found)
-    if args.quantise is not None:
-        found["quantised"] = study(source, quantise=args.quantise, **given)
-        lines += beside(found, found["quantised"])
+    if args.quantize is not None:
+        found["quantized"] = study(source, quantize=args.quantize, **given)
+        lines += beside(found, found["quantized"])
     if args.output:
         write_output(
             Path(args.output),
@@ -133,17 +133,17 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     return [*lines, "", *_three_numbers(found)]
 
 
-def beside(found: dict[str, Any], quantised: dict[str, Any]) -> list[str]:
-    """What a quantised state changes and costs, beside the same states as they are."""
-    kinds = list(dict.fromkeys(row["kind"] for row in quantised["kinds"]))
-    changed = {(row["kind"], row["k"]): 1 - row["sparsity"] for row in quantised["kinds"]}
+def beside(found: dict[str, Any], quantized: dict[str, Any]) -> list[str]:
+    """What a quantized state changes and costs, beside the same states as they are."""
+    kinds = list(dict.fromkeys(row["kind"] for row in quantized["kinds"]))
+    changed = {(row["kind"], row["k"]): 1 - row["sparsity"] for row in quantized["kinds"]}
     lines = [
         "",
-        "quantised: what changes of each kind of tensor, and a patch beside the one above",
+        "quantized: what changes of each kind of tensor, and a patch beside the one above",
         f"{'k':>5} {found['dtype']:>9} | {' '.join(f'{kind:>9}' for kind in kinds)} "
         f"{'a patch':>10} {'smaller':>8}",
     ]
-    for before, row in zip(found["rows"], quantised["rows"], strict=True):
+    for before, row in zip(found["rows"], quantized["rows"], strict=True):
         shares = " ".join(f"{changed[kind, row['k']]:>9.3%}" for kind in kinds)
         line = f"{row['k']:>5} {1 - before['sparsity']:>9.3%} | {shares}"
         if row["bytes"] and before["bytes"]:
@@ -181,7 +181,7 @@ def _three_numbers(found: dict[str, Any]) -> list[str]:
     return [
         f"sparsity          {numbers['sparsity']:.3%} {over}",
         f"bytes per sync    {format_bytes(nbytes)} instead of {format_bytes(found['dense_bytes'])}",
-        f"bandwidth         {bandwidth} instead of {full} for {numbers['target']:.0%} utilisation "
+        f"bandwidth         {bandwidth} instead of {full} for {numbers['target']:.0%} utilization "
         f"at {numbers['step_seconds']:g} s per step",
     ]
 

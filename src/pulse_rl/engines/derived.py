@@ -1,4 +1,4 @@
-"""Parameters that an engine derives from checkpoint weights when it loads them: quantised,
+"""Parameters that an engine derives from checkpoint weights when it loads them: quantized,
 transposed, scaled.
 
 The map leads into the form in which such a layer is loaded. For a new version the layer gets that

@@ -35,9 +35,9 @@ _OTHER_MODEL = (
     "experts and more names."
 )
 _CAST = "Let the trainer publish what the engine computes in: publish(state, dtype='BF16')."
-_QUANTISE = (
-    "Let the trainer publish what the engine has loaded: publish(state, quantise=…), "
-    "docs/quantised.md."
+_QUANTIZE = (
+    "Let the trainer publish what the engine has loaded: publish(state, quantize=…), "
+    "docs/quantized.md."
 )
 _ALIASES = {"clone", "_to_copy", "contiguous"}
 
@@ -197,7 +197,7 @@ def trace_loader(model: torch.nn.Module, state: State, derived: Collection[str] 
 
     Raises StateMismatch if the model does not take the tensors or needs others as well, and
     UnsupportedTensor for parameters that hold something else than elements of the checkpoint
-    (packed, quantised, derived).
+    (packed, quantized, derived).
     """
     tracer = _Tracer(model, state)
     held = [(tensor, tensor.data) for tensor in tracer.tensors.values()]
@@ -352,7 +352,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{_short(target.dtype)}",
                 hint=_CAST
                 if target.dtype.is_floating_point and target.element_size() > 1
-                else _QUANTISE,
+                else _QUANTIZE,
             )
         try:
             box = Rectangle.make(
@@ -389,8 +389,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise UnsupportedTensor(
                     f"the loader does not copy into the engine's {name!r} but computes it: "
                     f"{written.odd}",
-                    hint="Packed and quantised parameters cannot follow a stream yet; load the "
-                    "model unquantised.",
+                    hint="Packed and quantized parameters cannot follow a stream yet; load the "
+                    "model unquantized.",
                 )
         for name, parameter in model.named_parameters():
             stored = self._name(parameter)

@@ -1,5 +1,5 @@
 """Modules whose weights an engine processes after it has loaded them: packed, shuffled, padded,
-quantised, multiplied.
+quantized, multiplied.
 
 What such a module computes with need not be what its loader wrote, even where names and shapes are
 the same. The engine's own processing is therefore run aside, on a copy of the module in the state
@@ -29,7 +29,7 @@ from .derived import DerivedLayer, PreQuantLayers
 Process = Callable[[Callable[[Any], Any]], None]
 """Processes the copies that the given function returns for live modules."""
 HOOK = "process_weights_after_loading"
-"""What engines call a quantisation method's processing of a module."""
+"""What engines call a quantization method's processing of a module."""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _TILE = 1_000_003
 """Random values that repeat with this period, a prime: a permutation by a multiple of it is no

@@ -469,7 +469,7 @@ class Session:
         if self._forms.layers and host != live:
             raise StateMismatch(
                 f"version {live} is live, and the host holds version {host} already",
-                hint="Quantised layers are audited against the host state: call sync(), then "
+                hint="Quantized layers are audited against the host state: call sync(), then "
                 "audit().",
             )
 

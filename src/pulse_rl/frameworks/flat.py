@@ -124,7 +124,7 @@ def zero3_shard(name: str, parameter: Any) -> FlatShard:
         )
     if hasattr(held, "ds_quant_scale"):
         raise UnsupportedTensor(
-            f"{name!r} is quantised by ZeRO-3", hint="Leave zero_quantized_weights out."
+            f"{name!r} is quantized by ZeRO-3", hint="Leave zero_quantized_weights out."
         )
     group, elements = parameter.ds_process_group, int(parameter.ds_numel)
     cuts = tuple(

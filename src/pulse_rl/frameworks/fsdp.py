@@ -21,7 +21,7 @@ from .._util.settings import checked_number
 from ..errors import InputError
 from ..events import Listener, Metadata, Published
 from ..ops.checkout import Checkout
-from ..quantize.states import Quantise
+from ..quantize.states import Quantize
 from ..sharding.layout import Box
 from ..sharding.rank import ShardedRank, unlike
 from ..state.cast import DTypeLike
@@ -60,7 +60,7 @@ class ShardedPublisher(Publisher):
     StateMismatch, where the ranks do not have each element once, and RankLost, if a rank dies: then
     nothing was committed or all of it; start the ranks again. A version that one rank cancels, or
     gives up to ``replace`` it, is cancelled on all. An error that nobody has asked a `Submission`
-    for is raised by `wait` and `close`, which releases the ranks' group. With ``quantise``, by a
+    for is raised by `wait` and `close`, which releases the ranks' group. With ``quantize``, by a
     name or a configuration, the ranks agree on the scales of blocks that cross them. Making one is
     a collective.
 
@@ -141,8 +141,8 @@ class ShardedPublisher(Publisher):
             "ranks do not begin a stream with a version of another, they go on from it", hint=hint
         )
 
-    def _read(self, source: Any, dtype: DTypeLike | None, quantise: Quantise | None) -> LocalState:
-        return local_state(source, dtype)._replace(quantise=quantise)
+    def _read(self, source: Any, dtype: DTypeLike | None, quantize: Quantize | None) -> LocalState:
+        return local_state(source, dtype)._replace(quantize=quantize)
 
 
 def local_state(source: Mapping[str, Any] | nn.Module, dtype: DTypeLike | None) -> LocalState:

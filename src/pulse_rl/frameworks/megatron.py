@@ -73,7 +73,7 @@ class MegatronWeights:
         The first call is a collective: it learns from one export of float64 position codes, one
         parameter at a time, which element goes where. Later calls do not communicate. Raises
         UnsupportedTensor, on all ranks, for weights that the bridge computes (adapters, which it
-        merges; quantised and DTensor parameters; sums and casts); StateMismatch where the model has
+        merges; quantized and DTensor parameters; sums and casts); StateMismatch where the model has
         changed since; RankLost.
         """
         if self._learnt is None:

@@ -2,7 +2,7 @@
 own export has moved there.
 
 Each element of each rank gets a number, and the number a code: a float64 that is an integer below
-2^52, mixed so that neighbours are far apart. An export that only moves elements (gathers, splits,
+2^52, mixed so that neighbors are far apart. An export that only moves elements (gathers, splits,
 joins, transposes) hands out codes. Sums, averages, scales and casts make values that almost never
 are codes of numbers that were given out: of n elements in all, one wrong value passes with chance n
 / 2^52, and a tensor of wrong ones does not.

@@ -52,7 +52,7 @@ _TORCH = {
 }
 assert _TORCH.keys() <= DTYPES.keys()
 _SHARED_AT_ONCE = 1 << 22
-_DENSE = "Updates go into dense tensors; load a quantised model through its own loader."
+_DENSE = "Updates go into dense tensors; load a quantized model through its own loader."
 
 
 def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) -> None:
@@ -78,7 +78,7 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     dtype or shape, or expanded, so that its elements share memory; and for an update that does not
     follow what this function wrote into the module before. Raises UnsupportedTensor for one without
     dense memory of its own: sparse, a DTensor that is a sum still to be made, on the meta device,
-    not initialised yet, freed. torch does not know memory that is mapped read-only from other
+    not initialized yet, freed. torch does not know memory that is mapped read-only from other
     memory: writing there ends the process.
     """
     if not isinstance(update, Update):
@@ -282,7 +282,7 @@ def _require_dense(name: str, tensor: object) -> None:
         )
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedTensor(
-            f"the model's {name!r} is not initialised",
+            f"the model's {name!r} is not initialized",
             hint="A lazy module gets its sizes in the first forward pass.",
         )
     if is_sharded(tensor):

@@ -36,7 +36,7 @@ from .._util.files import make_folder, sync_folder
 from .._util.settings import checked_count
 from ..errors import PulseError, StateMismatch
 from ..events import Metadata, Published, checked_listener
-from ..quantize.states import Quantise
+from ..quantize.states import Quantize
 from ..state.cast import DTypeLike, compute_dtype_named
 from ..state.checkpoint import ADAPTER_NAME, FILE_NAME, INDEX_NAME, load, save
 from ..state.companions import files_of, of_dtype
@@ -112,7 +112,7 @@ class PulseCallback(TrainerCallback):
     writes (see `checkpoint_weights`): DDP's and torch.compile's parts of names are taken off,
     shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a time, and published by the
     first, PEFT adapters are merged into copies. Floats are cast to the compute dtype ``dtype`` as
-    `Publisher.publish` does; None publishes them as they are. With ``quantise``, as
+    `Publisher.publish` does; None publishes them as they are. With ``quantize``, as
     `Publisher.publish` takes it, a version has codes and scales in the place of weights. A version
     carries what ``save_pretrained`` of the model and of the trainer's tokenizer or processor writes
     beside the weights (`checkpoint_files`), as it was when the training began, so that what
@@ -152,7 +152,7 @@ class PulseCallback(TrainerCallback):
         optimizer_every: int | None = None,
         replace: bool = True,
         adapter: bool = False,
-        quantise: Quantise | None = None,
+        quantize: Quantize | None = None,
         **publisher: Any,
     ) -> None:
         self._dtype = None if dtype is None else compute_dtype_named(dtype).name
@@ -162,7 +162,7 @@ class PulseCallback(TrainerCallback):
         )
         self._replace = replace
         self._adapter = adapter
-        self._quantise = quantise
+        self._quantize = quantize
         publisher["on_event"] = logged(_log, checked_listener(publisher.get("on_event")))
         self._publisher = Publisher(store, stream=stream, **publisher)
         self._keys = keys_of(publisher.get("signer"), publisher.get("trusted_keys"))
@@ -200,7 +200,7 @@ class PulseCallback(TrainerCallback):
         else (hard links). A weight that the Trainer holds in FP32 and that has had the version's
         BF16 bits since that checkpoint has its number from there. Where the Trainer's checkpoint is
         no older than the version, it is that one. Raises StateMismatch where the checkpoint has
-        other weights than the stream (a merged PEFT adapter, a quantised stream, shards of FSDP and
+        other weights than the stream (a merged PEFT adapter, a quantized stream, shards of FSDP and
         DeepSpeed), and what `Subscriber.sync` raises.
         """
         found: list[Any] = [None]
@@ -270,7 +270,7 @@ class PulseCallback(TrainerCallback):
                 metadata=metadata,
                 dtype=self._dtype,
                 files=self._files,
-                quantise=self._quantise,
+                quantize=self._quantize,
             )
             self._committed(state.global_step, done)
 
@@ -359,8 +359,8 @@ class PulseCallback(TrainerCallback):
     def _take(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
         """What is published. A collective where `is_sharded`."""
         if not self._adapter:
-            # What is quantised is so from the trainer's own numbers.
-            return policy_weights(model, None if self._quantise else self._dtype, keep=keep)
+            # What is quantized is so from the trainer's own numbers.
+            return policy_weights(model, None if self._quantize else self._dtype, keep=keep)
         weights, config = adapter_weights(model, self._dtype, keep=keep)
         self._files = {"adapter_config.json": config.encode()}
         return weights
@@ -391,7 +391,7 @@ class PulseCallback(TrainerCallback):
             dtype=self._dtype,
             files=self._files,
             replace=replace,
-            quantise=self._quantise,
+            quantize=self._quantize,
         )
         step = state.global_step
 

@@ -77,7 +77,7 @@ def policy_weights(
     result get none, and do nothing where they are not needed. Without ``gather`` a rank gets what
     is its own: DTensors, and a `FlatShard` of each parameter of FSDP1 and ZeRO-3.
 
-    Raises UnsupportedTensor for quantised layers with adapters, adapters that cannot be merged, and
+    Raises UnsupportedTensor for quantized layers with adapters, adapters that cannot be merged, and
     adapters under FSDP1.
     """
     target = torch_dtype(dtype)
@@ -437,7 +437,7 @@ def _merged(
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise UnsupportedTensor(
                 f"{path!r} has adapters over {tensor.dtype} weights",
-                hint="Merging needs a base that is not quantised.",
+                hint="Merging needs a base that is not quantized.",
             )
         whole = (
             zero3_shard(path, tensor).whole(keep=keep)

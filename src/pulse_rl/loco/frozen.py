@@ -193,11 +193,11 @@ def _buffers(model: Model) -> dict[str, torch.Tensor]:
 
 def require_dense(tensor: torch.Tensor, what: str) -> None:
     """Raises UnsupportedTensor, with the words ``what``, for a tensor without dense memory that can
-    be written: meta, sparse, sharded, quantized, uninitialised, wrapped, of a dtype without a plain
+    be written: meta, sparse, sharded, quantized, uninitialized, wrapped, of a dtype without a plain
     bit view, or expanded."""
     try:
         State.of({what: tensor})
-    except (UnsupportedTensor, ValueError) as error:  # a ValueError of torch: not initialised
+    except (UnsupportedTensor, ValueError) as error:  # a ValueError of torch: not initialized
         raise UnsupportedTensor(f"trainers cannot keep {what} equal: {error}") from None
     if any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)

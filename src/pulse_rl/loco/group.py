@@ -29,7 +29,7 @@ _CAUSES = "fewer batches, or steps that a GradScaler skipped"
 
 class TrainerGroup:
     """One trainer's side of a group of trainers; a single trainer if torch.distributed is not
-    initialised.
+    initialized.
 
     No call takes longer than ``timeout_seconds``: a trainer that dies, or stalls for longer, raises
     TrainerLost on all others. ``sent_bytes`` counts what left this process: gathered messages

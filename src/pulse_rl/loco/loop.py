@@ -207,7 +207,7 @@ class OuterLoop(NotCopyable):
     def rejoin(self, group: dist.ProcessGroup | None = None) -> None:
         """Continues with the trainers of ``group``, after TrainerLost or when trainers come or go.
 
-        If one has died, torch.distributed must be reinitialised. All trainers must call this or
+        If one has died, torch.distributed must be reinitialized. All trainers must call this or
         enter. A trainer that is behind gets theta and the outer momentum. A round that was due runs
         at once; local steps that were not sent are not lost. Raises TrainerLost, StateMismatch,
         InputError, Diverged, NonFinite, CorruptMessage.

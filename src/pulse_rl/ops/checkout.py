@@ -1,4 +1,4 @@
-"""Any version of a stream, and from there its neighbours: for replays, restarts, bisections and
+"""Any version of a stream, and from there its neighbors: for replays, restarts, bisections and
 evaluations."""
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def code_blocks(
 ) -> Generator[CodedGroup[H], None, None]:
     """Compares, codes, proves and hashes ``blocks`` of the state ``old``, group by group in order.
 
-    A task is a group of neighbours of one dtype (`hashed_together`) and the state that has their
+    A task is a group of neighbors of one dtype (`hashed_together`) and the state that has their
     new elements. ``hashed`` makes of a group's changed blocks what the caller needs of their
     hashes. ``history``: what changed up to ``old``; ``recorder`` gets what is to be remembered.
     Raises IntegrityError where a block does not decode to the new elements, which means that they

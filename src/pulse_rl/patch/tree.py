@@ -29,7 +29,7 @@ _ROUNDS = 4  # of so many leaves for each thread, at least
 
 
 def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]:
-    """Which of the blocks one thread hashes at once: neighbours of one dtype, until their leaves
+    """Which of the blocks one thread hashes at once: neighbors of one dtype, until their leaves
     fill the lanes of a processor, where that leaves enough work for all threads. Raises
     InputError."""
     checked_threads(threads)
@@ -137,7 +137,7 @@ def _runs(spec: TensorSpec, changes: TensorChanges) -> Iterator[Segment]:
     """The changed leaves of a tensor, those side by side as one segment of at most 16."""
     per_leaf = LEAF_BYTES // spec.dtype.width
     changed = np.unique(changes.indices // per_leaf)
-    # Where a row of neighbours begins. Neighbours are hashed in one call, which fills the lanes of
+    # Where a row of neighbors begins. Neighbors are hashed in one call, which fills the lanes of
     # a processor.
     starts = np.flatnonzero(np.diff(changed, prepend=-2) != 1)
     for first, end in pairwise([*starts.tolist(), len(changed)]):

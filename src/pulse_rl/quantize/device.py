@@ -21,14 +21,14 @@ from ..state.memory import DeviceTensor
 
 Blocks = tuple[int, int, int]  # columns of the matrix, rows and columns of a block
 DEVICES = ("cuda",)
-"""The types of devices that may quantise, as torch calls them: ROCm's are "cuda", too."""
+"""The types of devices that may quantize, as torch calls them: ROCm's are "cuda", too."""
 _PIECE = 1 << 20  # elements: a piece needs some 40 bytes for each
 _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
 
 def ints_there(tensor: DeviceTensor, start: int, stop: int) -> Any | None:
     """Elements [``start``, ``stop``) as the functions below take them; None where the host is to
-    quantise."""
+    quantize."""
     device = tensor.flat.device
     try:
         return (

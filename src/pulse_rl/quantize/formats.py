@@ -1,4 +1,4 @@
-"""The formats of quantised weights: codes and scales of one weight, under the names that
+"""The formats of quantized weights: codes and scales of one weight, under the names that
 checkpoints of it have."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..state.cast import to_f32
 from ..state.memory import DeviceTensor
 from ..state.tensors import Readable, State, TensorSpec, UIntArray, stored_tensor
-from . import device as quantise_device
+from . import device as quantize_device
 from .device import ints_there
 
 Floats = npt.NDArray[np.float32]
@@ -66,7 +66,7 @@ class Source(NamedTuple):
 @dataclass(slots=True)
 class Part:
     """Elements of a weight: what ``read`` returns, or, where they are on a device that can
-    quantise, ``there``."""
+    quantize, ``there``."""
 
     read: Callable[[], UIntArray]
     there: Any = None
@@ -84,15 +84,15 @@ class Part:
         return self._host
 
     def maxima(self, blocks: tuple[int, int, int]) -> Floats:
-        return self._made(quantise_device.block_maxima, block_maxima, blocks)
+        return self._made(quantize_device.block_maxima, block_maxima, blocks)
 
     def to_e4m3(
         self, start: int, blocks: tuple[int, int, int], scales: Floats, out: UIntArray
     ) -> None:
-        self._made(quantise_device.to_e4m3, to_e4m3, start, blocks, scales, out)
+        self._made(quantize_device.to_e4m3, to_e4m3, start, blocks, scales, out)
 
     def to_e2m1(self, blocks: tuple[int, int, int], scales: Floats, out: UIntArray) -> None:
-        self._made(quantise_device.to_e2m1, to_e2m1, blocks, scales, out)
+        self._made(quantize_device.to_e2m1, to_e2m1, blocks, scales, out)
 
     def _made(self, on_device: Callable[..., T], on_host: Callable[..., T], *arguments: Any) -> T:
         if self.there is not None:
@@ -448,7 +448,7 @@ def _require_filled(what: str, elements: int, source: Source, group: _Group) -> 
         raise InputError(
             f"tensor {source.spec.name!r} has {what} of {elements} elements, which groups of "
             f"{group.size} do not fill",
-            hint="Name its module among those that are not quantised.",
+            hint="Name its module among those that are not quantized.",
         )
 
 

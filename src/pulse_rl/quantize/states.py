@@ -1,8 +1,8 @@
-"""Quantised states: codes and scales of a state's weights, under the names that checkpoints of each
+"""Quantized states: codes and scales of a state's weights, under the names that checkpoints of each
 format have.
 
 Computed on each read, as `cast` does it, in FP32 and with the rounding of the libraries that define
-the formats (docs/quantised.md has the rules): nothing is held but the scales of blocks, and one
+the formats (docs/quantized.md has the rules): nothing is held but the scales of blocks, and one
 number a tensor.
 """
 
@@ -32,7 +32,7 @@ from .formats import (
     modelopt_nvfp4,
 )
 
-Quantise = str | Mapping[str, Any] | Callable[[str, Any], Mapping[str, Any] | None]
+Quantize = str | Mapping[str, Any] | Callable[[str, Any], Mapping[str, Any] | None]
 """What `Publisher.publish` takes: a format of `FORMATS`, a checkpoint's ``quantization_config``, or
 a function."""
 
@@ -44,19 +44,19 @@ _COMPRESSED = {
     "mxfp4-pack-quantized": "mxfp4",
     "nvfp4-pack-quantized": "nvfp4",
 }
-# What no format quantises unless a configuration says otherwise: what is no linear layer, and the
+# What no format quantizes unless a configuration says otherwise: what is no linear layer, and the
 # routers of experts.
 _KEPT = ("*lm_head", "*embed*", "*.wte", "*.wpe", "*norm*", "*router*", "*.gate")
 
 
-class QuantisedState(State):
-    """``state`` as a checkpoint of a quantised model, computed on each read. What is not quantised
+class QuantizedState(State):
+    """``state`` as a checkpoint of a quantized model, computed on each read. What is not quantized
     stays as it is, or is cast to ``dtype`` where it is a wider float. Tied tensors stay tied.
     ``made``: by each weight's name, what it becomes; ``kept``: the modules with a weight that is
-    not quantised. Raises InputError and UnsupportedTensor."""
+    not quantized. Raises InputError and UnsupportedTensor."""
 
-    def __init__(self, state: State, quantise: Quantise, dtype: DType | None = None) -> None:
-        wanted = _chosen(quantise)
+    def __init__(self, state: State, quantize: Quantize, dtype: DType | None = None) -> None:
+        wanted = _chosen(quantize)
         specs: list[TensorSpec] = []
         data: dict[str, Any] = {}
         self.made: dict[str, list[Made]] = {}
@@ -93,25 +93,25 @@ class QuantisedState(State):
         ]
 
 
-def check_quantise(quantise: Any) -> None:
-    """Raises InputError for what is no `Quantise`, and for what cannot be made."""
-    if not (callable(quantise) or isinstance(quantise, str | Mapping)):
+def check_quantize(quantize: Any) -> None:
+    """Raises InputError for what is no `Quantize`, and for what cannot be made."""
+    if not (callable(quantize) or isinstance(quantize, str | Mapping)):
         raise InputError(
-            "quantise must be a format's name, a quantization_config or a function, not "
-            f"{quantise!r}"
+            "quantize must be a format's name, a quantization_config or a function, not "
+            f"{quantize!r}"
         )
-    _chosen(quantise)
+    _chosen(quantize)
 
 
-def config_of(quantise: Quantise, kept: Collection[str]) -> dict[str, Any] | None:
-    """What the config.json of a quantised model says under ``quantization_config``, as the
+def config_of(quantize: Quantize, kept: Collection[str]) -> dict[str, Any] | None:
+    """What the config.json of a quantized model says under ``quantization_config``, as the
     libraries that define the formats write it; None of what a function makes. ``kept`` are the
     modules that are left out."""
-    if callable(quantise):
+    if callable(quantize):
         return None
-    if not isinstance(quantise, str):
-        return dict(quantise)
-    name = quantise
+    if not isinstance(quantize, str):
+        return dict(quantize)
+    name = quantize
     if name == "fp8_block":
         return {
             "quant_method": "fp8",
@@ -139,16 +139,16 @@ def config_of(quantise: Quantise, kept: Collection[str]) -> dict[str, Any] | Non
     }
 
 
-def _chosen(quantise: Quantise) -> Callable[[Source], list[Made] | None]:
+def _chosen(quantize: Quantize) -> Callable[[Source], list[Made] | None]:
     """What a weight becomes, None for those that stay as they are. Raises InputError."""
-    if callable(quantise):
-        return lambda source: _by_function(quantise, source)
+    if callable(quantize):
+        return lambda source: _by_function(quantize, source)
     make, inputs, kept = (
-        (FORMATS.get(quantise), "", _KEPT) if isinstance(quantise, str) else _configured(quantise)
+        (FORMATS.get(quantize), "", _KEPT) if isinstance(quantize, str) else _configured(quantize)
     )
     if make is None:
         raise InputError(
-            f"unknown format {quantise!r}", hint=f"Choose one of: {', '.join(FORMATS)}."
+            f"unknown format {quantize!r}", hint=f"Choose one of: {', '.join(FORMATS)}."
         )
     patterns = [
         re.compile(p.removeprefix("re:") if p.startswith("re:") else translate(p)) for p in kept
@@ -165,7 +165,7 @@ def _chosen(quantise: Quantise) -> Callable[[Source], list[Made] | None]:
             return None
         if inputs and f"{module}.{inputs}" not in source.state.names:
             raise InputError(
-                f"the quantization_config has the inputs of {module!r} quantised, and the state "
+                f"the quantization_config has the inputs of {module!r} quantized, and the state "
                 f"no {inputs!r} of it",
                 hint="Such scales are calibrated: publish those of the checkpoint that is served "
                 "with the weights.",
@@ -260,7 +260,7 @@ class _Again:
                 self.made = _call(self.function, self.source)
                 if self.made is None or self.made.specs != self.specs:
                     raise UnsupportedTensor(
-                        f"tensor {self.source.spec.name!r} was quantised to other tensors before"
+                        f"tensor {self.source.spec.name!r} was quantized to other tensors before"
                     )
                 self.left = sum(
                     s.elements for s in self.specs if 16 * s.nbytes > self.source.spec.nbytes

@@ -1,4 +1,4 @@
-"""Quantised states of which each rank has a part: codes and scales of its own elements, once the
+"""Quantized states of which each rank has a part: codes and scales of its own elements, once the
 ranks have agreed on the largest magnitudes of the blocks that cross them.
 
 A rank's part of a weight is seen as the whole weight, whose other elements are 0: they change no
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from .._util.collective import RankGroup
 from ..errors import InputError
 from ..quantize.formats import Shared
-from ..quantize.states import KEPT_KEYS, QuantisedState, config_of
+from ..quantize.states import KEPT_KEYS, QuantizedState, config_of
 from ..state.cast import CastTensor
 from ..state.tensors import Readable, State, TensorSpec, UIntArray, stored_tensor
 from ..sync.request import LocalState
@@ -27,14 +27,14 @@ from .layout import Box, Runs, Spread
 Blocks = npt.NDArray[np.int64]
 
 
-def quantised(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Blocks]]]:
+def quantized(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Blocks]]]:
     """What ``local`` becomes, and by their names the scales to agree on, with the blocks of which
     it has some elements but not all. Raises InputError, for boxes too that cut a group whose codes
     share bytes or a scale."""
-    assert local.quantise is not None
-    if callable(local.quantise):
+    assert local.quantize is not None
+    if callable(local.quantize):
         raise InputError(
-            "a sharded publisher does not quantise by a function: it would be given parts of "
+            "a sharded publisher does not quantize by a function: it would be given parts of "
             "weights",
             hint="Name a format, or gather and use a Publisher.",
         )
@@ -49,7 +49,7 @@ def quantised(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
         else stored_tensor(source, s.name)
         for s in specs
     }
-    made = QuantisedState(State(specs, seen, source.aliases), local.quantise, local.dtype)
+    made = QuantizedState(State(specs, seen, source.aliases), local.quantize, local.dtype)
     shared: dict[str, tuple[Shared, Blocks]] = {}
     parts: dict[str, Box] = {}
     data: dict[str, Readable | UIntArray] = {}
@@ -81,9 +81,9 @@ def quantised(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
         for s in made.specs
     )
     found = local._replace(
-        source=State(held, data, made.aliases), boxes=parts, dtype=None, owned=False, quantise=None
+        source=State(held, data, made.aliases), boxes=parts, dtype=None, owned=False, quantize=None
     )
-    return found._replace(config=config_of(local.quantise, made.kept)), shared
+    return found._replace(config=config_of(local.quantize, made.kept)), shared
 
 
 def agree(

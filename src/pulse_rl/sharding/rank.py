@@ -37,7 +37,7 @@ from .layout import (
     make_layout,
 )
 from .leaves import gather_tree, hash_shared
-from .quantized import Blocks, agree, quantised
+from .quantized import Blocks, agree, quantized
 
 _SHOWN = 200
 
@@ -88,12 +88,12 @@ class ShardedRank(RankPublisher):
                 return _Call(number, False)
             local = request.arrived()
             shared: dict[str, tuple[Shared, Blocks]] = {}
-            if local.quantise is not None:
-                local, shared = quantised(local)
+            if local.quantize is not None:
+                local, shared = quantized(local)
             held, at = held_to_bytes(_held(local)), self._baseline
             arguments = {
                 name: getattr(request, name)
-                for name in ("metadata", "dtype", "anchor", "after", "quantise")
+                for name in ("metadata", "dtype", "anchor", "after", "quantize")
             }
             return _Call(
                 number,
@@ -134,7 +134,7 @@ class ShardedRank(RankPublisher):
             self._held = [came[rank].tobytes() for rank in range(len(came))]
             self._held_digests = digests
         assert mine.local is not None
-        if request.quantise is None:
+        if request.quantize is None:
             return mine.local
         return agree(mine.local, dict(mine.shared), self._ranks)
 

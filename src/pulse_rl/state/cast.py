@@ -3,7 +3,7 @@ nearest, ties to even.
 
 A compute dtype is what a forward pass multiplies in. The casts are those of ``torch.Tensor.to``,
 bit for bit but for NaN payloads. FP8 is cast without a scale; with the scales of a checkpoint it is
-made by `quantise`.
+made by `quantize`.
 """
 
 from __future__ import annotations

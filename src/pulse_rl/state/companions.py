@@ -158,22 +158,22 @@ def of_dtype(files: Mapping[str, bytes], dtype: DTypeLike | None) -> dict[str, b
     )
 
 
-def of_quantised(
-    files: Mapping[str, bytes], quantisation: Mapping[str, Any] | None
+def of_quantized(
+    files: Mapping[str, bytes], quantization: Mapping[str, Any] | None
 ) -> dict[str, bytes]:
     """The same with a ``config.json`` that has the model's ``quantization_config``, where it has
     none: a loader would take codes for weights."""
     try:
         config = json.loads(files["config.json"])
         if (
-            quantisation is None
+            quantization is None
             or not isinstance(config, dict)
             or config.get("quantization_config")
         ):
             return dict(files)
     except (KeyError, ValueError, RecursionError):
         return dict(files)
-    config["quantization_config"] = dict(quantisation)
+    config["quantization_config"] = dict(quantization)
     return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 

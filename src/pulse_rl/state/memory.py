@@ -20,7 +20,7 @@ LINE = 64
 
 
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
-"""Makes memory of so many bytes, uninitialised."""
+"""Makes memory of so many bytes, uninitialized."""
 _PIECE = 1 << 30  # bytes
 _INTS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
@@ -59,7 +59,7 @@ class SpareMemory:
 
 
 def contiguous(sizes: Sequence[int], allocate: Allocate = pageable) -> list[npt.NDArray[np.uint8]]:
-    """Arrays of so many bytes, uninitialised, each at a cache line of one allocation, which
+    """Arrays of so many bytes, uninitialized, each at a cache line of one allocation, which
     ``allocate`` makes.
 
     The system gives large pages to large allocations (numpy asks for them): tensors of a megabyte
@@ -191,7 +191,7 @@ def copied_on_device(tensors: Sequence[tuple[Any, Any]]) -> list[Any] | None:
 
 
 def pinned(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-    """Arrays of so many bytes, uninitialised, page-locked by torch, so that a device copies into
+    """Arrays of so many bytes, uninitialized, page-locked by torch, so that a device copies into
     them while the host goes on; ordinary memory where none can be locked.
 
     torch rounds each allocation up to a power of two: arrays share pieces of 1 GiB, only larger

@@ -260,7 +260,7 @@ class State:
 
     @classmethod
     def empty(cls, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> Self:
-        """A state of ``specs`` and ``aliases`` in new memory with uninitialised values."""
+        """A state of ``specs`` and ``aliases`` in new memory with uninitialized values."""
         # Small tensors of one dtype share a block, whatever lies between them: so that it can be
         # read as it is.
         placed = sorted(specs, key=lambda s: (s.dtype.id, s.name.encode()))
@@ -370,7 +370,7 @@ class State:
 
 
 Empty = Callable[[tuple[TensorSpec, ...], Mapping[str, str] | None], State]
-"""Makes memory for a state with uninitialised values, as `State.empty` does."""
+"""Makes memory for a state with uninitialized values, as `State.empty` does."""
 
 
 def stored_tensor(state: State, name: str) -> UIntArray | Readable:
@@ -427,7 +427,7 @@ def _ingest_torch(
         )
     if torch.nn.parameter.is_lazy(value):
         raise UnsupportedTensor(
-            f"tensor {name!r} is not initialised",
+            f"tensor {name!r} is not initialized",
             hint="Run a forward pass first: it gives a lazy module its sizes.",
         )
     if value.layout != torch.strided or value.is_meta or value.is_quantized:
@@ -536,7 +536,7 @@ class SlicedState(State):
 
     @classmethod
     def allocate(cls, segments: Sequence[Segment], empty: Empty = State.empty) -> SlicedState:
-        """Segments in new host memory, or in that which ``empty`` makes, with uninitialised
+        """Segments in new host memory, or in that which ``empty`` makes, with uninitialized
         values."""
         return cls(segments, empty(flat_specs(segments), None))
 

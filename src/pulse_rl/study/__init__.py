@@ -37,7 +37,7 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
                             `layer` is one of
                             ``result.LAYERS``, and only those that occur are listed
     kinds                   [{kind, k, elements, changed, sparsity}]: by dtype, the scales of
-                            quantised weights apart
+                            quantized weights apart
                             ("scales", by the ends of their names)
     tensors                 [{name, layer, dtype, shape, k, elements, changed, sparsity,
                             sparsity_min, sparsity_max}]
@@ -48,7 +48,7 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
     summary                 the three numbers, of k = 1 (or the smallest k):
       sparsity                as in rows
       bytes_per_sync          float or null: bytes_per_changed * changed
-      bandwidth_for_target    bit/s or null: the link that keeps utilisation at `target`
+      bandwidth_for_target    bit/s or null: the link that keeps utilization at `target`
                               (`make_plan`)
       bandwidth_full          bit/s or null: the same for full syncs
       target                  0.9

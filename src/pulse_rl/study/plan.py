@@ -60,11 +60,11 @@ CUBIC where it is as fair as Reno; ``1 / p`` segments later the next one is lost
 several connections takes a tenth longer than the mean. BBR minds losses less. Measured on a way of
 80 ms: docs/evidence.md.
 
-**Utilisation**, the share of a step in which the GPU computes::
+**Utilization**, the share of a step in which the GPU computes::
 
-    utilisation        = T / (T + 8 S k / B)                         the paper's: only the transfer
+    utilization        = T / (T + 8 S k / B)                         the paper's: only the transfer
                        blocks
-    worker_utilisation = T / (T + download + verify + apply)         a worker that syncs before each
+    worker_utilization = T / (T + download + verify + apply)         a worker that syncs before each
     of its steps
 
 The second is what such a worker measures while the trainer publishes beside it. Where nothing
@@ -191,13 +191,13 @@ class Scenario:
 @dataclass(frozen=True, slots=True)
 class MethodPlan:
     """One method's prediction. ``sync_bytes`` travel in a sync; ``phases`` maps each of ``PHASES``
-    to seconds; ``utilisation`` and ``worker_utilisation`` are shares of a step;
+    to seconds; ``utilization`` and ``worker_utilization`` are shares of a step;
     ``bandwidth_for_target`` is in bit/s."""
 
     sync_bytes: int
     phases: dict[str, float]
-    utilisation: float
-    worker_utilisation: float
+    utilization: float
+    worker_utilization: float
     bandwidth_for_target: float
 
     @property
@@ -236,7 +236,7 @@ class Plan:
 
 def make_plan(scenario: Scenario, *, target: float = 0.9) -> Plan:
     """Predicts one sync of ``scenario`` by each method, and when a full sync wins. ``target`` is
-    the utilisation that `MethodPlan.bandwidth_for_target` aims at. Raises InputError unless it is
+    the utilization that `MethodPlan.bandwidth_for_target` aims at. Raises InputError unless it is
     above 0 and below 1."""
     if not 0 < checked_number("target", target) < 1:
         raise InputError(f"target must be above 0 and below 1, not {target}")
@@ -260,14 +260,14 @@ def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.
     return min(full, params * density * per_change + _FILE_BYTES + _BYTES_A_BLOCK * _blocks(params))
 
 
-def utilisation(nbytes: float, step_seconds: float, bandwidth: float) -> float:
+def utilization(nbytes: float, step_seconds: float, bandwidth: float) -> float:
     """The paper's ``T / (T + 8 S / B)``: ``nbytes`` over ``bandwidth`` bit/s after each
     ``step_seconds`` of work."""
     return step_seconds / (step_seconds + 8 * nbytes / bandwidth)
 
 
 def bandwidth_for(nbytes: float, step_seconds: float, target: float) -> float:
-    """The bandwidth in bit/s at which `utilisation` is ``target``, for ``nbytes`` and
+    """The bandwidth in bit/s at which `utilization` is ``target``, for ``nbytes`` and
     ``step_seconds``."""
     return 8 * nbytes * target / ((1 - target) * step_seconds)
 
@@ -345,8 +345,8 @@ def _predict(scenario: Scenario, method: str, target: float = 0.9) -> MethodPlan
     return MethodPlan(
         sync_bytes=round(nbytes),
         phases=phases,
-        utilisation=utilisation(loaded, step, scenario.bandwidth),
-        worker_utilisation=step / (step + phases["download"] + phases["verify"] + phases["apply"]),
+        utilization=utilization(loaded, step, scenario.bandwidth),
+        worker_utilization=step / (step + phases["download"] + phases["verify"] + phases["apply"]),
         bandwidth_for_target=bandwidth_for(loaded, step, target),
     )
 
@@ -417,7 +417,7 @@ def from_study(study: Any) -> MeasuredInputs:
         ) from None
 
 
-class _Quantised(NamedTuple):
+class _Quantized(NamedTuple):
     """A format beside BF16: bytes a weight, codes that change for each BF16 weight that does, and
     bytes a weight that a step's scales take."""
 
@@ -426,21 +426,21 @@ class _Quantised(NamedTuple):
     scales: float
 
 
-QUANTISED = {
-    "fp8_block": _Quantised(1 + 4 / 128**2, 0.079, 0.9 / 128**2),
-    "mxfp8": _Quantised(1 + 1 / 32, 0.085, 0),
-    "mxfp4": _Quantised(1 / 2 + 1 / 32, 0.004, 0),
-    "nvfp4": _Quantised(1 / 2 + 1 / 16, 0.0056, 1e-5),
+QUANTIZED = {
+    "fp8_block": _Quantized(1 + 4 / 128**2, 0.079, 0.9 / 128**2),
+    "mxfp8": _Quantized(1 + 1 / 32, 0.085, 0),
+    "mxfp4": _Quantized(1 / 2 + 1 / 32, 0.004, 0),
+    "nvfp4": _Quantized(1 / 2 + 1 / 16, 0.0056, 1e-5),
 }
-"""As one run with FP32 masters had it, between its two learning rates (docs/quantised.md)."""
+"""As one run with FP32 masters had it, between its two learning rates (docs/quantized.md)."""
 
 
-def quantised_inputs(params: int, density: float, name: str) -> MeasuredInputs:
+def quantized_inputs(params: int, density: float, name: str) -> MeasuredInputs:
     """What ``params`` weights take in the format ``name`` where a step changes ``density`` of them
     in BF16. History saves nothing. Raises InputError."""
-    if name not in QUANTISED:
-        raise InputError(f"unknown format {name!r}", hint=f"Choose one of: {', '.join(QUANTISED)}.")
-    of = QUANTISED[name]
+    if name not in QUANTIZED:
+        raise InputError(f"unknown format {name!r}", hint=f"Choose one of: {', '.join(QUANTIZED)}.")
+    of = QUANTIZED[name]
     codes = density * of.codes
     nbytes = sync_bytes("auto", params, codes, of.param_bytes) + of.scales * params
     each = nbytes / max(params * codes, 1)

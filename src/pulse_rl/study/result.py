@@ -265,7 +265,7 @@ def _layer_rows(tally: Tally, ks: list[int]) -> list[dict[str, Any]]:
 
 
 def kind_of(spec: TensorSpec) -> str:
-    """What a tensor of a checkpoint holds: "scales" of a quantised weight, or elements of its
+    """What a tensor of a checkpoint holds: "scales" of a quantized weight, or elements of its
     dtype."""
     return "scales" if spec.name.endswith(SCALES) else spec.dtype.name
 

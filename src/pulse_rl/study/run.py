@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from .._util.settings import checked_path
 from .._util.threads import ordered_map
 from ..errors import InputError, PulseError, StateMismatch
-from ..quantize.states import Quantise, QuantisedState
+from ..quantize.states import Quantize, QuantizedState
 from ..state import checkpoint
 from ..state.cast import CastState, DTypeLike, cast_specs, compute_dtype_named
 from ..state.tensors import State, TensorSpec
@@ -175,7 +175,7 @@ def study(
     source: StateSequence,
     *,
     dtype: DTypeLike = "BF16",
-    quantise: Quantise | None = None,
+    quantize: Quantize | None = None,
     ks: Sequence[int] = DEFAULT_KS,
     step_seconds: float = STEP_SECONDS,
     threads: int | None = None,
@@ -188,7 +188,7 @@ def study(
     ``step_seconds`` is the compute time between syncs that the bandwidths assume; ``threads``: the
     maximum number (None: one per core).
     ``dtype`` is a compute dtype as `Publisher.publish` takes it: wider floats are cast to it; with
-    ``quantise``, as `Publisher.publish` takes it, those that are not quantised. Values of ``ks``
+    ``quantize``, as `Publisher.publish` takes it, those that are not quantized. Values of ``ks``
     with too few states are left out. For each k patches are built for at most ``CODED_PAIRS``
     pairs.
 
@@ -220,13 +220,13 @@ def study(
     def seen(state: State) -> State:
         return (
             CastState(state, compute)
-            if quantise is None
-            else QuantisedState(state, quantise, compute)
+            if quantize is None
+            else QuantizedState(state, quantize, compute)
         )
 
     specs = (
         cast_specs(source.specs, compute)
-        if quantise is None
+        if quantize is None
         else seen(next(iter(source.walk()))).specs
     )
     tally = Tally(specs, possible)

@@ -336,7 +336,7 @@ def make_pending(
 
 
 def allocated(segments: Sequence[Segment], empty: Empty = State.empty) -> State:
-    """Segments in what ``empty`` makes, with uninitialised values."""
+    """Segments in what ``empty`` makes, with uninitialized values."""
     if all(segment.is_whole for segment in segments):
         return empty(tuple(segment.spec for segment in segments), None)
     return SlicedState.allocate(segments, empty)

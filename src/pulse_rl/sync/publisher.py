@@ -42,7 +42,7 @@ from .submissions import Submission, Submissions
 if TYPE_CHECKING:
     from ..follow.state_folder import StateFolder
     from ..ops.checkout import Checkout
-    from ..quantize.states import Quantise
+    from ..quantize.states import Quantize
 
 _LOOK_SECONDS = 1.0
 
@@ -198,7 +198,7 @@ class Publisher(Closing, NotCopyable):
         files: Files | None = None,
         after: int | None = None,
         progress: bool = False,
-        quantise: Quantise | None = None,
+        quantize: Quantize | None = None,
     ) -> Published:
         """Commit a state as the next version, and return what it cost.
 
@@ -228,7 +228,7 @@ class Publisher(Closing, NotCopyable):
                 another has come since, nothing is published. None: whatever is the newest.
             progress: Whether a bar is shown, with the time left, for what takes more than half a
                 second, in a terminal or a notebook.
-            quantise: How weights become codes and scales, as a checkpoint of a quantised model has
+            quantize: How weights become codes and scales, as a checkpoint of a quantized model has
                 them: "fp8_block", "mxfp8", "mxfp4", "nvfp4", the model's ``quantization_config``,
                 or a function of a name and its FP32 array that returns the tensors in its place,
                 None for itself. ``dtype`` is then for all others, and a config.json among ``files``
@@ -252,7 +252,7 @@ class Publisher(Closing, NotCopyable):
                 # arguments are wrong.
                 request = self._request(
                     lambda: PublishRequest.of(
-                        self._read(source, dtype, quantise),
+                        self._read(source, dtype, quantize),
                         metadata=metadata,
                         dtype=dtype,
                         anchor=anchor,
@@ -276,7 +276,7 @@ class Publisher(Closing, NotCopyable):
         files: Files | None = None,
         copy_on_device: bool = False,
         replace: bool = False,
-        quantise: Quantise | None = None,
+        quantize: Quantize | None = None,
     ) -> Submission:
         """Copy a state and return; a background thread commits the version as `publish` does.
 
@@ -300,7 +300,7 @@ class Publisher(Closing, NotCopyable):
                 is memory for that, so that training does not wait for the bus.
             replace: Whether the version that waits, if there is one, is cancelled in favor of this
                 one, which takes over its memory.
-            quantise: As for `publish`.
+            quantize: As for `publish`.
 
         Returns:
             A future of what the version cost.
@@ -319,7 +319,7 @@ class Publisher(Closing, NotCopyable):
             # 2. The copy, in the caller's thread.
             request = self._request(
                 lambda: PublishRequest.of(
-                    self._read(source, dtype, quantise),
+                    self._read(source, dtype, quantize),
                     metadata=metadata,
                     dtype=dtype,
                     anchor=anchor,
@@ -453,9 +453,9 @@ class Publisher(Closing, NotCopyable):
             ):  # an error that is on its way out is not hidden by one that came before it
                 raise
 
-    def _read(self, source: Any, dtype: DTypeLike | None, quantise: Quantise | None) -> LocalState:
+    def _read(self, source: Any, dtype: DTypeLike | None, quantize: Quantize | None) -> LocalState:
         """What this rank has of a state that a call was given."""
-        return LocalState.of(source, dtype, quantise)
+        return LocalState.of(source, dtype, quantize)
 
     def _request(self, made: Callable[[], PublishRequest]) -> PublishRequest:
         """The request of a call, looked at in the caller's thread; among several ranks an error is

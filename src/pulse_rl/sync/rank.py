@@ -194,9 +194,9 @@ class RankPublisher:
         # All ranks make the same call, and know what each of them has of the state.
         local = self._meet(request, number, submission)
         if request.files and local.config:
-            from ..state.companions import of_quantised
+            from ..state.companions import of_quantized
 
-            request = replace(request, files=of_quantised(request.files, local.config))
+            request = replace(request, files=of_quantized(request.files, local.config))
         for _ in range(_MAX_STALE_COMMITS):
             manifest, state = self._try_commit(request, local, timer)
             if manifest:

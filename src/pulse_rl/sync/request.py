@@ -18,37 +18,37 @@ from ..state.tensors import DType, State, await_devices, cuda_tensors
 from ..stream.manifest import checked_metadata
 
 if TYPE_CHECKING:
-    from ..quantize.states import Quantise
+    from ..quantize.states import Quantize
     from ..sharding.layout import Box
 
 
 class LocalState(NamedTuple):
     """This rank's elements of a state: ``source``, to be cast to ``dtype`` if there is one.
     ``boxes``: which elements of a tensor they are, where they are not all. ``owned``: nobody else
-    writes to them. ``quantise``: what is to be made of them first, once the ranks have agreed on
-    scales (`quantised`). ``config``: what the config.json of a quantised state says of it."""
+    writes to them. ``quantize``: what is to be made of them first, once the ranks have agreed on
+    scales (`quantized`). ``config``: what the config.json of a quantized state says of it."""
 
     source: State
     dtype: DType | None = None
     boxes: Mapping[str, Box] = {}
     owned: bool = False
-    quantise: Quantise | None = None
+    quantize: Quantize | None = None
     config: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
-        cls, source: StateSource, dtype: DTypeLike | None, quantise: Quantise | None = None
+        cls, source: StateSource, dtype: DTypeLike | None, quantize: Quantize | None = None
     ) -> Self:
         """All of a state. Raises UnsupportedTensor and InputError."""
         compute = None if dtype is None else compute_dtype_named(dtype)
         state = as_state(source)
         if isinstance(source, Mapping):
             require_weights((spec.name, spec.shape) for spec in state.specs)
-        if quantise is not None:
-            from ..quantize.states import QuantisedState, config_of
+        if quantize is not None:
+            from ..quantize.states import QuantizedState, config_of
 
-            made = QuantisedState(state, quantise, compute)
-            return cls(made, config=config_of(quantise, made.kept))
+            made = QuantizedState(state, quantize, compute)
+            return cls(made, config=config_of(quantize, made.kept))
         return cls(state, compute)
 
     @property
@@ -88,9 +88,9 @@ class PublishRequest:
     refused: Exception | None = None
 
     @property
-    def quantise(self) -> Quantise | None:
-        """What `LocalState` is to be quantised by."""
-        return self.local.quantise if self.local else None
+    def quantize(self) -> Quantize | None:
+        """What `LocalState` is to be quantized by."""
+        return self.local.quantize if self.local else None
 
     @classmethod
     def of(
@@ -131,12 +131,12 @@ class PublishRequest:
         by way of a copy on the device.
 
         What is on a CUDA device is copied as it is and cast later, so that the caller does not wait
-        for the bus. What is to be quantised is made from the masters.
+        for the bus. What is to be quantized is made from the masters.
         """
         if self.local is None:
             return self
         source, dtype = self.local.source, self.local.dtype
-        if dtype and self.local.quantise is None and not cuda_tensors(source):
+        if dtype and self.local.quantize is None and not cuda_tensors(source):
             source, dtype = CastState(source, dtype), None
         copied = snapshot(source, spare, threads=threads, staged=staged)
         local = self.local._replace(source=copied.state, dtype=dtype, owned=dtype is None)

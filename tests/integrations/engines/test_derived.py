@@ -1,5 +1,5 @@
 """Layers that compute with what they derive from the checkpoint: a stand-in for an engine's
-quantised layers."""
+quantized layers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .world import Model, World, stage
 Tensors = dict[str, torch.Tensor]
 
 
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(int8, transposed; a scale for each row)."""
     scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-6) / 127
     return (weight.float() / scale).round().to(torch.int8).t(), scale
 
 
-class QuantisedModel(Model):
+class QuantizedModel(Model):
     """Of "fused" there are int8 values and scales once it is loaded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.derived_as: Any = quantised
+        self.derived_as: Any = quantized
         self.loading = True
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -71,7 +71,7 @@ class QuantisedModel(Model):
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, QuantisedModel)
+    made = World(tmp_path, QuantizedModel)
     yield made
     for session in made.sessions:
         session.close()
@@ -168,7 +168,7 @@ def test_a_failure_while_deriving_leaves_the_version_before(world: World) -> Non
         session.update(None)
     assert all(torch.equal(a, b) for a, b in zip(before, world.model.parameters(), strict=True))
     assert session.live.version == 1
-    world.model.derived_as = quantised
+    world.model.derived_as = quantized
     session.update(None)
     assert world.live()
 

@@ -138,13 +138,13 @@ def test_what_cannot_be_generated_again_is_said(engine: Generating) -> None:
     assert engine.handle is not None
     made = engine.handle.generate(PROMPT, {"max_tokens": 4})
     moved = replace(made, weights=(made.weights[0], Weights(1, root(1), 2)))
-    penalised = replace(moved, sampling={**GREEDY, "presence_penalty": 1.0})
+    penalized = replace(moved, sampling={**GREEDY, "presence_penalty": 1.0})
     reasons = {
         "has no prompt": replace(made, prompt_token_ids=None),
         "without a seed": replace(made, seed=None),
         "stream 'other'": replace(made, stream="other"),
         "random numbers": moved,
-        "presence_penalty": penalised,
+        "presence_penalty": penalized,
     }
     for reason, rollout in reasons.items():
         found = engine.handle.replay(rollout)

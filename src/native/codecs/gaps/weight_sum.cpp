@@ -17,7 +17,7 @@ namespace {
 PULSE_VBMI_INLINE __m512i classes(const uint8_t* p, size_t count, __m128i shift) {
     const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
     return _mm512_srl_epi16(_mm512_maskz_loadu_epi8(there, p),
-                            shift);  // bits of a neighbour are above the class's mask
+                            shift);  // bits of a neighbor are above the class's mask
 }
 PULSE_VBMI_INLINE __m512i classes(const uint16_t* p, size_t count, __m128i shift) {
     const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);

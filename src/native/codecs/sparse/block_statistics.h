@@ -28,7 +28,7 @@ struct BlockStatistics {
     uint64_t elements = 0, sampled = 0, changed = 0, live_elements = 0, live_changes = 0;
 
     // The groups of a tile [from, to) that are in the sample; a sample tells enough of a large block. Two counters each,
-    // since neighbours often are of one class.
+    // since neighbors often are of one class.
     template <class U>
     void sample(const U* block, size_t from, size_t to, ClassOf cls) {
         constexpr size_t kSample = 64;

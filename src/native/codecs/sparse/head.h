@@ -34,7 +34,7 @@ struct SparseHead {
         second.fill(kEven);
         against.fill(kEven);
     }
-    // Makes numbers that differ much from their neighbours' what they can be: what was put counts.
+    // Makes numbers that differ much from their neighbors' what they can be: what was put counts.
     void put(std::vector<uint8_t>& out);
     static SparseHead take(const uint8_t* data, size_t size, size_t& at, const ElementKind& kind,
                            size_t runs);

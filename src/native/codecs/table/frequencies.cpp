@@ -156,7 +156,7 @@ RansTables choose_tables(const StepCounts& counts, int width) {
         if (any) segments.push_back(segment);
     }
     if (segments.empty()) segments.push_back({0, {}, 0});
-    // Neighbours are joined while there are too many, or while a table costs more than it gains.
+    // Neighbors are joined while there are too many, or while a table costs more than it gains.
     const double scale = double(counts.elements) / double(std::max<uint64_t>(counts.sampled, 1));
     const double table_bits = 8 + 10.0 * (tables.alphabet - 1);
     while (segments.size() > 1) {

@@ -39,7 +39,7 @@ from .plugin import (
     require_known,
     require_plain_weights,
 )
-from .processing import processed_layers, quantised_layers
+from .processing import processed_layers, quantized_layers
 
 require_known(WeightTransferEngine, vllm.__version__)
 _TOKENS = 16
@@ -115,10 +115,10 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         )
 
     def _pre_quant_layers(self) -> PreQuantLayers:
-        quantised = quantised_layers(self.model, self.model_config.quantization, self._as_at_load)
-        known = [layer.module for layer in quantised]
+        quantized = quantized_layers(self.model, self.model_config.quantization, self._as_at_load)
+        known = [layer.module for layer in quantized]
         processed = processed_layers(self.model, self.model_config.dtype, self._as_at_load, known)
-        return pre_quant_layers([*quantised, *processed])
+        return pre_quant_layers([*quantized, *processed])
 
     @contextmanager
     def _as_at_load(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """What vLLM does to weights after it has loaded them: which modules do it, their state before, and
 how the same is done again aside.
 
-Layers that vLLM quantises when it loads them (``--quantization fp8_per_channel`` and the like) are
-loaded in the checkpoint's dtype; their quantisation method then replaces the weight by a quantised
+Layers that vLLM quantizes when it loads them (``--quantization fp8_per_channel`` and the like) are
+loaded in the checkpoint's dtype; their quantization method then replaces the weight by a quantized
 one and its scales. For a new version the same method derives both again, from a layer that is a
 copy but for its parameters.
 """
@@ -29,7 +29,7 @@ _OF_CACHES = ("_scale", "_zero_point")
 _HINT = (
     "Start the engine from the BF16 checkpoint with --quantization fp8_per_tensor, "
     "fp8_per_channel or fp8_per_block; "
-    "or from a quantised checkpoint, and publish such ones."
+    "or from a quantized checkpoint, and publish such ones."
 )
 
 
@@ -83,7 +83,7 @@ def processed_layers(
             layers.append(ProcessedLayer(model, group, before, context))
         elif len(group.modules) > 1:
             raise UnsupportedTensor(
-                f"the engine derives what {group.name!r} computes with from quantised weights"
+                f"the engine derives what {group.name!r} computes with from quantized weights"
             )
     return layers
 
@@ -132,12 +132,12 @@ def _scales_caches(method: object) -> bool:
     return isinstance(method, BaseKVCacheMethod)
 
 
-def quantised_layers(
+def quantized_layers(
     model: nn.Module,
     quantization: str | None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> list[QuantisedLayer]:
-    """The layers of a vLLM model that quantise what they load; ``context`` surrounds what their
+) -> list[QuantizedLayer]:
+    """The layers of a vLLM model that quantize what they load; ``context`` surrounds what their
     methods do. Raises UnsupportedTensor for a layer whose scheme is not known to derive its weights
     from the checkpoint's alone."""
     if not quantization:
@@ -147,10 +147,10 @@ def quantised_layers(
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
     except ImportError:
         raise _unsupported(
-            f"this vLLM quantises ({quantization}) in a way that is not known"
+            f"this vLLM quantizes ({quantization}) in a way that is not known"
         ) from None
 
-    layers: list[QuantisedLayer] = []
+    layers: list[QuantizedLayer] = []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if not getattr(
@@ -158,13 +158,13 @@ def quantised_layers(
         ):  # what it loads are the checkpoint's codes
             continue
         if not isinstance(method, OnlineLinearBase) or method.requantization_source is not None:
-            raise _unsupported(f"the engine's {name!r} is quantised by {type(method).__name__}")
+            raise _unsupported(f"the engine's {name!r} is quantized by {type(method).__name__}")
         parameters, buffers = LAYERWISE_INFO[module].restore_metadata
-        layers.append(QuantisedLayer(name, module, {**parameters, **buffers}, context))
+        layers.append(QuantizedLayer(name, module, {**parameters, **buffers}, context))
     return layers
 
 
-class QuantisedLayer:
+class QuantizedLayer:
     """``metadata``: the parameters with which vLLM had made ``module``, on the meta device."""
 
     def __init__(

@@ -1,5 +1,5 @@
 """Writes what the libraries of the formats make of some weights: python -m
-tests.golden.make_quantised
+tests.golden.make_quantized
 
 It needs these, which no test does. compressed-tensors 0.20.0, ModelOpt 0.47.0 and, for GPT-OSS, the
 reference in torch of triton_kernels (python/triton_kernels of Triton, of 2025-09-16), which
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-FILE = Path(__file__).parent / "quantised.npz"
+FILE = Path(__file__).parent / "quantized.npz"
 SCHEMES = {"fp8_block": "FP8_BLOCK", "mxfp8": "MXFP8A16", "mxfp4": "MXFP4A16", "nvfp4": "NVFP4A16"}
 
 
@@ -70,7 +70,7 @@ def gpt_oss(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def quantised(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+def quantized(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.lifecycle.forward import quantize
@@ -110,7 +110,7 @@ def main() -> None:
         arrays[f"{case}/weight"] = weight.numpy()
         made = {"modelopt": modelopt(weight), "gpt_oss": gpt_oss(weight)}
         for name in SCHEMES:
-            made[name] = quantised(weight, name)
+            made[name] = quantized(weight, name)
         for name, parts in made.items():
             for part, tensor in parts.items():
                 arrays[f"{case}/{name}/{part}"] = tensor.reshape(-1).view(torch.uint8).numpy()

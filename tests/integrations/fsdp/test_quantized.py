@@ -71,7 +71,7 @@ def as_one(trainer: Trainer, wanted: Any) -> None:
             Publisher(other, stream="policy") as alone,
         ):
             for seed in range(2):
-                mine, given = parts(trainer, how, weights(seed)), {**GIVEN, "quantise": wanted}
+                mine, given = parts(trainer, how, weights(seed)), {**GIVEN, "quantize": wanted}
                 done = (
                     ranks.publish(mine, **given) if seed else ranks.submit(mine, **given).result()
                 )
@@ -82,7 +82,7 @@ def as_one(trainer: Trainer, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(("size", "wanted"), [(2, MODELOPT), (3, "fp8_block")])
-def test_ranks_quantise_as_one(size: int, wanted: Any) -> None:
+def test_ranks_quantize_as_one(size: int, wanted: Any) -> None:
     together(as_one, size, wanted)
 
 
@@ -90,17 +90,17 @@ def refused(trainer: Trainer) -> None:
     trainer.connect("ranks")
     with ShardedPublisher(LocalStore(trainer.folder / "store"), stream="policy") as publisher:
         with pytest.raises(InputError, match="part of a group of 32 elements"):
-            publisher.publish(parts(trainer, "columns", weights(0)), quantise="mxfp8")
+            publisher.publish(parts(trainer, "columns", weights(0)), quantize="mxfp8")
         with pytest.raises(InputError, match="by a function"):
             publisher.publish(
-                parts(trainer, "rows", weights(0)), quantise=lambda name, weight: None
+                parts(trainer, "rows", weights(0)), quantize=lambda name, weight: None
             )
-        with pytest.raises(InputError, match="quantise is"):
+        with pytest.raises(InputError, match="quantize is"):
             publisher.publish(
-                parts(trainer, "rows", weights(0)), quantise=("mxfp8", "fp8_block")[trainer.rank]
+                parts(trainer, "rows", weights(0)), quantize=("mxfp8", "fp8_block")[trainer.rank]
             )
-        assert publisher.publish(parts(trainer, "rows", weights(0)), quantise="mxfp8").version == 0
-        given: dict[str, Any] = {"quantise": {"quant_method": "mxfp4"}}
+        assert publisher.publish(parts(trainer, "rows", weights(0)), quantize="mxfp8").version == 0
+        given: dict[str, Any] = {"quantize": {"quant_method": "mxfp4"}}
         experts = {
             "experts.up_proj": torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(1))
         }
@@ -111,5 +111,5 @@ def refused(trainer: Trainer) -> None:
             assert done.root == alone.publish(experts, **given).root
 
 
-def test_what_ranks_cannot_quantise_is_refused_on_all() -> None:
+def test_what_ranks_cannot_quantize_is_refused_on_all() -> None:
     together(refused, 2)

@@ -1,4 +1,4 @@
-"""An engine that quantises what it loads follows a BF16 stream: every live bit is that of a fresh
+"""An engine that quantizes what it loads follows a BF16 stream: every live bit is that of a fresh
 engine."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_fp8_weights_are_derived_again_from_the_stream(
             assert handle.version == 5
             assert handle.audit() == ()
             assert handle.version == policy.version, (
-                "what is quantised is audited at the newest version"
+                "what is quantized is audited at the newest version"
             )
         answered, live = answer(llm), checksums(llm)
     with engine(policy.save("last"), **options) as fresh:
@@ -48,7 +48,7 @@ def test_fp8_weights_are_derived_again_from_the_stream(
 
 
 @pytest.mark.slow
-def test_dummy_weights_are_quantised_by_vllm_and_then_proved(policy: Policy) -> None:
+def test_dummy_weights_are_quantized_by_vllm_and_then_proved(policy: Policy) -> None:
     policy.step()
     with engine(policy.checkpoint, quantization=SCHEME, load_format="dummy") as llm:
         with connect(llm, store=policy.store, stream="policy") as handle:

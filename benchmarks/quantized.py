@@ -1,15 +1,15 @@
-"""Streams of quantised states of a real run beside its BF16 stream: bytes a step, what changes, and
+"""Streams of quantized states of a real run beside its BF16 stream: bytes a step, what changes, and
 XOR + zstd.
 
-    python -m benchmarks.quantised [--lr 1e-6] [--steps 40] [--last 10] [--keep-embeddings]
+    python -m benchmarks.quantized [--lr 1e-6] [--steps 40] [--last 10] [--keep-embeddings]
     [--speed]
 
 The policy-gradient run of `benchmarks.trace` (22.7 M pretrained weights, FP32 masters). Each step
-is published by one publisher a format, quantised from the masters; counted are whole patch files of
-the last steps. All matrices are quantised, embeddings too, unless they are to be kept in BF16 as
+is published by one publisher a format, quantized from the masters; counted are whole patch files of
+the last steps. All matrices are quantized, embeddings too, unless they are to be kept in BF16 as
 engines keep them: they are half of this model, and a tenth or less of a large one. XOR + zstd codes
 the same codes, tensor by tensor, without scales. --speed: gigabytes of weights a second that are
-quantised, by one core and by all, and the memory that takes.
+quantized, by one core and by all, and the memory that takes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pulse_rl._util import zstd
 from pulse_rl.patch import build_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.quantize.formats import FORMATS
-from pulse_rl.quantize.states import Quantise, QuantisedState
+from pulse_rl.quantize.states import Quantize, QuantizedState
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study.result import kind_of
@@ -101,7 +101,7 @@ def states(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
     with tempfile.TemporaryDirectory() as folder:
         trace.load_start(policy, (args.start or Path(folder)) / "start.pt", 0)
     adam, prompts = (
-        trace.AdamW(policy, trace.Run("quantised", args.lr)),
+        trace.AdamW(policy, trace.Run("quantized", args.lr)),
         trace.Prompts(policy.vocabulary, 0),
     )
     assert adam.master is not None
@@ -153,13 +153,13 @@ def speed() -> None:
     """A gigabyte of FP32 weights, read as a publisher does."""
     experts = (0.02 * torch.randn(64, 1024, 1024)).repeat(4, 1, 1).view(64, 4, 1024, 1024)
     state = State.of({f"m.experts.{k}": of for k, of in enumerate(experts)})
-    formats: dict[str, Quantise] = {name: name for name in FORMATS}
+    formats: dict[str, Quantize] = {name: name for name in FORMATS}
     formats["GPT-OSS"] = {"quant_method": "mxfp4"}
     for name, how in formats.items():
         for threads in (1, os.cpu_count() or 1):
 
-            def run(how: Quantise = how, threads: int = threads) -> float:
-                made, started = QuantisedState(state, how), time.perf_counter()
+            def run(how: Quantize = how, threads: int = threads) -> float:
+                made, started = QuantizedState(state, how), time.perf_counter()
                 with ThreadPoolExecutor(threads) as pool:
                     for _ in pool.map(lambda spec: made.read(spec.name).size, made.specs):
                         pass
@@ -173,7 +173,7 @@ def speed() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantised", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized", description=__doc__)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--last", type=int, default=10)
@@ -191,7 +191,7 @@ def main() -> None:
         for of in streams:
             if step >= args.steps - args.last:
                 how = "fp8_block" if of.name == "BF16" else of.name
-                state = QuantisedState(
+                state = QuantizedState(
                     source, how if of is not streams[0] else lambda *_: None, DTYPES["BF16"]
                 )
                 of.take(state.copy(), step > args.steps - args.last)

@@ -1,4 +1,4 @@
-"""SGLang's models of quantised checkpoints, on a CPU: ``python -m tests.engines_sglang.quantised
+"""SGLang's models of quantized checkpoints, on a CPU: ``python -m tests.engines_sglang.quantized
 FOLDER``.
 
 Loaded by SGLang's own loader, for its Triton kernels, which are never called; then ten updates, of
@@ -72,11 +72,11 @@ def bits(model: Any) -> dict[str, Any]:
 
 
 def differing(case: str, folder: Path) -> list[str]:
-    name, quantise = CASES[case]
+    name, quantize = CASES[case]
     config = getattr(transformers, f"{name}Config")(**SIZES, **(EXPERTS if "Moe" in name else {}))
     trained = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
     trained.save_pretrained(folder / "bf16")
-    policy = Followed(trained, folder, quantise)
+    policy = Followed(trained, folder, quantize)
     policy.publish(files=str(folder / "bf16"))
     model, config = loaded(policy.saved("first"))
     runner = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Weights that are quantised on a device: the bits that the host makes. Where there is no GPU, the
+"""Weights that are quantized on a device: the bits that the host makes. Where there is no GPU, the
 device is the CPU's torch, which has the same operations."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch
 
 from pulse_rl import Bits, MemoryStore, Publisher, State
 from pulse_rl._native import block_maxima, to_e2m1, to_e4m3
-from pulse_rl.quantize import device as quantise_device
+from pulse_rl.quantize import device as quantize_device
 from pulse_rl.quantize.formats import FORMATS
-from pulse_rl.quantize.states import QuantisedState
+from pulse_rl.quantize.states import QuantizedState
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.memory import DeviceTensor
-from tests.golden.make_quantised import CONFIGS, FILE
+from tests.golden.make_quantized import CONFIGS, FILE
 from tests.support.states import Rng
 
 GOLDEN = np.load(FILE)
@@ -38,7 +38,7 @@ def there(state: State) -> State:
 
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantise_device, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(quantize_device, "DEVICES", (DEVICE,))
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_operations_make_the_bits_of_the_kernels(
 ) -> None:
     """Of all exponents, of NaN, infinities, subnormal numbers and ties, with scales of any bits;
     from any place."""
-    monkeypatch.setattr(quantise_device, "_PIECE", piece)
+    monkeypatch.setattr(quantize_device, "_PIECE", piece)
     for rows, columns, block_rows, block_columns in [
         *(
             (rows, columns, 128, 128)
@@ -102,19 +102,19 @@ def test_operations_make_the_bits_of_the_kernels(
             torch.from_numpy(host.view(f"i{width}")).to(DEVICE),
         )
         most = block_maxima(host.view(np.uint8), width, blocks)
-        assert quantise_device.block_maxima(ints, blocks).tobytes() == most.tobytes()
+        assert quantize_device.block_maxima(ints, blocks).tobytes() == most.tobytes()
         for start, stop in [
             (0, count),
             *(sorted(rng.integers(0, count + 1, 2).tolist()) for _ in range(5)),
         ]:
             here, on_device = np.empty((2, stop - start), np.uint8)
             to_e4m3(host[start:stop].view(np.uint8), width, start, blocks, scales, here)
-            quantise_device.to_e4m3(ints[start:stop], start, blocks, scales, on_device)
+            quantize_device.to_e4m3(ints[start:stop], start, blocks, scales, on_device)
             np.testing.assert_array_equal(on_device, here)
         if block_columns in (1, 16) or blocks == (32, 1, 32):
             here, on_device = np.empty((2, count // 2), np.uint8)
             to_e2m1(host.view(np.uint8), width, blocks, scales, here)
-            quantise_device.to_e2m1(ints, blocks, scales, on_device)
+            quantize_device.to_e2m1(ints, blocks, scales, on_device)
             np.testing.assert_array_equal(on_device, here)
 
 
@@ -125,7 +125,7 @@ def test_a_state_on_a_device_has_the_root_of_the_hosts(
     name: str, dtype: str, rng: Rng, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is read of it, tied tensors and fused experts too."""
-    monkeypatch.setattr(quantise_device, "_PIECE", 1 << 12)
+    monkeypatch.setattr(quantize_device, "_PIECE", 1 << 12)
     shapes = {"a": (260, 352), "b": (33, 64), "any": (160, 96)}
     given = {
         f"{key}.weight": rng.normal(0, 0.02, shape).astype(F32) for key, shape in shapes.items()
@@ -146,16 +146,16 @@ def test_a_state_on_a_device_has_the_root_of_the_hosts(
             for key, array in given.items()
         }  # type: ignore[misc]
     state = State.of(given | {"tied.weight": given["a.weight"]})
-    host = QuantisedState(state, CONFIGS.get(name, name))
-    device = QuantisedState(there(state), CONFIGS.get(name, name))
+    host = QuantizedState(state, CONFIGS.get(name, name))
+    device = QuantizedState(there(state), CONFIGS.get(name, name))
     # What GPT-OSS's config leaves as it is is copied.
-    quantised = [each for made in device.made.values() if len(made) > 1 for each in made]
-    assert quantised
+    quantized = [each for made in device.made.values() if len(made) > 1 for each in made]
+    assert quantized
     assert device.aliases == host.aliases
     if name != "gpt_oss":
-        assert len(quantised) == len(device.specs)
+        assert len(quantized) == len(device.specs)
         assert state_digest(device).root == state_digest(host).root
-    for each in quantised:
+    for each in quantized:
         elements = host.read(each.name)
         np.testing.assert_array_equal(device.read(each.name), elements)
         for _ in range(5):
@@ -165,11 +165,11 @@ def test_a_state_on_a_device_has_the_root_of_the_hosts(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_publish_from_a_device(name: str, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the device fails, or divides otherwise, the host quantises."""
+    """Where the device fails, or divides otherwise, the host quantizes."""
     state = State.of(
         {"a.weight": rng.normal(0, 0.02, (256, 512)).astype(F32), "norm.weight": np.ones(64, F32)}
     )
-    root = state_digest(QuantisedState(state, name)).root
+    root = state_digest(QuantizedState(state, name)).root
     copied = list[int]()
     read = DeviceTensor.read
     monkeypatch.setattr(
@@ -181,7 +181,7 @@ def test_a_publish_from_a_device(name: str, rng: Rng, monkeypatch: pytest.Monkey
     def largest_copy() -> int:
         copied.clear()
         with Publisher(MemoryStore(), stream="policy") as publisher:
-            assert publisher.publish(there(state), quantise=name).root == root
+            assert publisher.publish(there(state), quantize=name).root == root
         return max(copied)
 
     assert largest_copy() == 64
@@ -191,16 +191,16 @@ def test_a_publish_from_a_device(name: str, rng: Rng, monkeypatch: pytest.Monkey
 
     for function in ("block_maxima", "to_e2m1" if name.endswith("fp4") else "to_e4m3"):
         with monkeypatch.context() as patch:
-            patch.setattr(quantise_device, function, fails)
+            patch.setattr(quantize_device, function, fails)
             assert largest_copy() > 64
     for attribute, otherwise in (("divides_exactly", lambda device: False), ("DEVICES", ())):
         with monkeypatch.context() as patch:
-            patch.setattr(quantise_device, attribute, otherwise)
+            patch.setattr(quantize_device, attribute, otherwise)
             assert largest_copy() > 64
 
 
 def test_a_device_that_divides_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, tried = torch.device("cpu"), quantise_device.divides_exactly.__wrapped__
+    cpu, tried = torch.device("cpu"), quantize_device.divides_exactly.__wrapped__
     assert tried(cpu)
     divided = torch.Tensor.__truediv__
 

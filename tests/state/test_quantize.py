@@ -1,4 +1,4 @@
-"""Quantised states: the bits of the library that defines the formats, whatever is read of them; and
+"""Quantized states: the bits of the library that defines the formats, whatever is read of them; and
 streams of them."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pulse_rl._native import block_maxima, to_e2m1, to_e4m3
 from pulse_rl.cli import main
 from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.quantize.formats import FORMATS
-from pulse_rl.quantize.states import QuantisedState
+from pulse_rl.quantize.states import QuantizedState
 from pulse_rl.state.cast import cast
 from pulse_rl.state.checkpoint import save
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
-from tests.golden.make_quantised import CONFIGS, FILE
+from tests.golden.make_quantized import CONFIGS, FILE
 from tests.support.states import Rng
 
 GOLDEN = np.load(FILE)
@@ -39,7 +39,7 @@ def layer(weight: np.ndarray[Any, Any]) -> dict[str, Any]:
     }
 
 
-def quantised(weight: Any, name: str, dtype: str = "F32") -> QuantisedState:
+def quantized(weight: Any, name: str, dtype: str = "F32") -> QuantizedState:
     """A layer with that weight; of GPT-OSS two experts."""
     array = np.stack([weight.T] * 2) if name == "gpt_oss" else weight
     given = {
@@ -47,16 +47,16 @@ def quantised(weight: Any, name: str, dtype: str = "F32") -> QuantisedState:
         if dtype == "BF16"
         else array
     }
-    return QuantisedState(State.of(given), CONFIGS.get(name, name))
+    return QuantizedState(State.of(given), CONFIGS.get(name, name))
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *CONFIGS])
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_are_the_reference_librarys(case: str, name: str) -> None:
-    """Of compressed-tensors, ModelOpt and, for GPT-OSS, triton_kernels (`make_quantised`). Odd
+    """Of compressed-tensors, ModelOpt and, for GPT-OSS, triton_kernels (`make_quantized`). Odd
     shapes, zeros, ties, subnormal numbers and such whose scales are."""
     weight = GOLDEN[f"{case}/weight"]
-    made = quantised(weight, name)
+    made = quantized(weight, name)
     expected = {
         key.rpartition("/")[2]: GOLDEN[key] for key in GOLDEN if key.startswith(f"{case}/{name}/")
     }
@@ -85,14 +85,14 @@ def test_any_part_is_that_part_of_the_whole(name: str, dtype: str, rng: Rng) -> 
     else:
         given = wide
     whole, mixed = (
-        quantised(array, name, kind)
+        quantized(array, name, kind)
         for array, kind in ((wide.astype(np.float32), "F32"), (given, dtype))
     )
     for spec in whole.specs:
         elements = whole.read(spec.name)
         for _ in range(20):
             start, stop = sorted(rng.integers(0, spec.elements + 1, 2).tolist())
-            for one in (mixed, quantised(given, name, dtype)):
+            for one in (mixed, quantized(given, name, dtype)):
                 np.testing.assert_array_equal(
                     one.read(spec.name, start, stop), elements[start:stop]
                 )
@@ -104,15 +104,15 @@ def test_any_part_is_that_part_of_the_whole(name: str, dtype: str, rng: Rng) -> 
 def test_a_nan_is_not_lost(name: str, scales: str, nan: int) -> None:
     weight = np.ones((4, 64), np.float32)
     weight[2, 5] = np.nan
-    made = QuantisedState(State.of({"m.weight": weight}), name).read(f"m.weight_{scales}")
+    made = QuantizedState(State.of({"m.weight": weight}), name).read(f"m.weight_{scales}")
     assert nan in made.tolist()
 
 
-def test_experts_are_quantised_one_by_one(rng: Rng) -> None:
+def test_experts_are_quantized_one_by_one(rng: Rng) -> None:
     experts = rng.normal(0, 0.02, (3, 200, 130)).astype(np.float32)
-    made = QuantisedState(State.of({"mlp.experts.down_proj": experts}), "fp8_block")
+    made = QuantizedState(State.of({"mlp.experts.down_proj": experts}), "fp8_block")
     assert made.spec("mlp.experts.down_proj_scale_inv").shape == (3, 2, 2)
-    each = [QuantisedState(State.of({"m.weight": expert}), "fp8_block") for expert in experts]
+    each = [QuantizedState(State.of({"m.weight": expert}), "fp8_block") for expert in experts]
     for part in ("", "_scale_inv"):
         joined = np.concatenate([one.read(f"m.weight{part}") for one in each])
         np.testing.assert_array_equal(made.read(f"mlp.experts.down_proj{part}"), joined)
@@ -134,7 +134,7 @@ def test_what_is_left_out(rng: Rng) -> None:
     )
 
     def codes(how: Any) -> set[str]:
-        made = QuantisedState(state, how, DTYPES["BF16"])
+        made = QuantizedState(state, how, DTYPES["BF16"])
         assert {spec.dtype.name for spec in made.specs} <= {"F8_E4M3", "U8", "F32", "BF16"}
         return {
             spec.name.removesuffix(".weight") for spec in made.specs if spec.dtype.name == "F8_E4M3"
@@ -168,7 +168,7 @@ def test_what_is_left_out(rng: Rng) -> None:
 )
 def test_what_cannot_be_made_is_refused(wrong: str | Mapping[str, Any]) -> None:
     with pytest.raises(InputError):
-        QuantisedState(State.of({"m.weight": np.zeros((3, 40), np.float32)}), wrong)
+        QuantizedState(State.of({"m.weight": np.zeros((3, 40), np.float32)}), wrong)
 
 
 def test_scales_of_inputs_come_with_the_state(rng: Rng) -> None:
@@ -177,17 +177,17 @@ def test_scales_of_inputs_come_with_the_state(rng: Rng) -> None:
     experts = {"mlp.experts.up_proj": np.stack([weight, weight])}
     config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     with pytest.raises(InputError, match=r"no 'input_scale' of it"):
-        QuantisedState(State.of(layer(weight)), config)
+        QuantizedState(State.of(layer(weight)), config)
     scale = {"model.layers.0.mlp.up_proj.input_scale": np.float32(0.3)}
-    made = QuantisedState(State.of(layer(weight) | scale), config, DTYPES["BF16"])
+    made = QuantizedState(State.of(layer(weight) | scale), config, DTYPES["BF16"])
     assert {spec.name: spec.dtype.name for spec in made.specs}.items() >= dict.fromkeys(
         scale, "F32"
     ).items()
     with pytest.raises(InputError, match="fused"):
-        QuantisedState(State.of(experts), config | {"quant_algo": "W4A16_NVFP4"})
+        QuantizedState(State.of(experts), config | {"quant_algo": "W4A16_NVFP4"})
 
 
-def test_a_function_quantises(rng: Rng) -> None:
+def test_a_function_quantizes(rng: Rng) -> None:
     """It sees FP32 whatever the weights are; where it makes other tensors than before it is
     refused."""
     calls: list[str] = []
@@ -201,7 +201,7 @@ def test_a_function_quantises(rng: Rng) -> None:
 
     weight = rng.normal(0, 0.2, (32, 64)).astype(np.float32)
     state = State.of(layer(weight) | {"steps": np.int64(3)})
-    made = QuantisedState(state, halved)
+    made = QuantizedState(state, halved)
     name = "model.layers.0.mlp.up_proj.weight"
     expected = (weight * 100).astype(np.int8).reshape(-1)
     for start, stop in ((0, 70), (70, weight.size)):
@@ -220,13 +220,13 @@ def test_a_function_quantises(rng: Rng) -> None:
         return {f"{name}.{len(calls)}": weight.astype(np.float16)}
 
     with pytest.raises(UnsupportedTensor):
-        QuantisedState(state, fickle).copy()
+        QuantizedState(state, fickle).copy()
 
 
-def test_the_command_quantises(
+def test_the_command_quantizes(
     tmp_path: Path, rng: Rng, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a format's name, or as the config of a quantised model says."""
+    """By a format's name, or as the config of a quantized model says."""
     save(
         tmp_path / "step.safetensors",
         State.of(layer(rng.normal(0, 0.02, (64, 64)).astype(np.float32))),
@@ -246,7 +246,7 @@ def test_the_command_quantises(
             store,
             "--stream",
             "policy",
-            "--quantise",
+            "--quantize",
             how,
         ]
         assert main([*given, "--dtype", "BF16"]) == 0
@@ -264,7 +264,7 @@ def test_the_command_quantises(
                 store,
                 "--stream",
                 "policy",
-                "--quantise",
+                "--quantize",
                 str(config),
             ]
         )
@@ -280,16 +280,16 @@ def test_a_study_has_codes_and_scales_beside_the_weights(
             tmp_path / f"step-{step}.safetensors",
             State.of(layer(weight * np.float32(1 + 1e-4 * step))),
         )
-    assert main(["study", str(tmp_path), "--k", "1", "--quantise", "fp8_block", "--json"]) == 0
+    assert main(["study", str(tmp_path), "--k", "1", "--quantize", "fp8_block", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(row["kind"], row["elements"]) for row in found["kinds"]] == [
         ("BF16", weight.size + 128)
     ]
-    parts = {row["kind"]: row for row in found["quantised"]["kinds"]}
+    parts = {row["kind"]: row for row in found["quantized"]["kinds"]}
     assert (parts["scales"]["elements"], parts["scales"]["changed"]) == (2, 2), "all weights grow"
     assert (parts["F8_E4M3"]["elements"], parts["BF16"]["elements"]) == (weight.size, 128)
     assert parts["F8_E4M3"]["sparsity"] > found["kinds"][0]["sparsity"]
-    assert main(["study", str(tmp_path), "--k", "1", "--quantise", "fp8_block"]) == 0
+    assert main(["study", str(tmp_path), "--k", "1", "--quantize", "fp8_block"]) == 0
     assert "scales" in capsys.readouterr().out
 
 
@@ -320,8 +320,8 @@ def test_the_kernels_refuse_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_stream_of_quantised_states(name: str, rng: Rng) -> None:
-    """Followers see a state like any other, with the root of what the trainer could have quantised
+def test_a_stream_of_quantized_states(name: str, rng: Rng) -> None:
+    """Followers see a state like any other, with the root of what the trainer could have quantized
     itself; tied weights stay tied, and what is submitted may change."""
     store = MemoryStore()
     weight = torch.from_numpy(rng.normal(0, 0.02, (256, 512)).astype(np.float32))
@@ -335,15 +335,15 @@ def test_a_stream_of_quantised_states(name: str, rng: Rng) -> None:
         Subscriber(store, stream="policy") as worker,
     ):
         for step in range(4):
-            own = QuantisedState(State.of(state), name, DTYPES["BF16"]).copy()
+            own = QuantizedState(State.of(state), name, DTYPES["BF16"]).copy()
             if step % 2:
-                publisher.submit(state, quantise=name, dtype="BF16")
+                publisher.submit(state, quantize=name, dtype="BF16")
                 weight.add_(1)
                 publisher.wait()
                 weight.sub_(1)
             else:
                 publisher.publish(
-                    state, quantise=name, dtype="BF16", files={"config.json": b'{"vocab_size": 9}'}
+                    state, quantize=name, dtype="BF16", files={"config.json": b'{"vocab_size": 9}'}
                 )
             worker.sync()
             assert worker.root == state_digest(own).root
@@ -352,7 +352,7 @@ def test_a_stream_of_quantised_states(name: str, rng: Rng) -> None:
             config = json.loads(worker.files()["config.json"])
             assert config.pop("vocab_size") == 9
             if step % 2 == 0:
-                again = QuantisedState(
+                again = QuantizedState(
                     State.of(state), config["quantization_config"], DTYPES["BF16"]
                 )
                 assert state_digest(again).root == worker.root, (
