@@ -17,6 +17,7 @@ import pulse_rl
 from pulse_rl import PulseError, errors
 from tests.support.framework_stubs import BASES, integration
 from tests.support.states import run_python
+from tests.test_shape import CORE
 
 ELSEWHERE = {
     "pulse_rl.engines.vllm.engine",
@@ -40,7 +41,7 @@ def test_the_map_of_the_code_is_true() -> None:
     that are there."""
     root = Path(__file__).parents[1]
     page = (root / "docs" / "architecture.md").read_text()
-    for folder in ("_util", "loco", "maintenance", "patch", "state", "store", "stream", "sync"):
+    for folder in (*CORE, "_util", "loco", "ops", "follow", "sharding", "stores"):
         (row,) = (line for line in page.splitlines() if line.startswith(f"| `{folder}/`"))
         files = (root / "src" / "pulse_rl" / folder).glob("*.py")
         assert {file.stem for file in files if f"`{file.stem}`" not in row} == {"__init__"}, folder

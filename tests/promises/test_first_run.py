@@ -158,7 +158,7 @@ for name in sys.argv[1:]:
     except ImportError:
         traceback.print_exc()
 """
-    names = ("integrations.torch", "integrations.transformers", "integrations.fsdp", "loco")
+    names = ("frameworks.torch", "frameworks.transformers", "frameworks.fsdp", "loco")
     assert run_python(code, *names).stderr.count("pip install 'pulse-rl[torch]'") == len(names)
 
 

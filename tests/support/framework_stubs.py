@@ -1,4 +1,4 @@
-"""As much of verl, NeMo-RL and Axolotl as the integrations take from them, where they are not
+"""As much of verl, NeMo-RL and Axolotl as `pulse_rl.frameworks` takes from them, where they are not
 installed.
 
 `make test-verl` has the real verl; NEMO_RL_CHECKOUT=FOLDER has the tests use that checkout of
@@ -69,12 +69,12 @@ def base(framework: str) -> ModuleType:
 
 @cache
 def integration(framework: str = "verl") -> ModuleType:
-    """`pulse_rl.integrations.FRAMEWORK`, over the framework or over this module."""
+    """`pulse_rl.frameworks.FRAMEWORK`, over the framework or over this module."""
     parts = [] if base(framework).__name__ != __name__ else BASES[framework].split(".")
     names = [".".join(parts[: k + 1]) for k in range(len(parts))]
     sys.modules |= dict.fromkeys(names, sys.modules[__name__])
     try:
-        return importlib.import_module(f"pulse_rl.integrations.{framework}")
+        return importlib.import_module(f"pulse_rl.frameworks.{framework}")
     finally:
         for name in names:
             del sys.modules[name]
