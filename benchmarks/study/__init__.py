@@ -4,5 +4,6 @@
     python -m benchmarks.study [--json FILE] [--only NAME ...]
 
 `settings` lists the runs, `minilm` and `example` carry them out, `recorder` measures, `tables`
-prints.
+prints. `research` adds what the library's study leaves out, by `theory` (the entropy bound, density
+by exponent) and `recurrence` (what earlier changes tell of the next ones).
 """

@@ -38,22 +38,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "plan",
-                *SEVEN,
-                "--cores",
-                "4",
-                "--workers",
-                "2",
-                "--shared-link",
-                "--upload-bandwidth",
-                "1Gbit",
-            ]
-        )
-        == 0
-    )
+    links = "--cores 4 --workers 2 --shared-link --upload-bandwidth 1Gbit"
+    assert main(["plan", *SEVEN, *links.split()]) == 0
     out = capsys.readouterr().out
     assert "14 GB" in out
     assert "40.3 Gbit/s" in out  # twice the paper's 20, for two workers on one link
@@ -96,17 +82,8 @@ def test_a_format_in_place_of_a_study(
     name: str, wanted: float, most: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Beside the patches of docs/quantized.md, lr 3e-6."""
-    recorded = [
-        "--params",
-        "22.7M",
-        "--density",
-        "0.00798",
-        "--step-seconds",
-        "1",
-        "--bandwidth",
-        "1Gbit",
-    ]
-    found = planned(capsys, *recorded, "--quantized", name)["sync_bytes"]
+    recorded = "--params 22.7M --density 0.00798 --step-seconds 1 --bandwidth 1Gbit"
+    found = planned(capsys, *recorded.split(), "--quantized", name)["sync_bytes"]
     assert found["auto"] == pytest.approx(wanted, rel=0.12)
     assert found["full"] == pytest.approx(most, rel=0.01)
 

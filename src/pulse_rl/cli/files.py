@@ -20,7 +20,7 @@ from ..patch.header import MAGIC as PATCH_MAGIC
 from ..patch.header import PRELUDE_BYTES, Base, PatchHeader, header_end, parse_header
 from ..state.checkpoint import FILE_NAME, current_version, load, save
 from ..state.companions import files_of
-from ..state.digest import state_digest
+from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from .arguments import A_CHECKPOINT, Shared, add_file_to_write
 from .output import Console, check_output, write_output
@@ -36,9 +36,8 @@ def add_parsers(commands: Any, shared: Shared) -> None:
     )
     command.add_argument("old", metavar="OLD", help=A_CHECKPOINT)
     command.add_argument("new", metavar="NEW", help="the checkpoint that the patch produces")
-    command.add_argument(
-        "-o", "--output", required=True, metavar="PATCH", help="the patch file to write"
-    )
+    text = "the patch file to write"
+    command.add_argument("-o", "--output", required=True, metavar="PATCH", help=text)
     command.set_defaults(run=diff)
 
     command = commands.add_parser(
@@ -73,9 +72,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     out = Path(args.output)
     check_output(out, PATCH_MAGIC, force=args.force)
     old, new = (_loaded(source, args, console)[0] for source in (args.old, args.new))
-    digest = state_digest(
-        old, threads=args.threads, progress=progress_to(console, "digest", old.nbytes)
-    )
+    digest = _digest(old, args, console)
     built = patch.build_patch(
         old,
         new,
@@ -101,9 +98,7 @@ def apply(args: argparse.Namespace, console: Console) -> int:
         check_folder(out, [FILE_NAME], force=args.force)
     data = _read(args.patch)
     base, metadata, files = _loaded(args.base, args, console)
-    digest = state_digest(
-        base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes)
-    )
+    digest = _digest(base, args, console)
     try:
         parsed = patch.parse_patch([data], digest)
     except CorruptPatch as error:
@@ -154,9 +149,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
     dense_bytes = None
     if args.base:
         base = _loaded(args.base, args, console)[0]
-        root = state_digest(
-            base, threads=args.threads, progress=progress_to(console, "digest", base.nbytes)
-        ).root
+        root = _digest(base, args, console).root
         blocks = parse_header(data, Base(base.specs, root)).cuts
         dense_bytes = sum(block.nbytes for block in blocks or ())
     facts = _facts(parsed.header, len(data), dense_bytes)
@@ -188,9 +181,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
 def digest(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     state = _loaded(args.checkpoint, args, console)[0]
-    tree = state_digest(
-        state, threads=args.threads, progress=progress_to(console, "digest", state.nbytes)
-    )
+    tree = _digest(state, args, console)
     facts: dict[str, Any] = {
         "root": tree.root,
         "tensors": {s.name: tree.tensor(s).hex() for s in state.specs},
@@ -218,6 +209,11 @@ def _loaded(
     state, metadata = load(source)
     folder = current_version(Path(source))
     return state, metadata, lambda: files_of(folder) if folder.is_dir() else {}
+
+
+def _digest(state: State, args: argparse.Namespace, console: Console) -> StateDigest:
+    progress = progress_to(console, "digest", state.nbytes)
+    return state_digest(state, threads=args.threads, progress=progress)
 
 
 def _read(path: str) -> memoryview:

@@ -23,6 +23,16 @@ _LABELS = {
 }
 
 
+_PREDICTIONS = (
+    "utilization",
+    "worker_utilization",
+    "sync_seconds",
+    "bandwidth_for_target",
+    "sync_bytes",
+    "phases",
+)
+
+
 def add_parser(commands: Any, _: Shared) -> None:
     """Add the command to ``commands``, argparse's sub-parsers."""
     command = commands.add_parser(
@@ -30,12 +40,10 @@ def add_parser(commands: Any, _: Shared) -> None:
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--params", metavar="N", help="number of parameters: 7B, 0.5B, 22.6M")
-    command.add_argument(
-        "--density", metavar="D", help="share of the weights that a step changes: 0.0086 or 0.86%%"
-    )
-    command.add_argument(
-        "--study", metavar="FILE", help="take --params and --density from the JSON of `pulse study`"
-    )
+    text = "share of the weights that a step changes: 0.0086 or 0.86%%"
+    command.add_argument("--density", metavar="D", help=text)
+    text = "take --params and --density from the JSON of `pulse study`"
+    command.add_argument("--study", metavar="FILE", help=text)
     command.add_argument(
         "--quantized",
         nargs="?",
@@ -46,50 +54,25 @@ def add_parser(commands: Any, _: Shared) -> None:
         f"FORMAT, {', '.join(QUANTIZED)}, where a step changes --density of the same weights in "
         "BF16",
     )
-    command.add_argument(
-        "--step-seconds", required=True, metavar="T", help="compute per step: 50 or 50s"
-    )
-    command.add_argument(
-        "--bandwidth",
-        required=True,
-        metavar="B",
-        help="bandwidth of a worker's link: 0.2Gbit, 10MB/s",
-    )
-    command.add_argument(
-        "--upload-bandwidth",
-        metavar="B",
-        help="bandwidth of the trainer's link (default: the same)",
-    )
-    command.add_argument(
-        "--workers",
-        default="1",
-        metavar="W",
-        help="number of workers, each on its own link (default: 1)",
-    )
+    text = "compute per step: 50 or 50s"
+    command.add_argument("--step-seconds", required=True, metavar="T", help=text)
+    text = "bandwidth of a worker's link: 0.2Gbit, 10MB/s"
+    command.add_argument("--bandwidth", required=True, metavar="B", help=text)
+    text = "bandwidth of the trainer's link (default: the same)"
+    command.add_argument("--upload-bandwidth", metavar="B", help=text)
+    text = "number of workers, each on its own link (default: 1)"
+    command.add_argument("--workers", default="1", metavar="W", help=text)
     command.add_argument("--shared-link", action="store_true", help="all workers share one link")
-    command.add_argument(
-        "--cores",
-        default="8",
-        metavar="C",
-        help="CPU cores of the trainer and of each worker (default: 8)",
-    )
-    command.add_argument(
-        "--round-trip-seconds",
-        default="0",
-        metavar="SECONDS",
-        help="round-trip time to the store (default: 0)",
-    )
-    command.add_argument(
-        "--upload-round-trip-seconds",
-        metavar="SECONDS",
-        help="that of the trainer (default: the same)",
-    )
-    command.add_argument(
-        "--loss", default="0", metavar="P", help="share of packets that links lose (default: 0)"
-    )
-    command.add_argument(
-        "--target", default="0.9", metavar="U", help="target GPU utilization (default: 0.9)"
-    )
+    text = "CPU cores of the trainer and of each worker (default: 8)"
+    command.add_argument("--cores", default="8", metavar="C", help=text)
+    text = "round-trip time to the store (default: 0)"
+    command.add_argument("--round-trip-seconds", default="0", metavar="SECONDS", help=text)
+    text = "that of the trainer (default: the same)"
+    command.add_argument("--upload-round-trip-seconds", metavar="SECONDS", help=text)
+    text = "share of packets that links lose (default: 0)"
+    command.add_argument("--loss", default="0", metavar="P", help=text)
+    text = "target GPU utilization (default: 0.9)"
+    command.add_argument("--target", default="0.9", metavar="U", help=text)
     command.set_defaults(run=run)
 
 
@@ -150,14 +133,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def facts_of(plan: Plan) -> dict[str, Any]:
     """The plan as JSON: each prediction an object keyed by method; seconds, bytes, bit/s."""
-    methods = plan.methods
     return {
-        "utilization": {name: methods[name].utilization for name in METHODS},
-        "worker_utilization": {name: methods[name].worker_utilization for name in METHODS},
-        "sync_seconds": {name: methods[name].sync_seconds for name in METHODS},
-        "bandwidth_for_target": {name: methods[name].bandwidth_for_target for name in METHODS},
-        "sync_bytes": {name: methods[name].sync_bytes for name in METHODS},
-        "phases": {name: methods[name].phases for name in METHODS},
+        **{
+            key: {name: getattr(plan.methods[name], key) for name in METHODS}
+            for key in _PREDICTIONS
+        },
         "full_wins": asdict(plan.full_wins),
         "inputs": asdict(plan.scenario),
     }

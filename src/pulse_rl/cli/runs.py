@@ -30,7 +30,7 @@ from ..stream.unreadable import UNREADABLE
 from ..sync.planner import BROKEN_LINK
 from .arguments import Shared, add_metadata, count, number, path
 from .output import Console
-from .streams import open_lasting
+from .streams import open_lasting, reading
 
 _SKIP, _LAST_BAD = 125, 127
 _PLACE = "{}"
@@ -226,11 +226,8 @@ class Runs:
                 args.store,
                 args.stream,
                 version=version,
-                trusted_keys=args.trust,
-                stream_id=args.stream_id,
                 cache=self._cache,  # evaluations go back and forth
-                threads=args.threads,
-                on_event=self._console,
+                **reading(args, self._console),
             )
         self._checkout.to(version).save(self._folder, sharded=args.sharded, force=args.force)
 

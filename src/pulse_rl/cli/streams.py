@@ -86,6 +86,16 @@ def version_at(source: str, args: argparse.Namespace, console: Console) -> Check
     )
 
 
+def reading(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """What the library's functions on a stream are given by every command."""
+    return {
+        "trusted_keys": args.trust,
+        "stream_id": args.stream_id,
+        "threads": args.threads,
+        "on_event": console,
+    }
+
+
 def add_publish(commands: Any, shared: Shared) -> None:
     checkpoint = options()
     text = f"{A_CHECKPOINT}, with which a new stream begins"
@@ -104,12 +114,9 @@ def add_publish(commands: Any, shared: Shared) -> None:
 def version_options() -> argparse.ArgumentParser:
     """What a command that publishes is given of a version."""
     version = options()
-    version.add_argument(
-        "--dtype",
-        type=compute_dtype,
-        choices=list(COMPUTE_DTYPES),
-        help="cast wider floating-point tensors to this compute dtype (default: as they are)",
-    )
+    text = "cast wider floating-point tensors to this compute dtype (default: as they are)"
+    names = list(COMPUTE_DTYPES)
+    version.add_argument("--dtype", type=compute_dtype, choices=names, help=text)
     add_quantize(
         version,
         "publish codes and scales in place of weights: {formats}, or the config.json of a "
@@ -196,10 +203,7 @@ def anchor(args: argparse.Namespace, console: Console) -> int:
         open_lasting(args.store),
         args.stream,
         signer=_signer(args),
-        trusted_keys=args.trust or (),
-        stream_id=args.stream_id,
-        threads=args.threads,
-        on_event=console,
+        **reading(args, console),
     )
     print_published(done, console)
     return 0
@@ -229,10 +233,7 @@ def attest(args: argparse.Namespace, console: Console) -> int:
         args.stream,
         args.version,
         sharded=args.sharded,
-        trusted_keys=args.trust,
-        stream_id=args.stream_id,
-        threads=args.threads,
-        on_event=console,
+        **reading(args, console),
     )
     bundle = key.bundle(statement)
     if not args.output:
@@ -298,10 +299,7 @@ def verify(args: argparse.Namespace, console: Console) -> int:
     reports = verify_stream(
         open_lasting(args.store),
         args.stream,
-        trusted_keys=args.trust,
-        stream_id=args.stream_id,
-        threads=args.threads,
-        on_event=console,
+        **reading(args, console),
     )
     for report in reports:
         versions += 1
@@ -319,10 +317,7 @@ def _folds(args: argparse.Namespace, console: Console) -> Iterator[tuple[int, in
         args.stream,
         tuple(args.folds),
         signer=_signer(args),
-        trusted_keys=args.trust,
-        stream_id=args.stream_id,
-        threads=args.threads,
-        on_event=console,
+        **reading(args, console),
     )
 
 

@@ -26,9 +26,8 @@ def add_parser(commands: Any, _: Shared) -> None:
     command = commands.add_parser(
         "study", help="measure the sparsity of updates between saved states"
     )
-    command.add_argument(
-        "source", metavar="SOURCE", help="a folder of checkpoints; with --stream, a store"
-    )
+    text = "a folder of checkpoints; with --stream, a store"
+    command.add_argument("source", metavar="SOURCE", help=text)
     command.add_argument("--stream", metavar="S", help="study the versions of this stream")
     command.add_argument(
         "--dtype",
@@ -58,13 +57,11 @@ def add_parser(commands: Any, _: Shared) -> None:
         help="compute between syncs: 50 or 50s (default: 50)",
     )
     command.add_argument("-o", "--output", metavar="REPORT", help="also write an HTML report")
-    command.add_argument(
-        "--force", action="store_true", help="replace REPORT even if it is something else"
-    )
+    text = "replace REPORT even if it is something else"
+    command.add_argument("--force", action="store_true", help=text)
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument(
-        "--threads", type=int, metavar="N", help="number of threads (default: one per core)"
-    )
+    text = "number of threads (default: one per core)"
+    command.add_argument("--threads", type=int, metavar="N", help=text)
     command.set_defaults(run=run)
 
 
@@ -193,17 +190,12 @@ def add_report_parser(commands: Any, _: Shared) -> None:
     """Add the command to ``commands``, argparse's sub-parsers."""
     command = commands.add_parser("report", help="write a run or a study as one HTML page")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument(
-        "source",
-        metavar="RUN",
-        help="a folder with events*.jsonl, study.json or both, or one such file",
-    )
-    command.add_argument(
-        "-o", "--output", required=True, metavar="HTML", help="the HTML file to write"
-    )
-    command.add_argument(
-        "--force", action="store_true", help="replace HTML even if it is something else"
-    )
+    text = "a folder with events*.jsonl, study.json or both, or one such file"
+    command.add_argument("source", metavar="RUN", help=text)
+    text = "the HTML file to write"
+    command.add_argument("-o", "--output", required=True, metavar="HTML", help=text)
+    text = "replace HTML even if it is something else"
+    command.add_argument("--force", action="store_true", help=text)
     command.add_argument("--stream", metavar="S", help="the stream to show, if the run has several")
     command.set_defaults(run=report)
 
