@@ -10,6 +10,8 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.ext.napoleon import Config as NapoleonConfig
+from sphinx.ext.napoleon import GoogleDocstring
 
 from pulse_rl import __version__
 
@@ -18,7 +20,7 @@ author = "The Pulse developers"
 copyright = "The Pulse developers, Apache-2.0"  # noqa: A001
 version = release = __version__
 
-extensions = ["sphinx.ext.napoleon", "myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_title = f"Pulse {__version__}"
 html_extra_path: list[str] = []
@@ -50,7 +52,7 @@ nitpick_ignore_regex = [
     ),
     (
         r"py:.*",
-        r"(Any|Self|Past|Path|Mapping|Iterator|Iterable|Callable|Sequence|Collection|TracebackType|ClassVar|PathLike|CollectorRegistry)",
+        r"(Any|Self|DTypeLike|Files|Quantize|Past|Path|Mapping|Iterator|Iterable|Callable|Sequence|Collection|TracebackType|ClassVar|PathLike|CollectorRegistry)",
     ),
 ]
 
@@ -82,8 +84,15 @@ def resolve(
 def parameter_lists(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Makes entries of the sentences that begin with a parameter's name, and of those that say what
-    is raised."""
+    """Makes entries of the lists of arguments, of the sentences that begin with a parameter's name,
+    and of those that say what is raised."""
+    if any(re.match("(Args|Returns|Raises):", line) for line in lines):
+        lines[:] = "\n".join(
+            re.sub(r"^(Returns|Raises): (.+)", r"\1:\n    \2", line) for line in lines
+        ).split("\n")
+        config = NapoleonConfig(napoleon_use_param=True, napoleon_use_rtype=False)
+        lines[:] = str(GoogleDocstring(lines, config, app, what, name, obj, options)).split("\n")
+        return
     try:
         parameters = inspect.signature(obj).parameters
     except (TypeError, ValueError):

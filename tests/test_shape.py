@@ -21,15 +21,15 @@ LIBRARY = CHECKOUT / "src" / "pulse_rl"
 CORE = ("state", "codec", "patch", "store", "stream", "sync")
 """The packages that keep the promise, bit for bit; all else is an extra."""
 
-MAX_SRC_LINES, MAX_SRC_FILES = 29_500, 150
-MAX_CORE_LINES, MAX_CORE_FILES = 6_200, 40
+MAX_SRC_LINES, MAX_SRC_FILES = 30_880, 171
+MAX_CORE_LINES, MAX_CORE_FILES = 7_690, 46
 MAX_TEST_LINES = 46_000
 """Code lines of Python: without blank lines, comments and docstrings."""
 
-MAX_NATIVE_LINES = 9_400
+MAX_NATIVE_LINES = 9_684
 """Lines of all files below src/native."""
 
-MAX_PRIVATE_SHARE = 0.33
+MAX_PRIVATE_SHARE = 0.38
 """Of the files of tests, helpers included, those that may know a private name of `pulse_rl`: pure
 functions of formats and kernels are tested inside."""
 
