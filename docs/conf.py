@@ -87,9 +87,11 @@ def parameter_lists(
     """Makes entries of the lists of arguments, of the sentences that begin with a parameter's name,
     and of those that say what is raised."""
     if any(re.match("(Args|Returns|Raises):", line) for line in lines):
-        lines[:] = "\n".join(
-            re.sub(r"^(Returns|Raises): (.+)", r"\1:\n    \2", line) for line in lines
-        ).split("\n")
+        # "Returns: text" and "Raises: text" may be sentences of their own, of several lines.
+        text = re.sub(r"^Returns: (.+)", r"Returns:\n    \1", "\n".join(lines), flags=re.MULTILINE)
+        sentence = re.compile(r"^Raises: .+(?:\n +.+)*", re.MULTILINE)
+        text = sentence.sub(lambda found: "\n" + " ".join(found[0].split()) + "\n", text)
+        lines[:] = text.split("\n")
         config = NapoleonConfig(napoleon_use_param=True, napoleon_use_rtype=False)
         lines[:] = str(GoogleDocstring(lines, config, app, what, name, obj, options)).split("\n")
         return

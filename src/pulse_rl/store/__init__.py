@@ -46,7 +46,7 @@ def open_stores(given: Store | str | Sequence[Store | str]) -> list[Store]:
 def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store:
     """The store at ``address``: a folder's path, ``file:///folder``, ``memory://`` (new and empty
     each time), ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``, or, for
-    readers, ``http://host:port`` or ``https://…`` with those of `pulse_rl.HttpStore`;
+    readers, ``http://host:port`` or ``https://…`` with those of ``HttpStore``;
     ``hf://buckets/namespace/bucket/prefix``, which is S3, or, for readers,
     ``hf://namespace/repository/prefix``, of the Hugging Face Hub. A store is returned unchanged.
 
