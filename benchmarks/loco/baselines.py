@@ -207,7 +207,7 @@ class QuantizedReduction:
             messages = [to_few_bits(own[start:stop], self.code) for start, stop in shares]
         most = 4 * parameters.count + 4096
         with phase("exchange"):
-            arrived = group.all_to_all(messages, max_bytes=[[most] * group.size] * group.size)
+            arrived = group.all_to_all(messages, max_bytes=[most] * group.size)
             start, stop = shares[group.rank]
             total = np.zeros(stop - start, np.float32)
             for message in arrived:

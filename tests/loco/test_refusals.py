@@ -203,10 +203,8 @@ def announced_to_one(trainer: Trainer) -> None:
     exchange = TrainerGroup(timeout_seconds=5)
     messages = [bytes(10), bytes(101 if trainer.rank == 2 else 10), bytes(10)]
     with pytest.raises(CorruptMessage, match="trainer 2 announces 101"):
-        exchange.all_to_all(messages, max_bytes=[[200, 100, 200]] * 3)
-    found = exchange.all_to_all(
-        [bytes([trainer.rank, to]) for to in range(3)], max_bytes=[[2, 2, 2]] * 3
-    )
+        exchange.all_to_all(messages, max_bytes=[200, 100, 200])
+    found = exchange.all_to_all([bytes([trainer.rank, to]) for to in range(3)], max_bytes=[2, 2, 2])
     assert found == [bytes([source, trainer.rank]) for source in range(3)]
     exchange.close()
 

@@ -58,15 +58,16 @@ class Exchange:
     """Who takes part, and how messages travel between them: what a loop takes as ``group``. All
     trainers have the same settings.
 
-    ``group``: the trainers (default: all of torch.distributed; without it, this trainer alone). A
-    trainer that dies, or stalls for more than ``timeout_seconds``, raises TrainerLost on the
-    others. ``wire``: how values travel: "FP32" exactly; "BF16", "int4" and "int2" rounded to 7, 2
-    and 0 explicit bits of mantissa, for about nine, four and two bits a value once they are coded.
-    What rounding loses stays in the residual. ``sweep``: every so many rounds the gates let all of
-    a block of parameters pass, each block in its turn, so that theta has learnt what the trainers
-    have. For "int4" and "int2", and with a lookahead (docs/loco.md, 1.3).
-
-    Raises InputError.
+    Args:
+        group: The trainers. Default: all of torch.distributed; without it, this trainer alone.
+        wire: How values travel: "FP32" exactly; "BF16", "int4" and "int2" rounded to 7, 2 and 0
+            explicit bits of mantissa, for about nine, four and two bits a value once they are
+            coded. The residual keeps what rounding loses.
+        sweep: Every so many rounds the gates let all of a block of parameters pass, each block in
+            its turn. For "int4" and "int2", and with a lookahead (docs/loco.md, 1.3).
+        timeout_seconds: A trainer that dies, or stalls for longer, raises TrainerLost on the
+            others.
+    Raises: InputError.
     """
 
     group: dist.ProcessGroup | None = None
@@ -496,21 +497,27 @@ class StoreExchange:
     `PulseLoCo` takes as ``over``. All trainers of a run give the same store. Without keys nobody
     else may write below ``loco/`` in it.
 
-    ``trainer``: this trainer's name, letters, digits, "-" and "_", at most 64; with one of its own
-    a trainer that comes back from a checkpoint knows what became of the messages that it had sent.
-    None: a name at random. ``quorum``: the fewest trainers that make a round. ``grace_seconds``:
-    how long those that were in the round before are waited for once a quorum is there; who is later
-    is left out of this round, and loses nothing. ``deadline_seconds``: without a quorum for that
-    long, a round raises TrainerLost. ``wire`` and ``sweep``: how values travel, and when all of a
-    block does, as with `Exchange`.
-
-    Among many trainers each sums a share of the parameters for all (docs/loco.md, 7.3); sums that
+    Among many trainers each sums a share of the parameters for all (docs/loco.md, 7.3). Sums that
     are not there after ``grace_seconds`` are made by others than their owner.
 
-    ``signer``: this trainer's key, with which it signs all that it writes; its name is the public
-    key then. ``trusted_keys``: the public keys of all members, its own among them; what others
-    write is refused. ``max_norm``: a message with a larger L2 norm is refused by all alike, by
-    its own trainer with InputError; one setting of all trainers. Raises InputError.
+    Args:
+        store: The store, or its address.
+        trainer: This trainer's name: letters, digits, "-" and "_", at most 64. With a name of its
+            own a trainer that resumes from a checkpoint knows which of its messages counted.
+            Default: a random name.
+        quorum: The fewest trainers that make a round.
+        grace_seconds: How long a round that has a quorum waits for the trainers of the round
+            before. Stragglers are not in this round, and lose nothing.
+        deadline_seconds: Without a quorum for that long, a round raises TrainerLost.
+        wire: As for `Exchange`.
+        sweep: As for `Exchange`.
+        signer: This trainer's key, with which it signs all that it writes. Its name is the public
+            key then.
+        trusted_keys: The public keys of all members, its own among them. What others write is
+            refused.
+        max_norm: All refuse a message with a larger L2 norm, its own trainer with InputError. One
+            setting of all trainers.
+    Raises: InputError.
     """
 
     store: Store | str

@@ -209,8 +209,11 @@ class OuterLoop(NotCopyable):
 
         If one has died, torch.distributed must be reinitialized. All trainers must call this or
         enter. A trainer that is behind gets theta and the outer momentum. A round that was due runs
-        at once; local steps that were not sent are not lost. Raises TrainerLost, StateMismatch,
-        InputError, Diverged, NonFinite, CorruptMessage.
+        at once; local steps that were not sent are not lost.
+
+        Args:
+            group: The trainers that go on. Default: all of torch.distributed.
+        Raises: TrainerLost, StateMismatch, InputError, Diverged, NonFinite, CorruptMessage.
         """
 
         def move() -> None:

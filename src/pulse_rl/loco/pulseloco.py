@@ -38,39 +38,41 @@ class PulseLoCo(OuterLoop):
     """Keeps trainers in sync by sending only what would change the next forward pass (PULSE,
     Algorithm 2; docs/loco.md).
 
-    ``model``: a module, or a mapping of names to the FP32 or BF16 tensors that ``inner_optimizer``
-    trains: one, or a list in the order of their ``step()`` calls, where that of the last one ends
-    an inner step. Parameters that none of them trains, and buffers, must be equal on all
-    trainers and must not change (docs/loco.md, 4.1).
+    A round follows ``sync_every`` inner steps from ``start`` to ``w``. With ``s = (start - w) +
+    residual``, the entries with ``cast(theta) != cast(theta - s)`` are sent and leave the residual,
+    where theta stands for the global weights. Theta takes one Nesterov step along the mean over all
+    trainers, summed in rank order, and the model gets the next start. Between rounds the model may
+    hold this trainer's own start: evaluate and publish the global weights, which the model holds
+    while ``on_round`` is called and within `global_weights`.
 
-    After ``sync_every`` inner steps: ``s = (start - w) + residual``; the entries with ``cast(theta)
-    != cast(theta - s)`` in ``gate_dtype`` are sent and leave the residual; theta takes
-    one Nesterov step (``outer_lr``, ``outer_momentum``) along the mean over all trainers, summed in
-    rank order; the model gets the next start.
+    Memory on the host: 17 bytes per parameter, and 8 for each entry that a round receives.
 
-    ``lookahead``: the inner steps start from ``theta - lookahead * residual``, so that what was
-    held back is not learnt again in each round. "auto", the default, is ``outer_lr / (1 -
-    outer_momentum)``, what an entry that is sent moves theta by in the end, 1024 at most; 0 is the
-    paper's, and gates no sums (docs/loco.md, 4.4). What trainers share, evaluate and publish is
-    theta, the global weights: the model holds them while ``on_round`` is called, within
-    `global_weights`, and after the loop was left at a round's end; `global_state` has them always.
-
-    ``group``: the trainers, a process group (default: all of torch.distributed; without it, this
-    trainer alone), or an `Exchange` that holds one, with the settings of how messages travel.
-    ``over``: instead of a group, a store or its address in which the trainers meet, or a
-    `StoreExchange` that holds one: who is late in a round is left out of it, and loses nothing; no
-    trainer must reach another. ``overlap``: over a store, 1 exchanges a round behind the inner
-    steps of the next one: it ends with them, or when the loop is left (docs/loco.md, 7.1). Over a
-    store a ``model`` of DTensors (FSDP2), or in DDP, is one trainer: all its ranks make and enter
-    this, and the first one has the outer state (docs/loco.md, 7.4). ``on_round`` gets a `Round`
-    after each round; only then do all trainers hold the model's state, and only then should it be
-    published.
-
-    Memory on the host: 17 bytes per parameter. Raises InputError for settings out of range and for
-    parameters that cannot be trained, and UnsupportedTensor, with the name, for those that cannot
-    be kept equal; from inside ``step()`` of the last inner optimizer TrainerLost (see `rejoin`),
-    NonFinite (see `rewind`), Diverged, CorruptMessage, InputError, and RankLost where another rank
-    of this trainer died.
+    Args:
+        model: A module, or a mapping of names to the FP32 or BF16 tensors that are trained. Frozen
+            parameters and buffers must be equal on all trainers and must not change. Over a store a
+            model of DTensors (FSDP2), or in DDP, is one trainer: all its ranks make and enter this
+            (docs/loco.md, 7.4).
+        inner_optimizer: One optimizer, or a list in the order of their ``step()`` calls; the last
+            one's call ends an inner step.
+        sync_every: Inner steps in a round.
+        outer_lr: Learning rate of the outer step.
+        outer_momentum: Nesterov momentum of the outer step, in [0, 1).
+        lookahead: The inner steps start from ``theta - lookahead * residual``, so that no trainer
+            learns again what it holds back. "auto" is ``outer_lr / (1 - outer_momentum)``, at most
+            1024; 0 is the paper's (docs/loco.md, 1.1).
+        gate_dtype: The dtype that inference computes in.
+        group: The trainers: a process group, or an `Exchange`. Default: all of torch.distributed;
+            without it, this trainer alone.
+        over: A store in which trainers meet instead of a group: its address, a store, or a
+            `StoreExchange`. A round does not wait for stragglers; they lose nothing.
+        overlap: 1 exchanges a round over a store behind the inner steps of the next one
+            (docs/loco.md, 7.1).
+        on_round: Called with a `Round` after each round, while the model holds the global weights.
+    Raises: InputError for settings out of range and parameters that cannot be trained, and
+        UnsupportedTensor, with the name, for tensors that cannot be kept equal. From inside the
+        last optimizer's ``step()``: TrainerLost (see `rejoin`), NonFinite (see `rewind`), Diverged,
+        StateMismatch, CorruptMessage, InputError, and RankLost where another rank of this trainer
+        died.
     """
 
     def __init__(
@@ -158,9 +160,18 @@ class DenseReduction:
 class DiLoCo(OuterLoop):
     """Dense FP32 pseudo-gradients, summed by an all-reduce (DiLoCo, arXiv 2311.08105).
 
-    ``model``, ``inner_optimizer``, ``sync_every``, ``outer_lr``, ``outer_momentum`` and
-    ``on_round`` are those of `PulseLoCo`; of an `Exchange` only ``group`` and ``timeout_seconds``
-    count. The model holds theta between rounds."""
+    The model holds the global weights between rounds.
+
+    Args:
+        model: As for `PulseLoCo`.
+        inner_optimizer: As for `PulseLoCo`.
+        sync_every: Inner steps in a round.
+        outer_lr: Learning rate of the outer step.
+        outer_momentum: Nesterov momentum of the outer step, in [0, 1).
+        group: A process group, or an `Exchange`, of which ``group`` and ``timeout_seconds`` count.
+        on_round: Called with a `Round` after each round.
+    Raises: As `PulseLoCo`.
+    """
 
     def __init__(
         self,
