@@ -175,7 +175,7 @@ def test_a_rank_that_dies_commits_nothing_and_a_restart_goes_on(tmp_path: Any) -
 
 
 def recurring(rank: Rank, folder: str, steps: range) -> list[tuple[int, int, str]]:
-    """Bytes, remembered windows and root of versions in which the same weights change again and
+    """Bytes, remembered versions and root of versions in which the same weights change again and
     again."""
     rank.connect(f"world-{steps.start}")
     mesh, given, done = init_device_mesh("cpu", (rank.size,)), states(recurs=True, rows=400), []
@@ -191,13 +191,13 @@ def recurring(rank: Rank, folder: str, steps: range) -> list[tuple[int, int, str
                     {"weight": distribute_tensor(weight, mesh, [Shard(0)])}
                 )
                 head = publisher.head()
-                done.append((published.patch_bytes, len(head.remembers), published.root))
+                done.append((published.patch_bytes, head.remembers, published.root))
     return done
 
 
 def test_ranks_code_by_what_changed_before(tmp_path: Any) -> None:
     """By themselves, as one process does, though most of what changes is one rank's, and in as many
-    bytes but for each file's own (of patches of 4 kB here); ranks and processes that come after
+    bytes but for each file's own (of patches of 2 kB here); ranks and processes that come after
     them know what they remembered."""
     store, given = LocalStore(tmp_path / "ranks"), states(recurs=True, rows=400)
     alone = together(recurring, 1, str(tmp_path / "alone"), range(14))[0]
@@ -212,7 +212,7 @@ def test_ranks_code_by_what_changed_before(tmp_path: Any) -> None:
             assert follower.root == part.root == done[-1][2]
         if size == 3:
             assert [each[1:] for each in done] == [each[1:] for each in alone]
-            assert sum(nbytes for nbytes, *_ in done[8:]) < 1.1 * sum(
+            assert sum(nbytes for nbytes, *_ in done[8:]) < 1.2 * sum(
                 nbytes for nbytes, *_ in alone[8:]
             )
             assert sum(nbytes for nbytes, *_ in done[8:]) < 0.8 * 6 * done[1][0]

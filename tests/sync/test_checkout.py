@@ -146,7 +146,8 @@ def test_a_bisection_of_512_versions_asks_nine_times_whatever_is_killed(
     # One folder is made from another: the bad half may begin below the anchor of version 256,
     # nothing else does.
     assert sum(name.endswith(".safetensors") for name in reads) == (1 if killed else 2)
-    assert {count for name, count in reads.items() if name.endswith(".patch")} == {1}
+    # A patch is read again only where a version to try remembers what changed before.
+    assert max(count for name, count in reads.items() if name.endswith(".patch")) <= 4
 
 
 @pytest.mark.slow

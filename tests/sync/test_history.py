@@ -155,16 +155,16 @@ def test_who_comes_by_folds_reads_on(folds: tuple[int, ...]) -> None:
 @pytest.mark.slow
 def test_folds_that_the_publisher_does_not_know_of() -> None:
     """Those that would end where something is remembered are not made."""
-    made = Made(30, folds=())
-    assert list(fold_stream(made.store, "s", (4, 8), threads=1)) == [(8, 16)]
-    for version in range(30):
+    made = Made(40, folds=())
+    assert list(fold_stream(made.store, "s", (4, 8), threads=1)) == [(24, 32)]
+    for version in range(40):
         newcomer, _ = made.subscriber()
         newcomer.sync(version)
         assert newcomer.root == made.roots[version]
-    newcomer.sync(29)
+    newcomer.sync(39)
     made.publish()
     newcomer.sync()
-    assert newcomer.root == made.roots[30]
+    assert newcomer.root == made.roots[40]
 
 
 def test_an_anchor_begins_anew() -> None:

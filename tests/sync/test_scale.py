@@ -148,7 +148,7 @@ def test_who_follows_lists_only_what_is_new(streams: dict[int, Counted]) -> None
 def test_publishing_lists_only_what_is_new(streams: dict[int, Counted]) -> None:
     costs = {}
     for versions, store in streams.items():
-        publisher = FoldingPublisher(store, stream="s", folds=FOLDS, anchor_ratio=1e9, threads=1)
+        publisher = Publisher(store, stream="s", anchor_ratio=1e9, threads=1)
         states, _ = cycle()
         publisher.publish(states[(versions - 1) % CYCLE])  # resumes
         cost = []

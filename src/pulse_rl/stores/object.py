@@ -408,7 +408,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "Write it like s3://bucket/run?endpoint=http://minio:9000&region=us-east-1.",
     ),
     (
-        "Unable to recognize URL|Unrecognized",
+        "Unable to recognise URL|Unrecogni[sz]ed",
         "this is not the address of a bucket",
         "Write scheme://BUCKET/PREFIX.",
     ),
