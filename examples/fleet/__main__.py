@@ -24,7 +24,7 @@ from ..grpo.run import (
 )
 from .links import cut, near, origin
 from .policies import warm_up
-from .settings import CUT, FIRST, FOLDS, HOMES, JOINING, KILLED, POLICIES, REGIONS, Settings
+from .settings import CUT, FIRST, HOMES, JOINING, KILLED, POLICIES, REGIONS, Settings
 
 EVERY = 5
 """Steps of the solver between two rows."""
@@ -74,7 +74,7 @@ class Fleet(Orchestrator):
         self._summarize()
         print(f"  report     pulse report {self.folder.root} -o report.html")
         self._compare()
-        self._require_folds()
+        self._require_patches()
 
     def awaited(self) -> list[str]:
         """All but the relays, which go on until they are stopped."""
@@ -133,7 +133,7 @@ class Fleet(Orchestrator):
 
     def _see_relayed(self, region: str, event: Event) -> None:
         self.relayed[region].append(event)
-        if event["previous"] is not None and any("fold" in link for link in event["links"]):
+        if event["previous"] is not None and len(event["links"]) > 1:
             behind, size = event["version"] - event["previous"], format_bytes(event["bytes"])
             kinds = Counter(link.split()[1] for link in event["links"])
             by = " and ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -272,8 +272,8 @@ class Fleet(Orchestrator):
             compare(trained["root"], roots)
         print("\nevery worker of both regions holds both policies, bit for bit")
 
-    def _require_folds(self) -> None:
-        """The region that was cut off has come on by patches and folds alone. Raises RunFailed."""
+    def _require_patches(self) -> None:
+        """The region that was cut off has come on by patches alone. Raises RunFailed."""
         for policy, had in self.cut_at.items():
             since = [
                 e for e in self.relayed[CUT] if e["policy"] == policy and e["version"] > (had or 0)
@@ -283,15 +283,9 @@ class Fleet(Orchestrator):
                 raise RunFailed(
                     f"{CUT} has fetched a full state of the {policy}: {', '.join(links)}"
                 )
-            longest = max(e["version"] - e["previous"] for e in since)
-            folds = [link for link in links if "fold" in link]
-            if longest >= 2 * FOLDS[0] and not folds:
-                raise RunFailed(
-                    f"{CUT} was {longest} versions of the {policy} behind, and has taken no fold"
-                )
             print(
-                f"{CUT}, cut off at version {had} of the {policy}, came back by {len(folds)} "
-                "folds and no full state"
+                f"{CUT}, cut off at version {had} of the {policy}, came back by {len(links)} "
+                "patches and no full state"
             )
 
 

@@ -23,8 +23,6 @@ JOINING = {"worker-6": "near", "worker-7": "far"}
 HOMES = FIRST | JOINING
 KILLED = ("worker-1", "worker-4")
 CUT = "far"
-FOLDS = (8, 64)
-"""Versions that the trainers' folds stand for."""
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from ..grpo.rollouts import folder_of, version_of
 from ..grpo.run import Alarm, Journal, RunFolder, run_role, wait_for
 from .links import origin
 from .policies import Judged, advantages, loss_of
-from .settings import FOLDS, Settings
+from .settings import Settings
 
 ANCHOR_RATIO = 100.0
-"""No further full state in a run: whoever joins late, or was cut off, comes by patches and
-folds."""
+"""No further full state in a run: whoever joins late, or was cut off, comes by
+patches."""
 
 
 class Trainer:
@@ -47,7 +47,6 @@ class Trainer:
             self.store,
             stream=name,
             anchor_ratio=ANCHOR_RATIO,
-            folds=FOLDS,
             threads=1,
             on_event=listener,
         )

@@ -25,7 +25,7 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert "every worker of both regions holds both policies, bit for bit" in said
     for policy in ("solver", "verifier"):
         assert re.search(
-            rf"far, cut off at version \d+ of the {policy}, came back by \d folds and no full state",  # noqa: E501
+            rf"far, cut off at version \d+ of the {policy}, came back by \d+ patches and no full state",  # noqa: E501
             said,
         )
     for note in ("killing worker-1", "worker-7 joins far", "far is cut off", "far is back"):
