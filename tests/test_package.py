@@ -56,7 +56,7 @@ def test_the_map_of_the_code_is_true() -> None:
     [
         "pulse_rl",
         "pulse_rl.cli",
-        "pulse_rl.state.checkpoint",
+        "pulse_rl.follow.checkpoint",
         "pulse_rl.ops.verify",
         "pulse_rl.testing",
     ],

@@ -16,21 +16,21 @@ from . import errors as errors
 from . import events as events
 from .errors import PulseError
 from .events import Published
+from .follow.checkpoint import unwrapped
 from .follow.subscribers import Subscribers
 from .ops.checkout import checkout
 from .ops.compaction import anchor_stream, fold_stream
 from .ops.gc import gc_stream
 from .ops.relay import Relay
 from .ops.verify import audit, verify_stream
-from .state.checkpoint import StateSource, as_state, unwrapped
 from .state.digest import state_digest
-from .state.tensors import Bits, State, TensorSpec
+from .state.tensors import Bits, State, StateSource, TensorSpec, as_state
 from .store import LocalStore, MemoryStore, ObjectInfo, Store, open_store
 from .stores.http import HttpStore
 from .stores.object import ObjectStore
 from .stream.signing import Signer
+from .submit import Submission
 from .sync.publisher import Publisher
-from .sync.submissions import Submission
 from .sync.subscriber import Subscriber
 from .sync.update import TensorUpdate, Update
 

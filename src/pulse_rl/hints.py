@@ -8,7 +8,7 @@ from itertools import islice
 
 from .errors import PulseError
 from .events import Hint, Listener, hint_to
-from .state.checkpoint import fused_experts, is_wrapped
+from .follow.checkpoint import fused_experts, is_wrapped
 from .state.tensors import State
 from .store.base import Store
 from .store.local import LocalStore

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 from pulse_rl._util import serial
-from pulse_rl.patch import reader
+from pulse_rl.follow import patch_files
 from pulse_rl.sharding import baseline
 from pulse_rl.stream import stream
 from pulse_rl.sync import commit, host_state, planner, publisher
@@ -139,7 +139,7 @@ def repeatable(rng: Random) -> Iterator[None]:
             (GatedOperation, "begin_late", staticmethod(lambda: rng.random() < 0.5)),
             (os, "fsync", lambda _: None),
             (host_state, "_PREFETCH", 1),
-            (reader, "_FILES_AT_ONCE", 1),
+            (patch_files, "_FILES_AT_ONCE", 1),
             (stream, "_AT_ONCE", 1),
             (baseline, "_LINKS_AT_ONCE", 1),
             (planner, "_FAR", rng.choice((3, planner._FAR))),

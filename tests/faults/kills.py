@@ -25,8 +25,8 @@ from unittest.mock import patch
 import numpy as np
 
 from pulse_rl import Bits, LocalStore, Subscriber, state_root, verify_stream
+from pulse_rl.follow.checkpoint import load, save
 from pulse_rl.ops.gc import gc_stream
-from pulse_rl.state.checkpoint import load, save
 from pulse_rl.stream.names import PATCH
 from pulse_rl.stream.stream import Stream
 from tests.support.fuse import Fuse, FusedStore, die, forked

@@ -22,7 +22,7 @@ import numpy as np
 
 from pulse_rl import Bits, LocalStore, Signer, State, codec
 from pulse_rl import patch as patches
-from pulse_rl.state import checkpoint as checkpoints
+from pulse_rl.follow import checkpoint as checkpoints
 from pulse_rl.state.digest import state_digest
 from tests.support.parts import sharded_stream
 from tests.support.publishers import tuned

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pulse_rl import Bits, State
 from pulse_rl.errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
+from pulse_rl.ops.undo import by_whole_blocks
 from pulse_rl.patch import BLOCK_ELEMENTS, apply_patch, build_patch, parse_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import (
@@ -26,7 +27,6 @@ from pulse_rl.patch.header import (
     parse_header,
     slices_of,
 )
-from pulse_rl.patch.undo import by_whole_blocks
 from pulse_rl.state.digest import LEAF_BYTES, StateDigest, state_digest
 from pulse_rl.state.memory import pageable
 from pulse_rl.state.tensors import DTYPES, Segment, TensorSpec

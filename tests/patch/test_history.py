@@ -13,6 +13,7 @@ import pytest
 from pulse_rl import Bits, State
 from pulse_rl.codec import HISTORY, SAME, Changes, element_kind
 from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase, WrongHistory
+from pulse_rl.ops.undo import UndoLog
 from pulse_rl.patch import BuiltPatch, apply_patch, build_patch, parse_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import (
@@ -24,7 +25,6 @@ from pulse_rl.patch.header import (
     parse_header,
 )
 from pulse_rl.patch.history import MAX_WINDOWS, History, HistoryName, Recorder, Window
-from pulse_rl.patch.undo import UndoLog
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 from tests.support import history_oracle as oracle

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from pulse_rl import State, as_state, state_root
 from pulse_rl.errors import CorruptCheckpoint, FormatError, InputError, UnsupportedTensor
+from pulse_rl.follow.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from pulse_rl.frameworks.torch import to_torch
-from pulse_rl.state.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from tests.support.checkpoints import HOSTILE, entry, file_of
 from tests.support.states import Rng, all_dtypes, policy, snapshot
 
@@ -240,7 +240,7 @@ def test_saving_replaces_the_whole_file_or_nothing(
 
     whole: Callable[..., Iterator[bytes]] = load.__globals__["serialize"]
     with monkeypatch.context() as patched:
-        patched.setattr("pulse_rl.state.checkpoint.serialize", breaks)
+        patched.setattr("pulse_rl.follow.checkpoint.serialize", breaks)
         with pytest.raises(KeyboardInterrupt):
             save(target, new)
     assert snapshot(load(target)[0]) == snapshot(old)

@@ -16,10 +16,10 @@ from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber
 from pulse_rl._native import block_maxima, to_e2m1, to_e4m3
 from pulse_rl.cli import main
 from pulse_rl.errors import InputError, UnsupportedTensor
+from pulse_rl.follow.checkpoint import save
 from pulse_rl.quantize.formats import FORMATS
 from pulse_rl.quantize.states import QuantizedState
 from pulse_rl.state.cast import cast
-from pulse_rl.state.checkpoint import save
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
 from tests.golden.make_quantized import CONFIGS, FILE

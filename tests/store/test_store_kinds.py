@@ -231,7 +231,7 @@ from pathlib import Path
 import numpy as np
 from pulse_rl import LocalStore, Publisher, State, verify_stream
 from pulse_rl.errors import NotFound, StoreFull
-from pulse_rl.state.checkpoint import load, save
+from pulse_rl.follow.checkpoint import load, save
 
 def limit(nbytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))

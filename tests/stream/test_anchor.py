@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from pulse_rl import State
 from pulse_rl._util.files import RangeReader
 from pulse_rl.errors import CorruptCheckpoint, DigestMismatch, FormatError
-from pulse_rl.state.checkpoint import serialize
+from pulse_rl.follow.checkpoint import serialize
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import TensorSpec
 from pulse_rl.stream.anchor import restore

@@ -10,7 +10,7 @@ import pytest
 
 from pulse_rl import State
 from pulse_rl.errors import CorruptCheckpoint, DigestMismatch
-from pulse_rl.state.checkpoint import header_length
+from pulse_rl.state.header import header_length
 from pulse_rl.state.tensors import Segment, SlicedState
 from pulse_rl.stream.anchor import SLICES_KEY
 from pulse_rl.stream.manifest import Payload

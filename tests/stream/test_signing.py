@@ -125,7 +125,8 @@ def test_the_command_line_signs_and_trusts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from pulse_rl.cli import main
-    from pulse_rl.state.checkpoint import as_state, save
+    from pulse_rl.follow.checkpoint import save
+    from pulse_rl.state.tensors import as_state
 
     save(tmp_path / "w.safetensors", as_state(STATE))
     store = str(tmp_path / "store")

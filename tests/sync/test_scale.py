@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.counted import CountedStore
 from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, patch, state_root
-from pulse_rl.state.checkpoint import serialize
+from pulse_rl.follow.checkpoint import serialize
 from pulse_rl.state.digest import state_digest
 from pulse_rl.stream import manifest
 from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload

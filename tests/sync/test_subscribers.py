@@ -25,7 +25,7 @@ from pulse_rl import (
 )
 from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import CallFailed, Event
-from pulse_rl.sync.polling import Schedule, Turn
+from pulse_rl.follow.subscribers import Schedule, Turn
 from tests.support.states import Rng, Tensors, history, roots
 from tests.support.stores import FaultyStore
 

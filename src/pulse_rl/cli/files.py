@@ -14,12 +14,12 @@ from .._util.files import open_regular
 from .._util.settings import format_bytes
 from ..errors import CorruptPatch, InputError
 from ..events import progress_to
+from ..follow.checkpoint import FILE_NAME, current_version, load, save
+from ..follow.companions import files_of
 from ..follow.folder import CHECKPOINT_MARK, check_folder, replace_folder, write_checkpoint
 from ..patch.blocks import Block
 from ..patch.header import MAGIC as PATCH_MAGIC
 from ..patch.header import PRELUDE_BYTES, Base, PatchHeader, header_end, parse_header
-from ..state.checkpoint import FILE_NAME, current_version, load, save
-from ..state.companions import files_of
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
 from .arguments import A_CHECKPOINT, Shared, add_file_to_write

@@ -19,11 +19,11 @@ from typing import Any, cast
 from .._util.settings import format_bytes, format_number
 from ..errors import EmptyStream, InputError
 from ..events import Event, Metadata, Synced
+from ..follow.checkpoint import FILE_NAME
 from ..follow.folder import check_folder
 from ..hints import absence
 from ..metrics import JsonLines, fan_out, read_events
 from ..ops import checkout as checkouts
-from ..state.checkpoint import FILE_NAME
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE

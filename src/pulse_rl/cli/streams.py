@@ -16,6 +16,8 @@ from typing import Any
 from .._util.settings import format_bytes
 from ..errors import InputError, PulseError
 from ..events import Published
+from ..follow.checkpoint import current_version, load
+from ..follow.companions import checked_files, files_of, of_dtype
 from ..ops.attest import make_statement
 from ..ops.attestation import BUNDLE, AttestationKey
 from ..ops.checkout import Checkout, checkout
@@ -23,8 +25,6 @@ from ..ops.compaction import DEFAULT_FOLDS, anchor_stream, fold_stream
 from ..ops.gc import DEFAULT_GRACE_SECONDS, gc_stream
 from ..ops.verify import verify_stream
 from ..state.cast import COMPUTE_DTYPES
-from ..state.checkpoint import current_version, load
-from ..state.companions import checked_files, files_of, of_dtype
 from ..store import Data, LocalStore, ObjectInfo, Store, open_store
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..events import Metadata
-from ..state.checkpoint import FILE_NAME, INDEX_NAME
+from ..follow.checkpoint import FILE_NAME, INDEX_NAME
 from ..state.digest import StateDigest
 from ..state.tensors import State, TensorSpec
 from ..sync.subscriber import Subscriber

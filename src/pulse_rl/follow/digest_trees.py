@@ -18,8 +18,8 @@ from ..errors import (
     StoreError,
     StoreUnavailable,
 )
-from ..state.checkpoint import MAX_HEADER_BYTES, header_length, parse_header
 from ..state.digest import LEAF_BYTES, StateDigest, root_of
+from ..state.header import MAX_HEADER_BYTES, header_length, parse_header
 from ..state.tensors import MAX_DIMS, MAX_TENSORS
 from ..store.base import Store
 from ..stream.manifest import Manifest

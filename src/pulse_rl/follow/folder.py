@@ -30,18 +30,10 @@ from pathlib import Path
 
 from .._util.files import disk_error, make_folder, sync_folder, write_atomically
 from ..errors import InputError, PulseError
-from ..state.checkpoint import (
-    ADAPTER_NAME,
-    CURRENT,
-    FILE_NAME,
-    INDEX_NAME,
-    PRIVATE,
-    load,
-    serialize,
-)
-from ..state.companions import weight_map
 from ..state.digest import StateDigest, root_of
 from ..state.tensors import State, TensorSpec
+from .checkpoint import ADAPTER_NAME, CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, load, serialize
+from .companions import weight_map
 
 _ROOT = "pulse.root"
 CHECKPOINT_MARK = f'"{_ROOT}"'.encode()

@@ -10,13 +10,15 @@ from fnmatch import translate
 from .._util.settings import checked_collection
 from ..errors import InputError, StateMismatch
 from ..events import Listener, progress_to
-from ..patch.reader import Patch, PatchFiles, widened
+from ..patch.apply import Patch
+from ..patch.blocks import cut
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State, TensorSpec
 from ..stream import anchor
 from ..stream.manifest import Link, Manifest
 from ..stream.stream import Stream
 from .digest_trees import read_digests, read_tree
+from .patch_files import PatchFiles
 
 
 class Selection:
@@ -51,7 +53,7 @@ class Selection:
                 raise InputError(
                     f"no tensor is called {pattern!r}", hint="Check the names with `pulse inspect`."
                 )
-        return widened(specs, self._chosen(names, aliases))
+        return _widened(specs, self._chosen(names, aliases))
 
     def shown(self, state: State) -> State:
         """What is selected of what is held; the same memory."""
@@ -115,6 +117,17 @@ class Selection:
         return any(
             name == pattern or self._patterns[pattern].fullmatch(name) for pattern in patterns
         )
+
+
+def _widened(specs: tuple[TensorSpec, ...], names: Collection[str]) -> tuple[TensorSpec, ...]:
+    """The tensors ``names``, and the small ones that share a block with one of them: a block is
+    decoded as a whole."""
+    held = set(names)
+    for block in cut(specs):
+        together = {segment.spec.name for segment in block.segments}
+        if held & together:
+            held |= together
+    return tuple(spec for spec in specs if spec.name in held)
 
 
 def _part_of(tree: StateDigest, held: tuple[TensorSpec, ...]) -> PartDigest:

@@ -39,10 +39,11 @@ from ..patch.apply import Journal
 from ..patch.blocks import Block, cut
 from ..patch.history import History
 from ..state import bits
-from ..state.checkpoint import header_bytes, in_file_order, parse_header
 from ..state.digest import StateDigest, state_digest
+from ..state.header import header_bytes, parse_header
 from ..state.tensors import Segment, SlicedState, State, TensorSpec
 from ..stream.manifest import Manifest
+from .checkpoint import in_file_order
 
 _LOCK, _RECORD, _JOURNAL = "pulse.lock", "pulse.state.json", "pulse.journal"
 _STATE, _HISTORY = "state-", "history-"

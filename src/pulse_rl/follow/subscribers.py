@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from .._util.polling import Backoff, jittered
 from .._util.serial import Closing, NotCopyable, Operation, mark_worker
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import Stopped
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import Listener, checked_listener, one_at_a_time
-from ..state.checkpoint import StateSource
+from ..state.tensors import StateSource
 from ..store import Store, open_stores
 from ..sync.failover import DEFAULT_PATIENCE_SECONDS
-from ..sync.polling import Backoff, Schedule, Turn, jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
 
@@ -32,6 +34,64 @@ class _Pooled(Subscriber):
     """What its owner's threads ask of it needs a thread only for as long as it takes."""
 
     _idle_seconds = 0.0
+
+
+class Turn:
+    """One stream's place in a `Schedule`."""
+
+    __slots__ = ("ended", "entry", "taken")
+
+    def __init__(self) -> None:
+        self.entry = -1
+        self.taken = False
+        self.ended = False
+
+
+class Schedule:
+    """Turns that become due, handed to the threads that ask: the one that has been due for longest
+    first."""
+
+    def __init__(self) -> None:
+        self._later: list[tuple[float, int, Turn]] = []
+        self._numbers = count()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, turn: Turn, seconds: float = 0.0) -> None:
+        """Makes ``turn``, which is new or was taken, due in ``seconds``."""
+        with self._changed:
+            turn.taken = False
+            self._push(turn, seconds)
+
+    def end(self, turn: Turn) -> None:
+        """``turn`` is never handed out again."""
+        with self._changed:
+            turn.ended = True
+            turn.entry = -1
+
+    def take(self) -> Turn | None:
+        """Waits for the next turn; None once the schedule is closed."""
+        with self._changed:
+            while not self._closed:
+                now = time.monotonic()
+                while self._later and self._later[0][0] <= now:
+                    _, entry, turn = heapq.heappop(self._later)
+                    if entry == turn.entry:
+                        turn.entry, turn.taken = -1, True
+                        return turn
+                self._changed.wait(self._later[0][0] - now if self._later else None)
+            return None
+
+    def _push(self, turn: Turn, seconds: float) -> None:
+        if not turn.ended:
+            turn.entry = next(self._numbers)
+            heapq.heappush(self._later, (time.monotonic() + seconds, turn.entry, turn))
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class _Followed(Turn):

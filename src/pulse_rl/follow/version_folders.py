@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 
 from .._util.files import disk_error, make_folder, sync_folder
 from ..errors import InputError, PulseError
-from ..state.checkpoint import ADAPTER_NAME, CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, load
+from .checkpoint import ADAPTER_NAME, CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, load
 from .folder import check_file, locked, remove_all_but
 
 LAYOUTS = {

@@ -36,15 +36,15 @@ from .._util.files import make_folder, sync_folder
 from .._util.settings import checked_count
 from ..errors import PulseError, StateMismatch
 from ..events import Metadata, Published, checked_listener
+from ..follow.checkpoint import ADAPTER_NAME, FILE_NAME, INDEX_NAME, load, save
+from ..follow.companions import files_of, of_dtype
 from ..quantize.states import Quantize
 from ..state.cast import DTypeLike, compute_dtype_named
-from ..state.checkpoint import ADAPTER_NAME, FILE_NAME, INDEX_NAME, load, save
-from ..state.companions import files_of, of_dtype
 from ..state.tensors import State
 from ..store import Store
 from ..stream.signing import keys_of
+from ..submit import Submission
 from ..sync.publisher import Publisher
-from ..sync.submissions import Submission
 from ..sync.subscriber import Subscriber
 from .restart import moved_to, step_of
 from .torch import host_tensors

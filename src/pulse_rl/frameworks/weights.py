@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedTensor
 from ..events import BaselineRestored, Event, FallbackUsed, Hint, Listener
+from ..follow.checkpoint import unwrapped
 from ..state.cast import DTypeLike, compute_dtype_named
-from ..state.checkpoint import unwrapped
 from .flat import FlatShard, has_flat_shards, is_fsdp1, named_tensors, zero3_shard
 
 __all__ = [

@@ -13,9 +13,9 @@ import numpy as np
 
 from .._util.files import disk_error
 from ..errors import PulseError
+from ..follow.checkpoint import load, save, serialize
 from ..patch.blocks import Block
 from ..patch.history import MAX_WINDOWS, RECORD_BYTES, History, Records, Window
-from ..state.checkpoint import load, save, serialize
 from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import Bits, State, TensorSpec
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ..events import Listener
-from ..state.checkpoint import INDEX_NAME
+from ..follow.checkpoint import INDEX_NAME
 from ..store import Store
 from ..stream.manifest import Manifest
 from ..stream.signing import TrustedKeys

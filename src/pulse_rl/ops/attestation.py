@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from .._util.files import open_regular
 from ..errors import InputError
+from ..follow.checkpoint import INDEX_NAME, PRIVATE
 from ..follow.folder import checkpoint_files, metadata_of
-from ..state.checkpoint import INDEX_NAME, PRIVATE
 from ..state.digest import StateDigest
 from ..state.tensors import State
 from ..stream.manifest import Manifest

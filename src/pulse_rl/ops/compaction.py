@@ -14,8 +14,7 @@ from ..errors import EmptyStream, InputError
 from ..events import CallFailed, Event, Folded, Listener, Published, checked_listener, kind_of
 from ..patch.blocks import cut
 from ..patch.build import encode_proved, entry_of
-from ..patch.header import PatchHeader, slices_of
-from ..patch.undo import UndoLog
+from ..patch.header import JoinedHeader, PatchHeader, slices_of
 from ..state.digest import StateDigest
 from ..state.tensors import Segment, State
 from ..store import Store, open_store
@@ -27,6 +26,7 @@ from ..sync.commit import store_patch
 from ..sync.host_state import HostState, catch_up
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
+from .undo import UndoLog, by_whole_blocks
 
 DEFAULT_FOLDS = (8, 64)
 """The spans of folds, in versions."""
@@ -147,13 +147,15 @@ class _FoldMaker:
     def advanced(
         self,
         link: Link,
-        base_root: str,
+        header: JoinedHeader,
         undo: Mapping[int, Changes],
         state: State,
         digest: StateDigest,
     ) -> None:
-        """The state has moved along a patch; ``undo`` has the old bits by block."""
+        """The state has moved along a patch with this ``header``; ``undo`` has the old bits by
+        its blocks."""
         assert link.base is not None
+        undo = by_whole_blocks(header, undo)
         if link.base != self._version:
             self._under_way.clear()  # the old bits do not lead back from here
         self._version = link.version
@@ -161,7 +163,7 @@ class _FoldMaker:
             # A span begins at its multiples only, so that whoever folds the stream makes the same
             # folds.
             if link.base % span == 0:
-                self._under_way[span] = _Span(UndoLog(link.base, base_root), 0)
+                self._under_way[span] = _Span(UndoLog(link.base, header.base_root), 0)
             if (kept := self._under_way.get(span)) is None:
                 continue
             kept.log.record(undo)

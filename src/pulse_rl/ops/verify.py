@@ -12,9 +12,8 @@ from typing import Any, Protocol
 from .._util.threads import checked_threads
 from ..errors import ChainGap, EmptyStream, InputError, PulseError, StoreUnavailable
 from ..events import Listener, checked_listener
-from ..state.checkpoint import as_state
 from ..state.digest import StateDigest, state_digest
-from ..state.tensors import State
+from ..state.tensors import State, as_state
 from ..store import Store, open_store
 from ..stream.manifest import Link, Manifest, is_digest, links_of, origin_of
 from ..stream.names import FILE, PATCH

@@ -3,11 +3,10 @@ functions."""
 
 from __future__ import annotations
 
-from .apply import AppliedPatch, advance_state, apply_patch
+from .apply import AppliedPatch, Patch, advance_state, apply_patch, parse_patch
 from .blocks import BLOCK_ELEMENTS
 from .build import BuiltPatch, build_patch
 from .changes import StateChanges, TensorChanges
-from .reader import Patch, parse_patch
 
 __all__ = [
     "BLOCK_ELEMENTS",

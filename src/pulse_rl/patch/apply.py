@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -13,19 +13,77 @@ from .. import codec as codecs
 from .._util.faults import hit
 from .._util.threads import ordered_map
 from ..codec import Changes
-from ..errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
+from ..errors import CorruptPatch, DigestMismatch, PulseError, StateMismatch, WrongBase
 from ..state import bits
-from ..state.digest import StateDigest
+from ..state.digest import PartDigest, StateDigest
 from ..state.tensors import State, UIntArray
 from .blocks import Block, pieces_of
 from .changes import Piece, StateChanges, TensorChanges
-from .header import BlockEntry, check_of
+from .header import Base, BlockEntry, JoinedHeader, ParsedHeader, Room, check_of, parse_header
 from .history import History, Recorder, Records
-from .reader import Patch
 from .tree import TreeUpdate, block_leaves, hashed_together, rehashed
 
 Journal = Callable[[Block, Changes], None]
 """Takes note of a block and its old bits, in any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """The whole ``header`` of a patch and the bytes of its blocks by index, of all or of those that
+    a receiver needs, not yet decoded. Who holds a part of the state has the digests of all
+    ``tensors`` of the target, 32 bytes each; others compute them. ``nbytes`` were read."""
+
+    header: JoinedHeader
+    payloads: Mapping[int, memoryview]
+    tensors: bytes = b""
+    nbytes: int = 0
+
+    def require(self, state: State, digest: StateDigest) -> None:
+        """Raises StateMismatch unless the patch is for the tensors of ``state``, or of those of
+        which it is a part and has all blocks of that part."""
+        if not isinstance(digest, PartDigest):
+            state.require_specs(self.header.specs, "the patch")
+            return
+        covered = {
+            segment.spec for index in self.payloads for segment in self.header.cuts[index].segments
+        }
+        if digest.whole != self.header.specs or covered != {
+            spec for spec in state.specs if spec.elements
+        }:
+            raise StateMismatch(
+                "the patch is for other tensors, or cut in another way, than the part that is held"
+            )
+
+
+def parse_patch(files: Sequence[bytes | memoryview], base: StateDigest) -> Patch:
+    """The patch that these ``files`` are together, for the state with the tree ``base``.
+
+    Raises WrongBase where it is for another state, and CorruptPatch: magic, checksum, caps and
+    tiling are checked here, the blocks' own bytes when they are decoded.
+    """
+    state, room = Base(base.specs, base.root), Room()
+    parsed: list[ParsedHeader] = []
+    payloads: list[memoryview] = []
+    for data in files:
+        view = memoryview(data)
+        parsed.append(found := parse_header(view, state, room=room))
+        require_bytes(found, len(view))
+        payloads += [view[start:end] for start, end in pairwise(places_of(found))]
+    return Patch(
+        JoinedHeader.of(parsed, state), dict(enumerate(payloads)), nbytes=sum(map(len, files))
+    )
+
+
+def require_bytes(parsed: ParsedHeader, nbytes: int) -> None:
+    """Raises CorruptPatch unless the blocks tile a file of ``nbytes`` behind its header."""
+    implied = parsed.end + parsed.header.body_bytes
+    if implied != nbytes:
+        raise CorruptPatch(f"the patch has {nbytes} bytes, its header implies {implied}")
+
+
+def places_of(parsed: ParsedHeader) -> list[int]:
+    """Where the blocks of a file begin, and where the last one ends."""
+    return list(accumulate((entry.length for entry in parsed.header.blocks), initial=parsed.end))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from .. import codec as codecs
 from .._util.collective import RankGroup
 from .._util.threads import ordered_map
 from ..errors import ChainGap, StateMismatch
+from ..follow.patch_files import PatchFiles
 from ..patch.apply import decode_block, scatter
 from ..patch.blocks import BLOCK_ELEMENTS, Block, cut
 from ..patch.history import History, Recorder, Records, Window
-from ..patch.reader import PatchFiles
 from ..state.tensors import Segment, SlicedState, State, TensorSpec, UIntArray
 from ..stream.anchor import AnchorFiles
 from ..stream.manifest import Link, Manifest, Payload

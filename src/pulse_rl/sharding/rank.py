@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from ..sync.host_state import HostState
 from ..sync.pending import Baseline, Layout, PublishState
 from ..sync.rank import RankPublisher
 from ..sync.request import LocalState, PublishRequest
-from ..sync.submissions import Submission, begin
 from .baseline import restore_baseline
 from .columns import ColumnExchange
 from .layout import (
@@ -38,6 +37,9 @@ from .layout import (
 )
 from .leaves import gather_tree, hash_shared
 from .quantized import Blocks, agree, quantized
+
+if TYPE_CHECKING:
+    from ..submit import Submission
 
 _SHOWN = 200
 
@@ -84,7 +86,7 @@ class ShardedRank(RankPublisher):
         which must be the same, and what they have, if that is not as it was."""
 
         def described() -> _Call:
-            if submission and not begin(submission):
+            if submission and not submission.begin():
                 return _Call(number, False)
             local = request.arrived()
             shared: dict[str, tuple[Shared, Blocks]] = {}

@@ -4,8 +4,8 @@ never imported here."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ LINE = 64
 
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 """Makes memory of so many bytes, uninitialized."""
-_PIECE = 1 << 30  # bytes
 _INTS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -119,104 +118,3 @@ class DeviceTensor:
         return self.flat[start * self.width : stop * self.width].view(
             getattr(torch, _INTS[self.width])
         )
-
-
-class DeviceCopies:
-    """Copies of CUDA tensors into host memory that are under way on streams of their own.
-
-    A copy begins after all work that the caller's current stream has been given; what that stream
-    is given later, such as an optimizer's update in place, waits on the device for the copy's end,
-    or, of a copy that is ``staged``, for the end of one within the device. The host waits in `wait`
-    alone. Both ends of a copy are kept in memory until then.
-    """
-
-    def __init__(self) -> None:
-        self._under_way: list[tuple[Any, Any]] = []
-
-    def start(
-        self, tensors: Iterable[tuple[DeviceTensor, npt.NDArray[Any]]], *, staged: bool = False
-    ) -> None:
-        """Enqueues the copy of each CUDA tensor into the array [elements] beside it, behind those
-        that are under way. Returns before they are made if the arrays are page-locked (`pinned`),
-        else after. ``staged``: by way of a copy on the device, where there is memory for it."""
-        torch: Any = sys.modules["torch"]
-        devices: dict[Any, list[tuple[Any, Any]]] = {}
-        for tensor, array in tensors:
-            host = torch.from_numpy(array.view(np.uint8))
-            devices.setdefault(tensor.flat.device, []).append((tensor.flat, host))
-        earlier = [(stream, ends) for stream, ends in self._under_way if not stream.query()]
-        self._under_way = list(earlier)
-        for device, pairs in devices.items():
-            current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-            copied = copied_on_device([(flat, flat.dtype) for flat, _ in pairs]) if staged else None
-            if copied:
-                pairs = [(flat, host) for flat, (_, host) in zip(copied, pairs, strict=True)]
-            self._under_way.append((side, pairs))
-            side.wait_stream(current)
-            for stream, _ in earlier:
-                side.wait_stream(stream)
-            with torch.cuda.stream(side):
-                for flat, host in pairs:
-                    host.copy_(flat, non_blocking=True)
-            if not copied:
-                current.wait_stream(side)
-
-    def wait(self) -> None:
-        """Returns once all is copied. Raises what the device reports."""
-        for stream, _ in self._under_way:
-            stream.synchronize()
-        self._under_way = []
-
-    def __del__(self) -> None:
-        # Whoever lost interest, by an interrupt or a cancelled submission: the device still writes
-        # into the memory.
-        with suppress(Exception):
-            self.wait()
-
-
-def copied_on_device(tensors: Sequence[tuple[Any, Any]]) -> list[Any] | None:
-    """Copies [bytes] of torch tensors on their device, each cast to the dtype beside it, made by
-    its current stream; None where they do not fit."""
-    torch: Any = sys.modules["torch"]
-    try:
-        copies = [
-            source.new_empty(source.numel() * dtype.itemsize, dtype=torch.uint8)
-            for source, dtype in tensors
-        ]
-    except torch.cuda.OutOfMemoryError:
-        return None
-    for copy, (source, dtype) in zip(copies, tensors, strict=True):
-        copy.view(dtype).copy_(source, non_blocking=True)
-    return copies
-
-
-def pinned(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-    """Arrays of so many bytes, uninitialized, page-locked by torch, so that a device copies into
-    them while the host goes on; ordinary memory where none can be locked.
-
-    torch rounds each allocation up to a power of two: arrays share pieces of 1 GiB, only larger
-    ones have their own.
-    """
-    arrays: list[npt.NDArray[np.uint8]] = []
-    group: list[int] = []
-    filled = LINE
-    for size in sizes:
-        padded = size + -size % LINE
-        if group and filled + padded > _PIECE:
-            arrays += contiguous(group, page_locked)
-            group, filled = [], LINE
-        group.append(size)
-        filled += padded
-    return arrays + contiguous(group, page_locked)
-
-
-def page_locked(nbytes: int) -> npt.NDArray[np.uint8]:
-    """One array as those of `pinned`."""
-    torch: Any = sys.modules["torch"]
-    try:
-        locked: npt.NDArray[np.uint8] = torch.empty(
-            nbytes, dtype=torch.uint8, device="cpu", pin_memory=True
-        ).numpy()
-    except RuntimeError:  # no device, or the system's limit of locked memory
-        return np.empty(nbytes, np.uint8)
-    return locked

@@ -8,16 +8,21 @@ never imported here.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Union
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from .memory import DeviceTensor, contiguous
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import TypeIs
 
 UIntArray = npt.NDArray[Any]
 """A flat numpy array of uint8, uint16, uint32 or uint64."""
@@ -371,6 +376,51 @@ class State:
 
 Empty = Callable[[tuple[TensorSpec, ...], Mapping[str, str] | None], State]
 """Makes memory for a state with uninitialized values, as `State.empty` does."""
+
+
+StateSource = Union[State, Mapping[str, Any], str, os.PathLike[str], "torch.nn.Module"]
+"""What is accepted as a state: a `State`, a mapping of names to tensors, the path of a checkpoint,
+or a module, by the names and ties that ``save_pretrained`` would write."""
+
+
+def as_state(source: StateSource) -> State:
+    """Return the state of ``source``, without a copy.
+
+    Args:
+        source: A `State`; a mapping of names to tensors; the path of a checkpoint, which is mapped,
+            not read; or a torch.nn.Module. The names and tied tensors of a module are those of
+            `pulse_rl.frameworks.transformers.checkpoint_weights`: as ``save_pretrained`` writes
+            them, without the parts that DDP and torch.compile add. PEFT adapters are merged into
+            copies.
+
+    Raises:
+        InputError: ``source`` is nothing of these, or cannot be read.
+        UnsupportedTensor: A tensor cannot be published, or a module is sharded over ranks.
+        CorruptCheckpoint: The checkpoint's files are damaged.
+    """
+    if _is_module(source):
+        from ..frameworks.weights import whole_weights
+
+        source = whole_weights(source)
+    if isinstance(source, State):
+        return source
+    if isinstance(source, Mapping):
+        return State.of(source)
+    if isinstance(source, str | os.PathLike):
+        from ..follow.checkpoint import load
+
+        return load(source)[0]
+    raise InputError(
+        f"{type(source).__name__} is not a state: pass a module, a mapping, a State or a "
+        "checkpoint's path",
+        hint="Pass model.state_dict()." if hasattr(source, "state_dict") else None,
+    )
+
+
+def _is_module(source: object) -> TypeIs[torch.nn.Module]:
+    """Whether it is a torch.nn.Module; a program that has one has imported torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(source, torch.nn.Module)
 
 
 def stored_tensor(state: State, name: str) -> UIntArray | Readable:

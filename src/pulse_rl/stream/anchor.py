@@ -19,8 +19,8 @@ from .._native import sha256_messages
 from .._util.files import MAX_BYTES, RangeReader, ranges, read_head
 from .._util.threads import ordered_map
 from ..errors import CorruptCheckpoint, DigestMismatch, InputError, PulseError, StoreError
-from ..state.checkpoint import header_bytes, header_length, parse_header
 from ..state.digest import LEAF_BYTES, StateDigest, leaves_of, state_digest
+from ..state.header import header_bytes, header_length, parse_header
 from ..state.tensors import Empty, Segment, State, TensorSpec, UIntArray
 from .manifest import Payload
 

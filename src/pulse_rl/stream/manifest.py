@@ -22,7 +22,7 @@ import numpy as np
 from ..errors import ChainGap, CorruptManifest, InputError
 from ..events import Metadata
 from ..patch.history import MAX_WINDOWS
-from ..state.companions import flaw_of
+from .names import flaw_of
 
 FORMAT = "pulse.manifest.1"
 MAX_PARTS = 1 << 16

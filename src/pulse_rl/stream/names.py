@@ -34,6 +34,16 @@ _FOLD = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9]{15})-([0-9a-f]{64})")
 _WORKER = re.compile(rf"({_WORD.pattern})-([0-9]{{12}})")
 _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 
+MAX_FILES = 256
+MAX_FILES_BYTES = 128 << 20
+"""Of all files of a version; the largest tokenizers have a third of it."""
+_MAX_NAME = 255
+FILE_NAME_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_FILE_NAME = re.compile(rf"{FILE_NAME_PART}(?:/{FILE_NAME_PART}){{0,3}}")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
+"""A loader would take such a file for weights, or run what is in it."""
+_OURS = "pulse."
+
 
 class VersionName(NamedTuple):
     """The manifest of a version."""
@@ -216,6 +226,32 @@ def check_word(word: object, what: str) -> None:
     """Raises InputError unless ``word`` can be one part of a name."""
     if not isinstance(word, str) or not _WORD.fullmatch(word):
         raise InputError(f"{word!r} is not a valid name for {what}", hint=NAME_HINT)
+
+
+def flaw_of(files: Iterable[tuple[str, int]]) -> str:
+    """What is wrong with the names and sizes of a version's files, which are in the order of their
+    names; "" if nothing is."""
+    total, names = 0, list[str]()
+    for name, nbytes in files:
+        if len(name) > _MAX_NAME or not _FILE_NAME.fullmatch(name):
+            return f"has a file {name[:_MAX_NAME]!r}, which is no plain relative name"
+        if name.lower().endswith(_WEIGHTS) or name.lower().startswith(_OURS):
+            return f"has a file {name!r}: such a name is for weights, or for pulse's own files"
+        total += max(nbytes, 0)
+        names.append(name)
+        if nbytes < 0 or total > MAX_FILES_BYTES or len(names) > MAX_FILES:
+            return f"has more files than {MAX_FILES}, or more than {MAX_FILES_BYTES} bytes of them"
+    if names != sorted(names):
+        return "has files that are not in the order of their names"
+    folded = {name.lower() for name in names}
+    folders = {
+        "/".join(name.split("/")[:depth])
+        for name in folded
+        for depth in range(1, name.count("/") + 1)
+    }
+    if len(folded) < len(names) or folded & folders:
+        return "has two files of one name, apart from capitals, or a file where a folder is"
+    return ""
 
 
 def payload_digest(name: str) -> str | None:

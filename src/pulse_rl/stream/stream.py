@@ -23,8 +23,8 @@ from ..errors import (
     PulseError,
     Untrusted,
 )
-from ..state.checkpoint import header_bytes
 from ..state.digest import StateDigest
+from ..state.header import header_bytes
 from ..store.base import Data, ObjectInfo, Store, create_or_confirm, holds, whole
 from ..store.wrappers import DEFAULT_LATE_SECONDS, BoundedStore, bounded_in, expect
 from . import manifest as manifests

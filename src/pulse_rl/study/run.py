@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from .._util.settings import checked_path
 from .._util.threads import ordered_map
 from ..errors import InputError, PulseError, StateMismatch
+from ..follow import checkpoint
 from ..quantize.states import Quantize, QuantizedState
-from ..state import checkpoint
 from ..state.cast import CastState, DTypeLike, cast_specs, compute_dtype_named
 from ..state.tensors import State, TensorSpec
 from ..store import Store, open_store

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+from .._util.polling import jittered
 from ..errors import (
     FormatError,
     IntegrityError,
@@ -26,7 +27,6 @@ from ..stream.manifest import Manifest, Payload
 from ..stream.stream import Head, Stream
 from ..stream.unreadable import UNREADABLE
 from .host_state import HostState, catch_up
-from .polling import jittered
 
 DEFAULT_PATIENCE_SECONDS = 30.0
 _PASSED = (StoreError, StreamError, FormatError, IntegrityError)

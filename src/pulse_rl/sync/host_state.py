@@ -34,9 +34,8 @@ from ..errors import (
 )
 from ..events import Listener, PhaseTimer, fell_back, progress_to
 from ..patch import Patch, apply_patch, parse_patch
-from ..patch.header import MAX_HEADER_BYTES
+from ..patch.header import MAX_HEADER_BYTES, JoinedHeader
 from ..patch.history import History, Window
-from ..patch.undo import by_whole_blocks
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import Empty, State, TensorSpec, check_tensor_name
 from ..stream import anchor
@@ -64,13 +63,13 @@ class Watcher(Protocol):
     def advanced(
         self,
         link: Link,
-        base_root: str,
+        header: JoinedHeader,
         undo: Mapping[int, Changes],
         state: State,
         digest: StateDigest,
     ) -> None:
-        """A patch was applied; ``undo`` holds the old bits by block index, the other arguments are
-        the new state."""
+        """A patch with this ``header`` was applied; ``undo`` holds the old bits by its blocks, the
+        other arguments are the new state."""
 
     def replaced(self) -> None:
         """The state was replaced, or changed in a way that ``undo`` does not describe."""
@@ -254,8 +253,7 @@ class HostState:
             hit("apply.moved")
             self._keep(manifest)
             if self._watcher:
-                undo = by_whole_blocks(patch.header, applied.undo)
-                self._watcher.advanced(link, at.digest.root, undo, self.state, self.digest)
+                self._watcher.advanced(link, patch.header, applied.undo, self.state, self.digest)
         hit("apply.after")
 
     def replace(

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .._util.collective import RankGroup
+from .._util.polling import jittered
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
@@ -28,21 +29,19 @@ from ..events import (
     one_at_a_time,
 )
 from ..state.cast import DTypeLike
-from ..state.checkpoint import StateSource
-from ..state.companions import Files
+from ..state.tensors import StateSource
 from ..store import Store, open_store
 from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream, checked_stream_id
-from .polling import jittered
 from .rank import Alone, RankPublisher
-from .request import LocalState, PublishRequest
-from .submissions import Submission, Submissions
+from .request import Files, LocalState, PublishRequest
 
 if TYPE_CHECKING:
     from ..follow.state_folder import StateFolder
     from ..ops.checkout import Checkout
     from ..quantize.states import Quantize
+    from ..submit import Submission, Submissions
 
 _LOOK_SECONDS = 1.0
 
@@ -311,6 +310,8 @@ class Publisher(Closing, NotCopyable):
         """
         self._raise_unasked()
         began = time.perf_counter()
+        from ..submit import Submissions, copied
+
         with self._call() as number:
             if self._submissions is None:
                 self._submissions = Submissions(self._serial, together=self._together)
@@ -318,13 +319,18 @@ class Publisher(Closing, NotCopyable):
             spare = self._submissions.make_room(replace)
             # 2. The copy, in the caller's thread.
             request = self._request(
-                lambda: PublishRequest.of(
-                    self._read(source, dtype, quantize),
-                    metadata=metadata,
-                    dtype=dtype,
-                    anchor=anchor,
-                    files=files if self._rank.first else None,
-                ).taken(spare.copy if spare else None, staged=copy_on_device, threads=self._threads)
+                lambda: copied(
+                    PublishRequest.of(
+                        self._read(source, dtype, quantize),
+                        metadata=metadata,
+                        dtype=dtype,
+                        anchor=anchor,
+                        files=files if self._rank.first else None,
+                    ),
+                    spare.copy if spare else None,
+                    staged=copy_on_device,
+                    threads=self._threads,
+                )
             )
             blocked = time.perf_counter() - began
             # 3. The rest on the publisher's own thread.

@@ -59,11 +59,11 @@ from .pending import (
     whole_layout,
 )
 from .request import LocalState, PublishRequest
-from .submissions import Submission, begin
 
 if TYPE_CHECKING:
     from ..follow.state_folder import StateFolder
     from ..ops.gc import Retention
+    from ..submit import Submission
     from .publisher import PublisherSettings
 
 R = TypeVar("R")
@@ -194,7 +194,7 @@ class RankPublisher:
         # All ranks make the same call, and know what each of them has of the state.
         local = self._meet(request, number, submission)
         if request.files and local.config:
-            from ..state.companions import of_quantized
+            from ..follow.companions import of_quantized
 
             request = replace(request, files=of_quantized(request.files, local.config))
         for _ in range(_MAX_STALE_COMMITS):
@@ -275,7 +275,7 @@ class RankPublisher:
         self, request: PublishRequest, number: int, submission: Submission | None
     ) -> LocalState:
         """This rank's part of the state, once it is there."""
-        if submission and not begin(submission):
+        if submission and not submission.begin():
             raise CancelledError
         local = request.arrived()
         if submission:

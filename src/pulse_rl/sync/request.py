@@ -3,23 +3,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ..errors import InputError, UnsupportedTensor
 from ..events import Metadata
 from ..state.cast import CastState, DTypeLike, compute_dtype_named
-from ..state.checkpoint import StateSource, as_state
-from ..state.companions import Files, checked_files
-from ..state.snapshot import Snapshot, snapshot
-from ..state.tensors import DType, State, await_devices, cuda_tensors
+from ..state.tensors import DType, State, StateSource, as_state, await_devices
 from ..stream.manifest import checked_metadata
 
 if TYPE_CHECKING:
     from ..quantize.states import Quantize
     from ..sharding.layout import Box
+    from ..submit import Snapshot
+
+Files = Mapping[str, bytes | str | os.PathLike[str]] | str | os.PathLike[str]
+"""What is accepted as a version's files: a mapping of names to their bytes or their paths, or a
+checkpoint's folder."""
 
 
 class LocalState(NamedTuple):
@@ -105,7 +108,11 @@ class PublishRequest:
     ) -> Self:
         """The request of a call of `Publisher.publish`. Raises what that does for its arguments."""
         facts = checked_metadata({} if metadata is None else metadata)
-        taken = None if files is None else checked_files(files)
+        taken = None
+        if files is not None:
+            from ..follow.companions import checked_files
+
+            taken = checked_files(files)
         if after is not None and (
             isinstance(after, bool) or not isinstance(after, int) or after < -1
         ):
@@ -125,22 +132,6 @@ class PublishRequest:
         if self.local:
             await_devices(self.local.source)
         return self
-
-    def taken(self, spare: Snapshot | None, *, staged: bool, threads: int | None) -> Self:
-        """The same of a copy in host memory, made into that of ``spare`` if that fits; ``staged``:
-        by way of a copy on the device.
-
-        What is on a CUDA device is copied as it is and cast later, so that the caller does not wait
-        for the bus. What is to be quantized is made from the masters.
-        """
-        if self.local is None:
-            return self
-        source, dtype = self.local.source, self.local.dtype
-        if dtype and self.local.quantize is None and not cuda_tensors(source):
-            source, dtype = CastState(source, dtype), None
-        copied = snapshot(source, spare, threads=threads, staged=staged)
-        local = self.local._replace(source=copied.state, dtype=dtype, owned=dtype is None)
-        return replace(self, local=local, copy=copied)
 
     def arrived(self) -> LocalState:
         """This rank's elements. Returns once all is copied; raises what is wrong with the request,

@@ -9,17 +9,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from .._util.polling import LONGEST_POLL, pause
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
 from ..events import Listener, Synced, checked_listener, failures_to, fell_back, progress_shown
+from ..follow.checkpoint import current_version, save
 from ..hints import Absence
 from ..patch.blocks import cut
 from ..patch.history import History
-from ..state.checkpoint import StateSource, as_state, current_version, save
 from ..state.digest import PartDigest, StateDigest, state_digest
-from ..state.tensors import State
+from ..state.tensors import State, StateSource, as_state
 from ..store import Store, open_stores
 from ..store.wrappers import BoundedStore, CachedStore
 from ..stream.manifest import Manifest
@@ -29,7 +30,6 @@ from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
 from .failover import Failover
 from .host_state import HostState, adopt_kept
-from .polling import LONGEST_POLL, pause
 from .update import Pending, Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000

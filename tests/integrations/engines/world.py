@@ -18,7 +18,7 @@ from pulse_rl.engines.node import Node
 from pulse_rl.engines.proof import Fresh
 from pulse_rl.engines.session import ProvedMap, Session
 from pulse_rl.engines.transport import InitInfo
-from pulse_rl.state.checkpoint import save
+from pulse_rl.follow.checkpoint import save
 
 SHAPES = {"gate": (4, 6), "up": (4, 6), "embed": (7, 6)}
 Tensors = dict[str, torch.Tensor]

@@ -1,10 +1,6 @@
 """Checkpoints on disk: safetensors files, single or sharded with an index as Hugging Face writes
 them; and the names of tensors as they have them, without the parts that a module's wrapper adds
-(DDP, FSDP, torch.compile).
-
-The format's header is checked strictly: it must fit the file, and the tensors must tile the data
-without gaps.
-"""
+(DDP, FSDP, torch.compile)."""
 
 from __future__ import annotations
 
@@ -12,24 +8,19 @@ import json
 import mmap
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any
 
 import numpy as np
 
 from .._util.files import open_regular, write_atomically
 from .._util.settings import checked_path
-from ..errors import CorruptCheckpoint, InputError, PulseError, UnsupportedTensor
-from .tensors import DTYPES, State, TensorSpec, UIntArray, check_tensor_name, dtype_of
+from ..errors import CorruptCheckpoint, InputError, PulseError
+from ..state.header import header_bytes, parse_header
+from ..state.tensors import State, TensorSpec, UIntArray, check_tensor_name
 
-if TYPE_CHECKING:
-    import torch
-    from typing_extensions import TypeIs
-
-MAX_HEADER_BYTES = 100 << 20
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
 ADAPTER_NAME = "adapter_model.safetensors"
@@ -41,50 +32,8 @@ _SAFE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _COPY_BYTES = 64 << 20
 _READ_HINT = "Check the path and its permissions."
 
-StateSource = Union[State, Mapping[str, Any], str, os.PathLike[str], "torch.nn.Module"]
-"""What is accepted as a state: a `State`, a mapping of names to tensors, the path of a checkpoint,
-or a module, by the names and ties that ``save_pretrained`` would write."""
 _ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _AROUND_ALL = "module"  # DistributedDataParallel's; inside a model it is a name like any other
-
-
-def as_state(source: StateSource) -> State:
-    """Return the state of ``source``, without a copy.
-
-    Args:
-        source: A `State`; a mapping of names to tensors; the path of a checkpoint, which is mapped,
-            not read; or a torch.nn.Module. The names and tied tensors of a module are those of
-            `pulse_rl.frameworks.transformers.checkpoint_weights`: as ``save_pretrained`` writes
-            them, without the parts that DDP and torch.compile add. PEFT adapters are merged into
-            copies.
-
-    Raises:
-        InputError: ``source`` is nothing of these, or cannot be read.
-        UnsupportedTensor: A tensor cannot be published, or a module is sharded over ranks.
-        CorruptCheckpoint: The checkpoint's files are damaged.
-    """
-    if _is_module(source):
-        # The one place where the core asks an integration, which has imported torch.
-        from ..frameworks.weights import whole_weights
-
-        source = whole_weights(source)
-    if isinstance(source, State):
-        return source
-    if isinstance(source, Mapping):
-        return State.of(source)
-    if isinstance(source, str | os.PathLike):
-        return load(source)[0]
-    raise InputError(
-        f"{type(source).__name__} is not a state: pass a module, a mapping, a State or a "
-        "checkpoint's path",
-        hint="Pass model.state_dict()." if hasattr(source, "state_dict") else None,
-    )
-
-
-def _is_module(source: object) -> TypeIs[torch.nn.Module]:
-    """Whether it is a torch.nn.Module; a program that has one has imported torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(source, torch.nn.Module)
 
 
 def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
@@ -135,30 +84,6 @@ def save(
     write_atomically(checked_path(path), serialize(state, state.specs, metadata))
 
 
-def header_bytes(specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length prefix and header of a safetensors file that holds ``specs`` in this order; padded to
-    8 bytes. Raises InputError for metadata that safetensors cannot hold."""
-    facts = metadata or {}
-    if not isinstance(facts, Mapping) or not all(
-        isinstance(text, str) for item in facts.items() for text in item
-    ):
-        raise InputError(
-            "the metadata of a checkpoint must map strings to strings, as safetensors has it"
-        )
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for spec in specs:
-        header[spec.name] = {
-            "dtype": spec.dtype.name,
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def in_file_order(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """Wider types first: each tensor then starts at a multiple of its width, so that a mapped file
     can be viewed."""
@@ -175,54 +100,6 @@ def serialize(
         step = _COPY_BYTES // spec.dtype.width
         for start in range(0, spec.elements, step):
             yield state.read(spec.name, start, min(start + step, spec.elements)).view(np.uint8).data
-
-
-def parse_header(
-    prefix: bytes | memoryview, file_bytes: int
-) -> tuple[list[tuple[TensorSpec, int]], dict[str, str], int]:
-    """([(spec, offset in the data)], metadata, start of the data) from the first bytes of a
-    safetensors file.
-
-    ``prefix`` must hold the whole header, see `header_length`. Raises CorruptCheckpoint.
-    """
-    length = header_length(prefix, file_bytes)
-    try:
-        header = json.loads(
-            bytes(prefix[8 : 8 + length]).decode(), object_pairs_hook=_no_duplicates
-        )
-    except (ValueError, RecursionError) as error:  # of a number with thousands of digits, too
-        raise CorruptCheckpoint(f"the safetensors header is not JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise CorruptCheckpoint("the safetensors header is not an object")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CorruptCheckpoint("the safetensors metadata is not a map of strings")
-    placed = sorted(
-        (_entry(name, entry) for name, entry in header.items()), key=lambda p: (p[1], p[0].nbytes)
-    )
-    at = 0
-    for spec, offset in placed:
-        if offset != at:
-            raise CorruptCheckpoint(
-                f"tensor {spec.name!r} starts at byte {offset} of the data, not at {at}"
-            )
-        at += spec.nbytes
-    if 8 + length + at != file_bytes:
-        raise CorruptCheckpoint(
-            f"the file has {file_bytes} bytes, its header implies {8 + length + at}"
-        )
-    return placed, metadata, 8 + length
-
-
-def header_length(prefix: bytes | memoryview, file_bytes: int) -> int:
-    """Bytes of JSON behind the 8-byte length prefix; raises CorruptCheckpoint past the file's end
-    or the cap."""
-    length = int.from_bytes(prefix[:8], "little")
-    if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
-        raise CorruptCheckpoint(
-            f"the safetensors header claims {length} bytes in a file of {file_bytes}"
-        )
-    return length
 
 
 def _files(path: Path) -> tuple[list[Path], set[str], dict[str, str]]:
@@ -282,38 +159,6 @@ def _map_file(file: Path, metadata: dict[str, str]) -> Iterator[tuple[TensorSpec
         raw = np.frombuffer(view, np.uint8, spec.nbytes, start + offset)
         aligned = raw if (start + offset) % spec.dtype.width == 0 else raw.copy()
         yield spec, aligned.view(spec.dtype.uint)
-
-
-def _entry(name: str, entry: Any) -> tuple[TensorSpec, int]:
-    try:
-        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(shape, list) or not all(
-            type(n) is int and n >= 0 for n in [*shape, start, stop]
-        ):
-            raise ValueError("negative or non-integer number")
-    except (TypeError, KeyError, ValueError) as error:
-        raise CorruptCheckpoint(f"the entry of tensor {name!r} is malformed: {error}") from None
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise UnsupportedTensor(
-            f"tensor {name!r} has dtype {str(dtype)[:40]!r}, which is not supported",
-            hint="The file is damaged, or has a dtype that pulse does not support.",
-        )
-    try:
-        spec = TensorSpec(name, dtype_of(dtype), tuple(shape))
-    except InputError as error:
-        raise CorruptCheckpoint(str(error)) from None
-    if stop - start != spec.nbytes:
-        raise CorruptCheckpoint(
-            f"tensor {name!r} needs {spec.nbytes} bytes, its offsets hold {stop - start}"
-        )
-    return spec, start
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise CorruptCheckpoint("the safetensors header has the same key twice")
-    return result
 
 
 def unwrapped(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..codec import Changes
+from ..patch.blocks import cut, recut
+from ..patch.header import JoinedHeader
 from ..state import bits
 from ..state.tensors import UIntArray
-from .blocks import cut, recut
-from .header import JoinedHeader
 
 _PIECES = 8
 

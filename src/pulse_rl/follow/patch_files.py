@@ -3,18 +3,14 @@ need (docs/format.md, sections 3 and 7)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 
 from .. import codec as codecs
 from .._util.files import RangeReader, ranges, read_head
 from .._util.threads import ordered_map
-from ..errors import CorruptPatch, StateMismatch
-from ..state.digest import PartDigest, StateDigest
-from ..state.tensors import State, TensorSpec
-from .blocks import cut
-from .header import (
+from ..errors import CorruptPatch
+from ..patch.apply import places_of, require_bytes
+from ..patch.header import (
     Base,
     JoinedHeader,
     ParsedHeader,
@@ -24,70 +20,13 @@ from .header import (
     header_end,
     parse_header,
 )
+from ..state.tensors import TensorSpec
 
 _FIRST_READ = 1 << 12
 _MIN_READ = 1 << 9
 _PART_READ = 256  # a header is about so small a part of its patch
 _TRIES = 2
 _FILES_AT_ONCE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """The whole ``header`` of a patch and the bytes of its blocks by index, of all or of those that
-    a receiver needs, not yet decoded. Who holds a part of the state has the digests of all
-    ``tensors`` of the target, 32 bytes each; others compute them. ``nbytes`` were read."""
-
-    header: JoinedHeader
-    payloads: Mapping[int, memoryview]
-    tensors: bytes = b""
-    nbytes: int = 0
-
-    def require(self, state: State, digest: StateDigest) -> None:
-        """Raises StateMismatch unless the patch is for the tensors of ``state``, or of those of
-        which it is a part and has all blocks of that part."""
-        if not isinstance(digest, PartDigest):
-            state.require_specs(self.header.specs, "the patch")
-            return
-        covered = {
-            segment.spec for index in self.payloads for segment in self.header.cuts[index].segments
-        }
-        if digest.whole != self.header.specs or covered != {
-            spec for spec in state.specs if spec.elements
-        }:
-            raise StateMismatch(
-                "the patch is for other tensors, or cut in another way, than the part that is held"
-            )
-
-
-def parse_patch(files: Sequence[bytes | memoryview], base: StateDigest) -> Patch:
-    """The patch that these ``files`` are together, for the state with the tree ``base``.
-
-    Raises WrongBase where it is for another state, and CorruptPatch: magic, checksum, caps and
-    tiling are checked here, the blocks' own bytes when they are decoded.
-    """
-    state, room = Base(base.specs, base.root), Room()
-    parsed: list[ParsedHeader] = []
-    payloads: list[memoryview] = []
-    for data in files:
-        view = memoryview(data)
-        parsed.append(found := parse_header(view, state, room=room))
-        _require_bytes(found, len(view))
-        payloads += [view[start:end] for start, end in pairwise(_places(found))]
-    return Patch(
-        JoinedHeader.of(parsed, state), dict(enumerate(payloads)), nbytes=sum(map(len, files))
-    )
-
-
-def widened(specs: tuple[TensorSpec, ...], names: Collection[str]) -> tuple[TensorSpec, ...]:
-    """The tensors ``names``, and the small ones that share a block with one of them: a block is
-    decoded as a whole."""
-    held = set(names)
-    for block in cut(specs):
-        together = {segment.spec.name for segment in block.segments}
-        if held & together:
-            held |= together
-    return tuple(spec for spec in specs if spec.name in held)
 
 
 class PatchFiles:
@@ -104,7 +43,7 @@ class PatchFiles:
         parsed = [parse_header(memoryview(head), base, room=room) for head in heads]
         self.nbytes = 0
         for found, (_, nbytes) in zip(parsed, files, strict=True):
-            _require_bytes(found, nbytes)
+            require_bytes(found, nbytes)
             self.nbytes += max(found.end, min(_first_read(nbytes), nbytes))
         self._files = [(read, found) for (read, _), found in zip(files, parsed, strict=True)]
         self.header = JoinedHeader.of(parsed, base)
@@ -154,23 +93,11 @@ def _first_read(nbytes: int) -> int:
     return min(_FIRST_READ, max(_MIN_READ, nbytes // _PART_READ))
 
 
-def _require_bytes(parsed: ParsedHeader, nbytes: int) -> None:
-    """Raises CorruptPatch unless the blocks tile a file of ``nbytes`` behind its header."""
-    implied = parsed.end + parsed.header.body_bytes
-    if implied != nbytes:
-        raise CorruptPatch(f"the patch has {nbytes} bytes, its header implies {implied}")
-
-
-def _places(parsed: ParsedHeader) -> list[int]:
-    """Where the blocks of a file begin, and where the last one ends."""
-    return list(accumulate((entry.length for entry in parsed.header.blocks), initial=parsed.end))
-
-
 def _read_blocks(
     read: RangeReader, parsed: ParsedHeader, chosen: Sequence[int]
 ) -> tuple[dict[int, memoryview], int]:
     """The bytes of the ``chosen`` blocks of a file, and the number of bytes read for them."""
-    blocks, places = parsed.header.blocks, _places(parsed)
+    blocks, places = parsed.header.blocks, places_of(parsed)
     found = {k: memoryview(b"") for k in chosen}
     total = 0
     changed = [k for k in chosen if blocks[k].codec_id != codecs.SAME]

@@ -10,30 +10,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .._util.files import open_regular
 from .._util.settings import checked_path
 from ..errors import InputError
-from .cast import DTypeLike, compute_dtype_named
+from ..state.cast import DTypeLike, compute_dtype_named
+from ..stream.names import FILE_NAME_PART, MAX_FILES, MAX_FILES_BYTES, flaw_of
 from .checkpoint import INDEX_NAME
 
-MAX_FILES = 256
-MAX_BYTES = 128 << 20
-"""Of all files of a version; the largest tokenizers have a third of it."""
-_MAX_NAME = 255
-
-Files = Mapping[str, bytes | str | os.PathLike[str]] | str | os.PathLike[str]
-"""What is accepted as a version's files: a mapping of names to their bytes or their paths, or a
-checkpoint's folder."""
-
-_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
-_NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,3}}")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
-"""A loader would take such a file for weights, or run what is in it."""
-_OURS = "pulse."
 _TAKEN = (
     ".json",
     ".jinja",
@@ -51,32 +38,6 @@ _TEMPLATES = "additional_chat_templates"
 _TYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
-def flaw_of(files: Iterable[tuple[str, int]]) -> str:
-    """What is wrong with the names and sizes of a version's files, which are in the order of their
-    names; "" if nothing is."""
-    total, names = 0, list[str]()
-    for name, nbytes in files:
-        if len(name) > _MAX_NAME or not _NAME.fullmatch(name):
-            return f"has a file {name[:_MAX_NAME]!r}, which is no plain relative name"
-        if name.lower().endswith(_WEIGHTS) or name.lower().startswith(_OURS):
-            return f"has a file {name!r}: such a name is for weights, or for pulse's own files"
-        total += max(nbytes, 0)
-        names.append(name)
-        if nbytes < 0 or total > MAX_BYTES or len(names) > MAX_FILES:
-            return f"has more files than {MAX_FILES}, or more than {MAX_BYTES} bytes of them"
-    if names != sorted(names):
-        return "has files that are not in the order of their names"
-    folded = {name.lower() for name in names}
-    folders = {
-        "/".join(name.split("/")[:depth])
-        for name in folded
-        for depth in range(1, name.count("/") + 1)
-    }
-    if len(folded) < len(names) or folded & folders:
-        return "has two files of one name, apart from capitals, or a file where a folder is"
-    return ""
-
-
 def checked_files(files: object) -> dict[str, bytes]:
     """The bytes of ``files`` by name, in the order of the names. Raises InputError."""
     if isinstance(files, str | os.PathLike):
@@ -91,7 +52,7 @@ def checked_files(files: object) -> dict[str, bytes]:
             f"{len(files)} files are more than {MAX_FILES}", hint="Name those that a loader needs."
         )
     found: dict[str, bytes] = {}
-    room = MAX_BYTES
+    room = MAX_FILES_BYTES
     for name in sorted(files, key=str):
         given = files[name]
         if not isinstance(name, str) or not isinstance(
@@ -187,7 +148,7 @@ def weight_map(files: Mapping[str, bytes]) -> dict[str, str]:
         return {}
     return (
         found
-        if all(re.fullmatch(rf"{_PART}\.safetensors", file) for file in found.values())
+        if all(re.fullmatch(rf"{FILE_NAME_PART}\.safetensors", file) for file in found.values())
         else {}
     )
 
@@ -198,7 +159,7 @@ def _read(file: Path, room: int) -> bytes:
             if os.fstat(opened.fileno()).st_size > room:
                 raise InputError(
                     f"{str(file)[:200]!r} is too large: the files of a version have at most "
-                    f"{MAX_BYTES} bytes in all",
+                    f"{MAX_FILES_BYTES} bytes in all",
                     hint="Name the files that a loader needs.",
                 )
             return opened.read(room + 1)
