@@ -10,8 +10,9 @@ import pytest
 
 from pulse_rl import State
 from pulse_rl.errors import CorruptCheckpoint, DigestMismatch
+from pulse_rl.sharding.layout import SlicedState
 from pulse_rl.state.header import header_length
-from pulse_rl.state.tensors import Segment, SlicedState
+from pulse_rl.state.tensors import Segment
 from pulse_rl.stream.anchor import SLICES_KEY
 from pulse_rl.stream.manifest import Payload
 from tests.stream.test_anchor import reader, restored, whole

@@ -38,10 +38,11 @@ from ..history.file import load_history, save_history
 from ..patch.apply import Journal
 from ..patch.blocks import Block, cut
 from ..patch.history import History
+from ..sharding.layout import SlicedState
 from ..state import bits
 from ..state.digest import StateDigest, state_digest
 from ..state.header import header_bytes, parse_header
-from ..state.tensors import Segment, SlicedState, State, TensorSpec
+from ..state.tensors import Segment, State, TensorSpec
 from ..stream.manifest import Manifest
 from .checkpoint import in_file_order
 

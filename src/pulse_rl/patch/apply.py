@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from .blocks import Block, pieces_of
 from .changes import Piece, StateChanges, TensorChanges
 from .header import Base, BlockEntry, JoinedHeader, ParsedHeader, Room, check_of, parse_header
 from .history import History, Recorder, Records
-from .tree import TreeUpdate, block_leaves, hashed_together, rehashed
+from .tree import Leaves, hashed_together, inner_leaves, rehashed, with_leaves
 
 Journal = Callable[[Block, Changes], None]
 """Takes note of a block and its old bits, in any thread."""
@@ -199,36 +199,32 @@ def apply_patch(
         scatter(block, state, changes)
         return changes
 
-    def run(group: Sequence[int]) -> list[tuple[int, list[tuple[str, Piece]], list[bytes] | None]]:
+    def run(group: Sequence[int]) -> tuple[list[tuple[int, list[tuple[str, Piece]]]], Leaves]:
         made = [(index, _by_tensor(blocks[index], change(index))) for index in group]
-        changed = [index for index in group if index in undo and not sliced]
-        leaves = dict(
-            zip(changed, block_leaves([blocks[index] for index in changed], state), strict=True)
-        )
-        return [(index, changes, leaves.get(index)) for index, changes in made]
+        written = [blocks[index] for index in group if index in undo and not sliced]
+        return made, inner_leaves(written, lambda segment: state.read(*segment.place))
 
     # 2. Blocks in parallel: check, decode, note the old bits, write, and hash again what was
     # written.
-    tree = TreeUpdate(digest)
+    leaves: Leaves = {}
     per_tensor: dict[str, list[Piece]] = {}
     try:
         # closing() ends the calls in flight before the undo below, so that none writes after it.
         with closing(ordered_map(run, groups, threads)) as results:
-            for index, changes, leaves in chain.from_iterable(results):
-                if not sliced:
-                    tree.add(blocks[index], leaves)
-                for name, found in changes:
-                    per_tensor.setdefault(name, []).append(found)
-                if progress:
-                    progress(blocks[index].nbytes)
+            for made, written in results:
+                leaves |= written
+                for index, changes in made:
+                    for name, found in changes:
+                        per_tensor.setdefault(name, []).append(found)
+                    if progress:
+                        progress(blocks[index].nbytes)
         hit("apply.written")
         # 3. The root covers every bit of the state, those that were there before as well as the new
         # ones.
         joined = {name: TensorChanges(pieces) for name, pieces in per_tensor.items()}
         if sliced:
-            target = rehashed(digest, state, joined, patch.tensors, threads=threads)
-        else:
-            target = tree.finish(patch.tensors)
+            leaves = rehashed(state, joined, threads)
+        target = with_leaves(digest, leaves, patch.tensors)
         if target.root != header.target_root:
             raise DigestMismatch(
                 f"the patched state has root {target.root[:16]}…, the patch promises "

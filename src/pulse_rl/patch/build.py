@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,8 @@ from ..state.tensors import State, UIntArray
 from .blocks import Block, cut
 from .header import BlockEntry, PatchHeader, all_of, check_of
 from .history import Blocks, History, HistoryName, Recorder, Records
-from .tree import TreeUpdate, changed_leaves, hashed_together
+from .tree import ChangedBlock, Leaves, changed_inner_leaves, hashed_together, with_leaves
 
-H = TypeVar("H")
 # where more than one element in so many changes, what old bits take weighs more than looking them
 # up
 _DENSE = 4
@@ -64,21 +63,11 @@ class CodedBlock(NamedTuple):
     changes: Changes | None
 
 
-class ChangedBlock(NamedTuple):
-    """A block in which something changed: its ``elements`` before the ``changes``, or, ``made``,
-    after them."""
-
-    block: Block
-    elements: UIntArray
-    changes: Changes
-    made: bool
-
-
-class CodedGroup(NamedTuple, Generic[H]):
-    """The blocks of a group, and what was made of their hashes."""
+class CodedGroup(NamedTuple):
+    """The blocks of a group, and those of their changed leaves that lie wholly in them."""
 
     coded: list[CodedBlock]
-    hashed: H
+    leaves: Leaves
 
 
 def build_patch(
@@ -104,28 +93,25 @@ def build_patch(
     codecs.check_codec(codec)
     blocks = cut(old.specs)
     recorder = Recorder(max_records) if max_records else None
-    tree = TreeUpdate(old_digest)
-    coded, kept = [], []
+    coded, kept, leaves = [], [], Leaves()
     tasks = ((group, new) for group in hashed_together(blocks, threads))
     groups = code_blocks(
         blocks,
         old,
         tasks,
-        _leaves_by_block,
         codec=codec,
         history=history,
         recorder=recorder,
         threads=threads,
     )
     for group in groups:
-        leaves = iter(group.hashed)
+        leaves |= group.leaves
         for index, encoded, changes in group.coded:
             coded.append(encoded)
             kept.append(changes)
-            tree.add(blocks[index], None if changes is None else next(leaves))
             if progress:
                 progress(blocks[index].nbytes)
-    target = tree.finish()
+    target = with_leaves(old_digest, leaves)
 
     def header(of: Sequence[codecs.Encoded], name: HistoryName | None) -> PatchHeader:
         return PatchHeader(
@@ -137,14 +123,6 @@ def build_patch(
     )
     chunks = (chosen.to_bytes(), *(encoded.payload for encoded in coded))
     return BuiltPatch(chosen, chunks, target, tuple(kept), recorder.records if recorder else None)
-
-
-def _leaves_by_block(changed: Sequence[ChangedBlock]) -> list[list[bytes]]:
-    return changed_leaves(
-        [each.block for each in changed],
-        [each.elements for each in changed],
-        [None if each.made else each.changes for each in changed],
-    )
 
 
 def smallest(
@@ -188,13 +166,12 @@ def code_blocks(
     blocks: Blocks,
     old: State,
     tasks: Iterable[tuple[range, State]],
-    hashed: Callable[[Sequence[ChangedBlock]], H],
     *,
     codec: str = codecs.AUTO,
     history: History | None = None,
     recorder: Recorder | None = None,
     threads: int | None = None,
-) -> Generator[CodedGroup[H], None, None]:
+) -> Generator[CodedGroup, None, None]:
     """Compares, codes, proves and hashes ``blocks`` of the state ``old``, group by group in order.
 
     A task is a group of neighbors of one dtype (`hashed_together`) and the state that has their
@@ -206,7 +183,7 @@ def code_blocks(
     known = (history or History()).of(blocks)
     spare = SpareMemory()
 
-    def run(task: tuple[range, State]) -> CodedGroup[H]:
+    def run(task: tuple[range, State]) -> CodedGroup:
         group, new = task
         coded: list[CodedBlock] = []
         changed: list[ChangedBlock] = []
@@ -234,7 +211,7 @@ def code_blocks(
                 coded.append(CodedBlock(index, encoded, to_keep(changes, block)))
             # 2. The group's changed leaves are hashed side by side: several chains of SHA-256 keep
             # a core busy.
-            return CodedGroup(coded, hashed(changed))
+            return CodedGroup(coded, changed_inner_leaves(changed))
 
     with closing(ordered_map(run, tasks, threads)) as groups:
         yield from groups

@@ -3,8 +3,9 @@ state's elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, islice, pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,8 @@ from ..state.tensors import Segment, State, TensorSpec, UIntArray
 from .blocks import Block
 from .changes import StateChanges, TensorChanges
 
-_NOWHERE = np.empty(0, np.uint32)
+Leaves = dict[tuple[str, int], bytes]
+"""Digests of leaves by the tensor's name and the leaf's number."""
 _SIDE_BY_SIDE = 16
 _ROUNDS = 4  # of so many leaves for each thread, at least
 
@@ -51,86 +53,109 @@ def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]
     return [*groups, range(start, len(blocks))] if blocks else []
 
 
-def block_leaves(blocks: Sequence[Block], state: State) -> list[list[bytes]]:
-    """Leaf digests per segment of each block as it is in ``state``."""
-    pieces = [state.read(*segment.place) for block in blocks for segment in block.segments]
-    return _by_block(blocks, leaves_of(pieces)) if pieces else []
+class ChangedBlock(NamedTuple):
+    """A block in which something changed: its ``elements`` before the ``changes``, or, ``made``,
+    after them."""
+
+    block: Block
+    elements: UIntArray
+    changes: Changes
+    made: bool
 
 
-def changed_leaves(
-    blocks: Sequence[Block], elements: Sequence[UIntArray], changes: Sequence[Changes | None]
-) -> list[list[bytes]]:
-    """Leaf digests per segment of each of the blocks, of one dtype, that have these ``elements``,
-    once their ``changes`` are made to them; None: as they are."""
-    pieces = []
-    for block, before, made in zip(blocks, elements, changes, strict=True):
-        positions, values = made[:2] if made is not None else (_NOWHERE, before[:0])
-        # A block's changes, cut where one tensor ends and the next begins: leaves never reach over
-        # that.
-        ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
-        for (start, end), (first, last) in zip(
-            pairwise([0, *ends]), pairwise([0, *bits.below(positions, ends)]), strict=True
+def inner(segment: Segment) -> Segment | None:
+    """The elements of a segment that lie in leaves that are wholly in it."""
+    spec, per_leaf = segment.spec, LEAF_BYTES // segment.spec.dtype.width
+    start = -(-segment.start // per_leaf) * per_leaf
+    stop = segment.stop if segment.stop == spec.elements else segment.stop // per_leaf * per_leaf
+    return Segment(spec, start, stop) if start < stop else None
+
+
+def inner_leaves(blocks: Iterable[Block], elements: Callable[[Segment], UIntArray]) -> Leaves:
+    """The leaves that lie wholly in a segment of the blocks, hashed side by side."""
+    parts = [part for block in blocks for part in map(inner, block.segments) if part]
+    return _numbered(parts, leaves_of([elements(part) for part in parts])) if parts else {}
+
+
+def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
+    """The same of changed blocks of one dtype; those of segments without changes are left out."""
+    parts: list[Segment] = []
+    pieces: list[Changed] = []
+    for block, elements, (positions, values, _), made in blocks:
+        ends = list(accumulate(segment.elements for segment in block.segments))
+        places = pairwise([0, *bits.below(positions, ends)])
+        for segment, (base, _), (first, last) in zip(
+            block.segments, pairwise([0, *ends]), places, strict=True
         ):
-            pieces.append(
-                Changed(before[start:end], positions[first:last], start, values[first:last])
-            )
-    return _by_block(blocks, changed_leaves_of(pieces)) if pieces else []
-
-
-def _by_block(blocks: Sequence[Block], leaves: list[bytes]) -> list[list[bytes]]:
-    left = iter(leaves)
-    return [list(islice(left, len(block.segments))) for block in blocks]
-
-
-class TreeUpdate:
-    """The tree of a new state, block by block in order; blocks without changes keep the old state's
-    leaves."""
-
-    def __init__(self, old: StateDigest) -> None:
-        self._old = old
-        self._pieces: dict[str, list[bytes]] = {}
-
-    def add(self, block: Block, leaves: list[bytes] | None) -> None:
-        for k, segment in enumerate(block.segments):
-            if leaves is not None:
-                piece = leaves[k]
+            part = inner(segment) if last > first else None
+            if part is None:
+                continue
+            start = base + part.start - segment.start
+            end = start + part.elements
+            if made:
+                low, high = 0, 0
+            elif part == segment:
+                low, high = first, last
             else:
-                # Segments begin where leaves do, and end there or with their tensor: 32 bytes a
-                # leaf, also a short one.
-                per_leaf = LEAF_BYTES // segment.spec.dtype.width
-                old = self._old.leaves[segment.spec.name]
-                piece = old[segment.start // per_leaf * 32 : -(-segment.stop // per_leaf) * 32]
-            self._pieces.setdefault(segment.spec.name, []).append(piece)
-
-    def finish(self, tensors: bytes = b"") -> StateDigest:
-        """The new tree; of a state that is held in part with the new digests of all ``tensors``."""
-        return _tree(
-            self._old,
-            {spec.name: b"".join(self._pieces.get(spec.name, ())) for spec in self._old.specs},
-            tensors,
-        )
+                low, high = bits.below(positions, (start, end))
+            parts.append(part)
+            pieces.append(
+                Changed(elements[start:end], positions[low:high], start, values[low:high])
+            )
+    return _numbered(parts, changed_leaves_of(pieces)) if parts else {}
 
 
-def rehashed(
-    old: StateDigest,
-    state: State,
-    changes: StateChanges,
-    tensors: bytes = b"",
-    *,
-    threads: int | None = None,
-) -> StateDigest:
-    """The tree of ``state`` once ``changes`` were made to the one with the tree ``old``: the leaves
-    in which something changed are hashed again. ``tensors``: see `TreeUpdate.finish`."""
-    leaves = {name: bytearray(digests) for name, digests in old.leaves.items()}
-    tasks = [task for name, changed in changes.items() for task in _runs(state.spec(name), changed)]
+def _numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
+    found: Leaves = {}
+    for part, of in zip(parts, digests, strict=True):
+        first = part.start * part.spec.dtype.width // LEAF_BYTES
+        found |= {
+            (part.spec.name, first + k): of[32 * k : 32 * k + 32] for k in range(len(of) // 32)
+        }
+    return found
 
-    def run(task: Segment) -> bytes:
-        return leaves_of([state.read(*task.place)])[0]
 
-    for task, digests in zip(tasks, ordered_map(run, tasks, threads), strict=True):
-        first = 32 * (task.start * task.spec.dtype.width // LEAF_BYTES)
-        leaves[task.spec.name][first : first + len(digests)] = digests
-    return _tree(old, {name: bytes(digests) for name, digests in leaves.items()}, tensors)
+def numbered_leaves(digest: StateDigest) -> Leaves:
+    """All leaves of a tree."""
+    return {
+        (name, k): of[32 * k : 32 * k + 32]
+        for name, of in digest.leaves.items()
+        for k in range(len(of) // 32)
+    }
+
+
+def tree_of(specs: tuple[TensorSpec, ...], leaves: Leaves) -> StateDigest:
+    """The tree of a state of ``specs``, of all its leaves."""
+    made = {
+        spec.name: b"".join(leaves[spec.name, k] for k in range(-(-spec.nbytes // LEAF_BYTES)))
+        for spec in specs
+    }
+    return StateDigest(specs, made)
+
+
+def with_leaves(old: StateDigest, changed: Leaves, tensors: bytes = b"") -> StateDigest:
+    """The tree ``old`` with the ``changed`` leaves in place of its own; of a state that is held in
+    part with the new digests of all ``tensors``."""
+    made = {name: bytearray(digests) for name, digests in old.leaves.items()}
+    for (name, number), digest in changed.items():
+        made[name][32 * number : 32 * number + 32] = digest
+    leaves = {name: bytes(digests) for name, digests in made.items()}
+    if isinstance(old, PartDigest):
+        return PartDigest(old.specs, leaves, old.whole, tensors)
+    return StateDigest(old.specs, leaves)
+
+
+def rehashed(state: State, changes: StateChanges, threads: int | None) -> Leaves:
+    """The leaves of ``state`` in which something of the ``changes`` is, hashed again."""
+    runs = [run for name, changed in changes.items() for run in _runs(state.spec(name), changed)]
+
+    def leaves(run: Segment) -> Leaves:
+        return _numbered([run], leaves_of([state.read(*run.place)]))
+
+    found: Leaves = {}
+    for some in ordered_map(leaves, runs, threads):
+        found |= some
+    return found
 
 
 def _runs(spec: TensorSpec, changes: TensorChanges) -> Iterator[Segment]:
@@ -146,9 +171,3 @@ def _runs(spec: TensorSpec, changes: TensorChanges) -> Iterator[Segment]:
             yield Segment(
                 spec, int(changed[at]) * per_leaf, min((last + 1) * per_leaf, spec.elements)
             )
-
-
-def _tree(old: StateDigest, leaves: dict[str, bytes], tensors: bytes) -> StateDigest:
-    if isinstance(old, PartDigest):
-        return PartDigest(old.specs, leaves, old.whole, tensors)
-    return StateDigest(old.specs, leaves)

@@ -18,13 +18,15 @@ from ..follow.patch_files import PatchFiles
 from ..patch.apply import decode_block, scatter
 from ..patch.blocks import BLOCK_ELEMENTS, Block, cut
 from ..patch.history import History, Recorder, Records, Window
-from ..state.tensors import Segment, SlicedState, State, TensorSpec, UIntArray
+from ..patch.tree import inner_leaves
+from ..state.tensors import Segment, State, TensorSpec, UIntArray
 from ..stream.anchor import AnchorFiles
 from ..stream.manifest import Link, Manifest, Payload
 from ..stream.stream import Stream
 from ..sync.host_state import most_remembered
-from ..sync.pending import Baseline, Layout, inner_leaves
+from ..sync.pending import Baseline
 from ..sync.planner import BROKEN_LINK, Planner
+from .layout import ShardedLayout, SlicedState
 from .leaves import gather_tree, hash_shared
 
 R = TypeVar("R")
@@ -36,7 +38,7 @@ _Ranges = dict[str, list[tuple[int, int]]]
 
 
 def restore_baseline(
-    stream: Stream, ranks: RankGroup, layout: Layout, head: Manifest, *, threads: int | None
+    stream: Stream, ranks: RankGroup, layout: ShardedLayout, head: Manifest, *, threads: int | None
 ) -> Baseline | str:
     """What this rank publishes of ``head``, read from the store, once all ranks have theirs and
     these have its root; or why that fails. A collective: raises what `RankGroup.each` does,

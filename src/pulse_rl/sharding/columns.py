@@ -12,8 +12,7 @@ from .._util.collective import RankGroup
 from ..errors import RankLost
 from ..patch.blocks import Block, runs_of
 from ..state.tensors import Segment, State, UIntArray
-from ..sync.pending import Layout
-from .layout import Box
+from .layout import Box, ShardedLayout
 
 
 class _Chunk(NamedTuple):
@@ -43,7 +42,7 @@ class ColumnExchange:
     """Moves the elements of ``layout.moved`` to the ranks that publish them; all ranks go through
     the same chunks."""
 
-    def __init__(self, layout: Layout, ranks: RankGroup, local: State) -> None:
+    def __init__(self, layout: ShardedLayout, ranks: RankGroup, local: State) -> None:
         self._ranks = ranks
         self._local = local
         self._chunks = _chunks(layout)
@@ -117,7 +116,7 @@ class ColumnExchange:
             return np.zeros((high - low) * width, np.uint8)
 
 
-def _chunks(layout: Layout) -> Iterator[_Chunk]:
+def _chunks(layout: ShardedLayout) -> Iterator[_Chunk]:
     for name, boxes in layout.moved.items():
         runs = {rank: runs_of(segment) for rank, segment in layout.published[name].items()}
         for k in range(max(map(len, runs.values()))):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from numpy.lib.stride_tricks import as_strided
 
 from ..errors import StateMismatch
 from ..state.digest import LEAF_BYTES
-from ..state.tensors import DType, Segment, TensorSpec, UIntArray, dtype_of
-from ..sync.pending import Fragment, Layout
+from ..state.tensors import DType, Empty, Segment, State, TensorSpec, UIntArray, dtype_of
+from ..sync.pending import Layout
 
 Runs = tuple[tuple[int, int], ...]
 """Indices of one dimension: ascending ranges [start, stop)."""
@@ -216,7 +216,88 @@ class Held(NamedTuple):
     storage: int | None
 
 
-def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) -> Layout:
+class Fragment(NamedTuple):
+    """Elements of the leaf with number ``leaf`` of its tensor that ``rank`` publishes."""
+
+    rank: int
+    leaf: int
+    segment: Segment
+
+
+@dataclass(frozen=True)
+class ShardedLayout(Layout):
+    """Who of several ranks publishes what.
+
+    ``published`` has the segment of each tensor that a rank publishes, by the tensor's name and the
+    rank, in the order of their places. ``moved`` are the tensors whose boxes are no such segments,
+    with the boxes of the ranks from which their elements come. ``shared`` are the leaves of which
+    several ranks publish a piece, by their numbers of ``shares`` in all.
+    """
+
+    published: dict[str, dict[int, Segment]] = field(default_factory=dict)
+    moved: dict[str, dict[int, Box]] = field(default_factory=dict)
+    shared: dict[int, tuple[Fragment, ...]] = field(default_factory=dict)
+    shares: int = 0
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        return tuple(of[rank] for of in self.published.values() if rank in of)
+
+    def has_file(self, rank: int) -> bool:
+        return any(rank in of for of in self.published.values()) or (rank == 0 and not self.specs)
+
+    def of_rank(self, rank: int) -> ShardedLayout:
+        """What ``rank`` needs of it: its own segments, and all of what it moves and shares with
+        others."""
+        moved = {name: boxes for name, boxes in self.moved.items() if rank in boxes}
+        published = {
+            name: of if name in moved else {rank: of[rank]}
+            for name, of in self.published.items()
+            if rank in of or name in moved
+        }
+        shared = {
+            k: of for k, of in self.shared.items() if any(fragment.rank == rank for fragment in of)
+        }
+        return replace(self, published=published, moved=moved, shared=shared)
+
+
+def flat_specs(segments: Sequence[Segment]) -> tuple[TensorSpec, ...]:
+    """Those of the segments' elements alone, under the tensors' names."""
+    return tuple(TensorSpec(s.spec.name, s.spec.dtype, (s.elements,)) for s in segments)
+
+
+class SlicedState(State):
+    """One segment of each of some tensors. ``specs`` are those of the whole tensors; `read` takes
+    places in these, and raises IndexError outside of the segment.
+
+    ``source`` holds the segments' elements under the tensors' names; where it lacks one, nothing of
+    it can be read.
+    """
+
+    def __init__(self, segments: Sequence[Segment], source: State) -> None:
+        super().__init__(tuple(segment.spec for segment in segments), {})
+        self.segments = tuple(sorted(segments, key=lambda s: s.spec.name.encode()))
+        self._at = {segment.spec.name: segment for segment in segments}
+        self._source = source
+
+    @classmethod
+    def allocate(cls, segments: Sequence[Segment], empty: Empty = State.empty) -> SlicedState:
+        """Segments in new host memory, or in that which ``empty`` makes, with uninitialized
+        values."""
+        return cls(segments, empty(flat_specs(segments), None))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
+        """Elements [``start``, ``stop``) of the whole tensor, as `State.read`."""
+        segment = self._at[name]
+        stop = segment.spec.elements if stop is None else stop
+        if not segment.start <= start <= stop <= segment.stop:
+            raise IndexError(f"elements {start} to {stop} of tensor {name!r} are not held")
+        return self._source.read(name, start - segment.start, stop - segment.start)
+
+    def _is_view(self, name: str) -> bool:
+        return self._source._is_view(name)
+
+
+def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) -> ShardedLayout:
     """The layout of the state of which ``ranks`` have what they say, in the order of their names.
 
     Of several ranks with the same slice the lowest publishes it. ``known``: the names under which
@@ -268,9 +349,8 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
         [[[rank, s.start, s.stop] for rank, s in of.items()] for of in published.values()]
     )
     digest = sha256(said.encode()).hexdigest()
-    return Layout(
-        tuple(specs), aliases, published, moved, dict(enumerate(shared)), len(shared), digest
-    )
+    of_shared = dict(enumerate(shared))
+    return ShardedLayout(tuple(specs), aliases, digest, published, moved, of_shared, len(shared))
 
 
 def _first_replicas(boxes: dict[int, Box]) -> dict[int, Box]:
@@ -351,7 +431,7 @@ def _shared_leaves(
     return found
 
 
-def whole_leaves(layout: Layout, rank: int) -> Iterable[tuple[str, int]]:
+def whole_leaves(layout: ShardedLayout, rank: int) -> Iterable[tuple[str, int]]:
     """The leaves whose last byte ``rank`` publishes, by the tensor's name and the leaf's number, in
     order."""
     for segment in layout.segments(rank):
@@ -386,7 +466,7 @@ def held_from_bytes(message: bytes) -> list[Held]:
     return found
 
 
-def layout_to_bytes(layout: Layout) -> bytes:
+def layout_to_bytes(layout: ShardedLayout) -> bytes:
     """A layout, whole or what one rank needs of it."""
     number = {spec.name: k for k, spec in enumerate(layout.specs)}
     return _said(
@@ -416,13 +496,14 @@ def layout_to_bytes(layout: Layout) -> bytes:
     )
 
 
-def layout_from_bytes(message: bytes) -> Layout:
+def layout_from_bytes(message: bytes) -> ShardedLayout:
     """What `layout_to_bytes` said."""
     said: dict[str, Any] = json.loads(message)
     specs = tuple(_to_spec(*spec) for spec in said["specs"])
-    return Layout(
+    return ShardedLayout(
         specs,
         said["aliases"],
+        said["digest"],
         {
             specs[k].name: {rank: Segment(specs[k], start, stop) for rank, start, stop in of}
             for k, of in said["published"]
@@ -438,7 +519,6 @@ def layout_from_bytes(message: bytes) -> Layout:
             for number, k, leaf, of in said["shared"]
         },
         said["shares"],
-        said["digest"],
     )
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from .._native import sha256_absorb, sha256_begin, sha256_digests
 from .._util.collective import RankGroup
 from .._util.threads import ordered_map
+from ..patch.tree import Leaves, tree_of
 from ..state.digest import StateDigest
 from ..state.tensors import Segment, UIntArray
-from ..sync.pending import Fragment, Layout, Leaves, tree_of
-from .layout import whole_leaves
+from .layout import Fragment, ShardedLayout, whole_leaves
 
 MIDSTATE_BYTES = 104
 _TOGETHER = 64
@@ -89,7 +89,7 @@ def _absorb(
     return [midstate for some in ordered_map(run, starts, threads) for midstate in some]
 
 
-def gather_tree(layout: Layout, ranks: RankGroup, own: Leaves) -> StateDigest | None:
+def gather_tree(layout: ShardedLayout, ranks: RankGroup, own: Leaves) -> StateDigest | None:
     """The tree of the whole state, on rank 0; ``own`` are the leaves that end on this rank. Raises
     RankLost."""
     data = np.frombuffer(b"".join(own[leaf] for leaf in whole_leaves(layout, ranks.rank)), np.uint8)
@@ -103,4 +103,4 @@ def gather_tree(layout: Layout, ranks: RankGroup, own: Leaves) -> StateDigest | 
     for rank, of in ended.items():
         digests = received[rank].tobytes()
         found |= {leaf: digests[32 * k : 32 * k + 32] for k, leaf in enumerate(of)}
-    return tree_of(layout, found)
+    return tree_of(layout.specs, found)

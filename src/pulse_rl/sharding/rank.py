@@ -18,7 +18,7 @@ from ..errors import InputError, RankLost
 from ..patch.blocks import Block
 from ..patch.tree import hashed_together
 from ..quantize.formats import Shared
-from ..state.tensors import Segment, SlicedState, State, TensorSpec
+from ..state.tensors import Segment, State, TensorSpec
 from ..stream.manifest import Manifest
 from ..sync.host_state import HostState
 from ..sync.pending import Baseline, Layout, PublishState
@@ -28,7 +28,10 @@ from .baseline import restore_baseline
 from .columns import ColumnExchange
 from .layout import (
     Box,
+    Fragment,
     Held,
+    ShardedLayout,
+    SlicedState,
     held_from_bytes,
     held_to_bytes,
     layout_from_bytes,
@@ -73,7 +76,7 @@ class ShardedRank(RankPublisher):
 
     _held_digests: list[bytes] | None = None
     _held: list[bytes] = []  # noqa: RUF012 - replaced, never changed; of all ranks, on rank 0 alone
-    _layout: tuple[object, Layout] | None = None
+    _layout: tuple[object, ShardedLayout] | None = None
 
     def forget(self) -> None:
         super().forget()
@@ -157,7 +160,7 @@ class ShardedRank(RankPublisher):
                 InputError(found, hint="Call all ranks with the same arguments.")
             )
 
-    def _layout_of(self, local: LocalState, known: frozenset[str]) -> Layout:
+    def _layout_of(self, local: LocalState, known: frozenset[str]) -> ShardedLayout:
         """Who publishes what. Rank 0 makes it of the descriptions of all ranks, and sends each its
         part."""
         digests = self._held_digests
@@ -166,7 +169,7 @@ class ShardedRank(RankPublisher):
         if self._layout is None or self._layout[0] != key:
             ranks = self._ranks
 
-            def make() -> tuple[Layout | None, list[Bytes]]:
+            def make() -> tuple[ShardedLayout | None, list[Bytes]]:
                 if not self.first:
                     return None, []
                 made = make_layout([held_from_bytes(message) for message in self._held], known)
@@ -191,6 +194,7 @@ class ShardedRank(RankPublisher):
         """Columns are moved to rows while rows are coded: a task waits for its window, and no rank
         holds a whole tensor."""
         segments = layout.segments(self._ranks.rank)
+        assert isinstance(layout, ShardedLayout)
         columns = ColumnExchange(layout, self._ranks, local)
         try:
             source = _sliced(tuple(s for s in segments if s.spec.name not in layout.moved), local)
@@ -198,13 +202,19 @@ class ShardedRank(RankPublisher):
         finally:
             columns.finish()  # other ranks wait for this rank's columns, whatever failed here
 
+    def _allocate(self, segments: Sequence[Segment]) -> State:
+        if all(segment.is_whole for segment in segments):
+            return super()._allocate(segments)
+        return SlicedState.allocate(segments, self._folder.empty if self._folder else State.empty)
+
     def _hash(self, state: PublishState) -> None:
         """Hashes the leaves that ranks share, if something in them changed. Each rank has hashed
         its own; rank 0 joins them."""
-        ranks, shared = self._ranks, state.layout.shared
-        own = np.zeros(state.layout.shares, bool)
+        ranks, layout = self._ranks, state.layout
+        assert isinstance(layout, ShardedLayout)
+        shared, own = layout.shared, np.zeros(layout.shares, bool)
         for k, fragments in shared.items():
-            own[k] = any(f.rank == ranks.rank and state.is_changed(f) for f in fragments)
+            own[k] = any(f.rank == ranks.rank and _is_changed(state, f) for f in fragments)
         # A leaf is hashed again where any rank's piece of it changed: one bit each says so.
         said = ranks.each(
             lambda: (state.own_patch_bytes, np.packbits(own)),
@@ -217,14 +227,19 @@ class ShardedRank(RankPublisher):
         state.patch_bytes = sum(nbytes for nbytes, _ in said)
         with ranks.isolated():
             state.leaves |= hash_shared(some, ranks, state.elements, self._threads)
-            state.tree = gather_tree(state.layout, ranks, state.leaves)
+            state.tree = gather_tree(layout, ranks, state.leaves)
 
     def _restored(
         self, layout: Layout | None, head: Manifest, host: HostState
     ) -> tuple[Baseline | None, str]:
-        assert layout is not None
+        assert isinstance(layout, ShardedLayout)
         found = restore_baseline(self._stream, self._ranks, layout, head, threads=self._threads)
         return (found, "") if isinstance(found, Baseline) else (None, found)
+
+
+def _is_changed(state: PublishState, fragment: Fragment) -> bool:
+    """Whether an element of it is another than in the base; without one, yes."""
+    return state.base is None or state.changes_in(fragment.segment) is not None
 
 
 def _held(local: LocalState) -> list[Held]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Union
 
@@ -563,43 +563,6 @@ class Segment(NamedTuple):
     def is_whole(self) -> bool:
         """Whether it is all of its tensor."""
         return self.elements == self.spec.elements
-
-
-def flat_specs(segments: Sequence[Segment]) -> tuple[TensorSpec, ...]:
-    """Those of the segments' elements alone, under the tensors' names."""
-    return tuple(TensorSpec(s.spec.name, s.spec.dtype, (s.elements,)) for s in segments)
-
-
-class SlicedState(State):
-    """One segment of each of some tensors. ``specs`` are those of the whole tensors; `read` takes
-    places in these, and raises IndexError outside of the segment.
-
-    ``source`` holds the segments' elements under the tensors' names; where it lacks one, nothing of
-    it can be read.
-    """
-
-    def __init__(self, segments: Sequence[Segment], source: State) -> None:
-        super().__init__(tuple(segment.spec for segment in segments), {})
-        self.segments = tuple(sorted(segments, key=lambda s: s.spec.name.encode()))
-        self._at = {segment.spec.name: segment for segment in segments}
-        self._source = source
-
-    @classmethod
-    def allocate(cls, segments: Sequence[Segment], empty: Empty = State.empty) -> SlicedState:
-        """Segments in new host memory, or in that which ``empty`` makes, with uninitialized
-        values."""
-        return cls(segments, empty(flat_specs(segments), None))
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
-        """Elements [``start``, ``stop``) of the whole tensor, as `State.read`."""
-        segment = self._at[name]
-        stop = segment.spec.elements if stop is None else stop
-        if not segment.start <= start <= stop <= segment.stop:
-            raise IndexError(f"elements {start} to {stop} of tensor {name!r} are not held")
-        return self._source.read(name, start - segment.start, stop - segment.start)
-
-    def _is_view(self, name: str) -> bool:
-        return self._source._is_view(name)
 
 
 def cuda_tensors(state: State) -> dict[str, DeviceTensor]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from .._native import sha256_messages
 from .._util.serial import shield
 from .._util.threads import default_threads, ordered_map
 from ..errors import ChainGap, InputError, PublisherConflict, StoreError
@@ -32,10 +31,7 @@ from .pending import PublishState
 
 _LATEST_COMMIT_SECONDS = 600.0
 _AT_ONCE = 2
-"""So many shards are stored at once while a state is filled: one is on its way while the other is
-hashed."""
-_SIDE_BY_SIDE = 4
-"""So many shards are hashed at once by a thread: the SHA-256 of one is a chain of steps."""
+"""So many shards are stored at once: one is on its way while the other is hashed."""
 
 
 class Content(NamedTuple):
@@ -449,18 +445,18 @@ def store_patch(stream: Stream, chunks: Sequence[bytes]) -> Payload:
     return payload
 
 
-def store_while_filled(
+def store_anchor(
     stream: Stream,
     draft: PublishState,
-    filled: Iterator[Sequence[Segment]],
+    filled: Iterable[Sequence[Segment]],
     *,
     shard_bytes: int,
     threads: int | None,
     listener: Listener | None,
 ) -> list[Payload]:
-    """`store_anchor` of a state that is only being filled: ``filled`` gives what of it is there,
-    and each shard is hashed and stored meanwhile as soon as all of its elements are. Raises
-    StoreError, and what ``filled`` raises."""
+    """Stores this rank's shards of an anchor, of about ``shard_bytes`` each. ``filled`` gives what
+    of the state is there: each shard is hashed and stored as soon as all of its elements are, while
+    others are being filled. Raises StoreError, and what ``filled`` raises."""
     groups = _groups(draft.segments, shard_bytes)
     progress = progress_to(listener, "upload", sum(segment.nbytes for segment in draft.segments))
     of = {segment.spec.name: number for number, group in enumerate(groups) for segment in group}
@@ -489,47 +485,6 @@ def store_while_filled(
             if progress:
                 progress(sum(segment.nbytes for segment in groups[number]))
     return [payloads[number] for number in range(len(groups))]
-
-
-def store_anchor(
-    stream: Stream,
-    draft: PublishState,
-    *,
-    shard_bytes: int,
-    threads: int | None,
-    listener: Listener | None,
-) -> list[Payload]:
-    """Stores this rank's shards of an anchor, of about ``shard_bytes`` each. Raises StoreError."""
-    groups = _groups(draft.segments, shard_bytes)
-    progress = progress_to(listener, "upload", sum(segment.nbytes for segment in draft.segments))
-    # What is not the baseline's own memory is made chunk by chunk: several shards of that at once
-    # would take memory.
-    together = (
-        1 if draft.base else min(_SIDE_BY_SIDE, -(-len(groups) // (threads or default_threads())))
-    )
-    payloads: list[Payload] = []
-
-    def hashed(some: Sequence[tuple[Segment, ...]]) -> list[Payload]:
-        if len(some) == 1:
-            return [_hashed(_chunks(draft, some[0]))]
-        files = [
-            [np.frombuffer(chunk, np.uint8) for chunk in _chunks(draft, group)] for group in some
-        ]
-        digests = sha256_messages(files)
-        return [
-            Payload(digests[32 * k :][:32].hex(), sum(map(len, file)))
-            for k, file in enumerate(files)
-        ]
-
-    tasks = [groups[k : k + together] for k in range(0, len(groups), max(together, 1))]
-    with closing(ordered_map(hashed, tasks, threads)) as found:
-        for some, of in zip(tasks, found, strict=True):
-            for group, payload in zip(some, of, strict=True):
-                stream.put_payload(payload, SHARD, _chunks(draft, group))
-                payloads.append(payload)
-                if progress:
-                    progress(sum(segment.nbytes for segment in group))
-    return payloads
 
 
 def uploaded(

@@ -3,12 +3,11 @@ baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,44 +18,29 @@ from ..codec import Changes
 from ..errors import StateMismatch
 from ..patch.apply import Journal, advance_state
 from ..patch.blocks import Block
-from ..patch.build import ChangedBlock, code_blocks, entry_of, smallest
+from ..patch.build import code_blocks, entry_of, smallest
 from ..patch.header import PatchHeader, slices_of
 from ..patch.history import History, HistoryName, Recorder, Records
+from ..patch.tree import Leaves, inner_leaves
 from ..state import bits
-from ..state.digest import LEAF_BYTES, Changed, StateDigest, changed_leaves_of, leaves_of
-from ..state.tensors import Empty, Segment, SlicedState, State, TensorSpec, UIntArray
+from ..state.digest import StateDigest
+from ..state.tensors import Segment, State, TensorSpec, UIntArray
 from ..stream.manifest import Payload
-
-if TYPE_CHECKING:
-    from ..sharding.layout import Box
 
 _NOTHING = History()
 NO_SMALLER = "anchor: a patch would have"
 """How `PublishState.reason` begins where a patch would be no smaller than the state."""
 
-Leaves = dict[tuple[str, int], bytes]
-"""Digests of leaves by the tensor's name and the leaf's number."""
-
 
 @dataclass(frozen=True)
 class Layout:
     """``specs`` are the tensors of the state in the order of their names, ``aliases`` the other
-    names of tied ones.
-
-    ``published`` has the segment of each tensor that a rank publishes, by the tensor's name and the
-    rank, in the order of their places. ``moved`` are the tensors whose boxes are no such segments,
-    with the boxes of the ranks from which their elements come. ``shared`` are the leaves of which
-    several ranks publish a piece, by their numbers of ``shares`` in all. Layouts of which ranks
-    publish the same have one ``digest``.
-    """
+    names of tied ones. One process publishes all of each tensor; what several ranks do is said by
+    a layout of their own. Layouts of which ranks publish the same have one ``digest``."""
 
     specs: tuple[TensorSpec, ...]
     aliases: dict[str, str]
-    published: dict[str, dict[int, Segment]]
-    moved: dict[str, dict[int, Box]]
-    shared: dict[int, tuple[Fragment, ...]]
-    shares: int
-    digest: str
+    digest: str = ""
 
     @property
     def elements(self) -> int:
@@ -68,40 +52,12 @@ class Layout:
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """What ``rank`` publishes, in the order of the names."""
-        return tuple(of[rank] for of in self.published.values() if rank in of)
+        return tuple(Segment(spec, 0, spec.elements) for spec in self.specs)
 
     def has_file(self, rank: int) -> bool:
         """Whether ``rank`` stores a file of a patch, or a shard: it publishes something, or nobody
         has anything."""
-        return any(rank in of for of in self.published.values()) or (rank == 0 and not self.specs)
-
-    def of_rank(self, rank: int) -> Layout:
-        """What ``rank`` needs of it: its own segments, and all of what it moves and shares with
-        others."""
-        moved = {name: boxes for name, boxes in self.moved.items() if rank in boxes}
-        published = {
-            name: of if name in moved else {rank: of[rank]}
-            for name, of in self.published.items()
-            if rank in of or name in moved
-        }
-        shared = {
-            k: of for k, of in self.shared.items() if any(fragment.rank == rank for fragment in of)
-        }
-        return replace(self, published=published, moved=moved, shared=shared)
-
-
-class Fragment(NamedTuple):
-    """Elements of the leaf with number ``leaf`` of its tensor that ``rank`` publishes."""
-
-    rank: int
-    leaf: int
-    segment: Segment
-
-
-def whole_layout(specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> Layout:
-    """The layout of a state that one rank alone has."""
-    published = {spec.name: {0: Segment(spec, 0, spec.elements)} for spec in specs}
-    return Layout(specs, aliases, published, {}, {}, 0, "")
+        return True
 
 
 def difference(old: Layout, new: Layout) -> str:
@@ -208,16 +164,12 @@ class PublishState:
     def elements(self, segment: Segment) -> UIntArray:
         """The new elements of a segment that lies in one segment of a block."""
         now = self.state.read(*segment.place)
-        found = self._changes_in(segment)
+        found = self.changes_in(segment)
         if found is None:
             return now
         changed = now.copy()
         bits.put(changed, *found)
         return changed
-
-    def is_changed(self, fragment: Fragment) -> bool:
-        """Whether an element of it is another than in the base; without one, yes."""
-        return self.base is None or self._changes_in(fragment.segment) is not None
 
     def advance_baseline(
         self, version: int, root: str, *, journal: Journal | None = None, threads: int | None
@@ -231,9 +183,9 @@ class PublishState:
         of = self.layout, self.segments, self.blocks, self.state, self.leaves
         return Baseline(version, root, *of, self.history, self.sampled)
 
-    def _changes_in(self, segment: Segment) -> tuple[np.ndarray, UIntArray, int] | None:
-        """(positions, values, position of the segment's first element) of its changes; None if
-        there are none."""
+    def changes_in(self, segment: Segment) -> tuple[np.ndarray, UIntArray, int] | None:
+        """(positions, values, position of the segment's first element) of a segment's changes;
+        None if there are none."""
         if not self.changes:
             return None
         index, base = self._place_of(segment)
@@ -270,20 +222,31 @@ def make_pending(
     reason: str,
     *,
     owned: State | None = None,
-    empty: Empty = State.empty,
-    store: Callable[[PublishState, Iterator[Sequence[Segment]]], list[Payload]] | None = None,
+    allocate: Callable[[Sequence[Segment]], State],
+    store: Callable[[PublishState, Iterable[Sequence[Segment]]], list[Payload]] | None = None,
     history: History | None = None,
     recorder: Recorder | None = None,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> PublishState:
-    """Compares with ``base`` and codes, block by block, or copies where there is none; hashes all
-    leaves that no other rank has a piece of. ``tasks`` has groups of blocks that are hashed at
-    once, each with a state that has their new elements; ``owned``: nobody else writes to that
-    state, so that it may become the baseline as it is; else it is copied into what ``empty`` makes.
-    ``store`` stores such a state while it is filled, and returns its shards. ``history``: what the
-    patch may be coded by; ``recorder`` gets what is to be remembered of it. ``progress`` gets the
-    bytes that were worked through since its last call. Raises what `code_blocks` raises.
+    """The part of a version that this rank publishes, hashed as far as its leaves are its own.
+
+    Args:
+        layout, segments, blocks: What the version consists of, what of it this rank publishes, and
+            how that is cut.
+        tasks: Groups of blocks that are hashed at once, each with a state that has their new
+            elements.
+        base: What they are compared with and coded against, block by block; None: they are copied.
+        reason: See `Published`.
+        owned: The state, where nobody else writes to it: it may become the baseline as it is.
+        allocate: Makes memory for segments that are copied.
+        store: Stores a state while it is filled, and returns its shards.
+        history: What the patch may be coded by.
+        recorder: Gets what is to be remembered of the patch.
+        progress: Gets the bytes that were worked through since its last call.
+
+    Raises:
+        IntegrityError: The elements were changed meanwhile.
     """
     # A patch: of the new state only the changes are kept, until the commit moves the baseline by
     # them.
@@ -295,7 +258,6 @@ def make_pending(
             blocks,
             base.state,
             tasks,
-            changed_inner_leaves,
             history=history,
             recorder=recorder,
             threads=threads,
@@ -309,7 +271,7 @@ def make_pending(
         made.records = recorder.records if recorder else None
         return made
     # No patch: the state is copied, which becomes the baseline, and hashed from the copy.
-    state = owned if owned is not None else allocated(segments, empty)
+    state = owned if owned is not None else allocate(segments)
     made = PublishState(layout, segments, blocks, state, None, reason)
 
     def copy(task: tuple[range, State]) -> tuple[range, Leaves]:
@@ -335,81 +297,9 @@ def make_pending(
     return made
 
 
-def allocated(segments: Sequence[Segment], empty: Empty = State.empty) -> State:
-    """Segments in what ``empty`` makes, with uninitialized values."""
-    if all(segment.is_whole for segment in segments):
-        return empty(tuple(segment.spec for segment in segments), None)
-    return SlicedState.allocate(segments, empty)
-
-
 def _count(
     progress: Callable[[int], None] | None, blocks: Sequence[Block], group: Sequence[int]
 ) -> None:
     if progress:
         for index in group:
             progress(blocks[index].nbytes)
-
-
-# -- leaves
-
-
-def inner(segment: Segment) -> Segment | None:
-    """The elements of a segment that lie in leaves that are wholly in it."""
-    spec, per_leaf = segment.spec, LEAF_BYTES // segment.spec.dtype.width
-    start = -(-segment.start // per_leaf) * per_leaf
-    stop = segment.stop if segment.stop == spec.elements else segment.stop // per_leaf * per_leaf
-    return Segment(spec, start, stop) if start < stop else None
-
-
-def inner_leaves(blocks: Iterable[Block], elements: Callable[[Segment], UIntArray]) -> Leaves:
-    """The leaves that lie wholly in a segment of the blocks, hashed side by side."""
-    parts = [part for block in blocks for part in map(inner, block.segments) if part]
-    return _numbered(parts, leaves_of([elements(part) for part in parts])) if parts else {}
-
-
-def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
-    """The same of changed blocks of one dtype; those of segments without changes are left out."""
-    parts: list[Segment] = []
-    pieces: list[Changed] = []
-    for block, elements, (positions, values, _), made in blocks:
-        ends = list(accumulate(segment.elements for segment in block.segments))
-        places = pairwise([0, *bits.below(positions, ends)])
-        for segment, (base, _), (first, last) in zip(
-            block.segments, pairwise([0, *ends]), places, strict=True
-        ):
-            part = inner(segment) if last > first else None
-            if part is None:
-                continue
-            start = base + part.start - segment.start
-            end = start + part.elements
-            if made:
-                low, high = 0, 0
-            elif part == segment:
-                low, high = first, last
-            else:
-                low, high = bits.below(positions, (start, end))
-            parts.append(part)
-            pieces.append(
-                Changed(elements[start:end], positions[low:high], start, values[low:high])
-            )
-    return _numbered(parts, changed_leaves_of(pieces)) if parts else {}
-
-
-def _numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
-    found: Leaves = {}
-    for part, of in zip(parts, digests, strict=True):
-        first = part.start * part.spec.dtype.width // LEAF_BYTES
-        found |= {
-            (part.spec.name, first + k): of[32 * k : 32 * k + 32] for k in range(len(of) // 32)
-        }
-    return found
-
-
-def tree_of(layout: Layout, leaves: Leaves) -> StateDigest:
-    return StateDigest(
-        layout.specs,
-        {
-            spec.name: b"".join(leaves[spec.name, k] for k in range(-(-spec.nbytes // LEAF_BYTES)))
-            for spec in layout.specs
-        },
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +28,7 @@ from ..events import (
 from ..hints import Notices
 from ..history.policy import HistoryPolicy, Note
 from ..patch.blocks import Block, cut
-from ..patch.tree import hashed_together
+from ..patch.tree import hashed_together, numbered_leaves, tree_of
 from ..state.tensors import Segment, State
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
@@ -43,7 +43,6 @@ from .commit import (
     published_as,
     store_anchor,
     store_patch,
-    store_while_filled,
     uploaded,
 )
 from .host_state import HostState, adopt_kept, catch_up
@@ -51,12 +50,9 @@ from .pending import (
     NO_SMALLER,
     Baseline,
     Layout,
-    Leaves,
     PublishState,
     difference,
     make_pending,
-    tree_of,
-    whole_layout,
 )
 from .request import LocalState, PublishRequest
 
@@ -285,7 +281,7 @@ class RankPublisher:
     def _layout_of(self, local: LocalState, known: frozenset[str]) -> Layout:
         """Who publishes what; tied tensors are stored under the names that are ``known``."""
         state = local.state.stored_as(known)
-        return whole_layout(state.specs, state.aliases)
+        return Layout(state.specs, state.aliases)
 
     @contextmanager
     def _new_elements(
@@ -295,10 +291,15 @@ class RankPublisher:
         elements."""
         yield ((group, local) for group in hashed_together(blocks, self._threads))
 
+    def _allocate(self, segments: Sequence[Segment]) -> State:
+        """Memory for what this rank publishes, with uninitialized values."""
+        empty = self._folder.empty if self._folder else State.empty
+        return empty(tuple(segment.spec for segment in segments), None)
+
     def _hash(self, state: PublishState) -> None:
         """Completes the ``state``: its ``patch_bytes``, and its ``tree``, which rank 0 has."""
         state.patch_bytes = state.own_patch_bytes
-        state.tree = tree_of(state.layout, state.leaves)
+        state.tree = tree_of(state.layout.specs, state.leaves)
 
     def _restored(
         self, layout: Layout | None, head: Manifest, host: HostState
@@ -308,12 +309,7 @@ class RankPublisher:
             catch_up(host, self._stream, head.version)
         except (ChainGap, *UNREADABLE) as error:
             return None, str(error)
-        layout = whole_layout(host.state.specs, host.state.aliases)
-        leaves: Leaves = {
-            (name, k): of[32 * k : 32 * k + 32]
-            for name, of in host.digest.leaves.items()
-            for k in range(len(of) // 32)
-        }
+        layout = Layout(host.state.specs, host.state.aliases)
         blocks = cut(layout.specs)
         return Baseline(
             head.version,
@@ -322,7 +318,7 @@ class RankPublisher:
             layout.segments(0),
             blocks,
             host.state,
-            leaves,
+            numbered_leaves(host.digest),
             host.history.of(blocks),
         ), ""
 
@@ -455,8 +451,8 @@ class RankPublisher:
                     base,
                     reason,
                     owned=local.state if own_memory else None,
-                    empty=self._folder.empty if self._folder else State.empty,
-                    store=self._store_filled if stored and not self.together else None,
+                    allocate=self._allocate,
+                    store=self._store_anchor if stored and not self.together else None,
                     history=base.history if base and remembers else None,
                     recorder=self.history.recorder(base) if base else None,
                     threads=self._threads,
@@ -492,13 +488,7 @@ class RankPublisher:
             if state.base:
                 parts.append(store_patch(self._stream, state.file(self._threads)))
             if with_anchor and state.shards is None:
-                state.shards = store_anchor(
-                    self._stream,
-                    state,
-                    shard_bytes=self.shard_bytes,
-                    threads=self._threads,
-                    listener=self._shown_to,
-                )
+                state.shards = self._store_anchor(state, [state.segments])
             shards = state.shards or []
         if state.base is not None and not with_anchor:
             note = self.history.note(
@@ -506,10 +496,10 @@ class RankPublisher:
             )
         return Stored(parts, shards if with_anchor else [], state.changed, note)
 
-    def _store_filled(
-        self, state: PublishState, filled: Iterator[Sequence[Segment]]
+    def _store_anchor(
+        self, state: PublishState, filled: Iterable[Sequence[Segment]]
     ) -> list[Payload]:
-        return store_while_filled(
+        return store_anchor(
             self._stream,
             state,
             filled,
