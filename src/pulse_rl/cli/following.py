@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from .._util.retry import Backoff, jittered
 from .._util.settings import format_bytes
 from ..engines import sglang, vllm
 from ..engines.handle import EngineHandle, EngineSync
@@ -36,7 +37,6 @@ from ..hints import absence
 from ..metrics import Heartbeat, fan_out
 from ..ops.relay import Relay
 from ..state.checkpoint import FILE_NAME, current_version, load
-from ..sync.polling import Backoff, jittered
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
 from .arguments import READABLE, Shared, add_poll, count, options, path

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
+from .._util.retry import LONGEST_POLL, Backoff, jittered
 from .._util.serial import Closing
 from .._util.settings import checked_number
 from ..errors import (
@@ -22,7 +23,6 @@ from ..errors import (
     StateMismatch,
 )
 from ..events import Metadata
-from ..sync.polling import LONGEST_POLL, Backoff, jittered
 from .replay import Replay, replay
 from .rollouts import Rollout, Weights, new_seed
 from .transport import WEIGHTS, EngineTransport, Generated, InitInfo, Status, asleep, raise_reported

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .._util.collective import RankGroup
+from .._util.retry import jittered
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
@@ -34,7 +35,6 @@ from ..store import Store, open_store
 from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream, checked_stream_id
-from .polling import jittered
 from .rank import Alone, RankPublisher
 from .request import LocalState, PublishRequest
 from .submissions import Submission, Submissions

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..._util.retry import Backoff
 from ..._util.settings import checked_number
 from ...engines.handle import EngineSync
 from ...engines.rollouts import Weights
@@ -27,7 +28,6 @@ from ...errors import (
 from ...events import Metadata, Published, checked_listener
 from ...state.checkpoint import unwrapped
 from ...stream.signing import keys_of
-from ...sync.polling import Backoff
 from ...sync.publisher import Publisher
 from ..weights import cast_to_host, logged, torch_dtype
 
