@@ -153,7 +153,7 @@ class Fleet:
             server.tell(*LIES.get(lie, ()))
             self.trace.append(f"  server {servers.index(server)} tells: {lie}")
             server.most_requests = 500 + 20 * len(self.disks[_PUBLISHED].names(STREAM))
-        with patch("pulse_rl.store.wrappers.MAX_LISTED", 2000):
+        with patch("pulse_rl.store.base.MAX_LISTED", 2000):
             yield
         for server in servers:
             self.counts["lies"] += server.lies

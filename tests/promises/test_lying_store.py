@@ -137,7 +137,7 @@ def told_by(
 def test_every_call_ends_within_its_budget(
     operation: str, stream: dict[str, bytes], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pulse_rl.store.wrappers.MAX_LISTED", MOST_LISTED)
+    monkeypatch.setattr("pulse_rl.store.base.MAX_LISTED", MOST_LISTED)
     for call, lie in LIES.values():
         told_by(stream, call, lie, operation, tmp_path)
 

@@ -12,7 +12,7 @@ import pytest
 from pulse_rl import MemoryStore, Publisher, Store, Subscriber, open_store, state_root
 from pulse_rl.store import ObjectInfo
 from pulse_rl.store.base import create_or_confirm
-from pulse_rl.store.wrappers import CachedStore
+from pulse_rl.stores.cached import CachedStore
 from tests.store.test_conformance import OwnStore
 from tests.support.relays import Counted
 from tests.support.states import TinyTrainer
@@ -114,7 +114,7 @@ def test_what_is_not_ours_in_the_folder_is_neither_deleted_nor_in_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user gave a folder with data of his own, on a disk that was just mounted."""
-    monkeypatch.setattr("pulse_rl.store.wrappers.DEFAULT_MAX_BYTES", 1000)
+    monkeypatch.setattr("pulse_rl.stores.cached.DEFAULT_MAX_BYTES", 1000)
     monkeypatch.setattr(CachedStore.__init__, "__defaults__", (1000,))
     mine = [
         tmp_path / name

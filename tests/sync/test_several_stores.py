@@ -29,7 +29,7 @@ from tests.support.stores import FaultyStore, names
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("pulse_rl.sync.failover.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("pulse_rl.follow.failover.time.monotonic", lambda: self.now)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from pulse_rl import (
 )
 from pulse_rl.errors import ChainGap, InputError
 from pulse_rl.events import CallFailed, Event
-from pulse_rl.follow.subscribers import Schedule, Turn
+from pulse_rl.follow.subscribers import Schedule
 from tests.support.states import Rng, Tensors, history, roots
 from tests.support.stores import FaultyStore
 
@@ -327,11 +327,11 @@ def _bits(state: Tensors) -> dict[str, np.ndarray]:
 
 
 def test_the_schedule_takes_what_has_been_due_for_longest() -> None:
-    schedule = Schedule()
-    first, second, _ = turns = [Turn() for _ in range(3)]
-    for turn in turns:
-        schedule.put(turn)
-    assert [schedule.take() for _ in turns] == turns
+    schedule: Schedule[str] = Schedule()
+    first, second, _ = names = ["first", "second", "third"]
+    for name in names:
+        schedule.put(name)
+    assert [schedule.take() for _ in names] == names
     schedule.put(second)
     schedule.put(first)
     assert schedule.take() is second
@@ -339,7 +339,7 @@ def test_the_schedule_takes_what_has_been_due_for_longest() -> None:
     assert schedule.take() is first
     schedule.put(second)
     schedule.put(first)
-    schedule.end(first)
+    assert schedule.remove(first)
     assert schedule.take() is second
     threading.Timer(0.1, schedule.close).start()
     assert schedule.take() is None

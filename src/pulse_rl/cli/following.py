@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from .._util.polling import Backoff, jittered
+from .._util.retry import Backoff, jittered
 from .._util.settings import format_bytes
 from ..engines import sglang, vllm
 from ..engines.handle import EngineHandle, EngineSync

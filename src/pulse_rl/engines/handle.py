@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
-from .._util.polling import LONGEST_POLL, Backoff, jittered
+from .._util.retry import LONGEST_POLL, Backoff, jittered
 from .._util.serial import Closing
 from .._util.settings import checked_number
 from ..errors import (

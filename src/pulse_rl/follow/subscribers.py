@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from itertools import count
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from .._util.polling import Backoff, jittered
+from .._util.retry import Backoff, jittered
 from .._util.serial import Closing, NotCopyable, Operation, mark_worker
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import Stopped
@@ -21,13 +20,14 @@ from ..errors import ConcurrentUse, InputError, PulseError
 from ..events import Listener, checked_listener, one_at_a_time
 from ..state.tensors import StateSource
 from ..store import Store, open_stores
-from ..sync.failover import DEFAULT_PATIENCE_SECONDS
 from ..sync.subscriber import Subscriber
 from ..sync.update import Update
+from .failover import DEFAULT_PATIENCE_SECONDS
 
 _MAX_BACKOFF = 60.0
 _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
+T = TypeVar("T")
 
 
 class _Pooled(Subscriber):
@@ -36,85 +36,57 @@ class _Pooled(Subscriber):
     _idle_seconds = 0.0
 
 
-class Turn:
-    """One stream's place in a `Schedule`."""
+@dataclass(eq=False, slots=True)
+class _Followed:
+    """A stream that is followed. ``backoff``: when it is polled again after a failure. ``raises``:
+    an error that is none of this library waits for a reader."""
 
-    __slots__ = ("ended", "entry", "taken")
+    name: str
+    subscriber: Subscriber
+    backoff: Backoff
+    operation: Operation[Update | None] | None = None
+    error: PulseError | None = None
+    raises: bool = False
+    ended: bool = False
 
-    def __init__(self) -> None:
-        self.entry = -1
-        self.taken = False
-        self.ended = False
 
-
-class Schedule:
-    """Turns that become due, handed to the threads that ask: the one that has been due for longest
+class Schedule(Generic[T]):
+    """Items that become due, handed to the threads that ask: the one that has been due for longest
     first."""
 
     def __init__(self) -> None:
-        self._later: list[tuple[float, int, Turn]] = []
-        self._numbers = count()
+        self._due: dict[T, float] = {}
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, turn: Turn, seconds: float = 0.0) -> None:
-        """Makes ``turn``, which is new or was taken, due in ``seconds``."""
+    def put(self, item: T, seconds: float = 0.0) -> None:
+        """Makes ``item`` due in ``seconds``."""
         with self._changed:
-            turn.taken = False
-            self._push(turn, seconds)
+            self._due.pop(item, None)  # of two that are due at once the earlier one is first
+            self._due[item] = time.monotonic() + seconds
+            self._changed.notify()
 
-    def end(self, turn: Turn) -> None:
-        """``turn`` is never handed out again."""
+    def remove(self, item: T) -> bool:
+        """Whether ``item`` was waiting here; it is not handed out any more."""
         with self._changed:
-            turn.ended = True
-            turn.entry = -1
+            return self._due.pop(item, None) is not None
 
-    def take(self) -> Turn | None:
-        """Waits for the next turn; None once the schedule is closed."""
+    def take(self) -> T | None:
+        """Waits for the next item; None once the schedule is closed."""
         with self._changed:
             while not self._closed:
-                now = time.monotonic()
-                while self._later and self._later[0][0] <= now:
-                    _, entry, turn = heapq.heappop(self._later)
-                    if entry == turn.entry:
-                        turn.entry, turn.taken = -1, True
-                        return turn
-                self._changed.wait(self._later[0][0] - now if self._later else None)
+                first = min(self._due, key=self._due.__getitem__, default=None)
+                left = None if first is None else self._due[first] - time.monotonic()
+                if first is not None and left is not None and left <= 0:
+                    del self._due[first]
+                    return first
+                self._changed.wait(left)
             return None
-
-    def _push(self, turn: Turn, seconds: float) -> None:
-        if not turn.ended:
-            turn.entry = next(self._numbers)
-            heapq.heappush(self._later, (time.monotonic() + seconds, turn.entry, turn))
-            self._changed.notify()
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-
-class _Followed(Turn):
-    """A stream that is followed. ``raises``: an error that is none of this library waits for a
-    reader. ``backoff``: when it is polled again after a failure."""
-
-    __slots__ = (
-        "backoff",
-        "error",
-        "name",
-        "operation",
-        "raises",
-        "subscriber",
-    )
-
-    def __init__(self, name: str, subscriber: Subscriber, backoff: Backoff) -> None:
-        super().__init__()
-        self.name = name
-        self.subscriber = subscriber
-        self.operation: Operation[Update | None] | None = None
-        self.error: PulseError | None = None
-        self.backoff = backoff
-        self.raises = False
 
 
 class Subscribers(Closing, NotCopyable):
@@ -145,8 +117,7 @@ class Subscribers(Closing, NotCopyable):
     ) -> None:
         self._poll = checked_number("poll_seconds", poll_seconds, minimum=0.01, maximum=1e6)
         self._patience = checked_number("patience_seconds", patience_seconds)
-        opened = open_stores(store)
-        self._stores = opened
+        self._stores = open_stores(store)
         self._options: dict[str, Any] = {
             "cache": cache if cache is None else checked_path(cache),
             "trusted_keys": trusted_keys,
@@ -155,17 +126,16 @@ class Subscribers(Closing, NotCopyable):
             "on_event": one_at_a_time(checked_listener(on_event)),
         }
         self._followed: dict[str, _Followed] = {}
-        self._schedule = Schedule()
+        self._schedule: Schedule[_Followed] = Schedule()
         self._ready: SimpleQueue[tuple[_Followed, Update | Exception]] = SimpleQueue()
         self._closed = threading.Event()
-        work = [
+        self._threads = [
             threading.Thread(target=self._work, daemon=True)
             for _ in range(checked_count("threads", threads))
         ]
-        self._threads = work
         for name in checked_collection("streams", streams, '["policy"]'):
             self.add(name)
-        for thread in work:
+        for thread in self._threads:
             thread.start()
 
     def add(
@@ -207,10 +177,10 @@ class Subscribers(Closing, NotCopyable):
         update is not delivered. Raises InputError where it is not followed."""
         followed = self._find(stream)
         del self._followed[stream]
-        self._schedule.end(followed)
+        followed.ended = True
         if (operation := followed.operation) is not None:
             operation.stopping = True
-        elif not followed.taken:
+        elif self._schedule.remove(followed):
             followed.subscriber.close()
 
     def __getitem__(self, stream: str) -> Subscriber:
@@ -253,10 +223,9 @@ class Subscribers(Closing, NotCopyable):
         last = time.monotonic()
         while not self._closed.is_set() and (left := last + timeout - time.monotonic()) > 0:
             try:
-                ready = self._ready.get(timeout=min(left, _LOOK_SECONDS))
+                followed, update = self._ready.get(timeout=min(left, _LOOK_SECONDS))
             except Empty:
                 continue
-            followed, update = ready
             if isinstance(update, Exception):
                 followed.raises = False
                 if followed.ended:
@@ -269,7 +238,7 @@ class Subscribers(Closing, NotCopyable):
                 update.acknowledge()
                 last = time.monotonic()
             finally:
-                del ready, update
+                del update
                 self._come_back(followed)
 
     def close(self) -> None:
@@ -285,7 +254,7 @@ class Subscribers(Closing, NotCopyable):
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
         for each in followed:
-            if not each.taken:
+            if self._schedule.remove(each):
                 each.subscriber.close()
         self._followed = {}
 
@@ -296,15 +265,13 @@ class Subscribers(Closing, NotCopyable):
 
     def _work(self) -> None:
         mark_worker()
-        while (turn := self._schedule.take()) is not None:
-            assert isinstance(turn, _Followed)
+        while (followed := self._schedule.take()) is not None:
             try:
-                self._sync(turn)
-            except (
-                BaseException
-            ):  # memory may be short even for what follows a sync: the thread goes on
+                self._sync(followed)
+            except BaseException:
+                # Memory may be short even for what follows a sync: the thread goes on.
                 with suppress(BaseException):
-                    self._schedule.put(turn, turn.backoff.wait())
+                    self._schedule.put(followed, followed.backoff.wait())
 
     def _sync(self, followed: _Followed) -> None:
         followed.operation = operation = Operation(followed.subscriber.sync)

@@ -60,7 +60,7 @@ from ..errors import (
     TrainerLost,
 )
 from ..store import open_store
-from ..store.wrappers import BoundedStore
+from ..store.base import BoundedStore
 from ..stream.signing import trusted_by
 from .exchange import GatedReduction, Phase, StoreExchange
 from .group import TrainerNote

@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from .._util.faults import hit
-from .._util.polling import pause
+from .._util.retry import pause
 from .._util.settings import checked_count
 from .._util.threads import checked_threads, ordered_map, weak_callback
 from ..errors import (
@@ -29,6 +29,7 @@ from ..errors import (
 )
 from ..events import CallFailed, Listener, Relayed, checked_listener, failures_to, fell_back
 from ..follow.digest_trees import copy_digests
+from ..follow.failover import check_recreated
 from ..follow.patch_files import read_header
 from ..patch.header import MAX_HEADER_BYTES, PatchHeader, Room
 from ..store import Store, open_store
@@ -37,7 +38,6 @@ from ..stream.names import FILE, PATCH, SHARD
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from ..sync.failover import check_recreated
 from ..sync.planner import BROKEN_LINK, Planner
 from .gc import gc_stream
 

@@ -6,9 +6,13 @@ whole or not at all, and `get`, `head` and `list` see every object whose writing
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import ClassVar, NamedTuple, NoReturn, Protocol, runtime_checkable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar, NamedTuple, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from ..errors import AlreadyExists, FormatError, InputError, NotFound, StoreError, StoreUnavailable
 
@@ -25,6 +29,12 @@ PIECE_BYTES, CONNECTIONS = 4 << 20, 8
 """A long range of an object is read in pieces of at least so many bytes, over so many connections
 at most: over a long way one connection is slow, and an object store gives each a rate of its
 own."""
+
+DEFAULT_LATE_SECONDS = 600.0
+_REQUEST_SECONDS = 1.0  # what is not late, for each call and each so many bytes a second
+_MIN_RATE = 16 << 10
+_CHECK = "Try the store with `pulse store-check`."
+T = TypeVar("T")
 
 
 class ObjectInfo(NamedTuple):
@@ -155,3 +165,107 @@ def whole(store: Store, name: str, nbytes: int) -> bytes:
         if store.head(name).nbytes >= nbytes:
             raise
         raise FormatError(f"{name} has fewer bytes than it had: {error}") from error
+
+
+class BoundedStore:
+    """``store``, of which nothing is taken for granted but what it should be trusted with. A
+    listing has at most 10^6 objects, in order and where they belong; a length is one. Within
+    `limited`, reading calls may be late for a while: a second for each call and each 16 KiB is its
+    due, what takes longer is lateness. A listing is one call, however many pages it has."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._left: float | None = None
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return repr(self.store)
+
+    @contextmanager
+    def limited(self, seconds: float = DEFAULT_LATE_SECONDS) -> Iterator[None]:
+        """Within it, reading calls raise StoreUnavailable once they were late by so many
+        ``seconds`` in all."""
+        before, self._left = self._left, seconds
+        try:
+            yield
+        finally:
+            self._left = before
+
+    def put(self, name: str, data: Data) -> None:
+        self.store.put(name, data)
+
+    def put_new(self, name: str, data: bytes) -> None:
+        self.store.put_new(name, data)
+
+    def delete(self, name: str) -> None:
+        self.store.delete(name)
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._timed(name, lambda: self.store.get(name, start, stop))
+
+    def head(self, name: str) -> ObjectInfo:
+        return _checked(name, self._timed(name, lambda: self.store.head(name)))
+
+    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        found, due, count = iter(self.store.list(folder, start_after)), _REQUEST_SECONDS, 0
+        last = start_after or ""
+        while True:
+            began = time.monotonic()
+            info = next(found, None)
+            due -= time.monotonic() - began
+            if due < 0:
+                self._draw(folder, -due)
+                due = 0.0
+            if info is None:
+                return
+            count += 1
+            if count > MAX_LISTED:
+                raise StoreError(
+                    f"the store lists more than {MAX_LISTED} objects in {folder}", hint=_CHECK
+                )
+            if info.name <= last or not info.name.startswith(f"{folder}/" if folder else ""):
+                raise StoreError(
+                    f"{info.name[:80]!r} has no place in the store's list of {folder}", hint=_CHECK
+                )
+            last = info.name
+            if len(last) <= MAX_NAME:
+                yield _checked(last, info)
+
+    def expect(self, name: str, nbytes: int) -> None:
+        """Says that the object ``name`` has ``nbytes`` by a trusted manifest: of use to a cache
+        only."""
+
+    def _timed(self, name: str, read: Callable[[], T]) -> T:
+        self._draw(name, 0.0)
+        began = time.monotonic()
+        found = read()
+        due = _REQUEST_SECONDS + (len(found) / _MIN_RATE if isinstance(found, bytes) else 0.0)
+        self._draw(name, max(0.0, time.monotonic() - began - due), raises=False)
+        return found
+
+    def _draw(self, name: str, seconds: float, *, raises: bool = True) -> None:
+        with self._lock:
+            if self._left is None:
+                return
+            self._left -= seconds
+            if raises and self._left < 0:
+                raise StoreUnavailable(
+                    f"{name}: the store answers too slowly", hint="The next call tries it again."
+                )
+
+
+def _checked(name: str, info: ObjectInfo) -> ObjectInfo:
+    if info.name != name or info.nbytes < 0 or not math.isfinite(info.modified):
+        raise StoreError(f"the store says nonsense of {name}: {info!r:.200}", hint=_CHECK)
+    return info
+
+
+def bounded_in(store: Store) -> BoundedStore | None:
+    """``store``, if it is a bounded one."""
+    return store if isinstance(store, BoundedStore) else None
+
+
+def expect(store: Store, name: str, nbytes: int) -> None:
+    """Says to a cache in front of ``store``, if there is one, how long an object is."""
+    if isinstance(store, BoundedStore):
+        store.expect(name, nbytes)

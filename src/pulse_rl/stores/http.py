@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import re
 import socket
 import threading
@@ -21,6 +20,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
+from .._util.retry import Backoff, retrying
 from .._util.settings import checked_number
 from .._util.threads import checkpoint
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
@@ -43,7 +43,7 @@ _PAGE_BYTES = 1 << 20
 _KEPT_CONNECTIONS = 8
 _IDLE_SECONDS = 30.0
 _TRIES = 4
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _SMALL_BODY = 1 << 16
 _MIN_RATE = 16 << 10
 _URL = re.compile(r"[!-~]+")
@@ -55,8 +55,11 @@ _NO_SUCH_SERVER = "Serve the folder with `pulse serve`."
 T = TypeVar("T")
 
 
-class _Transient(Exception):
+class Transient(Exception):
     """The server says that it may answer later."""
+
+
+_MAY_PASS = (OSError, HTTPException, Transient)
 
 
 class HttpStore(ReadOnly):
@@ -196,7 +199,7 @@ class HttpStore(ReadOnly):
             )
         data = answer.read(nbytes)
         if len(data) < nbytes:
-            raise _Transient(f"the connection broke after {len(data)} of {nbytes} bytes")
+            raise Transient(f"the connection broke after {len(data)} of {nbytes} bytes")
         return data
 
     # -- requests
@@ -210,20 +213,17 @@ class HttpStore(ReadOnly):
     ) -> T:
         """What ``read`` makes of the answer. Raises NotFound, StoreError, and StoreUnavailable
         after some tries."""
-        given_up = time.monotonic() + self._timeout
-        pause = _FIRST_PAUSE
-        for again in reversed(range(_TRIES)):
-            checkpoint()
-            try:
-                return self._try(method, path, read, headers or {})
-            except (OSError, HTTPException, _Transient) as error:
-                wait = pause * random.uniform(0.5, 1)
-                if not again or time.monotonic() + wait > given_up:
-                    reason = str(error) or type(error).__name__
-                    raise StoreUnavailable(f"{self._url}: {path}: {reason[:300]}") from error
-            time.sleep(wait)
-            pause = min(4 * pause, _LONGEST_PAUSE)
-        raise AssertionError
+        try:
+            return retrying(
+                lambda: self._try(method, path, read, headers or {}),
+                lambda error: isinstance(error, _MAY_PASS),
+                Backoff(_FIRST_PAUSE, _LONGEST_PAUSE),
+                tries=_TRIES,
+                seconds=self._timeout,
+            )
+        except _MAY_PASS as error:
+            reason = str(error) or type(error).__name__
+            raise StoreUnavailable(f"{self._url}: {path}: {reason[:300]}") from error
 
     def _try(
         self,
@@ -232,6 +232,7 @@ class HttpStore(ReadOnly):
         read: Callable[[HTTPResponse], T],
         headers: dict[str, str],
     ) -> T:
+        checkpoint()
         while True:
             connection, answer = self._take(), None
             try:
@@ -253,7 +254,7 @@ class HttpStore(ReadOnly):
         """What ``read`` makes of it. Raises the error that the status stands for."""
         status, where = answer.status, f"{self._url}: {path}"
         if status in (408, 429) or status >= 500:
-            raise _Transient(f"the server answers with status {status}")
+            raise Transient(f"the server answers with status {status}")
         if 300 <= status < 400:
             raise StoreError(
                 f"{where}: the server redirects", hint="Give the address that it redirects to."

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Iterator
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -19,10 +18,11 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from .._util.retry import Backoff, retrying
 from .._util.settings import checked_number
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
 from ..store.base import MAX_LISTED, ObjectInfo, ReadOnly, check_folder, check_name, check_range
-from .http import MAX_WHOLE_BYTES
+from .http import MAX_WHOLE_BYTES, Transient
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _ADDRESS = re.compile(
@@ -31,7 +31,7 @@ _ADDRESS = re.compile(
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 _PAGE_BYTES = 8 << 20
 _TRIES = 4
-_FIRST_PAUSE = 0.5
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 4.0
 _MAY_PASS = (408, 429, 500, 502, 503, 504)
 
 
@@ -167,37 +167,43 @@ class HubStore(ReadOnly):
         sent = {"User-Agent": "pulse-rl", "Accept-Encoding": "identity", **(headers or {})}
         if self._token:
             sent["Authorization"] = f"Bearer {self._token}"
-        for tried in range(1, _TRIES + 1):
-            try:
-                answer: HTTPResponse = self._opener.open(
-                    Request(url, headers=sent, method=method), timeout=self._timeout
-                )
-                return answer
-            except HTTPError as error:
-                error.close()
-                missing = error.headers.get("X-Error-Code")
-                if missing in ("RepoNotFound", "RevisionNotFound"):
-                    raise StoreError(
-                        f"{self._address} is not there",
-                        hint="Check its name and revision; HF_TOKEN for a private one.",
-                    ) from None
-                if error.code == 404:
-                    raise NotFound(f"{name} is not in the store {self._address}") from None
-                if error.code == 416:
-                    raise StoreError(f"the range is outside {name}") from None
-                if error.code in (401, 403):
-                    raise StoreError(
-                        f"not allowed to read {self._address}", hint="Set HF_TOKEN."
-                    ) from None
-                if error.code not in _MAY_PASS or tried == _TRIES:
-                    raise StoreUnavailable(
-                        f"{self._address}: the Hub answers {error.code} to {name}"
-                    ) from None
-            except (URLError, HTTPException, OSError) as error:
-                if tried == _TRIES:
-                    raise StoreUnavailable(f"{self._address}: {error}") from None
-            time.sleep(_FIRST_PAUSE * 2**tried)
-        raise AssertionError("unreachable")
+        request = Request(url, headers=sent, method=method)
+        try:
+            return retrying(
+                lambda: self._open(request, name),
+                lambda error: isinstance(error, Transient),
+                Backoff(_FIRST_PAUSE, _LONGEST_PAUSE),
+                tries=_TRIES,
+            )
+        except Transient as error:
+            raise StoreUnavailable(f"{self._address}: {error}") from None
+
+    def _open(self, request: Request, name: str) -> HTTPResponse:
+        try:
+            answer: HTTPResponse = self._opener.open(request, timeout=self._timeout)
+            return answer
+        except HTTPError as error:
+            error.close()
+            missing = error.headers.get("X-Error-Code")
+            if missing in ("RepoNotFound", "RevisionNotFound"):
+                raise StoreError(
+                    f"{self._address} is not there",
+                    hint="Check its name and revision; HF_TOKEN for a private one.",
+                ) from None
+            if error.code == 404:
+                raise NotFound(f"{name} is not in the store {self._address}") from None
+            if error.code == 416:
+                raise StoreError(f"the range is outside {name}") from None
+            if error.code in (401, 403):
+                raise StoreError(
+                    f"not allowed to read {self._address}", hint="Set HF_TOKEN."
+                ) from None
+            answered = f"the Hub answers {error.code} to {name}"
+            if error.code in _MAY_PASS:
+                raise Transient(answered) from None
+            raise StoreUnavailable(f"{self._address}: {answered}") from None
+        except (URLError, HTTPException, OSError) as error:
+            raise Transient(str(error)) from None
 
     def _read(self, answer: HTTPResponse, name: str, most: int) -> bytes:
         try:

@@ -25,8 +25,18 @@ from ..errors import (
 )
 from ..state.digest import StateDigest
 from ..state.header import header_bytes
-from ..store.base import Data, ObjectInfo, Store, create_or_confirm, holds, whole
-from ..store.wrappers import DEFAULT_LATE_SECONDS, BoundedStore, bounded_in, expect
+from ..store.base import (
+    DEFAULT_LATE_SECONDS,
+    BoundedStore,
+    Data,
+    ObjectInfo,
+    Store,
+    bounded_in,
+    create_or_confirm,
+    expect,
+    holds,
+    whole,
+)
 from . import manifest as manifests
 from .claims import Claims
 from .manifest import Link, Manifest, ManifestCache, Payload, is_stream_id, with_payloads

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .._util.collective import RankGroup
-from .._util.polling import jittered
+from .._util.retry import jittered
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from .._util.polling import LONGEST_POLL, pause
+from .._util.retry import LONGEST_POLL, pause
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
@@ -22,13 +22,11 @@ from ..patch.history import History
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State, StateSource, as_state
 from ..store import Store, open_stores
-from ..store.wrappers import BoundedStore, CachedStore
 from ..stream.manifest import Manifest
 from ..stream.names import FILE, payload_digest
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from .failover import Failover
 from .host_state import HostState, adopt_kept
 from .update import Pending, Receipt, Update, make_update
 
@@ -97,7 +95,7 @@ class Subscriber(Closing, NotCopyable):
             raise InputError(
                 "allow_recreated contradicts a fixed stream_id", hint="Give one of the two."
             )
-        opened = [BoundedStore(each) for each in open_stores(store)]
+        opened = open_stores(store)
         if select is not None and cache is not None:
             raise InputError(
                 "select and cache do not go together: what is selected is fetched in ranges, "
@@ -121,8 +119,10 @@ class Subscriber(Closing, NotCopyable):
             for each in opened
         ]
         self.stream = streams[0]
+        from ..follow.failover import Failover
+
         self._failover = Failover(streams, on_event)
-        self._absence = Absence(opened[-1].store, stream, on_event)
+        self._absence = Absence(opened[-1], stream, on_event)
         self._pinned = stream_id is not None
         self._allow_recreated = allow_recreated
         self._serial = SerialThread("Subscriber", self._idle_seconds)
@@ -148,7 +148,11 @@ class Subscriber(Closing, NotCopyable):
 
     def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
         """What the stream is read from."""
-        return store if cache is None else CachedStore(store, checked_path(cache), payload_digest)
+        if cache is None:
+            return store
+        from ..stores.cached import CachedStore
+
+        return CachedStore(store, checked_path(cache), payload_digest)
 
     @property
     def status(self) -> str:

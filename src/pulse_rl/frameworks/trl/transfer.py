@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..._util.polling import Backoff
+from ..._util.retry import Backoff
 from ..._util.settings import checked_number
 from ...engines.handle import EngineSync
 from ...engines.rollouts import Weights

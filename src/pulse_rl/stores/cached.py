@@ -1,62 +1,23 @@
-"""Stores that read another one: with a cache folder, so that a restart does not download everything
-again; at a bounded rate; within the bounds of docs/protocol.md, section 2. And which of them can be
-waited for."""
+"""A store with a cache folder in front of it, so that a restart does not download everything
+again."""
 
 from __future__ import annotations
 
-import math
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
 
-from ..errors import NotFound, StoreError, StoreUnavailable
-from .base import MAX_LISTED, MAX_NAME, Data, ObjectInfo, Store
-from .local import LocalStore
+from ..errors import NotFound, StoreError
+from ..store.base import BoundedStore, ObjectInfo, Store
+from ..store.local import LocalStore
 
 CACHE_FOLDER = "pulse-cache"
 DEFAULT_MAX_BYTES = 64 << 30
 _CHUNK_BYTES = 16 << 20
-_REQUEST_SECONDS = 1.0  # what is not late, for each call and each so many bytes a second
-_MIN_RATE = 16 << 10
-DEFAULT_LATE_SECONDS = 600.0
-_CHECK = "Try the store with `pulse store-check`."
-T = TypeVar("T")
 
 
-class Wrapper:
-    """A store that passes on what it does not change to ``store``."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-
-    def __repr__(self) -> str:
-        return repr(self.store)
-
-    def put(self, name: str, data: Data) -> None:
-        self.store.put(name, data)
-
-    def put_new(self, name: str, data: bytes) -> None:
-        self.store.put_new(name, data)
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self.store.get(name, start, stop)
-
-    def head(self, name: str) -> ObjectInfo:
-        return self.store.head(name)
-
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        return self.store.list(folder, start_after)
-
-    def delete(self, name: str) -> None:
-        self.store.delete(name)
-
-
-class CachedStore(Wrapper):
+class CachedStore(BoundedStore):
     """``store`` with a cache of the objects that are named by their content, up to ``max_bytes``,
     in the folder ``pulse-cache`` below ``folder``. The least recently used are evicted first;
     nothing else in there is touched.
@@ -93,16 +54,16 @@ class CachedStore(Wrapper):
                 return self._kept.get(name, start, stop)
             except NotFound:  # it has just made room for another
                 pass
-        return self.store.get(name, start, stop)
+        return super().get(name, start, stop)
 
     def head(self, name: str) -> ObjectInfo:
         digest = self._digest_of(name)
         if digest and self._has(name, digest):
             return self._kept.head(name)
-        return self.store.head(name)
+        return super().head(name)
 
     def delete(self, name: str) -> None:
-        self.store.delete(name)
+        super().delete(name)
         if self._digest_of(name) is not None:
             self._drop(name)
 
@@ -133,14 +94,14 @@ class CachedStore(Wrapper):
             or self._is_behind_link(self._kept.root / name)
         ):
             return False
-        running = sha256()
+        running, fetch = sha256(), super().get
         failed: StoreError | None = None
 
         def chunks() -> Iterator[bytes]:
             nonlocal failed
             for at in range(0, nbytes, _CHUNK_BYTES):
                 try:
-                    chunk = self.store.get(name, at, min(at + _CHUNK_BYTES, nbytes))
+                    chunk = fetch(name, at, min(at + _CHUNK_BYTES, nbytes))
                 except StoreError as error:
                     failed = error
                     raise
@@ -196,93 +157,3 @@ class CachedStore(Wrapper):
     def _drop(self, name: str) -> None:
         self._checked.discard(name)
         self._kept.delete(name)
-
-
-def expect(store: Store, name: str, nbytes: int) -> None:
-    """Says to a cache in front of ``store``, if there is one, how long an object is."""
-    if isinstance(store, CachedStore):
-        store.expect(name, nbytes)
-
-
-class BoundedStore(Wrapper):
-    """``store``, of which nothing is taken for granted but what it should be trusted with. A
-    listing has at most 10^6 objects, in order and where they belong; a length is one. Within
-    `limited`, reading calls may be late for a while: a second for each call and each 16 KiB is its
-    due, what takes longer is lateness. A listing is one call, however many pages it has."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self._left: float | None = None
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def limited(self, seconds: float = DEFAULT_LATE_SECONDS) -> Iterator[None]:
-        """Within it, reading calls raise StoreUnavailable once they were late by so many
-        ``seconds`` in all."""
-        before, self._left = self._left, seconds
-        try:
-            yield
-        finally:
-            self._left = before
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._timed(name, lambda: self.store.get(name, start, stop))
-
-    def head(self, name: str) -> ObjectInfo:
-        return _checked(name, self._timed(name, lambda: self.store.head(name)))
-
-    def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        found, due, count = iter(self.store.list(folder, start_after)), _REQUEST_SECONDS, 0
-        last = start_after or ""
-        while True:
-            began = time.monotonic()
-            info = next(found, None)
-            due -= time.monotonic() - began
-            if due < 0:
-                self._draw(folder, -due)
-                due = 0.0
-            if info is None:
-                return
-            count += 1
-            if count > MAX_LISTED:
-                raise StoreError(
-                    f"the store lists more than {MAX_LISTED} objects in {folder}", hint=_CHECK
-                )
-            if info.name <= last or not info.name.startswith(f"{folder}/" if folder else ""):
-                raise StoreError(
-                    f"{info.name[:80]!r} has no place in the store's list of {folder}", hint=_CHECK
-                )
-            last = info.name
-            if len(last) <= MAX_NAME:
-                yield _checked(last, info)
-
-    def _timed(self, name: str, read: Callable[[], T]) -> T:
-        self._draw(name, 0.0)
-        began = time.monotonic()
-        found = read()
-        due = _REQUEST_SECONDS + (len(found) / _MIN_RATE if isinstance(found, bytes) else 0.0)
-        self._draw(name, max(0.0, time.monotonic() - began - due), raises=False)
-        return found
-
-    def _draw(self, name: str, seconds: float, *, raises: bool = True) -> None:
-        with self._lock:
-            if self._left is None:
-                return
-            self._left -= seconds
-            if raises and self._left < 0:
-                raise StoreUnavailable(
-                    f"{name}: the store answers too slowly", hint="The next call tries it again."
-                )
-
-
-def _checked(name: str, info: ObjectInfo) -> ObjectInfo:
-    if info.name != name or info.nbytes < 0 or not math.isfinite(info.modified):
-        raise StoreError(f"the store says nonsense of {name}: {info!r:.200}", hint=_CHECK)
-    return info
-
-
-def bounded_in(store: Store) -> BoundedStore | None:
-    """The bounded store that ``store`` is, or reads."""
-    while isinstance(store, Wrapper) and not isinstance(store, BoundedStore):
-        store = store.store
-    return store if isinstance(store, BoundedStore) else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from .._util.polling import jittered
+from .._util.retry import jittered
 from ..errors import (
     FormatError,
     IntegrityError,
@@ -22,11 +22,11 @@ from ..errors import (
     StreamRecreated,
 )
 from ..events import Listener, fell_back
-from ..store.wrappers import DEFAULT_LATE_SECONDS
+from ..store.base import DEFAULT_LATE_SECONDS
 from ..stream.manifest import Manifest, Payload
 from ..stream.stream import Head, Stream
 from ..stream.unreadable import UNREADABLE
-from .host_state import HostState, catch_up
+from ..sync.host_state import HostState, catch_up
 
 DEFAULT_PATIENCE_SECONDS = 30.0
 _PASSED = (StoreError, StreamError, FormatError, IntegrityError)

@@ -1,12 +1,16 @@
-"""Waiting: the pause between two looks at a stream, and between tries that fail."""
+"""Waits between two polls, and between two tries of what fails."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from .settings import checked_number
+
+R = TypeVar("R")
 
 LONGEST_POLL = 1e6
 """Of what callers give, in seconds."""
@@ -43,3 +47,37 @@ class Backoff:
     def reset(self) -> None:
         """A try has succeeded."""
         self._next = self._first
+
+
+def retrying(
+    call: Callable[[], R],
+    passes: Callable[[Exception], bool],
+    backoff: Backoff,
+    *,
+    tries: float = math.inf,
+    seconds: float = math.inf,
+    failed: Callable[[Exception, float], None] | None = None,
+) -> R:
+    """The result of ``call``, which is repeated after each wait of ``backoff`` while it fails.
+
+    Args:
+        call: What is tried.
+        passes: Whether an error may pass. Others are raised at once.
+        backoff: The waits.
+        tries: How often it is called at most.
+        seconds: For how long it is repeated.
+        failed: Called before each wait with the error and the seconds that are left.
+    Raises: The last error of ``call``.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            tries -= 1
+            left = until - time.monotonic()
+            if tries < 1 or left <= 0 or not passes(error):
+                raise
+            if failed:
+                failed(error, left)
+        time.sleep(min(backoff.wait(), left))
