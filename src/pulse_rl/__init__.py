@@ -25,8 +25,9 @@ from .ops.relay import Relay
 from .ops.verify import audit, verify_stream
 from .state.digest import state_digest
 from .state.tensors import Bits, State, StateSource, TensorSpec, as_state
-from .store import LocalStore, MemoryStore, ObjectInfo, Store, open_store
+from .store import LocalStore, ObjectInfo, Store, open_store
 from .stores.http import HttpStore
+from .stores.memory import MemoryStore
 from .stores.object import ObjectStore
 from .stream.signing import Signer
 from .submit import Submission

@@ -14,7 +14,7 @@ import re
 import struct
 import weakref
 from _thread import allocate_lock
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -32,8 +32,11 @@ from ..errors import (
     DigestMismatch,
     InputError,
     PulseError,
+    StateMismatch,
     StoreError,
+    StoreUnavailable,
 )
+from ..events import fell_back
 from ..history.file import load_history, save_history
 from ..patch.apply import Journal
 from ..patch.blocks import Block, cut
@@ -44,6 +47,8 @@ from ..state.digest import StateDigest, state_digest
 from ..state.header import header_bytes, parse_header
 from ..state.tensors import Segment, State, TensorSpec
 from ..stream.manifest import Manifest
+from ..stream.stream import Stream
+from ..sync.host_state import HostState
 from .checkpoint import in_file_order
 
 _LOCK, _RECORD, _JOURNAL = "pulse.lock", "pulse.state.json", "pulse.journal"
@@ -556,3 +561,35 @@ def _let_go(path: Path, held: set[str], process: int) -> None:
     if path.name not in held and os.getpid() == process:
         with suppress(OSError):
             path.unlink()
+
+
+def adopt_kept(
+    host: HostState,
+    stream: Stream,
+    manifest_of: Callable[[int], Manifest],
+    *,
+    newest: int | None = None,
+) -> bool:
+    """Starts from what the host state's folder keeps, if that is proved to be a version of
+    ``stream``, ``newest`` at most; what is not, is dropped. Its owner does not have it yet. Raises
+    StoreUnavailable, and then drops nothing."""
+    folder = host.folder
+    if folder is None or (kept := folder.kept) is None:
+        return False
+    try:
+        if kept.stream != stream.name or stream.stream_id not in (None, kept.stream_id):
+            raise StateMismatch(f"it is of stream {kept.stream!r} with the ID {kept.stream_id}")
+        if newest is not None and kept.version > newest:
+            raise StateMismatch(f"it is version {kept.version}, and the newest is {newest}")
+        manifest = manifest_of(kept.version)
+        if (manifest.stream_id, manifest.root) != (kept.stream_id, kept.root):
+            raise DigestMismatch(f"the stream has another version {kept.version}")
+        state, digest, history = folder.load(threads=host.threads)
+    except StoreUnavailable:
+        raise
+    except PulseError as error:
+        folder.drop()
+        fell_back(host.listener, stream.name, f"the state in {folder.path}", error)
+        return False
+    host.adopt(manifest, state, digest, history=history, is_new=True)
+    return True

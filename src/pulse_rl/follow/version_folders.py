@@ -17,14 +17,37 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from .._util.files import disk_error, make_folder, sync_folder
+from .._util.settings import checked_count
 from ..errors import InputError, PulseError
-from .checkpoint import ADAPTER_NAME, CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, load
-from .folder import check_file, locked, remove_all_but
+from ..history.file import beside, save_history, specs_of
+from ..patch.blocks import cut
+from ..patch.history import History
+from ..state.digest import StateDigest
+from ..state.tensors import State
+from ..stream.manifest import Manifest
+from .checkpoint import (
+    ADAPTER_NAME,
+    CURRENT,
+    FILE_NAME,
+    INDEX_NAME,
+    PRIVATE,
+    current_version,
+    load,
+    save,
+)
+from .folder import (
+    check_file,
+    locked,
+    metadata_of,
+    remove_all_but,
+    replace_folder,
+    write_checkpoint,
+)
 
 LAYOUTS = {
     "prime-rl": "step_{}/STABLE",
@@ -149,3 +172,55 @@ def _check_target(target: Path, *, force: bool) -> None:
         f"{str(target)[:200]} exists and was not written by this command",
         hint="Choose another folder, or replace it with --force.",
     )
+
+
+class HeldVersion(NamedTuple):
+    """A version that is to be written: its verified ``state`` with the ``digest``, its
+    ``manifest``, what is remembered of the versions before, and the ``files`` next to the
+    weights."""
+
+    state: State
+    digest: StateDigest
+    manifest: Manifest
+    history: History
+    files: Mapping[str, bytes]
+
+
+def save_version(
+    held: HeldVersion,
+    path: Path,
+    metadata: Mapping[str, str],
+    *,
+    sharded: bool,
+    force: bool,
+    layout: str | None,
+    keep: int | None,
+    earlier: Path | None,
+) -> Path | None:
+    """Writes a version as `Subscriber.save` says. ``earlier``: where the one before was written,
+    whose unchanged files are linked. Returns where this one lies; of a single file, ``earlier``."""
+    # 1. What is to be written where.
+    state, digest, manifest, history, files = held
+    named = None if layout is None else Layout.of(layout)
+    if keep is not None and checked_count("keep", keep) and named is None:
+        raise InputError(
+            "keep is for the folders of a layout", hint="Otherwise the newest version is kept."
+        )
+    facts = metadata_of(manifest.version, digest.root) | dict(metadata)
+    blocks = cut(specs_of(digest))
+
+    def write(into: Path) -> None:
+        write_checkpoint(into, state, digest, files, facts, sharded=sharded, earlier=earlier)
+        save_history(beside(into), history, blocks, digest.root)
+
+    # 2. One file, the folder that shows the newest version, or a folder of this version's own.
+    if path.suffix == ".safetensors" and named is None:
+        save_history(beside(path), history, blocks, digest.root)
+        save(path, state, facts)
+        return earlier
+    if named is None:
+        replace_folder(path, f"{manifest.version:012d}", write, force=force)
+        return current_version(path)
+    step = manifest.metadata.get("step")
+    number = step if type(step) is int and step >= 0 else manifest.version
+    return add_version(path, named, number, manifest.version, write, keep=keep, force=force)

@@ -16,12 +16,11 @@ from urllib.parse import unquote, urlparse
 
 from ..errors import InputError
 from .base import Data, ObjectInfo, Store
-from .local import LocalStore, MemoryStore
+from .local import LocalStore
 
 __all__ = [
     "Data",
     "LocalStore",
-    "MemoryStore",
     "ObjectInfo",
     "Store",
     "open_store",
@@ -75,9 +74,11 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
                 f"{_shown(text)} names a host", hint="Write three slashes: file:///absolute/path."
             )
         return LocalStore(Path(unquote(url.path)))
+    # Each other backend's module is imported where it is asked for: the core is there without them.
     if url.scheme == "memory":
+        from ..stores.memory import MemoryStore
+
         return MemoryStore()
-    # Each backend's module is imported where it is asked for: the core is there without them.
     if url.scheme in _OBJECT_SCHEMES:
         from ..stores.object import ObjectStore
 

@@ -7,7 +7,7 @@ What a subscriber holds, and what a publisher restores.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,6 @@ from ..errors import (
     NotFound,
     PulseError,
     StateMismatch,
-    StoreUnavailable,
     WrongBase,
     WrongHistory,
 )
@@ -414,38 +413,6 @@ def _is_astray(host: HostState, stream: Stream, error: PulseError) -> bool:
             stream.has_version(host.version) and not stream.has_manifest(known)
         )
     return False
-
-
-def adopt_kept(
-    host: HostState,
-    stream: Stream,
-    manifest_of: Callable[[int], Manifest],
-    *,
-    newest: int | None = None,
-) -> bool:
-    """Starts from what the host state's folder keeps, if that is proved to be a version of
-    ``stream``, ``newest`` at most; what is not, is dropped. Its owner does not have it yet. Raises
-    StoreUnavailable, and then drops nothing."""
-    kept = host.folder.kept if host.folder else None
-    if host.folder is None or kept is None:
-        return False
-    try:
-        if kept.stream != stream.name or stream.stream_id not in (None, kept.stream_id):
-            raise StateMismatch(f"it is of stream {kept.stream!r} with the ID {kept.stream_id}")
-        if newest is not None and kept.version > newest:
-            raise StateMismatch(f"it is version {kept.version}, and the newest is {newest}")
-        manifest = manifest_of(kept.version)
-        if (manifest.stream_id, manifest.root) != (kept.stream_id, kept.root):
-            raise DigestMismatch(f"the stream has another version {kept.version}")
-        state, digest, history = host.folder.load(threads=host.threads)
-    except StoreUnavailable:
-        raise
-    except PulseError as error:
-        host.folder.drop()
-        fell_back(host.listener, stream.name, f"the state in {host.folder.path}", error)
-        return False
-    host.adopt(manifest, state, digest, history=history, is_new=True)
-    return True
 
 
 def follow_link(host: HostState, stream: Stream, link: Link) -> None:

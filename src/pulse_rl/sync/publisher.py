@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .._util.collective import RankGroup
+from .._util.collective import Alone, RankGroup
 from .._util.retry import jittered
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
@@ -34,7 +34,7 @@ from ..store import Store, open_store
 from ..stream.manifest import Manifest, begun_from
 from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream, checked_stream_id
-from .rank import Alone, RankPublisher
+from .rank import RankPublisher
 from .request import Files, LocalState, PublishRequest
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Publisher(Closing, NotCopyable):
 
             folder = StateFolder(checked_path(baseline), "baseline")
         try:
-            self._open(RankPublisher, Alone(), store, stream, settings, folder)
+            self._open(RankPublisher, RankGroup(Alone()), store, stream, settings, folder)
         except BaseException:
             if folder:
                 folder.close()

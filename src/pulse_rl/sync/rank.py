@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,7 +45,7 @@ from .commit import (
     store_patch,
     uploaded,
 )
-from .host_state import HostState, adopt_kept, catch_up
+from .host_state import HostState, catch_up
 from .pending import (
     NO_SMALLER,
     Baseline,
@@ -69,32 +69,6 @@ _MAX_STALE_COMMITS = 8
 _SMALL = 1 << 16
 """Bytes: below that a request costs more than what it carries, and a patch needs no larger
 state."""
-
-
-class Alone(RankGroup):
-    """The group of a publisher of one process: nothing is sent, and nobody else is told."""
-
-    def __init__(self) -> None:
-        self.size, self.rank, self.common_error = 1, 0, None
-
-    def each(
-        self, work: Callable[[], R], send: Callable[[R], bytes], read: Callable[[bytes], R]
-    ) -> list[R]:
-        return [work()]
-
-    def together(self, work: Callable[[], R]) -> R:
-        return work()
-
-    def from_first(
-        self, work: Callable[[], R], send: Callable[[R], bytes], read: Callable[[bytes], R]
-    ) -> R:
-        return work()
-
-    def mark_collective(self, error: BaseException) -> BaseException:
-        return error
-
-    def close(self) -> None:
-        """Nothing to give up."""
 
 
 class Recovery(StrEnum):
@@ -373,7 +347,7 @@ class RankPublisher:
         host = HostState(threads=self._threads, listener=self._shown_to, folder=self._folder)
         how = Recovery.KEPT
         reason = ""
-        if adopt_kept(host, self._stream, self._stream.manifest, newest=head.version):
+        if self._is_kept(host, head.version):
             self._baseline, reason = self._restored(None, head, host)
         else:
             # A trainer that starts again often has the head's own weights: built as a full state
@@ -398,6 +372,14 @@ class RankPublisher:
         if self._baseline is None:
             return None
         return self._build(local, HeadState(keep=True), timer, stored=True)
+
+    def _is_kept(self, host: HostState, newest: int) -> bool:
+        """Whether the folder keeps a version of the stream, ``newest`` at most; ``host`` has it."""
+        if self._folder is None:
+            return False
+        from ..follow.state_folder import adopt_kept
+
+        return adopt_kept(host, self._stream, self._stream.manifest, newest=newest)
 
     def _build(
         self, local: LocalState, found: HeadState, timer: PhaseTimer, *, stored: bool

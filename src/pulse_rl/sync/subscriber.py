@@ -15,7 +15,7 @@ from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
 from ..events import Listener, Synced, checked_listener, failures_to, fell_back, progress_shown
-from ..follow.checkpoint import current_version, save
+from ..follow.checkpoint import current_version
 from ..hints import Absence
 from ..patch.blocks import cut
 from ..patch.history import History
@@ -27,7 +27,7 @@ from ..stream.names import FILE, payload_digest
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from ..stream.unreadable import UNREADABLE
-from .host_state import HostState, adopt_kept
+from .host_state import HostState
 from .update import Pending, Receipt, Update, make_update
 
 _SEARCHED_FOR_BASE = 1000
@@ -274,47 +274,29 @@ class Subscriber(Closing, NotCopyable):
             keep: How many of the folders of a ``layout`` stay, the newest ones. Default: all.
         Raises: What `state` and `files` raise, InputError, StoreFull and StoreError.
         """
-        target = checked_path(path)
-        from ..follow.folder import metadata_of, replace_folder, write_checkpoint
-        from ..follow.version_folders import Layout, add_version
-        from ..history.file import beside, save_history, specs_of
+        from ..follow.version_folders import HeldVersion, save_version
 
-        named = None if layout is None else Layout.of(layout)
-        if keep is not None and checked_count("keep", keep) and named is None:
-            raise InputError(
-                "keep is for the folders of a layout", hint="Otherwise the newest version is kept."
-            )
-        is_file = target.suffix == ".safetensors" and named is None
-        state, manifest, history, files = self._serial.run(
-            lambda: (
+        target = checked_path(path)
+        alone = target.suffix == ".safetensors" and layout is None
+        held = self._serial.run(
+            lambda: HeldVersion(
                 self._state(),
+                self._digest(),
                 self._manifest(),
                 self._host.history,
-                {} if is_file else self._read_files(),
+                {} if alone else self._read_files(),
             )
         )
-        digest = self.digest
-        facts = metadata_of(manifest.version, digest.root) | dict(metadata or {})
-        if is_file:
-            save_history(beside(target), history, cut(specs_of(digest)), digest.root)
-            save(target, state, facts)
-            return
-
-        def write(into: Path) -> None:
-            write_checkpoint(
-                into, state, digest, files, facts, sharded=sharded, earlier=self._checkpoint
-            )
-            save_history(beside(into), history, cut(specs_of(digest)), digest.root)
-
-        if named is None:
-            replace_folder(target, f"{manifest.version:012d}", write, force=force)
-            self._checkpoint = current_version(target)
-        else:
-            step = manifest.metadata.get("step")
-            number = step if type(step) is int and step >= 0 else manifest.version
-            self._checkpoint = add_version(
-                target, named, number, manifest.version, write, keep=keep, force=force
-            )
+        self._checkpoint = save_version(
+            held,
+            target,
+            metadata or {},
+            sharded=sharded,
+            force=force,
+            layout=layout,
+            keep=keep,
+            earlier=self._checkpoint,
+        )
 
     def full_update(self) -> Update:
         """The whole current state as an update, for a model that is new or missed one. Raises as
@@ -392,6 +374,8 @@ class Subscriber(Closing, NotCopyable):
         # What the folder keeps is looked up whenever there is nothing; what it keeps of a stream
         # that was recreated goes with its place in it.
         if self._folder and host.version is None:
+            from ..follow.state_folder import adopt_kept
+
             self._folder.open()
             if adopt_kept(host, self.stream, self._failover.manifest):
                 self._failover.adopt_id(self.stream.stream_id or self._manifest().stream_id)
