@@ -149,8 +149,7 @@ def quantize() -> str:
     from pulse_rl.quantize.formats import FORMATS
     from pulse_rl.quantize.states import Quantize, QuantizedState
     from pulse_rl.state.digest import state_digest
-    from pulse_rl.state.memory import DeviceTensor
-    from pulse_rl.state.tensors import DTYPES, TensorSpec
+    from pulse_rl.state.tensors import DTYPES, DeviceTensor, TensorSpec
 
     device, size = ("cuda", 4096) if torch.cuda.is_available() else ("cpu", 256)
     assert quantize_device.divides_exactly(torch.device(device)), (

@@ -35,7 +35,8 @@ from pulse_rl.history.policy import START_SPAN, most_remembered, next_history
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import BlockEntry
 from pulse_rl.patch.history import History, HistoryName, Records, Window
-from pulse_rl.state.tensors import DType, TensorSpec, UIntArray
+from pulse_rl.state.bits import UIntArray
+from pulse_rl.state.tensors import DType, TensorSpec
 
 OCTAVES: tuple[tuple[int, int | None], ...] = (
     (1, 1),

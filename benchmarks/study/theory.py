@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pulse_rl.state.tensors import DType, State, UIntArray
+from pulse_rl.state.bits import UIntArray
+from pulse_rl.state.tensors import DType, State
 
 _CHUNK = 1 << 22
 _EMPTY = np.empty(0, np.int64)

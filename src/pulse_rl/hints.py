@@ -32,13 +32,16 @@ class Notices:
         self._listener = listener
         self._silent = listener is None and not first
         self._given: set[str] = set()
+        self._looked = False
 
     def look_at(self, version: int, draft: PublishState, state: State) -> None:
         """Looks at this rank's part of a version that was committed, and the ``state`` that it was
         made of."""
         if self._silent:
             return
-        if "wrapped_names" not in self._given and is_wrapped(state):
+        # A patch has the names of the version before.
+        names_are_new, self._looked = draft.base is None or not self._looked, True
+        if names_are_new and is_wrapped(state):
             self._give(
                 version,
                 "wrapped_names",
@@ -47,7 +50,7 @@ class Notices:
                 "Publish pulse_rl.unwrapped(model.state_dict()), if the workers' engine knows "
                 "the plain names.",
             )
-        if "fused_names" not in self._given and (fused := fused_experts(state.specs)):
+        if names_are_new and (fused := fused_experts(state.specs)):
             self._give(
                 version,
                 "fused_names",

@@ -20,9 +20,9 @@ from ._util.serial import Operation, SerialThread
 from ._util.threads import ordered_map
 from .errors import ConcurrentUse
 from .events import Published
+from .state.bits import LINE, contiguous
 from .state.cast import CastState
-from .state.memory import LINE, DeviceTensor, contiguous
-from .state.tensors import State, TensorSpec, cuda_tensors
+from .state.tensors import DeviceTensor, State, TensorSpec, cuda_tensors
 from .sync.request import PublishRequest
 
 _MAX_UNFINISHED = 2  # one in flight, one behind it

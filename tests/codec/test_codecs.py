@@ -13,7 +13,8 @@ from pulse_rl import codec
 from pulse_rl._util import zstd
 from pulse_rl.codec import Changes, Layout, Run
 from pulse_rl.errors import CorruptPatch, FormatError, InputError
-from pulse_rl.state.tensors import DTYPES, DType, UIntArray
+from pulse_rl.state.bits import UIntArray
+from pulse_rl.state.tensors import DTYPES, DType
 from tests.support.block_codecs import BY_NAME, GAPS, HISTORY, RAW, SPARSE, TABLE, ZSTD, BlockCodec
 from tests.support.states import LIMIT_MEMORY, SPECIAL_BITS, run_python
 

@@ -13,7 +13,8 @@ from pulse_rl._native import history_records, scan
 from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
-from pulse_rl.state.tensors import DTYPES, UIntArray
+from pulse_rl.state.bits import UIntArray
+from pulse_rl.state.tensors import DTYPES
 from tests.support.block_codecs import GAPS, HISTORY
 from tests.support.gaps_oracle import ABSENT, Kind, Reader, code_levels
 from tests.support.gaps_oracle import decode as oracle_decode

@@ -12,7 +12,8 @@ from pulse_rl._native import history_records
 from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
-from pulse_rl.state.tensors import DTYPES, DType, UIntArray
+from pulse_rl.state.bits import UIntArray
+from pulse_rl.state.tensors import DTYPES, DType
 from tests.codec.test_sparse import AnyChanges, AnyHead
 from tests.support import history_oracle as oracle
 from tests.support import sparse_oracle

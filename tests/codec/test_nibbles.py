@@ -11,7 +11,8 @@ import pytest
 from pulse_rl import codec
 from pulse_rl.codec import Layout, Run
 from pulse_rl.errors import CorruptPatch
-from pulse_rl.state.tensors import DTYPES, UIntArray
+from pulse_rl.state.bits import UIntArray
+from pulse_rl.state.tensors import DTYPES
 from tests.support import gaps_oracle, sparse_oracle
 from tests.support.block_codecs import GAPS, BlockCodec
 from tests.support.gaps_oracle import Kind

@@ -18,7 +18,8 @@ from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.codec import Layout, Run
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.patch.history import records_of
-from pulse_rl.state.tensors import DTYPES, UIntArray
+from pulse_rl.state.bits import UIntArray
+from pulse_rl.state.tensors import DTYPES
 from tests.support import sparse_oracle as oracle
 from tests.support.block_codecs import GAPS, SPARSE
 from tests.support.gaps_oracle import Bit, Writer, row_ends

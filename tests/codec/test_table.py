@@ -12,7 +12,8 @@ from pulse_rl import codec
 from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
-from pulse_rl.state.tensors import DTYPES, UIntArray
+from pulse_rl.state.bits import UIntArray
+from pulse_rl.state.tensors import DTYPES
 from tests.support import table_oracle as oracle
 from tests.support.block_codecs import TABLE
 from tests.support.gaps_oracle import Kind

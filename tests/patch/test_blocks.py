@@ -27,8 +27,8 @@ from pulse_rl.patch.header import (
     parse_header,
     slices_of,
 )
+from pulse_rl.state.bits import pageable
 from pulse_rl.state.digest import LEAF_BYTES, StateDigest, state_digest
-from pulse_rl.state.memory import pageable
 from pulse_rl.state.tensors import DTYPES, Segment, TensorSpec
 from tests.support.parts import part
 from tests.support.parts import slices_of as cut_among

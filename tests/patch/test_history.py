@@ -25,8 +25,9 @@ from pulse_rl.patch.header import (
     parse_header,
 )
 from pulse_rl.patch.history import MAX_WINDOWS, History, HistoryName, Recorder, Window
+from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.digest import StateDigest, state_digest
-from pulse_rl.state.tensors import DTYPES, DType, UIntArray
+from pulse_rl.state.tensors import DTYPES, DType
 from tests.support import history_oracle as oracle
 from tests.support.gaps_oracle import Kind
 from tests.support.parts import part

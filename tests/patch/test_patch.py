@@ -19,8 +19,9 @@ from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.patch.build import encode_proved
 from pulse_rl.patch.header import check_of
 from pulse_rl.patch.history import History, Window, records_of
+from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.digest import StateDigest, state_digest
-from pulse_rl.state.tensors import DTYPES, UIntArray
+from pulse_rl.state.tensors import DTYPES
 from tests.support.states import (
     SPECIAL_BITS,
     Rng,

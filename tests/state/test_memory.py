@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pulse_rl import State, TensorSpec, state_root
 from pulse_rl.state import bits
-from pulse_rl.state.memory import DeviceTensor, SpareMemory, contiguous
-from pulse_rl.state.tensors import DTYPES
+from pulse_rl.state.bits import SpareMemory, contiguous
+from pulse_rl.state.tensors import DTYPES, DeviceTensor
 from tests.support.states import Rng, all_dtypes, snapshot
 
 

@@ -15,7 +15,7 @@ from pulse_rl.quantize import device as quantize_device
 from pulse_rl.quantize.formats import FORMATS
 from pulse_rl.quantize.states import QuantizedState
 from pulse_rl.state.digest import state_digest
-from pulse_rl.state.memory import DeviceTensor
+from pulse_rl.state.tensors import DeviceTensor
 from tests.golden.make_quantized import CONFIGS, FILE
 from tests.support.states import Rng
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from pulse_rl import codec
 from pulse_rl.codec import Changes, Layout, planes
-from pulse_rl.state.tensors import DType, UIntArray
+from pulse_rl.state.bits import UIntArray
+from pulse_rl.state.tensors import DType
 
 
 @dataclass(frozen=True)

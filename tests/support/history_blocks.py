@@ -11,7 +11,8 @@ import pytest
 from pulse_rl._native._kernels import use_rans_vectors
 from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
-from pulse_rl.state.tensors import DTYPES, UIntArray
+from pulse_rl.state.bits import UIntArray
+from pulse_rl.state.tensors import DTYPES
 from tests.support import history_oracle as oracle
 from tests.support.block_codecs import HISTORY, history_encode
 from tests.support.gaps_oracle import Kind

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from .. import _native
 from ..errors import CorruptPatch, InputError
 from ..state import bits
-from ..state.tensors import DType, UIntArray
+from ..state.bits import UIntArray
+from ..state.tensors import DType
 from . import planes
 
 __all__ = ["CODECS", "Changes", "Encoded", "Layout", "Run", "decode_block", "encode_block"]

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from .._util import zstd
 from ..errors import CorruptPatch
-from ..state.tensors import UIntArray
+from ..state.bits import UIntArray
 
 _LEVEL = 1
 _HEAD = struct.Struct("<IBI")

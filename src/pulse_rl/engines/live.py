@@ -11,7 +11,7 @@ import torch
 
 from ..frameworks.torch import _INTS
 from ..state import bits
-from ..state.tensors import UIntArray
+from ..state.bits import UIntArray
 from .loader_map import Indices, LoaderMap, Rectangle
 
 _NATIVE_LIMIT = 1 << 32

@@ -25,8 +25,9 @@ from torch import nn
 from .._util.threads import ordered_map
 from ..errors import PulseError, UnsupportedTensor
 from ..frameworks.torch import _INTS
+from ..state.bits import UIntArray
 from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests
-from ..state.tensors import State, TensorSpec, UIntArray
+from ..state.tensors import State, TensorSpec
 from .live import Journal, LiveWeights, as_ints
 from .loader_map import LoaderMap, Rectangle, torch_dtype
 from .node import Node

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from ..errors import EngineError, PulseError
 from ..events import Event, Metadata, Synced
-from ..state.bits import differing
+from ..state.bits import UIntArray, differing
 from ..state.digest import StateDigest, state_digest
-from ..state.tensors import State, TensorSpec, UIntArray, as_state
+from ..state.tensors import State, TensorSpec, as_state
 from ..sync.subscriber import Subscriber
 from ..sync.update import Receipt, TensorUpdate, Update
 from .live import Change

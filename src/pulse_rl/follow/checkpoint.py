@@ -18,8 +18,9 @@ import numpy as np
 from .._util.files import open_regular, write_atomically
 from .._util.settings import checked_path
 from ..errors import CorruptCheckpoint, InputError, PulseError
+from ..state.bits import UIntArray
 from ..state.header import header_bytes, parse_header
-from ..state.tensors import State, TensorSpec, UIntArray, check_tensor_name
+from ..state.tensors import State, TensorSpec, check_tensor_name
 
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"

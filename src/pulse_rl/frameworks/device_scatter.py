@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ..patch.changes import TensorChanges
-from ..state.memory import LINE
+from ..state.bits import LINE
 from ..submit import page_locked
 
 __all__ = ["Scatter", "scatter"]

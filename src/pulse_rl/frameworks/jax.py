@@ -13,7 +13,8 @@ import numpy.typing as npt
 from .._util import extra
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..sharding.layout import Box, Spread
-from ..state.tensors import State, TensorSpec, UIntArray, dtype_named, stored_tensor
+from ..state.bits import UIntArray
+from ..state.tensors import State, TensorSpec, dtype_named, stored_tensor
 from ..sync.update import TensorUpdate, Update
 
 __all__ = ["apply", "weights"]

@@ -18,7 +18,8 @@ with extra("torch"):
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..follow.checkpoint import is_wrapped
 from ..sharding.layout import Box
-from ..state.tensors import DTYPES, State, UIntArray, is_sharded
+from ..state.bits import UIntArray
+from ..state.tensors import DTYPES, State, is_sharded
 from ..sync.update import TensorUpdate, Update, changes_of
 from .device_scatter import Scatter, scatter
 

@@ -14,7 +14,7 @@ from ..codec import Changes
 from ..patch.blocks import cut, recut
 from ..patch.header import JoinedHeader
 from ..state import bits
-from ..state.tensors import UIntArray
+from ..state.bits import UIntArray
 
 _PIECES = 8
 

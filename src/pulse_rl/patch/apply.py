@@ -15,8 +15,9 @@ from .._util.threads import ordered_map
 from ..codec import Changes
 from ..errors import CorruptPatch, DigestMismatch, PulseError, StateMismatch, WrongBase
 from ..state import bits
+from ..state.bits import UIntArray
 from ..state.digest import PartDigest, StateDigest
-from ..state.tensors import State, UIntArray
+from ..state.tensors import State
 from .blocks import Block, pieces_of
 from .changes import Piece, StateChanges, TensorChanges
 from .header import Base, BlockEntry, JoinedHeader, ParsedHeader, Room, check_of, parse_header

@@ -15,9 +15,9 @@ import numpy as np
 
 from ..codec import Changes, Layout, Run
 from ..state import bits
+from ..state.bits import Allocate, UIntArray, joined, pageable
 from ..state.digest import LEAF_BYTES
-from ..state.memory import Allocate, joined, pageable
-from ..state.tensors import DType, Segment, State, TensorSpec, UIntArray, is_view, views_of
+from ..state.tensors import DType, Segment, State, TensorSpec, is_view, views_of
 
 BLOCK_ELEMENTS = 1 << 22
 _NEAR = 64

@@ -15,9 +15,9 @@ from .._util.threads import ordered_map
 from ..codec import Changes
 from ..errors import CorruptPatch, IntegrityError
 from ..state import bits
+from ..state.bits import SpareMemory, UIntArray
 from ..state.digest import StateDigest
-from ..state.memory import SpareMemory
-from ..state.tensors import State, UIntArray
+from ..state.tensors import State
 from .blocks import Block, cut
 from .header import BlockEntry, PatchHeader, all_of, check_of
 from .history import Blocks, History, HistoryName, Recorder, Records

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..state.tensors import State, UIntArray
+from ..state.bits import UIntArray
+from ..state.tensors import State
 
 
 class Piece(NamedTuple):

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from .._native import history_records
 from ..codec import MAX_BLOCK_ELEMENTS, Changes, Past, element_kind
 from ..errors import WrongHistory
-from ..state.tensors import DType, UIntArray
+from ..state.bits import UIntArray
+from ..state.tensors import DType
 from .blocks import Block, recut
 
 MAX_WINDOWS = 64

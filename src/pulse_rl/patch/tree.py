@@ -12,6 +12,7 @@ import numpy as np
 from .._util.threads import checked_threads, default_threads, ordered_map
 from ..codec import Changes
 from ..state import bits
+from ..state.bits import UIntArray
 from ..state.digest import (
     LEAF_BYTES,
     Changed,
@@ -20,7 +21,7 @@ from ..state.digest import (
     changed_leaves_of,
     leaves_of,
 )
-from ..state.tensors import Segment, State, TensorSpec, UIntArray
+from ..state.tensors import Segment, State, TensorSpec
 from .blocks import Block
 from .changes import StateChanges, TensorChanges
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..state.memory import DeviceTensor
+from ..state.tensors import DeviceTensor
 
 Blocks = tuple[int, int, int]  # columns of the matrix, rows and columns of a block
 DEVICES = ("cuda",)

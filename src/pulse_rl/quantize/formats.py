@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from .._native import block_maxima, to_e2m1, to_e4m3
 from ..errors import InputError
+from ..state.bits import UIntArray
 from ..state.cast import to_f32
-from ..state.memory import DeviceTensor
-from ..state.tensors import Readable, State, TensorSpec, UIntArray, stored_tensor
+from ..state.tensors import DeviceTensor, Readable, State, TensorSpec, stored_tensor
 from . import device as quantize_device
 from .device import ints_there
 

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, UnsupportedTensor
+from ..state.bits import UIntArray
 from ..state.cast import CastTensor, compute_dtype, is_float, to_f32
-from ..state.tensors import DTYPES, DType, State, TensorSpec, UIntArray, stored_tensor
+from ..state.tensors import DTYPES, DType, State, TensorSpec, stored_tensor
 from .formats import (
     FORMATS,
     TILE,

@@ -19,7 +19,8 @@ from ..patch.apply import decode_block, scatter
 from ..patch.blocks import BLOCK_ELEMENTS, Block, cut
 from ..patch.history import History, Recorder, Records, Window
 from ..patch.tree import inner_leaves
-from ..state.tensors import Segment, State, TensorSpec, UIntArray
+from ..state.bits import UIntArray
+from ..state.tensors import Segment, State, TensorSpec
 from ..stream.anchor import AnchorFiles
 from ..stream.manifest import Link, Manifest, Payload
 from ..stream.stream import Stream

@@ -11,7 +11,8 @@ import numpy as np
 from .._util.collective import RankGroup
 from ..errors import RankLost
 from ..patch.blocks import Block, runs_of
-from ..state.tensors import Segment, State, UIntArray
+from ..state.bits import UIntArray
+from ..state.tensors import Segment, State
 from .layout import Box, ShardedLayout
 
 

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
 from ..errors import StateMismatch
+from ..state.bits import UIntArray
 from ..state.digest import LEAF_BYTES
-from ..state.tensors import DType, Empty, Segment, State, TensorSpec, UIntArray, dtype_of
+from ..state.tensors import DType, Empty, Segment, State, TensorSpec, dtype_of
 from ..sync.pending import Layout
 
 Runs = tuple[tuple[int, int], ...]

@@ -15,8 +15,9 @@ from .._native import sha256_absorb, sha256_begin, sha256_digests
 from .._util.collective import RankGroup
 from .._util.threads import ordered_map
 from ..patch.tree import Leaves, tree_of
+from ..state.bits import UIntArray
 from ..state.digest import StateDigest
-from ..state.tensors import Segment, UIntArray
+from ..state.tensors import Segment
 from .layout import Fragment, ShardedLayout, whole_leaves
 
 MIDSTATE_BYTES = 104

@@ -19,8 +19,9 @@ from .._util.collective import RankGroup
 from ..errors import InputError
 from ..quantize.formats import Shared
 from ..quantize.states import KEPT_KEYS, QuantizedState, config_of
+from ..state.bits import UIntArray
 from ..state.cast import CastTensor
-from ..state.tensors import Readable, State, TensorSpec, UIntArray, stored_tensor
+from ..state.tensors import Readable, State, TensorSpec, stored_tensor
 from ..sync.request import LocalState
 from .layout import Box, Runs, Spread
 

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from .._native import round_values
 from ..errors import InputError, UnsupportedTensor
-from .tensors import DTYPES, DType, State, TensorSpec, UIntArray
+from .bits import UIntArray
+from .tensors import DTYPES, DType, State, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from .._native import sha256_changed_leaves, sha256_leaves
 from .._util.threads import ordered_map
-from .tensors import State, TensorSpec, UIntArray
+from .bits import UIntArray
+from .tensors import State, TensorSpec
 
 LEAF_BYTES = 1 << 20
 _TENSOR_TAG = b"pulse.tensor.1\0"

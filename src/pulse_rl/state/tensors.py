@@ -18,14 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
-from .memory import DeviceTensor, contiguous
+from .bits import UIntArray, contiguous
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import TypeIs
 
-UIntArray = npt.NDArray[Any]
-"""A flat numpy array of uint8, uint16, uint32 or uint64."""
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError(
@@ -186,6 +184,40 @@ class Bits:
 
     def __repr__(self) -> str:
         return f"<Bits of {self.dtype}, shape {tuple(self.array.shape)}>"
+
+
+_INTS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTensor:
+    """A torch tensor that is not in host memory; slices of it are copied on demand.
+
+    ``flat``: torch.uint8 [elements * width] on its device. ``width``: bytes of an element.
+    """
+
+    flat: Any
+    width: int
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is in the memory of a CUDA (or ROCm) device."""
+        return bool(self.flat.device.type == "cuda")
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Elements [``start``, ``stop``) in new host memory, unsigned, once they are there."""
+        host: npt.NDArray[np.uint8] = (
+            self.flat[start * self.width : stop * self.width].cpu().numpy()
+        )
+        return host.view(np.dtype(f"<u{self.width}"))
+
+    def ints(self, start: int, stop: int) -> Any:
+        """A view of elements [``start``, ``stop``) on the device, in torch's integer type of their
+        width."""
+        torch: Any = sys.modules["torch"]
+        return self.flat[start * self.width : stop * self.width].view(
+            getattr(torch, _INTS[self.width])
+        )
 
 
 class Readable(Protocol):

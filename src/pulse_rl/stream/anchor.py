@@ -19,9 +19,10 @@ from .._native import sha256_messages
 from .._util.files import MAX_BYTES, RangeReader, ranges, read_head
 from .._util.threads import ordered_map
 from ..errors import CorruptCheckpoint, DigestMismatch, InputError, PulseError, StoreError
+from ..state.bits import UIntArray
 from ..state.digest import LEAF_BYTES, StateDigest, leaves_of, state_digest
 from ..state.header import header_bytes, header_length, parse_header
-from ..state.tensors import Empty, Segment, State, TensorSpec, UIntArray
+from ..state.tensors import Empty, Segment, State, TensorSpec
 from .manifest import Payload
 
 DEFAULT_SHARD_BYTES = 1 << 27

@@ -11,8 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .._util.serial import Closing
 from .._util.threads import ordered_map
 from ..errors import InputError, UnsupportedTensor
+from ..state.bits import UIntArray
 from ..state.cast import COMPUTE_DTYPES
-from ..state.tensors import DType, State, TensorSpec, UIntArray
+from ..state.tensors import DType, State, TensorSpec
 from .record import BlockRecord
 from .result import STEP_SECONDS, Tally, study_dict
 

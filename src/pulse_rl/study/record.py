@@ -16,7 +16,7 @@ from ..patch.blocks import Block
 from ..patch.build import entry_of
 from ..patch.header import BlockEntry
 from ..state import bits
-from ..state.tensors import UIntArray
+from ..state.bits import UIntArray
 
 
 class EarlierBlock(NamedTuple):

@@ -23,8 +23,9 @@ from ..patch.header import PatchHeader, slices_of
 from ..patch.history import History, HistoryName, Recorder, Records
 from ..patch.tree import Leaves, inner_leaves
 from ..state import bits
+from ..state.bits import UIntArray
 from ..state.digest import StateDigest
-from ..state.tensors import Segment, State, TensorSpec, UIntArray
+from ..state.tensors import Segment, State, TensorSpec
 from ..stream.manifest import Payload
 
 _NOTHING = History()

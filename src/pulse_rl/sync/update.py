@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from ..events import Metadata, OneLine
 from ..patch.changes import StateChanges, TensorChanges, difference, elements, merged
-from ..state.tensors import State, TensorSpec, UIntArray
+from ..state.bits import UIntArray
+from ..state.tensors import State, TensorSpec
 from ..stream.manifest import Manifest
 
 
