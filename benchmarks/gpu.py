@@ -113,7 +113,7 @@ def scatter() -> str:
     from benchmarks.device import seconds
     from benchmarks.synthetic import SHAPES
     from pulse_rl.frameworks.device_scatter import Scatter, by_indices, write
-    from pulse_rl.patch.changes import TensorChanges
+    from pulse_rl.patch.apply import TensorChanges
 
     gpu = torch.cuda.is_available()
     device, shape = ("cuda", SHAPES["0.5b"]) if gpu else ("cpu", SHAPES["10m"])

@@ -29,7 +29,7 @@ import torch
 from benchmarks import trace
 from benchmarks.measure import timed
 from pulse_rl import MemoryStore, Publisher, State, Subscriber
-from pulse_rl._util import zstd
+from pulse_rl.codec import compress
 from pulse_rl.patch import build_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.quantize.formats import FORMATS
@@ -90,7 +90,7 @@ class Stream:
                     )
                 )
                 for k, level in enumerate(_LEVELS):
-                    self.xor[k] += len(zstd.compress(xor.tobytes(), level))
+                    self.xor[k] += len(compress(xor.tobytes(), level))
 
 
 def states(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 from . import events as events
+from ._util.threads import checked_threads
 from .errors import PulseError
 from .events import Published
 from .follow.checkpoint import unwrapped
@@ -89,4 +90,4 @@ def state_root(source: StateSource, *, threads: int | None = None) -> str:
     ``source``: a mapping of names to tensors, a `State`, or a checkpoint's path. ``threads``: the
     maximum number (None: one per core). Raises InputError, UnsupportedTensor and CorruptCheckpoint.
     """
-    return state_digest(as_state(source), threads=threads).root
+    return state_digest(as_state(source), threads=checked_threads(threads)).root

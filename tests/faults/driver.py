@@ -27,7 +27,6 @@ from pulse_rl.follow import patch_files
 from pulse_rl.sharding import baseline
 from pulse_rl.stream import stream
 from pulse_rl.sync import commit, host_state, planner, publisher
-from tests.support.histories import named_in_small_patches
 from tests.support.interrupts import GatedOperation, Interrupter
 
 from . import exits, kills
@@ -167,7 +166,6 @@ def run(
     return outcome
 
 
-@named_in_small_patches()
 def _go_through(outcome: Outcome, concurrent: bool, only: Collection[int] | None) -> None:
     seed, rng = outcome.seed, Random(outcome.seed)
     with ExitStack() as stack:

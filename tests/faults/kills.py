@@ -30,7 +30,6 @@ from pulse_rl.ops.gc import gc_stream
 from pulse_rl.stream.names import PATCH
 from pulse_rl.stream.stream import Stream
 from tests.support.fuse import Fuse, FusedStore, die, forked
-from tests.support.histories import named_in_small_patches
 from tests.support.publishers import tuned
 
 STREAM = "policy"
@@ -56,7 +55,6 @@ def policy(step: int) -> dict[str, Bits]:
     return state
 
 
-@named_in_small_patches()
 def publish(store: FusedStore, acknowledged: Path, steps: int, again: bool) -> None:
     """A trainer's program: goes on after the head's step, up to ``steps``; ``again`` publishes the
     head's first."""

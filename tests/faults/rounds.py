@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from pulse_rl import PulseError, PulseLoCo, Signer, state_root
-from pulse_rl._util import faults
-from pulse_rl._util.threads import Call
+from pulse_rl._util.threads import Call, armed
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, parameters, round_posts, store_rounds, wire
 from pulse_rl.loco.store_format import Close, RoundKey, ShareSums, Upload, head_bytes, sealed
@@ -251,7 +250,7 @@ class Rounds:
         self._stack = ExitStack()
         # Nothing waits: where a trainer would, its call fails, and goes on when it has its turn
         # again.
-        self._stack.enter_context(faults.armed("round.waits", _wait))
+        self._stack.enter_context(armed("round.waits", _wait))
         nonces = Random(rng.getrandbits(32))
         self._stack.enter_context(
             patch.object(wire, "os", SimpleNamespace(urandom=nonces.randbytes))

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from pulse_rl._util import zstd
+from pulse_rl.codec import compress
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import BlockEntry, PatchHeader, all_of
 from pulse_rl.stream.manifest import FORMAT
@@ -62,7 +62,7 @@ def patches() -> Iterator[tuple[str, bytes]]:
     )
     yield "frame-of-a-huge-window", framed(b"", stored=b"\x28\xb5\x2f\xfd\x00\xb8\1\0\0", claim=1)
     yield "not-a-frame", framed(b"", stored=bytes(range(64)), claim=64)
-    yield "two-frames", framed(b"", stored=zstd.compress(bytes(10), 1) * 2, claim=20)
+    yield "two-frames", framed(b"", stored=compress(bytes(10), 1) * 2, claim=20)
 
     def header(blocks: bytes, body: bytes = b"", **parts: bytes) -> bytes:
         return framed(plain_header(blocks, **parts), body)
@@ -146,7 +146,7 @@ def blocks() -> Iterator[tuple[str, bytes]]:
 
     def gaps(values: Any, width: int, data: bytes, claimed: int, shown: int | None = None) -> bytes:
         raw = np.asarray(values, f"<u{width}").view(np.uint8).reshape(-1, width).T.tobytes()
-        where, what = zstd.compress(raw, 1), zstd.compress(data, 1)
+        where, what = compress(raw, 1), compress(data, 1)
         return struct.pack("<IBI", claimed, shown or width, len(where)) + where + what
 
     good, _ = ZSTD.encode(old.read("a"), new.read("a"), cut(old.specs)[0].layout)
@@ -162,7 +162,7 @@ def blocks() -> Iterator[tuple[str, bytes]]:
         "zstd-length-past-the-end",
         with_block(struct.pack("<IBI", 1, 1, 0xFFFFFFFF) + good[9:], 2, 1),
     )
-    bomb = zstd.compress(bytes(1 << 26), 1)
+    bomb = compress(bytes(1 << 26), 1)
     yield "dense-bomb", with_block((len(bomb).to_bytes(4, "little") + bomb) * 2, 1, 2000)
     yield "dense-length-past-the-end", with_block(b"\xff\xff\xff\xff" + bomb[:50], 1, 2000)
     yield "dense-empty", with_block(b"\0" * 8, 1, 2000)

@@ -8,7 +8,7 @@ from hashlib import sha256
 import numpy as np
 
 from pulse_rl import Bits, State, patch
-from pulse_rl._util import zstd
+from pulse_rl.codec import compress
 from pulse_rl.patch.header import BlockEntry, PatchHeader, all_of, check_of
 from pulse_rl.state.digest import state_digest
 
@@ -44,7 +44,7 @@ def framed(
     plain: bytes, body: bytes = b"", *, stored: bytes | None = None, claim: int | None = None
 ) -> bytes:
     """A patch file around a plain header; ``claim`` is the plain length it speaks of."""
-    stored = zstd.compress(plain, 9) if stored is None else stored
+    stored = compress(plain, 9) if stored is None else stored
     claim = len(plain) if claim is None else claim
     check = sha256(stored).digest()[:8]
     return struct.pack("<8sIII8s", b"\x89PULSE\r\n", 1, len(stored), claim, check) + stored + body

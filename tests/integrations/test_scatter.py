@@ -20,7 +20,7 @@ from pulse_rl.frameworks import device_scatter as launch
 from pulse_rl.frameworks import torch as integration
 from pulse_rl.frameworks.device_scatter import Scatter, Sent, by_indices, scatter
 from pulse_rl.frameworks.torch import apply_
-from pulse_rl.patch.changes import Piece, TensorChanges
+from pulse_rl.patch.apply import Piece, TensorChanges
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from tests.support.scatter import check, kernel_of_numpy
 from tests.support.states import Rng, all_dtypes, mutated

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
-from pulse_rl._util import faults
+from pulse_rl._util.threads import armed
 from pulse_rl.errors import CorruptMessage, StoreError, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, round_posts, store_format
 from pulse_rl.loco.round_posts import RoundPosts, RoundSums
@@ -358,7 +358,7 @@ def test_sums_that_no_list_shows_yet_are_made_once() -> None:
             if next(pauses, None) is None:
                 line.hidden.clear()
 
-        with faults.armed("round.waits", wait):
+        with armed("round.waits", wait):
             together(a, b)
     assert [call for call, of in line.calls if of == name and call == "put_new"] == ["put_new"]
 

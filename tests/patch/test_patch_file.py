@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import Bits, State
-from pulse_rl._util import zstd
-from pulse_rl.codec import HISTORY, SAME
+from pulse_rl.codec import HISTORY, SAME, compress
 from pulse_rl.errors import CorruptPatch, InputError, WrongBase
 from pulse_rl.patch import apply_patch, build_patch, parse_patch
 from pulse_rl.patch import header as patch_header
@@ -94,7 +93,7 @@ def test_exchanged_bytes_are_refused(rng: Rng) -> None:
 def sealed(plain: bytes, *, claimed: int | None = None) -> bytes:
     """A patch file's prelude and header around any bytes, with right checksums: what an attacker
     can write as well."""
-    stored = zstd.compress(plain, 9)
+    stored = compress(plain, 9)
     size = len(plain) if claimed is None else claimed
     return (
         patch_header._PRELUDE.pack(patch_header.MAGIC, 1, len(stored), size, check_of(stored))

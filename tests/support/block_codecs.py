@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pulse_rl import codec
-from pulse_rl.codec import Changes, Layout, planes
+from pulse_rl.codec import Changes, Layout
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DType
 
@@ -22,9 +22,9 @@ class BlockCodec:
         """(payload, number of changes), whether or not another codec is smaller. ``HISTORY``
         asserts that it helps."""
         if self.id == codec.RAW:
-            return planes.encode_raw(new), int((old != new).sum())
+            return codec._encode_raw(new), int((old != new).sum())
         if self.id == codec.PAPER:
-            return planes.encode_paper(old, new)
+            return codec._encode_paper(old, new)
         made = codec.encode_block(old, new, layout, only=self.id)
         assert made.codec_id in (self.id, codec.SAME)
         return made.payload, made.changed

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from pulse_rl._util.faults import POINTS as POINTS
-from pulse_rl._util.faults import armed as armed
 from pulse_rl._util.serial import Operation
+from pulse_rl._util.threads import POINTS as POINTS
+from pulse_rl._util.threads import armed as armed
 from pulse_rl._util.threads import running
 
 R = TypeVar("R")

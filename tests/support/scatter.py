@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pulse_rl.frameworks.device_scatter import PROGRAM_ELEMENTS, Launch, Scatter, Sent, write
-from pulse_rl.patch.changes import TensorChanges
+from pulse_rl.patch.apply import TensorChanges
 
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

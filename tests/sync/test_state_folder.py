@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import Publisher, Subscriber, open_store
-from pulse_rl._util.faults import armed
+from pulse_rl._util.threads import armed
 from pulse_rl.errors import ConcurrentUse, InputError, StoreError, StoreFull, StoreUnavailable
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Progress, Synced
 from tests.support.publishers import tuned

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pulse_rl import MemoryStore, Publisher, state_root, verify_stream
-from pulse_rl.state import memory as device
+from pulse_rl import submit as device
 from pulse_rl.state.tensors import DeviceTensor
 from pulse_rl.submit import DeviceCopies, pinned
 from tests.support.cuda import Stream, on_device, stand_in, step

@@ -14,7 +14,8 @@ import sys
 import threading
 from _thread import allocate_lock, start_new_thread
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakMethod
@@ -132,10 +133,9 @@ def ordered_map(
 
     The bound keeps peak memory at "blocks in flight" however long ``items`` is. An exception of any
     item is raised at its place. When this ends, in whatever way, no call is running any more and
-    none begins: a caller that undoes what they did never races with one. Raises InputError for less
-    than one worker.
+    none begins: a caller that undoes what they did never races with one.
     """
-    threads = checked_threads(threads) or default_threads()
+    threads = threads or default_threads()
     # In an interpreter that is being taken down, as where destructors run, a new thread would never
     # get on.
     if threads == 1 or sys.is_finalizing() or (isinstance(items, Sequence) and len(items) < 2):
@@ -209,3 +209,50 @@ def weak_callback(method: Callable[P, None]) -> Callable[P, None]:
             alive(*args, **kwargs)
 
     return call
+
+
+# -- fault points: places at which a test stops, fails or delays the library, where no call to a
+# store shows the moment. ``hit("commit.after")`` does nothing unless a test has armed the point;
+# then it calls what the test gave, which may raise or look around. A point cannot skip anything:
+# what a check is worth is shown by data that it must refuse. Points stand outside of loops over
+# elements and blocks.
+
+POINTS = frozenset(
+    {
+        "payload.before",  # a payload is about to be stored
+        "payload.after",
+        "claim.before",  # a publisher is about to create its claim to the stream
+        "commit.before",  # all that a version needs is stored, its manifest is not
+        "commit.after",  # the version exists, its publisher's baseline is still the one before
+        "baseline.before",  # a publisher's baseline is about to be written to
+        "baseline.written",  # it has the new bits, and not yet their version
+        "fold.before",  # a fold's payloads are stored, and not listed
+        "apply.written",  # a worker's state has all new bits, and its root is not known yet
+        "apply.undo",  # an apply has failed, and nothing is undone yet
+        # the state is verified as the next version, and its folder does not say so yet
+        "apply.moved",
+        "apply.after",  # the state is verified, and its owner has not been given the update
+        # a trainer's message of a round is in the store, and the round is not closed
+        "round.waits",
+        "relay.before",  # what leads to a version is copied, its manifest is not
+    }
+)
+_armed: dict[str, Callable[[], None]] = {}
+
+
+def hit(point: str) -> None:
+    """The code has come to ``point``."""
+    if _armed and point in _armed:
+        _armed[point]()
+
+
+@contextmanager
+def armed(point: str, act: Callable[[], None]) -> Iterator[None]:
+    """Within it, ``act`` is called whenever any thread comes to ``point``."""
+    if point not in POINTS:
+        raise ValueError(f"{point!r} is no fault point")
+    _armed[point] = act
+    try:
+        yield
+    finally:
+        del _armed[point]

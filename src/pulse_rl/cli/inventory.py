@@ -11,6 +11,7 @@ from .._util.settings import format_bytes, format_duration, format_percent
 from ..errors import EmptyStream, PulseError
 from ..events import Metadata
 from ..hints import absence
+from ..metrics import workers_of
 from ..store import Store
 from ..stream.manifest import Manifest, anchor_bytes, patch_bytes
 from ..stream.names import AnchorName, VersionName, streams_in
@@ -209,7 +210,7 @@ def _followers(stream: Stream) -> dict[str, Any]:
             "behind": max(newest - version, 0),
             "age_seconds": _since(modified),
         }
-        for worker, (version, modified) in stream.workers().items()
+        for worker, (version, modified) in workers_of(stream).items()
     ]
     workers.sort(key=lambda each: (each["version"], each["worker"]))
     return {"stream": stream.name, "newest": newest, "workers": workers}

@@ -24,9 +24,9 @@ from ..follow.folder import check_folder
 from ..hints import absence
 from ..metrics import JsonLines, fan_out, read_events
 from ..ops import checkout as checkouts
+from ..store.base import UNREADABLE
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
 from ..sync.planner import BROKEN_LINK
 from .arguments import Shared, add_metadata, count, number, path
 from .output import Console

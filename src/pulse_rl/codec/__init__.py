@@ -7,17 +7,23 @@ choice by ``RAW`` where that is smaller.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import struct
+import sys
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import _native
-from ..errors import CorruptPatch, InputError
+from ..errors import CorruptPatch, FormatError, InputError
 from ..state import bits
 from ..state.bits import UIntArray
 from ..state.tensors import DType
-from . import planes
+
+if TYPE_CHECKING or sys.version_info < (3, 14):
+    from backports import zstd
+else:
+    from compression import zstd
 
 __all__ = ["CODECS", "Changes", "Encoded", "Layout", "Run", "decode_block", "encode_block"]
 
@@ -145,7 +151,7 @@ def encode_block(
     found = decoded = None
     if codec == ZSTD or layout.dtype.width > 4:
         codec_id = PAPER
-        payload, changed = planes.encode_paper(old, new)
+        payload, changed = _encode_paper(old, new)
     else:
         try:
             codec_id, payload, changed, seen, proved = _native.encode_block(
@@ -165,7 +171,7 @@ def encode_block(
         return Encoded(SAME, b"", 0)
     # 2. All new elements, where so much changed that they take fewer bytes.
     if len(payload) > _TRY_RAW * new.nbytes and not only:
-        raw = planes.encode_raw(new)
+        raw = _encode_raw(new)
         if len(raw) < len(payload):
             return Encoded(RAW, raw, changed)
     return Encoded(codec_id, payload, changed, found, decoded)
@@ -182,11 +188,11 @@ def decode_block(codec_id: int, payload: memoryview, old: UIntArray, layout: Lay
     if codec_id == SAME:
         return Changes(np.empty(0, np.uint32), np.empty(0, layout.dtype.uint))
     if codec_id == RAW:
-        new = planes.decode_raw(payload, len(old), layout.dtype.uint)
+        new = _decode_raw(payload, len(old), layout.dtype.uint)
         positions = bits.differing(old, new)
         return Changes(positions, new[positions])
     if codec_id == PAPER:
-        return Changes(*planes.decode_paper(payload, len(old), layout.dtype.uint))
+        return Changes(*_decode_paper(payload, len(old), layout.dtype.uint))
     if layout.dtype.width > 4:
         raise CorruptPatch(f"codec {name} does not code {layout.dtype.name}")
     data = np.frombuffer(payload, np.uint8)
@@ -218,3 +224,109 @@ def _changes(
 ) -> Changes:
     positions, values, before = found
     return Changes(positions, values.view(dtype.uint), before.view(dtype.uint))
+
+
+# -- the two codecs without a kernel of their own: byte planes through zstd
+#
+# Byte planes: the lowest bytes of all elements together, then the next bytes, and so on. The planes
+# of a weight differ in kind (sign and exponent repeat, mantissas look random), so a byte compressor
+# does better on one plane after another.
+#
+# * raw: all new elements. For each plane a u32 length and a zstd frame. Each plane has its own
+#   frame, because the planes of a whole tensor are long and no entropy table fits two of them.
+# * paper (PULSE, Algorithm 1): sorted positions, delta-coded and narrowed, and the new values: u32
+#   number of changes, u8 width of a gap in bytes, u32 length of the first frame. Then a zstd frame
+#   of the planes of the gaps, and one of the planes of the values. A gap is the number of unchanged
+#   elements between a change and the one before it, or the start of the block.
+
+_LEVEL = 1
+_HEAD = struct.Struct("<IBI")
+_GAP_TYPES = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"))
+
+
+def _encode_raw(new: UIntArray) -> bytes:
+    """The payload of ``new``, shape [elements]."""
+    frames = [compress(plane, _LEVEL) for plane in _split(new)]
+    return b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
+
+
+def _decode_raw(
+    payload: memoryview, elements: int, dtype: np.dtype[np.unsignedinteger]
+) -> UIntArray:
+    """All new elements, shape [elements]. Raises FormatError."""
+    cut = []
+    for _ in range(dtype.itemsize):
+        length = int.from_bytes(payload[:4], "little")
+        frame, payload = payload[4 : 4 + length], payload[4 + length :]
+        if len(frame) != length:
+            raise CorruptPatch("a byte plane is longer than its block")
+        cut.append(decompress(frame, elements))
+    if len(payload):
+        raise CorruptPatch(f"{len(payload)} bytes follow the block's end")
+    return _merge(b"".join(cut), dtype)
+
+
+def _encode_paper(old: UIntArray, new: UIntArray) -> tuple[bytes, int]:
+    """(payload, number of changes) of ``old`` and ``new``, both of shape [elements]."""
+    positions = np.flatnonzero(old != new)  # [changes]
+    gaps = np.diff(positions, prepend=-1) - 1
+    largest = int(gaps.max(initial=0))
+    gap_type = next(t for t in _GAP_TYPES if largest <= np.iinfo(t).max)
+    where = compress(b"".join(_split(gaps.astype(gap_type))), _LEVEL)
+    what = compress(b"".join(_split(new[positions])), _LEVEL)
+    return _HEAD.pack(len(positions), gap_type.itemsize, len(where)) + where + what, len(positions)
+
+
+def _decode_paper(
+    payload: memoryview, elements: int, dtype: np.dtype[np.unsignedinteger]
+) -> tuple[npt.NDArray[np.uint32], UIntArray]:
+    """(positions, new elements there), both of shape [changes]. Raises FormatError."""
+    # 1. The head, whose numbers bound what the frames may decompress to.
+    if len(payload) < _HEAD.size:
+        raise CorruptPatch("the block ends inside its head")
+    count, width, length = _HEAD.unpack_from(payload)
+    if count > elements or width not in (1, 2, 4):
+        raise CorruptPatch(
+            f"the block claims {count} changes of {elements} elements, gaps of {width} bytes"
+        )
+    # 2. The frames. A payload of 13 bytes may claim terabytes: `decompress` takes no more than
+    # the size that the head implies.
+    frames = payload[_HEAD.size :]
+    gaps = _merge(decompress(frames[:length], count * width), np.dtype(f"<u{width}"))
+    values = _merge(decompress(frames[length:], count * dtype.itemsize), dtype)
+    # 3. Positions. In 64 bits the sum of 2^24 gaps cannot wrap: the last position is the largest.
+    positions = np.cumsum(gaps.astype(np.uint64) + np.uint64(1)) - np.uint64(1)
+    if count and int(positions[-1]) >= elements:
+        raise CorruptPatch(f"change at element {int(positions[-1])}, beyond the block's {elements}")
+    return positions.astype(np.uint32), values
+
+
+def _split(values: UIntArray) -> list[bytes]:
+    """One bytes object for each plane, lowest first, each as long as ``values`` has elements."""
+    raw = values.view(np.uint8).reshape(-1, values.dtype.itemsize)  # [elements, width]
+    return [np.ascontiguousarray(plane).tobytes() for plane in raw.T]
+
+
+def _merge(planes: bytes, dtype: np.dtype[np.unsignedinteger]) -> UIntArray:
+    raw = np.frombuffer(planes, np.uint8).reshape(dtype.itemsize, -1)  # [width, elements]
+    return np.ascontiguousarray(raw.T).reshape(-1).view(dtype)
+
+
+# -- zstd with a bound on every decode: a 13-byte frame that claims terabytes must not allocate them
+
+
+def compress(data: bytes | memoryview, level: int) -> bytes:
+    """One zstd frame without a checksum: every caller covers its bytes with SHA-256."""
+    return zstd.compress(data, level)
+
+
+def decompress(data: bytes | memoryview, size: int) -> bytes:
+    """The content of exactly one zstd frame, which must have ``size`` bytes; raises FormatError."""
+    decoder = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 27})
+    try:
+        content = decoder.decompress(data, size + 1)
+    except zstd.ZstdError as error:
+        raise FormatError(f"not a zstd frame: {error}") from None
+    if len(content) != size or not decoder.eof or decoder.unused_data:
+        raise FormatError(f"the zstd frame does not hold the {size} bytes it should")
+    return content

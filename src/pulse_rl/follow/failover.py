@@ -22,10 +22,9 @@ from ..errors import (
     StreamRecreated,
 )
 from ..events import Listener, fell_back
-from ..store.base import DEFAULT_LATE_SECONDS
+from ..store.base import DEFAULT_LATE_SECONDS, UNREADABLE
 from ..stream.manifest import Manifest, Payload
 from ..stream.stream import Head, Stream
-from ..stream.unreadable import UNREADABLE
 from ..sync.host_state import HostState, catch_up
 
 DEFAULT_PATIENCE_SECONDS = 30.0

@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import translate
 
+from .._util.files import RangeReader
 from .._util.settings import checked_collection
-from ..errors import InputError, StateMismatch
+from ..errors import CorruptCheckpoint, DigestMismatch, InputError, StateMismatch
 from ..events import Listener, progress_to
 from ..patch.apply import Patch
 from ..patch.blocks import cut
 from ..state.digest import PartDigest, StateDigest, state_digest
-from ..state.tensors import State, TensorSpec
-from ..stream import anchor
-from ..stream.manifest import Link, Manifest
+from ..state.tensors import Segment, State, TensorSpec
+from ..stream.anchor import AnchorFiles
+from ..stream.manifest import Link, Manifest, Payload
 from ..stream.stream import Stream
 from .digest_trees import read_digests, read_tree
 from .patch_files import PatchFiles
+
+_FIRST_READ_OF_A_PART = 1 << 12
 
 
 class Selection:
@@ -98,7 +101,7 @@ class Selection:
         tree, nbytes = read_tree(stream, manifest)
         held = self.held(tree.specs, manifest.aliases)
         size = sum(spec.nbytes for spec in held)
-        state = anchor.restore_part(
+        state = _restore_part(
             stream.shards(manifest.anchor.shards, threads),
             tree,
             held,
@@ -117,6 +120,33 @@ class Selection:
         return any(
             name == pattern or self._patterns[pattern].fullmatch(name) for pattern in patterns
         )
+
+
+def _restore_part(
+    shards: Sequence[tuple[Payload, RangeReader]],
+    tree: StateDigest,
+    held: tuple[TensorSpec, ...],
+    *,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> State:
+    """The tensors ``held`` of an anchor, of which nothing else is read but the shards' headers.
+    ``tree`` is the whole state's, proved by its root; their leaves are compared with it
+    (DigestMismatch). Raises CorruptCheckpoint."""
+    files = AnchorFiles(shards, _FIRST_READ_OF_A_PART, threads=threads)
+    if files.specs != tree.specs:
+        raise CorruptCheckpoint(
+            "the anchor's shards do not hold the tensors of the version's digest tree"
+        )
+    state = State.empty(held)
+    for name, found in files.hashed(
+        state, [Segment(spec, 0, spec.elements) for spec in held], progress
+    ).items():
+        if found != tree.leaves[name]:
+            raise DigestMismatch(
+                f"tensor {name!r} of the anchor in {files.holding(name)} is not the version's"
+            )
+    return state
 
 
 def _widened(specs: tuple[TensorSpec, ...], names: Collection[str]) -> tuple[TensorSpec, ...]:

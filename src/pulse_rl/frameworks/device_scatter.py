@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..patch.changes import TensorChanges
+from ..patch.apply import TensorChanges
 from ..state.bits import LINE
 from ..submit import page_locked
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 
-from .._util.faults import hit
-from .._util.threads import checkpoint
+from .._util.threads import checkpoint, hit
 from ..errors import CorruptMessage, NotFound, StoreError, StoreUnavailable, Untrusted
 from ..store import Store
 from ..store.base import create_or_confirm, is_name, whole

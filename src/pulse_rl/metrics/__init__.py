@@ -21,12 +21,13 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from .._util.files import open_regular
+from .._util.retry import jittered
 from .._util.serial import Closing
 from .._util.settings import checked_path
 from ..errors import FormatError, InputError, IntegrityError, PulseError, StoreError
@@ -42,6 +43,7 @@ from ..events import (
 )
 from ..store import Store, open_store
 from ..stream.names import StreamNames, WorkerName, check_word
+from ..stream.stream import Stream
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
 __all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out", "read_events"]
 
 MAX_LINE_BYTES = 1 << 20
+_LOOK_SECONDS = 1.0
+MAX_WORKERS = 10_000
+"""Of a stream, which are looked at."""
 _MAX_OF_A_WORKER = 100
 _log = logging.getLogger("pulse_rl")
 _INSTALL = "Install it: pip install 'pulse-rl[metrics]'."
@@ -195,6 +200,43 @@ class Heartbeat:
                 _log.warning(
                     "stream %s: no heartbeat of %s: %s. %s", stream, self._name, error, error.hint
                 )
+
+
+def workers_of(stream: Stream) -> dict[str, tuple[int, float]]:
+    """The versions that workers say they hold (`Heartbeat`), and when they said so, in Unix
+    seconds; by name."""
+    said: dict[str, tuple[int, float]] = {}
+    for info in islice(stream.store.list(stream.names.workers), MAX_WORKERS):
+        name = stream.names.parse(info.name)
+        if isinstance(name, WorkerName) and info.modified >= said.get(name.worker, (0, 0.0))[1]:
+            said[name.worker] = (name.version, info.modified)
+    return said
+
+
+def wait_for_workers(
+    stream: Stream,
+    version: int,
+    workers: int | Collection[str],
+    *,
+    most_behind: float,
+    timeout_seconds: float,
+) -> tuple[str, ...]:
+    """Waits as `Publisher.wait_for` says, and returns what that does. Raises InputError."""
+    if isinstance(workers, str) or (isinstance(workers, int) and workers < 0):
+        raise InputError("workers must be a number of workers, or a collection of their names")
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        held = workers_of(stream)
+        there = {worker for worker, (of, _) in held.items() if of >= version - most_behind}
+        if isinstance(workers, int):
+            missing = max(0, workers - len(there))
+            late = [*sorted(held.keys() - there), *["?"] * missing][:missing]
+        else:
+            late = sorted(set(workers) - there)
+        left = deadline - time.monotonic()
+        if not late or left <= 0:
+            return tuple(late)
+        time.sleep(min(jittered(_LOOK_SECONDS), left))
 
 
 PUBLISHER, SUBSCRIBER = "publisher", "subscriber"

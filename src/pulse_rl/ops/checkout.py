@@ -14,12 +14,16 @@ from ..errors import EmptyStream, InputError
 from ..events import Metadata
 from ..hints import absence
 from ..store import Store
+from ..store.base import UNREADABLE
 from ..stream.manifest import Manifest, checked_metadata
-from ..stream.unreadable import UNREADABLE
 from ..sync.subscriber import Subscriber
 
 _AT_ONCE = 8
 _ROOT = re.compile(r"[0-9a-f]{8,64}")
+
+_ORIGIN = re.compile(r"([^@ ]+)@([0-9]{1,12}) ([0-9a-f]{32})")
+BEGUN_FROM = "begun_from"
+"""The key of the metadata that says from which version a stream was begun."""
 
 
 class Checkout(Subscriber):
@@ -182,3 +186,16 @@ def checkout(
         store, stream=stream, trusted_keys=trusted_keys, stream_id=stream_id, **subscriber
     )
     return reader.to(version, root=root, metadata=metadata)
+
+
+def begun_from(manifest: Manifest) -> Metadata:
+    """What the metadata of a version say that has the same state as the one of ``manifest``, of
+    another stream."""
+    return {BEGUN_FROM: f"{manifest.stream}@{manifest.version} {manifest.stream_id}"}
+
+
+def origin_of(manifest: Manifest) -> tuple[str, int, str] | None:
+    """The stream, the version and the stream's ID of which this one says that it has the same
+    state."""
+    said = _ORIGIN.fullmatch(str(manifest.metadata.get(BEGUN_FROM)))
+    return (said[1], int(said[2]), said[3]) if said else None

@@ -18,10 +18,10 @@ from ..patch.header import JoinedHeader, PatchHeader, slices_of
 from ..state.digest import StateDigest
 from ..state.tensors import Segment, State
 from ..store import Store, open_store
+from ..store.base import UNREADABLE
 from ..stream.manifest import Link
 from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
 from ..sync.commit import store_patch
 from ..sync.host_state import HostState, catch_up
 from ..sync.publisher import Publisher

@@ -15,7 +15,7 @@ from .._util.settings import checked_count, checked_number
 from ..errors import ChainGap, EmptyStream, NotFound
 from ..events import CallFailed, Hint, Listener, hint_to, kind_of
 from ..store import Store, open_store
-from ..store.base import ObjectInfo
+from ..store.base import UNREADABLE, ObjectInfo
 from ..stream.manifest import Manifest, Payload
 from ..stream.names import (
     AnchorName,
@@ -29,7 +29,6 @@ from ..stream.names import (
 )
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
 
 _DAMAGED_HINT = "Keep fewer versions, or first publish one with an anchor."
 DEFAULT_GRACE_SECONDS = 3600.0

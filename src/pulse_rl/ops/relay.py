@@ -11,10 +11,9 @@ from functools import partial
 from hashlib import sha256
 from typing import NamedTuple
 
-from .._util.faults import hit
 from .._util.retry import pause
 from .._util.settings import checked_count
-from .._util.threads import checked_threads, ordered_map, weak_callback
+from .._util.threads import checked_threads, hit, ordered_map, weak_callback
 from ..errors import (
     ChainGap,
     CorruptManifest,
@@ -33,11 +32,11 @@ from ..follow.failover import check_recreated
 from ..follow.patch_files import read_header
 from ..patch.header import MAX_HEADER_BYTES, PatchHeader, Room
 from ..store import Store, open_store
+from ..store.base import UNREADABLE
 from ..stream.manifest import Link, Manifest, Payload, anchor_bytes
 from ..stream.names import FILE, PATCH, SHARD
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
 from ..sync.planner import BROKEN_LINK, Planner
 from .gc import gc_stream
 

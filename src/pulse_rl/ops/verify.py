@@ -15,12 +15,13 @@ from ..events import Listener, checked_listener
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State, as_state
 from ..store import Store, open_store
-from ..stream.manifest import Link, Manifest, is_digest, links_of, origin_of
+from ..store.base import UNREADABLE
+from ..stream.manifest import Link, Manifest, is_digest, links_of
 from ..stream.names import FILE, PATCH
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
 from ..sync.host_state import HostState, catch_up, follow_link
+from .checkout import origin_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ def audit(
     only tells whether any differ. Tied tensors are compared once. Raises InputError.
     """
     state = as_state(model.state_dict() if hasattr(model, "state_dict") else model)
-    live = state_digest(state, threads=threads)
+    live = state_digest(state, threads=checked_threads(threads))
     if isinstance(version, StateDigest):
         return _compare(live, version, state.aliases)
     if not isinstance(version, Manifest | str):

@@ -3,10 +3,17 @@ functions."""
 
 from __future__ import annotations
 
-from .apply import AppliedPatch, Patch, advance_state, apply_patch, parse_patch
+from .apply import (
+    AppliedPatch,
+    Patch,
+    StateChanges,
+    TensorChanges,
+    advance_state,
+    apply_patch,
+    parse_patch,
+)
 from .blocks import BLOCK_ELEMENTS
 from .build import BuiltPatch, build_patch
-from .changes import StateChanges, TensorChanges
 
 __all__ = [
     "BLOCK_ELEMENTS",

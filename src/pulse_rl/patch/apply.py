@@ -1,31 +1,166 @@
-"""Applies a patch in place, or undoes it exactly (docs/format.md, section 3)."""
+"""A patch is parsed, and applied in place or undone exactly (docs/format.md, section 3); and what
+that changes, by tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import codec as codecs
-from .._util.faults import hit
-from .._util.threads import ordered_map
+from .._util.threads import hit, ordered_map
 from ..codec import Changes
 from ..errors import CorruptPatch, DigestMismatch, PulseError, StateMismatch, WrongBase
 from ..state import bits
 from ..state.bits import UIntArray
-from ..state.digest import PartDigest, StateDigest
-from ..state.tensors import State
+from ..state.digest import LEAF_BYTES, PartDigest, StateDigest, leaves_of
+from ..state.tensors import Segment, State, TensorSpec
 from .blocks import Block, pieces_of
-from .changes import Piece, StateChanges, TensorChanges
 from .header import Base, BlockEntry, JoinedHeader, ParsedHeader, Room, check_of, parse_header
 from .history import History, Recorder, Records
-from .tree import Leaves, hashed_together, inner_leaves, rehashed, with_leaves
+from .tree import SIDE_BY_SIDE, Leaves, hashed_together, inner_leaves, numbered, with_leaves
 
 Journal = Callable[[Block, Changes], None]
 """Takes note of a block and its old bits, in any thread."""
+
+
+class Piece(NamedTuple):
+    """Changes of a part of a tensor: new bits at ``positions + shift``, which ascend."""
+
+    positions: npt.NDArray[np.uint32] | npt.NDArray[np.int64]
+    shift: int
+    values: UIntArray
+
+    @property
+    def first(self) -> int:
+        return int(self.positions[0]) + self.shift
+
+
+class TensorChanges:
+    """Changed elements of one tensor: flat indices, ascending, and the new bits at them. Both are
+    put together from ``pieces``, none empty, when they are asked for: indices take four times the
+    memory of most changes' bits."""
+
+    __slots__ = ("_count", "_pieces")
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        found = tuple(pieces)
+        self._pieces = found if len(found) == 1 else tuple(sorted(found, key=attrgetter("first")))
+        self._count = sum(len(piece.values) for piece in self._pieces)
+
+    @classmethod
+    def at(cls, indices: npt.NDArray[np.int64], values: UIntArray) -> TensorChanges:
+        """New bits ``values`` at ``indices``, which ascend."""
+        return cls((Piece(indices, 0, values),))
+
+    def __len__(self) -> int:
+        """How many elements."""
+        return self._count
+
+    @property
+    def indices(self) -> npt.NDArray[np.int64]:
+        """int64, ascending, into the flattened tensor."""
+        return self._joined().positions.astype(np.int64, copy=False)
+
+    @property
+    def values(self) -> UIntArray:
+        """The new bits there."""
+        return self._joined().values
+
+    def fits(self, elements: int, width: int) -> bool:
+        """Whether it can be written into a tensor of so many elements of ``width`` bytes."""
+        kind = np.dtype(f"u{width}")
+        for positions, shift, values in self._pieces:
+            if (
+                values.dtype != kind
+                or positions.dtype.kind not in "iu"
+                or values.shape != positions.shape
+            ):
+                return False
+            if (
+                len(values)
+                and not -shift <= int(positions.min()) <= int(positions.max()) < elements - shift
+            ):
+                return False
+        return True
+
+    def cut(self, most: int) -> Iterator[TensorChanges]:
+        """The same in parts of at most so many elements."""
+        for positions, shift, values in self._pieces:
+            for start in range(0, len(values), most):
+                part = slice(start, start + most)
+                yield TensorChanges((Piece(positions[part], shift, values[part]),))
+
+    def write_into(self, indices: npt.NDArray[Any], values: UIntArray) -> None:
+        """Writes both into arrays of this length; the indices as int32, where that is enough for
+        them, or int64."""
+        at = 0
+        for positions, shift, new in self._pieces:
+            part = slice(at, at + len(new))
+            np.add(positions, shift, out=indices[part], dtype=np.int64, casting="unsafe")
+            values[part] = new
+            at += len(new)
+
+    def _joined(self) -> Piece:
+        pieces = self._pieces
+        if len(pieces) == 1 and pieces[0].positions.dtype == np.int64:
+            return pieces[0]
+        indices = np.empty(self._count, np.int64)
+        at = 0
+        for positions, shift, values in pieces:
+            np.add(positions, shift, out=indices[at : at + len(values)], dtype=np.int64)
+            at += len(values)
+        joined = Piece(
+            indices,
+            0,
+            pieces[0].values if len(pieces) == 1 else np.concatenate([p.values for p in pieces]),
+        )
+        self._pieces = (joined,)
+        return joined
+
+
+StateChanges = dict[str, TensorChanges]
+"""What changed in a state, by the name of the tensor; tensors without changes are left out."""
+
+
+def merged(steps: tuple[StateChanges, ...], state: State) -> StateChanges:
+    """One change per element over several steps, with the bits of ``state``, to which the last one
+    led."""
+    if len(steps) == 1:
+        return steps[0]
+    whole: StateChanges = {}
+    for name in sorted({name for step in steps for name in step}):
+        # Places are joined, and values read from the state: the last of several changes is what it
+        # holds.
+        indices = np.unique(np.concatenate([step[name].indices for step in steps if name in step]))
+        whole[name] = TensorChanges.at(indices, state.read(name)[indices])
+    return whole
+
+
+def elements(changes: StateChanges) -> int:
+    """How many changed."""
+    return sum(len(changed) for changed in changes.values())
+
+
+def difference(old: State, new: State) -> StateChanges:
+    """What changed where ``new`` took the place of ``old``, a state of the same tensors."""
+    changes = {}
+    for spec in new.specs:
+        indices = np.flatnonzero(
+            old.read(spec.name) != new.read(spec.name)
+        )  # may exceed 32-bit positions
+        if len(indices):
+            changes[spec.name] = TensorChanges.at(indices, new.read(spec.name)[indices])
+    return changes
+
+
+# -- a patch
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,3 +421,31 @@ def _by_tensor(block: Block, changes: Changes) -> list[tuple[str, Piece]]:
         (segment.spec.name, Piece(piece.positions, segment.start - base, piece.values))
         for segment, base, piece in pieces_of(block, changes)
     ]
+
+
+def rehashed(state: State, changes: StateChanges, threads: int | None) -> Leaves:
+    """The leaves of ``state`` in which something of the ``changes`` is, hashed again."""
+    runs = [run for name, changed in changes.items() for run in _runs(state.spec(name), changed)]
+
+    def leaves(run: Segment) -> Leaves:
+        return numbered([run], leaves_of([state.read(*run.place)]))
+
+    found: Leaves = {}
+    for some in ordered_map(leaves, runs, threads):
+        found |= some
+    return found
+
+
+def _runs(spec: TensorSpec, changes: TensorChanges) -> Iterator[Segment]:
+    """The changed leaves of a tensor, those side by side as one segment of at most 16."""
+    per_leaf = LEAF_BYTES // spec.dtype.width
+    changed = np.unique(changes.indices // per_leaf)
+    # Where a row of neighbors begins. Neighbors are hashed in one call, which fills the lanes of
+    # a processor.
+    starts = np.flatnonzero(np.diff(changed, prepend=-2) != 1)
+    for first, end in pairwise([*starts.tolist(), len(changed)]):
+        for at in range(first, end, SIDE_BY_SIDE):
+            last = int(changed[min(at + SIDE_BY_SIDE, end) - 1])
+            yield Segment(
+                spec, int(changed[at]) * per_leaf, min((last + 1) * per_leaf, spec.elements)
+            )

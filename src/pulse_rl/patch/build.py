@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,14 +20,12 @@ from ..state.digest import StateDigest
 from ..state.tensors import State
 from .blocks import Block, cut
 from .header import BlockEntry, PatchHeader, all_of, check_of
-from .history import Blocks, History, HistoryName, Recorder, Records
+from .history import Blocks, History, Recorder, Records
 from .tree import ChangedBlock, Leaves, changed_inner_leaves, hashed_together, with_leaves
 
 # where more than one element in so many changes, what old bits take weighs more than looking them
 # up
 _DENSE = 4
-# bytes: a patch up to that is made without a history, too, which takes some hundred bytes to say
-_SMALL = 4096
 _STRIDE, _FEW = (
     16,
     4096,
@@ -113,53 +111,12 @@ def build_patch(
                 progress(blocks[index].nbytes)
     target = with_leaves(old_digest, leaves)
 
-    def header(of: Sequence[codecs.Encoded], name: HistoryName | None) -> PatchHeader:
-        return PatchHeader(
-            old_digest.root, target.root, all_of(old.specs), tuple(map(entry_of, of)), name
-        )
-
-    chosen, coded = smallest(
-        header, blocks, old, coded, kept, history or History(), codec=codec, threads=threads
-    )
+    named = any(encoded.codec_id == codecs.HISTORY for encoded in coded)
+    name = history.name if history and named else None
+    entries = tuple(map(entry_of, coded))
+    chosen = PatchHeader(old_digest.root, target.root, all_of(old.specs), entries, name)
     chunks = (chosen.to_bytes(), *(encoded.payload for encoded in coded))
     return BuiltPatch(chosen, chunks, target, tuple(kept), recorder.records if recorder else None)
-
-
-def smallest(
-    header: Callable[[Sequence[codecs.Encoded], HistoryName | None], PatchHeader],
-    blocks: Sequence[Block],
-    old: State,
-    coded: list[codecs.Encoded],
-    changes: Sequence[Changes | None],
-    history: History,
-    *,
-    codec: str = codecs.AUTO,
-    threads: int | None,
-) -> tuple[PatchHeader, list[codecs.Encoded]]:
-    """The header of a patch file and its blocks: ``coded`` by the ``history``, or, of a small file,
-    without it, where that takes fewer bytes with all that it takes to name a history."""
-    if not any(encoded.codec_id == codecs.HISTORY for encoded in coded):
-        return header(coded, None), coded
-    made = header(coded, history.name)
-    if (nbytes := _file_bytes(made)) > _SMALL:
-        return made, coded
-
-    def without(index: int) -> codecs.Encoded:
-        encoded, changed = coded[index], changes[index]
-        if encoded.codec_id != codecs.HISTORY or changed is None:
-            return encoded
-        before = blocks[index].read(old)
-        after = before.copy()
-        after[changed.positions] = changed.values
-        return encode_proved(blocks[index], before, after, codec=codec)[0]
-
-    plain = list(ordered_map(without, range(len(coded)), threads))
-    other = header(plain, None)
-    return (other, plain) if _file_bytes(other) < nbytes else (made, coded)
-
-
-def _file_bytes(header: PatchHeader) -> int:
-    return len(header.to_bytes()) + header.body_bytes
 
 
 def code_blocks(

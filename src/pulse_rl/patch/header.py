@@ -16,8 +16,7 @@ from hashlib import sha256
 from itertools import accumulate
 from typing import NamedTuple
 
-from .._util import zstd as _zstd
-from ..codec import HISTORY, SAME
+from ..codec import HISTORY, SAME, compress, decompress
 from ..errors import CorruptPatch, FormatError, InputError, WrongBase
 from ..state.tensors import Segment, TensorSpec
 from .blocks import BLOCK_ELEMENTS, Block, cut, cut_whole
@@ -250,7 +249,7 @@ def open_header(data: memoryview, most: int | None = None) -> tuple[bytes, int]:
     if len(body) != stored or check_of(body) != check:
         raise CorruptPatch("the header is truncated or does not match its checksum")
     try:
-        return _zstd.decompress(body, plain), end
+        return decompress(body, plain), end
     except FormatError as error:
         raise CorruptPatch(f"the header is malformed: {error}") from error
 
@@ -259,7 +258,7 @@ def closed_header(plain: bytes) -> bytes:
     """Prelude and stored header of a patch file. Raises InputError past the cap."""
     if len(plain) > MAX_HEADER_BYTES:
         raise InputError(f"the patch header has {len(plain)} bytes, more than {MAX_HEADER_BYTES}")
-    stored = _zstd.compress(plain, _LEVEL)
+    stored = compress(plain, _LEVEL)
     return _PRELUDE.pack(MAGIC, FORMAT, len(stored), len(plain), check_of(stored)) + stored
 
 

@@ -3,13 +3,11 @@ state's elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import numpy as np
-
-from .._util.threads import checked_threads, default_threads, ordered_map
+from .._util.threads import default_threads
 from ..codec import Changes
 from ..state import bits
 from ..state.bits import UIntArray
@@ -21,28 +19,25 @@ from ..state.digest import (
     changed_leaves_of,
     leaves_of,
 )
-from ..state.tensors import Segment, State, TensorSpec
+from ..state.tensors import Segment, TensorSpec
 from .blocks import Block
-from .changes import StateChanges, TensorChanges
 
 Leaves = dict[tuple[str, int], bytes]
 """Digests of leaves by the tensor's name and the leaf's number."""
-_SIDE_BY_SIDE = 16
+SIDE_BY_SIDE = 16
 _ROUNDS = 4  # of so many leaves for each thread, at least
 
 
 def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]:
     """Which of the blocks one thread hashes at once: neighbors of one dtype, until their leaves
-    fill the lanes of a processor, where that leaves enough work for all threads. Raises
-    InputError."""
-    checked_threads(threads)
+    fill the lanes of a processor, where that leaves enough work for all threads."""
     leaves = [
         sum(-(-(s.stop - s.start) * s.spec.dtype.width // LEAF_BYTES) for s in block.segments)
         for block in blocks
     ]
     lanes = (
-        _SIDE_BY_SIDE
-        if sum(leaves) >= _SIDE_BY_SIDE * _ROUNDS * (threads or default_threads())
+        SIDE_BY_SIDE
+        if sum(leaves) >= SIDE_BY_SIDE * _ROUNDS * (threads or default_threads())
         else 1
     )
     groups, start, found = [], 0, 0
@@ -75,7 +70,7 @@ def inner(segment: Segment) -> Segment | None:
 def inner_leaves(blocks: Iterable[Block], elements: Callable[[Segment], UIntArray]) -> Leaves:
     """The leaves that lie wholly in a segment of the blocks, hashed side by side."""
     parts = [part for block in blocks for part in map(inner, block.segments) if part]
-    return _numbered(parts, leaves_of([elements(part) for part in parts])) if parts else {}
+    return numbered(parts, leaves_of([elements(part) for part in parts])) if parts else {}
 
 
 def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
@@ -103,10 +98,10 @@ def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
             pieces.append(
                 Changed(elements[start:end], positions[low:high], start, values[low:high])
             )
-    return _numbered(parts, changed_leaves_of(pieces)) if parts else {}
+    return numbered(parts, changed_leaves_of(pieces)) if parts else {}
 
 
-def _numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
+def numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
     found: Leaves = {}
     for part, of in zip(parts, digests, strict=True):
         first = part.start * part.spec.dtype.width // LEAF_BYTES
@@ -144,31 +139,3 @@ def with_leaves(old: StateDigest, changed: Leaves, tensors: bytes = b"") -> Stat
     if isinstance(old, PartDigest):
         return PartDigest(old.specs, leaves, old.whole, tensors)
     return StateDigest(old.specs, leaves)
-
-
-def rehashed(state: State, changes: StateChanges, threads: int | None) -> Leaves:
-    """The leaves of ``state`` in which something of the ``changes`` is, hashed again."""
-    runs = [run for name, changed in changes.items() for run in _runs(state.spec(name), changed)]
-
-    def leaves(run: Segment) -> Leaves:
-        return _numbered([run], leaves_of([state.read(*run.place)]))
-
-    found: Leaves = {}
-    for some in ordered_map(leaves, runs, threads):
-        found |= some
-    return found
-
-
-def _runs(spec: TensorSpec, changes: TensorChanges) -> Iterator[Segment]:
-    """The changed leaves of a tensor, those side by side as one segment of at most 16."""
-    per_leaf = LEAF_BYTES // spec.dtype.width
-    changed = np.unique(changes.indices // per_leaf)
-    # Where a row of neighbors begins. Neighbors are hashed in one call, which fills the lanes of
-    # a processor.
-    starts = np.flatnonzero(np.diff(changed, prepend=-2) != 1)
-    for first, end in pairwise([*starts.tolist(), len(changed)]):
-        for at in range(first, end, _SIDE_BY_SIDE):
-            last = int(changed[min(at + _SIDE_BY_SIDE, end) - 1])
-            yield Segment(
-                spec, int(changed[at]) * per_leaf, min((last + 1) * per_leaf, spec.elements)
-            )

@@ -32,7 +32,6 @@ SLICES_KEY = "pulse.slices"
 """Of the safetensors metadata that says of which tensors the file holds slices, and where they
 begin."""
 _FIRST_READ = 1 << 16
-_FIRST_READ_OF_A_PART = 1 << 12
 _NAMED_SHARDS = 16
 _LARGE_HEADER = 1 << 17
 """Junk that is JSON takes 28 times its bytes as Python objects, in each thread. A larger header is
@@ -78,33 +77,6 @@ def restore(
     if tree.root != root:
         raise files.mismatch(state)
     return state, tree, sum(payload.bytes for payload, _ in shards) - nbytes
-
-
-def restore_part(
-    shards: Sequence[tuple[Payload, RangeReader]],
-    tree: StateDigest,
-    held: tuple[TensorSpec, ...],
-    *,
-    threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> State:
-    """The tensors ``held`` of an anchor, of which nothing else is read but the shards' headers.
-    ``tree`` is the whole state's, proved by its root; their leaves are compared with it
-    (DigestMismatch). Raises CorruptCheckpoint."""
-    files = AnchorFiles(shards, _FIRST_READ_OF_A_PART, threads=threads)
-    if files.specs != tree.specs:
-        raise CorruptCheckpoint(
-            "the anchor's shards do not hold the tensors of the version's digest tree"
-        )
-    state = State.empty(held)
-    for name, found in files.hashed(
-        state, [Segment(spec, 0, spec.elements) for spec in held], progress
-    ).items():
-        if found != tree.leaves[name]:
-            raise DigestMismatch(
-                f"tensor {name!r} of the anchor in {files.holding(name)} is not the version's"
-            )
-    return state
 
 
 class ShardHeader(NamedTuple):

@@ -32,9 +32,6 @@ MAX_NUMBER = (1 << 63) - 1
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX128 = re.compile(r"[0-9a-f]{128}")
 _STREAM_ID = re.compile(r"[0-9a-f]{32}")
-_ORIGIN = re.compile(r"([^@ ]+)@([0-9]{1,12}) ([0-9a-f]{32})")
-BEGUN_FROM = "begun_from"
-"""The key of the metadata that says from which version a stream was begun."""
 
 # Above the length of a stream that is kept in order, so that looking for a way around a gap reads
 # each manifest once.
@@ -147,19 +144,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 def with_aliases(manifest: Manifest, aliases: dict[str, str]) -> Manifest:
     """``manifest`` with ``aliases`` in place of its own."""
     return msgspec.structs.replace(manifest, aliases=aliases)
-
-
-def begun_from(manifest: Manifest) -> Metadata:
-    """What the metadata of a version say that has the same state as the one of ``manifest``, of
-    another stream."""
-    return {BEGUN_FROM: f"{manifest.stream}@{manifest.version} {manifest.stream_id}"}
-
-
-def origin_of(manifest: Manifest) -> tuple[str, int, str] | None:
-    """The stream, the version and the stream's ID of which this one says that it has the same
-    state."""
-    said = _ORIGIN.fullmatch(str(manifest.metadata.get(BEGUN_FROM)))
-    return (said[1], int(said[2]), said[3]) if said else None
 
 
 _DECODER = msgspec.json.Decoder(Manifest, strict=True)

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from hashlib import sha256
-from itertools import islice
 from typing import NamedTuple
 
-from .._util.faults import hit
 from .._util.files import RangeReader
-from .._util.threads import ordered_map
+from .._util.threads import hit, ordered_map
 from ..errors import (
     ChainGap,
     CorruptManifest,
@@ -38,10 +36,12 @@ from ..store.base import (
     Data,
     ObjectInfo,
     Store,
+    UnreadableObjects,
     bounded_in,
     create_or_confirm,
     expect,
     holds,
+    read_again,
     whole,
 )
 from . import manifest as manifests
@@ -57,7 +57,6 @@ from .names import (
     FoldName,
     StreamNames,
     VersionName,
-    WorkerName,
     next_unused,
     plausible,
 )
@@ -73,10 +72,7 @@ from .signing import (
     read_fold,
     write_fold,
 )
-from .unreadable import UnreadableObjects, read_again
 
-MAX_WORKERS = 10_000
-"""Of a stream, which are looked at."""
 _AT_ONCE = 8
 """Requests for lengths."""
 _TRIES = 100
@@ -473,16 +469,6 @@ class Stream:
         raise DigestMismatch(
             f"{name} does not hold the {payload.bytes} bytes that its name promises"
         )
-
-    def workers(self) -> dict[str, tuple[int, float]]:
-        """The versions that workers say they hold (`Heartbeat`), and when they said so, in Unix
-        seconds; by name."""
-        said: dict[str, tuple[int, float]] = {}
-        for info in islice(self.store.list(self.names.workers), MAX_WORKERS):
-            name = self.names.parse(info.name)
-            if isinstance(name, WorkerName) and info.modified >= said.get(name.worker, (0, 0.0))[1]:
-                said[name.worker] = (name.version, info.modified)
-        return said
 
     def _read_fold(self, fold: FoldName) -> tuple[tuple[Payload, ...], bytes]:
         """What the link of a fold lists, and its content."""

@@ -20,13 +20,13 @@ from ..events import Listener, Metadata, PhaseTimer, Published, progress_to
 from ..history.policy import Note
 from ..patch.blocks import runs_of
 from ..state.tensors import Segment
+from ..store.base import UNREADABLE
 from ..stream import manifest as manifests
 from ..stream.anchor import in_file_order, sliced_header
 from ..stream.manifest import AnchorRef, FileRef, Manifest, PatchRef, Payload
 from ..stream.names import FILE, PATCH, SHARD, next_unused, plausible
 from ..stream.signing import Signer
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
 from .pending import PublishState
 
 _LATEST_COMMIT_SECONDS = 600.0

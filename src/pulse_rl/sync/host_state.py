@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from .._util.faults import hit
 from .._util.serial import shield
-from .._util.threads import Stopped, ordered_map
+from .._util.threads import Stopped, hit, ordered_map
 from ..codec import Changes
 from ..errors import (
     ChainGap,
@@ -37,11 +36,11 @@ from ..patch.header import MAX_HEADER_BYTES, JoinedHeader
 from ..patch.history import History, Window
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import Empty, State, TensorSpec, check_tensor_name
+from ..store.base import UNREADABLE
 from ..stream import anchor
 from ..stream.manifest import Link, Manifest
 from ..stream.names import PATCH
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
 from .planner import BROKEN_LINK, Planner
 from .update import Pending, Update
 

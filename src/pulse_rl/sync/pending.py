@@ -6,21 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from .. import codec as codecs
-from .._util.faults import hit
-from .._util.threads import ordered_map
+from .._util.threads import hit, ordered_map
 from ..codec import Changes
 from ..errors import StateMismatch
 from ..patch.apply import Journal, advance_state
 from ..patch.blocks import Block
-from ..patch.build import code_blocks, entry_of, smallest
+from ..patch.build import code_blocks, entry_of
 from ..patch.header import PatchHeader, slices_of
-from ..patch.history import History, HistoryName, Recorder, Records
+from ..patch.history import History, Recorder, Records
 from ..patch.tree import Leaves, inner_leaves
 from ..state import bits
 from ..state.bits import UIntArray
@@ -95,18 +94,6 @@ class Baseline(NamedTuple):
     history: History = _NOTHING
     sampled: History = _NOTHING
 
-    def header(
-        self,
-        base_root: str,
-        target_root: str,
-        coded: Sequence[codecs.Encoded],
-        history: HistoryName | None = None,
-    ) -> PatchHeader:
-        """The header of this rank's file of a patch between these roots, of its blocks as they are
-        ``coded``."""
-        slices = slices_of(self.layout.specs, self.segments)
-        return PatchHeader(base_root, target_root, slices, tuple(map(entry_of, coded)), history)
-
 
 @dataclass
 class PublishState:
@@ -148,19 +135,18 @@ class PublishState:
     def changed(self) -> int:
         return sum(encoded.changed for encoded in self.coded)
 
-    def file(self, threads: int | None) -> list[bytes]:
+    def file(self) -> list[bytes]:
         """This rank's file of the patch, in chunks: its header, and a payload a block."""
         assert self.base is not None
-        header, coded = smallest(
-            partial(self.base.header, self.base.root, self.root),
-            self.blocks,
-            self.state,
-            self.coded,
-            self.changes,
-            self.base.history,
-            threads=threads,
+        named = any(encoded.codec_id == codecs.HISTORY for encoded in self.coded)
+        header = PatchHeader(
+            self.base.root,
+            self.root,
+            slices_of(self.layout.specs, self.segments),
+            tuple(map(entry_of, self.coded)),
+            self.base.history.name if named else None,
         )
-        return [header.to_bytes(), *(encoded.payload for encoded in coded)]
+        return [header.to_bytes(), *(encoded.payload for encoded in self.coded)]
 
     def elements(self, segment: Segment) -> UIntArray:
         """The new elements of a segment that lies in one segment of a block."""

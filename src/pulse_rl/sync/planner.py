@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ..errors import ChainGap, FormatError, IntegrityError, NotFound, StateMismatch
+from ..store.base import UNREADABLE
 from ..stream.manifest import Key, Link, links_of, patch_bytes
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
 
 _MAX_FALSE_LINKS = 16
 _FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing

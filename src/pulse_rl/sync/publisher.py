@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .._util.collective import Alone, RankGroup
-from .._util.retry import jittered
 from .._util.serial import Closing, NotCopyable, SerialThread
 from .._util.settings import checked_collection, checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
@@ -31,9 +30,10 @@ from ..events import (
 from ..state.cast import DTypeLike
 from ..state.tensors import StateSource
 from ..store import Store, open_store
-from ..stream.manifest import Manifest, begun_from
+from ..stream.manifest import Manifest
 from ..stream.signing import Signer, keys_of, trusted_by
 from ..stream.stream import Stream, checked_stream_id
+from ..submit import Submission, Submissions, copied
 from .rank import RankPublisher
 from .request import Files, LocalState, PublishRequest
 
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from ..follow.state_folder import StateFolder
     from ..ops.checkout import Checkout
     from ..quantize.states import Quantize
-    from ..submit import Submission, Submissions
-
-_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -310,8 +307,6 @@ class Publisher(Closing, NotCopyable):
         """
         self._raise_unasked()
         began = time.perf_counter()
-        from ..submit import Submissions, copied
-
         with self._call() as number:
             if self._submissions is None:
                 self._submissions = Submissions(self._serial, together=self._together)
@@ -363,6 +358,8 @@ class Publisher(Closing, NotCopyable):
         manifest, and `verify_stream` checks it where both streams are in one store. Raises
         PublisherConflict where the stream has versions, and what `publish` raises.
         """
+        from ..ops.checkout import begun_from
+
         facts = found.metadata | begun_from(found.manifest) | (metadata or {})
         return self.publish(found.state, metadata=facts, files=found.files(), after=-1)
 
@@ -411,25 +408,18 @@ class Publisher(Closing, NotCopyable):
         were not: none, if all is well. Looks about once a second. Whoever can write to the store
         can say what is not so. Raises InputError, and what `head` raises.
         """
-        if isinstance(workers, str) or (isinstance(workers, int) and workers < 0):
-            raise InputError("workers must be a number of workers, or a collection of their names")
+        from ..metrics import wait_for_workers
+
         if version is None:
             head = self.head()
             version = head.version if head else -1
-        oldest = version - checked_number("most_behind", most_behind)
-        deadline = time.monotonic() + checked_number("timeout_seconds", timeout_seconds)
-        while True:
-            held = self._stream.workers()
-            there = {worker for worker, (of, _) in held.items() if of >= oldest}
-            if isinstance(workers, int):
-                missing = max(0, workers - len(there))
-                late = [*sorted(held.keys() - there), *["?"] * missing][:missing]
-            else:
-                late = sorted(set(workers) - there)
-            left = deadline - time.monotonic()
-            if not late or left <= 0:
-                return tuple(late)
-            time.sleep(min(jittered(_LOOK_SECONDS), left))
+        return wait_for_workers(
+            self._stream,
+            version,
+            workers,
+            most_behind=checked_number("most_behind", most_behind),
+            timeout_seconds=checked_number("timeout_seconds", timeout_seconds),
+        )
 
     def close(self) -> None:
         """Wait for what was submitted, and release the baseline.

@@ -30,11 +30,11 @@ from ..history.policy import HistoryPolicy, Note
 from ..patch.blocks import Block, cut
 from ..patch.tree import hashed_together, numbered_leaves, tree_of
 from ..state.tensors import Segment, State
+from ..store.base import UNREADABLE
 from ..stream import manifest as manifests
 from ..stream.anchor import DEFAULT_SHARD_BYTES
 from ..stream.manifest import FileRef, Manifest, Payload
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
 from .commit import (
     Committer,
     Content,
@@ -468,7 +468,7 @@ class RankPublisher:
         parts, shards, note = [], [], Note()
         if state.layout.has_file(self._ranks.rank):
             if state.base:
-                parts.append(store_patch(self._stream, state.file(self._threads)))
+                parts.append(store_patch(self._stream, state.file()))
             if with_anchor and state.shards is None:
                 state.shards = self._store_anchor(state, [state.segments])
             shards = state.shards or []

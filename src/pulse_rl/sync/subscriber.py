@@ -22,11 +22,11 @@ from ..patch.history import History
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import State, StateSource, as_state
 from ..store import Store, open_stores
+from ..store.base import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.names import FILE, payload_digest
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
-from ..stream.unreadable import UNREADABLE
 from .host_state import HostState
 from .update import Pending, Receipt, Update, make_update
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..events import Metadata, OneLine
-from ..patch.changes import StateChanges, TensorChanges, difference, elements, merged
+from ..patch.apply import StateChanges, TensorChanges, difference, elements, merged
 from ..state.bits import UIntArray
 from ..state.tensors import State, TensorSpec
 from ..stream.manifest import Manifest
