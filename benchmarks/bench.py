@@ -30,7 +30,7 @@ from benchmarks.peers import Peer, peers
 from benchmarks.study.theory import EntropyBound, entropy_bound
 from pulse_rl._util.threads import default_threads, ordered_map
 from pulse_rl.codec import CODECS, SAME, Encoded, decode_block, encode_block
-from pulse_rl.patch import build_patch
+from pulse_rl.ops.diff import build_patch
 from pulse_rl.patch.apply import scatter
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.state.digest import state_digest

@@ -30,7 +30,7 @@ from benchmarks import trace
 from benchmarks.measure import timed
 from pulse_rl import MemoryStore, Publisher, State, Subscriber
 from pulse_rl.codec import compress
-from pulse_rl.patch import build_patch
+from pulse_rl.ops.diff import build_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.quantize.formats import FORMATS
 from pulse_rl.quantize.states import Quantize, QuantizedState

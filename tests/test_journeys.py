@@ -18,7 +18,7 @@ from tests.support.trainers import Trainer, together
 
 pytestmark = pytest.mark.slow
 
-MAX_FILES = {"publish": 34, "sync": 31, "round": 17, "store round": 23, "pause": 9}
+MAX_FILES = {"publish": 30, "sync": 22, "round": 17, "store round": 23, "pause": 9}
 """Files of `pulse_rl` that each of these may enter."""
 
 

@@ -4,6 +4,7 @@ stream."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from itertools import islice
 
 from .errors import PulseError
@@ -12,7 +13,6 @@ from .follow.checkpoint import fused_experts, is_wrapped
 from .state.tensors import State
 from .store.base import Store
 from .store.local import LocalStore
-from .stream.names import streams_in
 from .sync.pending import NO_SMALLER, PublishState
 
 _WIDE = 0.5
@@ -21,6 +21,7 @@ _DENSE = 0.2
 three times that."""
 _PATIENT_SECONDS = 1.0
 _SHOWN_STREAMS = 10
+MAX_STREAMS = 10_000
 
 
 class Notices:
@@ -137,3 +138,17 @@ def _densities(draft: PublishState) -> tuple[float, float]:
     pairs = list(zip(draft.blocks, draft.coded, strict=False))
     wide = sum(encoded.changed for block, encoded in pairs if block.dtype.is_wide)
     return wide / elements, sum(encoded.changed for _, encoded in pairs) / elements
+
+
+def streams_in(store: Store) -> Iterator[str]:
+    """The names of the streams in ``store`` that have versions, in order, of the first
+    `MAX_STREAMS` folders. A request or two each."""
+    after: str | None = None
+    for _ in range(MAX_STREAMS):
+        first = next(iter(store.list("", after)), None)
+        if first is None:
+            return
+        folder, inside, _ = first.name.partition("/")
+        if inside and any(True for _ in store.list(f"{folder}/versions")):
+            yield folder
+        after = f"{folder}0" if inside else folder  # "0" is the character after "/"

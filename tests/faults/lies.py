@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 
 from pulse_rl import Bits, State
-from pulse_rl.patch import build_patch
+from pulse_rl.ops.diff import build_patch
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
 from tests.support.folds import fold_link

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from pulse_rl import Bits, LocalStore, Signer, State, codec
-from pulse_rl import patch as patches
 from pulse_rl.follow import checkpoint as checkpoints
+from pulse_rl.ops import diff
 from pulse_rl.state.digest import state_digest
 from tests.support.parts import sharded_stream
 from tests.support.publishers import tuned
@@ -75,7 +75,7 @@ def main() -> None:
     checkpoints.save(FOLDER / "old.safetensors", old)
     checkpoints.save(FOLDER / "new.safetensors", new)
     for name in codec.CODECS:
-        built = patches.build_patch(old, new, state_digest(old), codec=name)
+        built = diff.build_patch(old, new, state_digest(old), codec=name)
         (FOLDER / f"{name}.patch").write_bytes(built.to_bytes())
     store = LocalStore(FOLDER / "store")
     with tuned(

@@ -7,8 +7,9 @@ from hashlib import sha256
 
 import numpy as np
 
-from pulse_rl import Bits, State, patch
+from pulse_rl import Bits, State
 from pulse_rl.codec import compress
+from pulse_rl.ops import diff
 from pulse_rl.patch.header import BlockEntry, PatchHeader, all_of, check_of
 from pulse_rl.state.digest import state_digest
 
@@ -79,4 +80,4 @@ def with_block(payload: bytes, codec_id: int, count: int, index: int = 0) -> byt
 
 
 def honest() -> bytes:
-    return patch.build_patch(base(), changed(), state_digest(base()), threads=1).to_bytes()
+    return diff.build_patch(base(), changed(), state_digest(base()), threads=1).to_bytes()

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from pulse_rl import Bits, State
 from pulse_rl.errors import CorruptPatch, DigestMismatch, PulseError, WrongBase
+from pulse_rl.ops.diff import build_patch
 from pulse_rl.ops.undo import by_whole_blocks
-from pulse_rl.patch import BLOCK_ELEMENTS, apply_patch, build_patch, parse_patch
+from pulse_rl.patch import BLOCK_ELEMENTS, apply_patch, parse_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import (
     MAX_SLICES,

@@ -13,8 +13,9 @@ import pytest
 from pulse_rl import Bits, State
 from pulse_rl.codec import HISTORY, SAME, Changes, element_kind
 from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase, WrongHistory
+from pulse_rl.ops.diff import BuiltPatch, build_patch
 from pulse_rl.ops.undo import UndoLog
-from pulse_rl.patch import BuiltPatch, apply_patch, build_patch, parse_patch
+from pulse_rl.patch import apply_patch, parse_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import (
     BlockEntry,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pulse_rl import Bits, State, codec, patch
 from pulse_rl.codec import Changes, Encoded
 from pulse_rl.errors import CorruptPatch, DigestMismatch, IntegrityError, StateMismatch, WrongBase
-from pulse_rl.patch import BuiltPatch, apply_patch, build_patch, parse_patch
+from pulse_rl.ops.diff import BuiltPatch, build_patch
+from pulse_rl.patch import apply_patch, parse_patch
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.patch.build import encode_proved
 from pulse_rl.patch.header import check_of

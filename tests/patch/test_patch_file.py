@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pulse_rl import Bits, State
 from pulse_rl.codec import HISTORY, SAME, compress
 from pulse_rl.errors import CorruptPatch, InputError, WrongBase
-from pulse_rl.patch import apply_patch, build_patch, parse_patch
+from pulse_rl.ops.diff import build_patch
+from pulse_rl.patch import apply_patch, parse_patch
 from pulse_rl.patch import header as patch_header
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import Base, BlockEntry, PatchHeader, check_of, parse_header

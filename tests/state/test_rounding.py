@@ -19,7 +19,6 @@ from pulse_rl.state.cast import (
     cast,
     compute_dtype_named,
     round_bits,
-    round_to_bf16,
 )
 from pulse_rl.state.tensors import DTYPES, DType, TensorSpec
 from tests.state.test_tensors import TORCH_DTYPES
@@ -135,39 +134,6 @@ def test_denormals_are_rounded_where_the_processor_flushes_them() -> None:
     finally:
         torch.set_flush_denormal(False)
     assert found == expected
-
-
-def test_to_bf16_is_the_same_cast(rng: np.random.Generator) -> None:
-    bits = patterns("BF16", rng)
-    np.testing.assert_array_equal(
-        round_to_bf16(bits.view(np.float32)), round_bits(bits, DTYPES["BF16"])
-    )
-    assert round_to_bf16(np.array([3.4e38], np.float32))[0] == 0x7F80
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (4, 0, 2)])
-def test_to_bf16_keeps_the_shape(shape: tuple[int, ...]) -> None:
-    made = round_to_bf16(np.ones(shape, np.float32))
-    assert (made.shape, made.dtype) == (shape, np.uint16)
-    assert (made == 0x3F80).all()
-
-
-def test_to_bf16_of_any_layout(rng: np.random.Generator) -> None:
-    values = rng.standard_normal((8, 6), np.float32)
-    expected = nearest(values.reshape(-1).view(np.uint32), "BF16").reshape(8, 6)
-    readonly = values.copy()
-    readonly.flags.writeable = False
-    odd = misaligned(values.reshape(-1)).reshape(8, 6)
-    for given in (
-        values,
-        np.asfortranarray(values),
-        readonly,
-        odd,
-        values.astype(">f4"),
-        values.astype(np.float64),
-    ):
-        np.testing.assert_array_equal(round_to_bf16(given), expected)
-    np.testing.assert_array_equal(round_to_bf16(values[::2, 1::2]), expected[::2, 1::2])
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import Bits, State, patch
+from pulse_rl import Bits, State
 from pulse_rl.errors import InputError
+from pulse_rl.ops import diff
 from pulse_rl.state.cast import COMPUTE_DTYPES, CastState
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
@@ -206,11 +207,11 @@ def test_bytes_are_those_of_patches(rng: Rng) -> None:
     found = study(Listed(given), ks=(1, 3))
     states = [CastState(s, DTYPES["BF16"]).copy() for s in given]
     (row,) = rows_of(found, "rows", k=3)
-    built = patch.build_patch(states[0], states[3], state_digest(states[0]))
+    built = diff.build_patch(states[0], states[3], state_digest(states[0]))
     assert row["coded_pairs"] == 1
     assert row["bytes"] == pytest.approx(built.nbytes, abs=4)
     assert row["bytes_per_changed"] == row["bytes"] / built.header.changed
-    zstd = patch.build_patch(states[0], states[3], state_digest(states[0]), codec="zstd")
+    zstd = diff.build_patch(states[0], states[3], state_digest(states[0]), codec="zstd")
     assert row["bytes_per_changed_zstd"] == pytest.approx(
         zstd.nbytes / built.header.changed, rel=1e-4
     )

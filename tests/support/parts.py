@@ -9,7 +9,8 @@ import numpy as np
 
 from pulse_rl import State, Store
 from pulse_rl.codec import HISTORY
-from pulse_rl.patch import build_patch, parse_patch
+from pulse_rl.ops.diff import build_patch
+from pulse_rl.patch import parse_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.build import encode_proved, entry_of
 from pulse_rl.patch.header import PatchHeader

@@ -27,7 +27,7 @@ from pulse_rl import (
 )
 from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, FallbackUsed, Published, Synced
-from pulse_rl.patch import build_patch
+from pulse_rl.ops.diff import build_patch
 from pulse_rl.state.digest import state_digest
 from pulse_rl.stream.manifest import Payload
 from pulse_rl.stream.names import PATCH

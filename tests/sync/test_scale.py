@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from benchmarks.counted import CountedStore
-from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, patch, state_root
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, state_root
 from pulse_rl.follow.checkpoint import serialize
+from pulse_rl.ops import diff
 from pulse_rl.state.digest import state_digest
 from pulse_rl.stream import manifest
 from pulse_rl.stream.manifest import AnchorRef, Manifest, PatchRef, Payload
@@ -57,7 +58,7 @@ def cycle() -> tuple[list[State], list[str]]:
 @cache
 def patch_between(base: int, target: int) -> bytes:
     states, _ = cycle()
-    return patch.build_patch(
+    return diff.build_patch(
         states[base], states[target], state_digest(states[base]), threads=1
     ).to_bytes()
 

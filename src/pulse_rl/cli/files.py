@@ -17,6 +17,7 @@ from ..events import progress_to
 from ..follow.checkpoint import FILE_NAME, current_version, load, save
 from ..follow.companions import files_of
 from ..follow.folder import CHECKPOINT_MARK, check_folder, replace_folder, write_checkpoint
+from ..ops import diff as diffs
 from ..patch.blocks import Block
 from ..patch.header import MAGIC as PATCH_MAGIC
 from ..patch.header import PRELUDE_BYTES, Base, PatchHeader, header_end, parse_header
@@ -73,7 +74,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     check_output(out, PATCH_MAGIC, force=args.force)
     old, new = (_loaded(source, args, console)[0] for source in (args.old, args.new))
     digest = _digest(old, args, console)
-    built = patch.build_patch(
+    built = diffs.build_patch(
         old,
         new,
         digest,

@@ -10,11 +10,11 @@ from typing import Any
 from .._util.settings import format_bytes, format_duration, format_percent
 from ..errors import EmptyStream, PulseError
 from ..events import Metadata
-from ..hints import absence
+from ..hints import absence, streams_in
 from ..metrics import workers_of
 from ..store import Store
 from ..stream.manifest import Manifest, anchor_bytes, patch_bytes
-from ..stream.names import AnchorName, VersionName, streams_in
+from ..stream.names import AnchorName, VersionName
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
 from .arguments import READABLE, Shared, number, options

@@ -37,7 +37,7 @@ from ..errors import (
     StoreUnavailable,
 )
 from ..events import fell_back
-from ..history.file import load_history, save_history
+from ..history.file import beside, load_history, save_history, specs_of
 from ..patch.apply import Journal
 from ..patch.blocks import Block, cut
 from ..patch.history import History
@@ -45,14 +45,18 @@ from ..sharding.layout import SlicedState
 from ..state import bits
 from ..state.digest import StateDigest, state_digest
 from ..state.header import header_bytes, parse_header
-from ..state.tensors import Segment, State, TensorSpec
+from ..state.tensors import Segment, State, StateSource, TensorSpec, as_state
+from ..store.base import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
 from ..sync.host_state import HostState
-from .checkpoint import in_file_order
+from .checkpoint import current_version, in_file_order
+from .failover import Failover
+from .selection import Selection
 
 _LOCK, _RECORD, _JOURNAL = "pulse.lock", "pulse.state.json", "pulse.journal"
 _STATE, _HISTORY = "state-", "history-"
+_SEARCHED_FOR_BASE = 1000
 _OURS = re.compile(rf"{_STATE}[0-9a-f]{{16}}\.safetensors|{_HISTORY}[0-9]+-[0-9a-f]{{8}}")
 _FORMAT = "pulse.state.1"
 _PAGE = 4096
@@ -593,3 +597,51 @@ def adopt_kept(
         return False
     host.adopt(manifest, state, digest, history=history, is_new=True)
     return True
+
+
+class AdoptedBase(NamedTuple):
+    """Whether a base was ``looked`` up among the versions; the ``place`` of a checkpoint that is
+    one."""
+
+    looked: bool
+    place: Path | None = None
+
+
+def adopt_base(
+    base: StateSource,
+    stores: Failover,
+    host: HostState,
+    selection: Selection | None,
+    *,
+    threads: int | None,
+) -> AdoptedBase:
+    """Starts from the caller's state where its root is that of a recent version; not ``looked`` up
+    while there are none. Raises what `as_state` raises, and StoreError."""
+    stream, versions = stores.versions()
+    if not versions:
+        return AdoptedBase(looked=False)
+    # 1. A copy, unless a part of it is copied anyhow, and its root.
+    state = as_state(base)
+    own = state if selection else host.empty(state.specs, state.aliases)
+    digest = state_digest(own, source=None if own is state else state, threads=threads)
+    for version in reversed(versions[-_SEARCHED_FOR_BASE:]):
+        try:
+            manifest = stream.manifest(version)
+        except UNREADABLE:
+            continue
+        if manifest.root != digest.root:
+            continue
+        # 2. What the worker has is what it loaded, under the names that it knows: aliases that the
+        # version adds are delivered with the next update.
+        if selection:
+            own, digest = selection.part_of(own, digest, manifest.aliases, threads=threads)
+        stores.adopt_id(stores.streams[0].stream_id or manifest.stream_id)
+        # 3. What was remembered where the checkpoint was written.
+        history, place = History(), None
+        if isinstance(base, str | os.PathLike):
+            at = beside(Path(base))
+            history = load_history(at, cut(specs_of(digest)), digest.root) or history
+            place = current_version(Path(base))
+        host.adopt(manifest, own, digest, history=history)
+        return AdoptedBase(looked=True, place=place)
+    return AdoptedBase(looked=True)

@@ -284,7 +284,7 @@ def _reading_links(stream: Stream) -> Callable[[FoldName], Collection[Payload] |
     def parts_of(fold: FoldName) -> Collection[Payload] | None:
         if fold not in known:
             try:
-                known[fold] = stream.parts_of(fold)
+                known[fold] = stream.fold(fold)[0]
             except UNREADABLE:
                 known[fold] = None
         return known[fold]

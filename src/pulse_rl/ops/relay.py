@@ -36,7 +36,7 @@ from ..store.base import UNREADABLE
 from ..stream.manifest import Link, Manifest, Payload, anchor_bytes
 from ..stream.names import FILE, PATCH, SHARD
 from ..stream.signing import trusted_by
-from ..stream.stream import Stream
+from ..stream.stream import Stream, name_of
 from ..sync.planner import BROKEN_LINK, Planner
 from .gc import gc_stream
 
@@ -272,7 +272,7 @@ class Relay:
             raise FormatError(
                 f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}"
             )
-        record = self.source.fold_record(link) if link.is_fold else None
+        record = self.source.fold(name_of(link))[1] if link.is_fold else None
         # By root, not by number alone: the base in the target must be the one that the patch was
         # made of.
         if (

@@ -61,12 +61,7 @@ _NAN = {"BF16": 0x7FC0, "F16": 0x7E00, "F8_E4M3": 0x7F, "F8_E5M2": 0x7F}
 COMPUTE_DTYPES: Mapping[str, DType] = MappingProxyType({name: DTYPES[name] for name in ROUNDINGS})
 
 
-_SAFETENSORS_NAMES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+_SAFETENSORS_NAMES = {dtype.library: name for name, dtype in COMPUTE_DTYPES.items()}
 """By the names that NumPy's extensions and torch use."""
 
 
@@ -104,17 +99,6 @@ def round_bits(bits: npt.NDArray[np.uint32], dtype: DType) -> UIntArray:
     result = np.empty(bits.size, dtype.uint)
     round_values(bits, ROUNDINGS[dtype.name], _NAN[dtype.name], dtype.width, result.view(np.uint8))
     return result
-
-
-def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """FP32 ``values`` to BF16 bits of the same shape, rounding to nearest, ties to even.
-
-    Overflow becomes Inf. NaN stays NaN: the top bits of its payload are kept and the quiet bit is
-    set.
-    """
-    array = np.asarray(values, np.float32)
-    flat = np.require(array.reshape(-1), requirements=["C", "A"])
-    return round_bits(flat.view(np.uint32), DTYPES["BF16"]).reshape(array.shape)
 
 
 def is_float(dtype: DType) -> bool:

@@ -44,13 +44,15 @@ class DType:
     """An element type with its safetensors ``name``; an element has ``width`` bytes.
 
     ``exponent`` is (lowest bit, number of bits) of the exponent field, None if the dtype has none.
-    ``id`` is the byte that identifies the dtype in a patch header and never changes.
+    ``id`` is the byte that identifies the dtype in a patch header and never changes. ``library`` is
+    the name that numpy, ml_dtypes and torch give the type.
     """
 
     id: int
     name: str
     width: int
-    exponent: tuple[int, int] | None = None
+    exponent: tuple[int, int] | None
+    library: str
 
     @property
     def uint(self) -> np.dtype[Any]:
@@ -66,50 +68,30 @@ class DType:
 DTYPES: dict[str, DType] = {
     d.name: d
     for d in (
-        DType(1, "BOOL", 1),
-        DType(2, "U8", 1),
-        DType(3, "I8", 1),
-        DType(4, "F8_E5M2", 1, (2, 5)),
-        DType(5, "F8_E4M3", 1, (3, 4)),
-        DType(6, "F8_E8M0", 1),
-        DType(7, "F8_E5M2FNUZ", 1, (2, 5)),
-        DType(8, "F8_E4M3FNUZ", 1, (3, 4)),
-        DType(9, "U16", 2),
-        DType(10, "I16", 2),
-        DType(11, "F16", 2, (10, 5)),
-        DType(12, "BF16", 2, (7, 8)),
-        DType(13, "U32", 4),
-        DType(14, "I32", 4),
-        DType(15, "F32", 4, (23, 8)),
-        DType(16, "U64", 8),
-        DType(17, "I64", 8),
-        DType(18, "F64", 8, (52, 11)),
-        DType(19, "C64", 8),
+        DType(1, "BOOL", 1, None, "bool"),
+        DType(2, "U8", 1, None, "uint8"),
+        DType(3, "I8", 1, None, "int8"),
+        DType(4, "F8_E5M2", 1, (2, 5), "float8_e5m2"),
+        DType(5, "F8_E4M3", 1, (3, 4), "float8_e4m3fn"),
+        DType(6, "F8_E8M0", 1, None, "float8_e8m0fnu"),
+        DType(7, "F8_E5M2FNUZ", 1, (2, 5), "float8_e5m2fnuz"),
+        DType(8, "F8_E4M3FNUZ", 1, (3, 4), "float8_e4m3fnuz"),
+        DType(9, "U16", 2, None, "uint16"),
+        DType(10, "I16", 2, None, "int16"),
+        DType(11, "F16", 2, (10, 5), "float16"),
+        DType(12, "BF16", 2, (7, 8), "bfloat16"),
+        DType(13, "U32", 4, None, "uint32"),
+        DType(14, "I32", 4, None, "int32"),
+        DType(15, "F32", 4, (23, 8), "float32"),
+        DType(16, "U64", 8, None, "uint64"),
+        DType(17, "I64", 8, None, "int64"),
+        DType(18, "F64", 8, (52, 11), "float64"),
+        DType(19, "C64", 8, None, "complex64"),
     )
 }
 
-# numpy's (and ml_dtypes') and torch's names of the same types.
-_FROM_NAME = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-    "complex64": "C64",
-}
+
+_FROM_LIBRARY = {dtype.library: dtype for dtype in DTYPES.values()}
 
 
 def dtype_of(name: str) -> DType:
@@ -566,9 +548,9 @@ def _aligned(flat: UIntArray) -> UIntArray:
 def dtype_named(name: str, library_name: str) -> DType:
     """The dtype of the tensor ``name``, which numpy, ml_dtypes, JAX or torch call so. Raises
     UnsupportedTensor."""
-    if library_name not in _FROM_NAME:
+    if library_name not in _FROM_LIBRARY:
         raise UnsupportedTensor(f"tensor {name!r} has dtype {library_name}, which is not supported")
-    return DTYPES[_FROM_NAME[library_name]]
+    return _FROM_LIBRARY[library_name]
 
 
 class Segment(NamedTuple):

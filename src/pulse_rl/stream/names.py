@@ -7,12 +7,12 @@ lead elsewhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import InputError, StreamError
-from ..store.base import NAME_HINT, Store
+from ..store.base import NAME_HINT
 
 PATCH, SHARD, FILE = "patch", "safetensors", "file"
 """The kinds of payload: a patch, one file of an anchor, and a file beside the weights."""
@@ -23,7 +23,6 @@ TENSORS, LEAVES = "tensors", "leaves"
 MOST = 10**12 - 1
 """The greatest version or epoch."""
 _FARTHEST = 1 << 20
-MAX_STREAMS = 10_000
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[0-9]{12}")
@@ -182,20 +181,6 @@ class StreamNames:
         if folder == self.epochs and _NUMBER.fullmatch(last):
             return EpochName(int(last))
         return None
-
-
-def streams_in(store: Store) -> Iterator[str]:
-    """The names of the streams in ``store`` that have versions, in order, of the first
-    `MAX_STREAMS` folders. A request or two each."""
-    after: str | None = None
-    for _ in range(MAX_STREAMS):
-        first = next(iter(store.list("", after)), None)
-        if first is None:
-            return
-        folder, inside, _ = first.name.partition("/")
-        if inside and any(True for _ in store.list(f"{folder}/versions")):
-            yield folder
-        after = f"{folder}0" if inside else folder  # "0" is the character after "/"
 
 
 def next_unused(taken: Iterable[int], after: int) -> int:

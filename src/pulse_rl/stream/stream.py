@@ -388,7 +388,7 @@ class Stream:
     def resolved(self, link: Link) -> Link:
         """``link`` with its payloads, which a manifest or the link of a fold lists. Raises ChainGap
         where the manifest of its version has no such link, and for a fold whose end is no start of
-        a history; what `manifest` raises, and for a fold what `parts_of` raises."""
+        a history; what `manifest` raises, and for a fold what `fold` raises."""
         if link.payloads is not None:
             return link
         manifest = self.manifest(link.version)
@@ -400,17 +400,21 @@ class Stream:
             raise ChainGap(
                 f"{link} does not show the changes that version {link.version} remembers"
             )
-        return link._replace(payloads=self.parts_of(_name_of(link)))
+        return link._replace(payloads=self.fold(name_of(link))[0])
 
-    def parts_of(self, fold: FoldName) -> tuple[Payload, ...]:
-        """The payloads of a listed fold. Raises NotFound, FormatError for a link that is longer
-        than any or is not the list of its name, and Untrusted for one that no trusted key has
-        signed."""
-        return self._read_fold(fold)[0]
+    def fold(self, fold: FoldName) -> tuple[tuple[Payload, ...], bytes]:
+        """The payloads that the link of a fold lists, and the link's content. Raises NotFound,
+        FormatError for a link that is longer than any or is not the list of its name, and Untrusted
+        for one that no trusted key has signed."""
+        name = self.names.fold(fold)
+        nbytes = self.store.head(name).nbytes
+        if nbytes > MAX_FOLD_BYTES:
+            raise FormatError(f"{name} has more than {MAX_FOLD_BYTES} bytes")
 
-    def fold_record(self, link: Link) -> bytes:
-        """The content of the link of a fold. Raises as `parts_of`."""
-        return self._read_fold(_name_of(link))[1]
+        def parse(data: bytes) -> tuple[tuple[Payload, ...], bytes]:
+            return read_fold(data, self.name, self.stream_id or "", fold, self._trusted), data
+
+        return read_again(lambda: whole(self.store, name, nbytes), parse)
 
     def put_digests(self, tree: StateDigest, *, leaves: bool) -> None:
         """Stores the tensors' digests of a version, and for one with an anchor also the
@@ -431,8 +435,8 @@ class Stream:
         )
 
     def put_fold_record(self, link: Link, record: bytes) -> None:
-        """Lists a fold as another store does, whose `fold_record` this is."""
-        self.store.put(self.names.fold(_name_of(link)), record)
+        """Lists a fold as another store does, whose `fold` gave it."""
+        self.store.put(self.names.fold(name_of(link)), record)
 
     def put_anchor_link(self, version: int, nbytes: int) -> None:
         self.store.put(self.names.anchor(version, nbytes), b"")
@@ -469,18 +473,6 @@ class Stream:
         raise DigestMismatch(
             f"{name} does not hold the {payload.bytes} bytes that its name promises"
         )
-
-    def _read_fold(self, fold: FoldName) -> tuple[tuple[Payload, ...], bytes]:
-        """What the link of a fold lists, and its content."""
-        name = self.names.fold(fold)
-        nbytes = self.store.head(name).nbytes
-        if nbytes > MAX_FOLD_BYTES:
-            raise FormatError(f"{name} has more than {MAX_FOLD_BYTES} bytes")
-
-        def parse(data: bytes) -> tuple[tuple[Payload, ...], bytes]:
-            return read_fold(data, self.name, self.stream_id or "", fold, self._trusted), data
-
-        return read_again(lambda: whole(self.store, name, nbytes), parse)
 
     def _is_ours(self, manifest: Manifest) -> bool:
         return not self.stream_id or manifest.stream_id == self.stream_id
@@ -543,7 +535,7 @@ class Stream:
         )
 
 
-def _name_of(link: Link) -> FoldName:
+def name_of(link: Link) -> FoldName:
     """The name of the link that lists a fold."""
     assert link.base is not None
     return FoldName(link.version, link.base, link.nbytes, link.parts)

@@ -15,14 +15,10 @@ from .._util.settings import checked_count, checked_number, checked_path
 from .._util.threads import checked_threads, weak_callback
 from ..errors import EmptyStream, InputError, IntegrityError, PulseError, StreamRecreated
 from ..events import Listener, Synced, checked_listener, failures_to, fell_back, progress_shown
-from ..follow.checkpoint import current_version
 from ..hints import Absence
-from ..patch.blocks import cut
-from ..patch.history import History
-from ..state.digest import PartDigest, StateDigest, state_digest
-from ..state.tensors import State, StateSource, as_state
+from ..state.digest import PartDigest, StateDigest
+from ..state.tensors import State, StateSource
 from ..store import Store, open_stores
-from ..store.base import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.names import FILE, payload_digest
 from ..stream.signing import trusted_by
@@ -30,7 +26,6 @@ from ..stream.stream import Stream
 from .host_state import HostState
 from .update import Pending, Receipt, Update, make_update
 
-_SEARCHED_FOR_BASE = 1000
 _KEPT_RECEIPTS = 8
 
 
@@ -382,8 +377,14 @@ class Subscriber(Closing, NotCopyable):
         # A base is looked up once: it saves the first anchor, and means nothing afterwards.
         if host.version is not None:
             self._base = None
-        if self._base is not None and self._adopt_base(self._base):
-            self._base = None
+        if self._base is not None:
+            from ..follow.state_folder import adopt_base
+
+            found = adopt_base(
+                self._base, self._failover, self._host, self._selection, threads=self._threads
+            )
+            if found.looked:
+                self._base, self._checkpoint = None, found.place or self._checkpoint
         looked = time.perf_counter() - started
         # 2. Find and follow: every path ends at a verified version, whatever raises on the way.
         phases: dict[str, float] = {}
@@ -497,38 +498,3 @@ class Subscriber(Closing, NotCopyable):
         if any(tensor.whole for tensor in update.tensors):
             host.pin(update)
         return update
-
-    def _adopt_base(self, base: StateSource) -> bool:
-        """Starts from the caller's state where its root is that of a recent version. False while
-        there are none."""
-        from ..history.file import beside, load_history, specs_of
-
-        stream, versions = self._failover.versions()
-        if not versions:
-            return False
-        state = as_state(base)
-        own = state if self._selection else self._host.empty(state.specs, state.aliases)
-        digest = state_digest(own, source=None if own is state else state, threads=self._threads)
-        for version in reversed(versions[-_SEARCHED_FOR_BASE:]):
-            try:
-                manifest = stream.manifest(version)
-            except UNREADABLE:
-                continue
-            if manifest.root == digest.root:
-                # What the worker has is what it loaded, under the names that it knows: aliases that
-                # the version adds are delivered with the next update.
-                if self._selection:
-                    own, digest = self._selection.part_of(
-                        own, digest, manifest.aliases, threads=self._threads
-                    )
-                self._failover.adopt_id(self.stream.stream_id or manifest.stream_id)
-                history = History()
-                if isinstance(base, str | os.PathLike):
-                    history = (
-                        load_history(beside(Path(base)), cut(specs_of(digest)), digest.root)
-                        or history
-                    )
-                    self._checkpoint = current_version(Path(base))
-                self._host.adopt(manifest, own, digest, history=history)
-                break
-        return True
