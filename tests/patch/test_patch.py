@@ -16,6 +16,7 @@ from pulse_rl.codec import Changes, Encoded
 from pulse_rl.errors import CorruptPatch, DigestMismatch, IntegrityError, StateMismatch, WrongBase
 from pulse_rl.ops.diff import BuiltPatch, build_patch
 from pulse_rl.patch import apply_patch, parse_patch
+from pulse_rl.patch.apply import advance_state
 from pulse_rl.patch.blocks import Block, cut
 from pulse_rl.patch.build import encode_proved
 from pulse_rl.patch.header import check_of
@@ -160,7 +161,7 @@ def test_a_baseline_is_advanced_without_decoding(
     made = build_patch(state, State.of(new), digest, codec=codec_name)
     monkeypatch.setattr(codec, "decode_block", lambda *_: pytest.fail("decoded again"))
     blocks = cut(state.specs)
-    undo = patch.advance_state(state, blocks, made.changes, threads=2)
+    undo = advance_state(state, blocks, made.changes, threads=2)
     assert snapshot(state) == snapshot(new)
     for index, changes in undo.items():
         np.testing.assert_array_equal(
