@@ -24,7 +24,6 @@ from pulse_rl.patch.header import (
     parse_header,
 )
 from pulse_rl.patch.history import MAX_WINDOWS, History, HistoryName, Recorder, Window
-from pulse_rl.patch.undo import UndoLog
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import DTYPES, DType, UIntArray
 from tests.support import history_oracle as oracle
@@ -107,12 +106,6 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
         assert snapshot(state) == snapshot(states[k + 1])
         assert applied.records is not None
         history = history.then(Window(root, applied.records, parsed.header.cuts))
-        log = UndoLog(k, root)
-        log.record(applied.undo)
-        for index, block in enumerate(cut(state.specs)):
-            np.testing.assert_array_equal(
-                log.rewind(index, block.read(state)), block.read(states[k])
-            )
         digest = applied.digest
     assert same_records(history, known)
     plain = build_patch(states[3], states[4], state_digest(states[3]))
