@@ -31,8 +31,7 @@ from ..errors import (
     UnsupportedTensor,
 )
 from ..events import Relayed
-from ..follow.folder import check_folder
-from ..follow.version_folders import Layout
+from ..follow.folder import Layout, check_folder
 from ..hints import absence
 from ..metrics import Heartbeat, fan_out
 from ..ops.relay import Relay
