@@ -275,8 +275,13 @@ class Subscriber(Closing, NotCopyable):
         Raises: What `state` and `files` raise, InputError, StoreFull and StoreError.
         """
         target = checked_path(path)
-        from ..follow.folder import metadata_of, replace_folder, write_checkpoint
-        from ..follow.version_folders import Layout, add_version
+        from ..follow.folder import (
+            Layout,
+            add_version,
+            metadata_of,
+            replace_folder,
+            write_checkpoint,
+        )
         from ..history.file import beside, save_history, specs_of
 
         named = None if layout is None else Layout.of(layout)
