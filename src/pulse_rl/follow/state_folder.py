@@ -35,7 +35,7 @@ from ..errors import (
     PulseError,
     StoreError,
 )
-from ..history.file import load_history, save_history
+from ..history import load_history, save_history
 from ..patch.apply import Journal
 from ..patch.blocks import Block, cut
 from ..patch.history import History
