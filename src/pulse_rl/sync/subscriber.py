@@ -282,7 +282,7 @@ class Subscriber(Closing, NotCopyable):
             replace_folder,
             write_checkpoint,
         )
-        from ..history.file import beside, save_history, specs_of
+        from ..history import beside, save_history, specs_of
 
         named = None if layout is None else Layout.of(layout)
         if keep is not None and checked_count("keep", keep) and named is None:
@@ -522,7 +522,7 @@ class Subscriber(Closing, NotCopyable):
     def _adopt_base(self, base: StateSource) -> bool:
         """Starts from the caller's state where its root is that of a recent version. False while
         there are none."""
-        from ..history.file import beside, load_history, specs_of
+        from ..history import beside, load_history, specs_of
 
         stream, versions = self._failover.versions()
         if not versions:
