@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.study.theory import exponents_of, flag_bits, summed, symbol_bits
-from pulse_rl.history.policy import START_SPAN, most_remembered, next_history
+from pulse_rl.history import START_SPAN, most_remembered, next_history
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import BlockEntry
 from pulse_rl.patch.history import History, HistoryName, Records, Window

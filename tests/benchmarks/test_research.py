@@ -17,7 +17,7 @@ from benchmarks.study.recurrence import CLASSES, Remembered, steps_to_code
 from benchmarks.study.research import Research
 from benchmarks.study.theory import ClassCounts, entropy_bound, exponent_of, exponent_rows, ulp_of
 from pulse_rl import Bits, MemoryStore, State
-from pulse_rl.history.policy import START_SPAN
+from pulse_rl.history import START_SPAN
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.history import records_of
 from pulse_rl.state.tensors import DTYPES

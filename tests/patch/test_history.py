@@ -14,7 +14,6 @@ from pulse_rl import Bits, State
 from pulse_rl.codec import HISTORY, SAME, Changes, element_kind
 from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase, WrongHistory
 from pulse_rl.ops.diff import BuiltPatch, build_patch
-from pulse_rl.ops.undo import UndoLog
 from pulse_rl.patch import apply_patch, parse_patch
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.header import (
@@ -109,12 +108,6 @@ def test_a_chain_is_followed_by_a_reader_that_remembers(rng: Rng) -> None:
         assert snapshot(state) == snapshot(states[k + 1])
         assert applied.records is not None
         history = history.then(Window(root, applied.records, parsed.header.cuts))
-        log = UndoLog(k, root)
-        log.record(applied.undo)
-        for index, block in enumerate(cut(state.specs)):
-            np.testing.assert_array_equal(
-                log.rewind(index, block.read(state)), block.read(states[k])
-            )
         digest = applied.digest
     assert same_records(history, known)
     plain = build_patch(states[3], states[4], state_digest(states[3]))

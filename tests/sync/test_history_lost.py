@@ -12,7 +12,7 @@ import pytest
 from pulse_rl import Bits, MemoryStore, Publisher, Relay, State, Subscriber, fold_stream, state_root
 from pulse_rl.errors import ChainGap
 from pulse_rl.events import Event, FallbackUsed, Synced
-from pulse_rl.history.file import load_history, save_history
+from pulse_rl.history import load_history, save_history
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.history import History, Records, Window
 from pulse_rl.state.digest import state_digest

@@ -32,8 +32,7 @@ from ..errors import (
 )
 from ..events import Relayed
 from ..follow.checkpoint import FILE_NAME, current_version, load
-from ..follow.folder import check_folder
-from ..follow.version_folders import Layout
+from ..follow.folder import Layout, check_folder
 from ..hints import absence
 from ..metrics import Heartbeat, fan_out
 from ..ops.relay import Relay

@@ -18,8 +18,7 @@ from ..errors import InputError, PulseError
 from ..events import Published
 from ..follow.checkpoint import current_version, load
 from ..follow.companions import checked_files, files_of, of_dtype
-from ..ops.attest import make_statement
-from ..ops.attestation import BUNDLE, AttestationKey
+from ..ops.attest import BUNDLE, AttestationKey, make_statement
 from ..ops.checkout import Checkout, checkout
 from ..ops.compaction import DEFAULT_FOLDS, anchor_stream, fold_stream
 from ..ops.gc import DEFAULT_GRACE_SECONDS, gc_stream
@@ -225,7 +224,7 @@ def add_attest(commands: Any, shared: Shared) -> None:
 
 
 def attest(args: argparse.Namespace, console: Console) -> int:
-    key = AttestationKey.load(args.key)
+    key = AttestationKey(args.key)
     if args.output:
         check_output(Path(args.output), BUNDLE.encode(), force=args.force)
     statement = make_statement(

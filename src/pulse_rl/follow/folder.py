@@ -1,5 +1,5 @@
-"""A checkpoint's folder that changes from one version to the next in one step: its weights, and the
-files beside them.
+"""Checkpoints in folders that change from one version to the next in one step: one that shows the
+newest, or one for each version, as trainers write and engines read them.
 
 ::
 
@@ -8,11 +8,14 @@ files beside them.
     FOLDER/.pulse/current       -> 000000000012-5f3a0c11
     FOLDER/.pulse/000000000012-5f3a0c11/     all files of one version
 
-A version is whole and on disk before ``current``, a symbolic link, is replaced by a rename: at that
-moment all files of the folder are the new version's, and a process that is killed leaves the one or
-the other. FOLDER itself may be a mount point, and whatever else lies there stays. The version
-before stays until the next one is written, for those who opened it by its own path: a loader that
-needs several files of one version resolves ``.pulse/current`` first.
+    FOLDER/step_12/STABLE, config.json, model.safetensors …     plain files
+    FOLDER/.pulse/000000000003-5f3a0c11/     what is being written, or removed
+
+A version is whole and on disk before it is shown by one rename: of ``current``, a symbolic link, or
+of the version's folder, its marker last. A process that is killed leaves the one or the other.
+FOLDER itself may be a mount point, and whatever else lies there stays. The version before
+``current`` stays until the next one is written, for those who opened it by its own path: a loader
+that needs several files of one version resolves ``.pulse/current`` first.
 """
 
 from __future__ import annotations
@@ -27,21 +30,91 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from .._util.files import disk_error, make_folder, sync_folder, write_atomically
+from .._util.settings import checked_count
 from ..errors import InputError, PulseError
+from ..history import beside, save_history, specs_of
+from ..patch.blocks import cut
+from ..patch.history import History
 from ..state.digest import StateDigest, root_of
 from ..state.tensors import State, TensorSpec
-from .checkpoint import ADAPTER_NAME, CURRENT, FILE_NAME, INDEX_NAME, PRIVATE, load, serialize
+from ..stream.manifest import Manifest
+from .checkpoint import (
+    ADAPTER_NAME,
+    CURRENT,
+    FILE_NAME,
+    INDEX_NAME,
+    PRIVATE,
+    current_version,
+    load,
+    save,
+    serialize,
+)
 from .companions import weight_map
 
-_ROOT = "pulse.root"
+_VERSION, _ROOT = "pulse.version", "pulse.root"
 CHECKPOINT_MARK = f'"{_ROOT}"'.encode()
 """In the metadata, which come first, of every file of weights and every index that pulse writes."""
 _HEAD = 4096
 _LOCK = "lock"
 _OWN = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}|link-[0-9a-f]{8}")
 _SHARD_BYTES = 5_000_000_000
+LAYOUTS = {
+    "prime-rl": "step_{}/STABLE",
+    "slime": "weight_v{:06}",
+    "areal": "weight_update_v{}",
+    "hf": "checkpoint-{}",
+}
+"""How frameworks name the folder of a version, and the file whose presence says that it is
+complete."""
+_PLAIN = "[A-Za-z0-9._-]*"
+_PATTERN = re.compile(rf"({_PLAIN})\{{(?::0?([1-9]))?\}}({_PLAIN})(?:/([A-Za-z0-9]{_PLAIN}))?")
+
+
+class Layout(NamedTuple):
+    """The names of versions' folders: ``before``, a number of at least ``digits`` digits,
+    ``after``; and of the ``marker`` in each, "" for none."""
+
+    before: str
+    digits: int
+    after: str
+    marker: str
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """The layout of a framework's name, or of a pattern such as ``step_{}/STABLE`` or
+        ``weight_v{:06}``."""
+        match = _PATTERN.fullmatch(LAYOUTS.get(text, text))
+        if match is None or not (match[1] + match[3]).strip(".") or match[1].startswith("."):
+            raise InputError(
+                f"{text!r} is no layout",
+                hint=f"Give {', '.join(LAYOUTS)}, or a pattern such as step_{{}}/STABLE.",
+            )
+        return cls(match[1], int(match[2] or 1), match[3], match[4] or "")
+
+    def name(self, number: int) -> str:
+        return f"{self.before}{number:0{self.digits}}{self.after}"
+
+    def versions(self, folder: Path) -> Iterator[tuple[int, Path]]:
+        """(version, its folder) of those in ``folder`` that pulse wrote."""
+        pattern = re.compile(rf"{re.escape(self.before)}\d+{re.escape(self.after)}")
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if pattern.fullmatch(entry.name) and not entry.is_symlink():
+                version = _version_in(entry)
+                if version is not None:
+                    yield version, entry
+
+
+def _version_in(folder: Path) -> int | None:
+    """The version that pulse wrote into ``folder``; None where the checkpoint there is another's,
+    or damaged."""
+    try:
+        text = load(folder)[1].get(_VERSION, "")
+    except (PulseError, OSError):
+        return None
+    return int(text) if text.isdecimal() else None
 
 
 def write_checkpoint(
@@ -105,7 +178,7 @@ def checkpoint_files(
 
 def metadata_of(version: int, root: str) -> dict[str, str]:
     """What the weights of a version's checkpoint say of themselves."""
-    return {"format": "pt", "pulse.version": str(version), _ROOT: root}
+    return {"format": "pt", _VERSION: str(version), _ROOT: root}
 
 
 def _linked(earlier: Path, file: Path, metadata: Mapping[str, str]) -> bool:
@@ -182,56 +255,105 @@ def replace_folder(
     Raises InputError as `check_folder`, what ``write`` raises, StoreFull and StoreError; the folder
     then shows what it did before.
     """
+    with _locked(folder) as private:
+        with _written(private, label, write) as made:
+            names = sorted(entry.name for entry in made.iterdir())
+            check_folder(folder, names, force=force)
+            sync_folder(private)
+            # A new name leads nowhere until the next line: as if the file was not there.
+            for name in names:
+                with suppress(FileExistsError):
+                    (folder / name).symlink_to(f"{PRIVATE}/{CURRENT}/{name}")
+            _replace_link(private / CURRENT, made.name, private)
+        sync_folder(private)
+        for name in names:
+            # A file that pulse wrote at another time, or that may be replaced.
+            if not is_shown(folder / name):
+                _replace_link(folder / name, f"{PRIVATE}/{CURRENT}/{name}", private)
+        for entry in folder.iterdir():
+            if is_shown(entry) and entry.name not in names:
+                entry.unlink()
+        sync_folder(folder)
+
+
+def add_version(
+    folder: Path,
+    layout: Layout,
+    number: int,
+    version: int,
+    write: Callable[[Path], None],
+    *,
+    keep: int | None = None,
+    force: bool = False,
+) -> Path:
+    """The folder, in ``folder``, of ``version`` under its ``number``, with what ``write`` puts into
+    the empty folder that it is given. Of the folders that pulse wrote the newest ``keep`` stay. One
+    process does so at a time; others wait.
+
+    Raises InputError where something else has the name, unless ``force``; what ``write`` raises;
+    StoreFull and StoreError. Nothing is in the place of the name then but what was there before.
+    """
+    target, label = folder / layout.name(number), f"{version:012d}"
+    if (folder / PRIVATE / CURRENT).is_symlink():
+        raise InputError(f"{folder} is a followed checkpoint", hint="Give a separate folder.")
+    with _locked(folder) as private:
+        _check_target(target, force=force)
+        with _written(private, label, write) as made:
+            if layout.marker:
+                (made / layout.marker).touch()
+                sync_folder(made)
+            if os.path.lexists(target):
+                os.rename(target, _aside(private, label))
+            os.rename(made, target)
+        sync_folder(folder)
+        if keep is not None:
+            others = sorted(each for each in layout.versions(folder) if each[1] != target)
+            for _, old in others[: max(0, len(others) + 1 - keep)]:
+                os.rename(old, _aside(private, label))
+    return target
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """The private folder of ``folder``, held by one process at a time, and by none that was killed.
+    What is not shown goes before and after. Raises InputError where pulse did not make it,
+    StoreFull and StoreError."""
     private = folder / PRIVATE
+    current = private / CURRENT
     try:
         make_folder(private)
-        if private.is_symlink() or (
-            (private / CURRENT).exists() and not (private / CURRENT).is_symlink()
-        ):
+        if private.is_symlink() or (current.exists() and not current.is_symlink()):
             raise InputError(
                 f"{private} is not a folder that pulse made", hint="Give a separate folder."
             )
-        with locked(private):
+        with (private / _LOCK).open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             before = _target(private)
-            remove_all_but(private, {before})
-            made = private / f"{label}-{secrets.token_hex(4)}"
-            made.mkdir()
-            try:
-                write(made)
-                names = sorted(entry.name for entry in made.iterdir())
-                check_folder(folder, names, force=force)
-                sync_folder(made)
-                sync_folder(private)
-                # A new name leads nowhere until the next line: as if the file was not there.
-                for name in names:
-                    with suppress(FileExistsError):
-                        (folder / name).symlink_to(f"{PRIVATE}/{CURRENT}/{name}")
-                _replace_link(private / CURRENT, made.name, private)
-            except BaseException:
-                if _target(private) != made.name:
-                    shutil.rmtree(made, ignore_errors=True)
-                raise
-            sync_folder(private)
-            for name in names:
-                if not is_shown(
-                    folder / name
-                ):  # a file that pulse wrote at another time, or that may be replaced
-                    _replace_link(folder / name, f"{PRIVATE}/{CURRENT}/{name}", private)
-            for entry in folder.iterdir():
-                if is_shown(entry) and entry.name not in names:
-                    entry.unlink()
-            sync_folder(folder)
-            remove_all_but(private, {before, made.name})
+            _remove_all_but(private, {before})
+            yield private
+            _remove_all_but(private, {before, _target(private)})
     except OSError as error:
         raise disk_error(error, f"write {folder}") from error
 
 
 @contextmanager
-def locked(private: Path) -> Iterator[None]:
-    """Held by one process at a time, and by none that was killed."""
-    with (private / _LOCK).open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _written(private: Path, label: str, write: Callable[[Path], None]) -> Iterator[Path]:
+    """A new private folder, whole and on disk, with what ``write`` puts into it. It goes where an
+    error keeps it from being shown."""
+    made = _aside(private, label)
+    made.mkdir()
+    try:
+        write(made)
+        sync_folder(made)
+        yield made
+    except BaseException:
+        if _target(private) != made.name:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _aside(private: Path, label: str) -> Path:
+    return private / f"{label}-{secrets.token_hex(4)}"
 
 
 def _target(private: Path) -> str:
@@ -252,7 +374,7 @@ def _replace_link(link: Path, target: str, private: Path) -> None:
         aside.unlink(missing_ok=True)
 
 
-def remove_all_but(private: Path, kept: set[str]) -> None:
+def _remove_all_but(private: Path, kept: set[str]) -> None:
     """Removes older versions, and what was left by a process that was killed. Anything else is
     somebody else's."""
     for entry in private.iterdir():
@@ -262,6 +384,20 @@ def remove_all_but(private: Path, kept: set[str]) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
+
+
+def _check_target(target: Path, *, force: bool) -> None:
+    """Raises InputError where what has the name was not written by pulse, unless ``force``."""
+    if force or not os.path.lexists(target):
+        return
+    for name in (FILE_NAME, ADAPTER_NAME, INDEX_NAME):
+        if (target / name).is_file():
+            check_file(target / name, force=False)
+            return
+    raise InputError(
+        f"{str(target)[:200]} exists and was not written by this command",
+        hint="Choose another folder, or replace it with --force.",
+    )
 
 
 def _places(state: State, index: Mapping[str, str]) -> dict[str, str]:
@@ -281,3 +417,55 @@ def _places(state: State, index: Mapping[str, str]) -> dict[str, str]:
         for k, names in enumerate(groups, 1)
         for name in names
     }
+
+
+class HeldVersion(NamedTuple):
+    """A version that is to be written: its verified ``state`` with the ``digest``, its
+    ``manifest``, what is remembered of the versions before, and the ``files`` next to the
+    weights."""
+
+    state: State
+    digest: StateDigest
+    manifest: Manifest
+    history: History
+    files: Mapping[str, bytes]
+
+
+def save_version(
+    held: HeldVersion,
+    path: Path,
+    metadata: Mapping[str, str],
+    *,
+    sharded: bool,
+    force: bool,
+    layout: str | None,
+    keep: int | None,
+    earlier: Path | None,
+) -> Path | None:
+    """Writes a version as `Subscriber.save` says. ``earlier``: where the one before was written,
+    whose unchanged files are linked. Returns where this one lies; of a single file, ``earlier``."""
+    # 1. What is to be written where.
+    state, digest, manifest, history, files = held
+    named = None if layout is None else Layout.of(layout)
+    if keep is not None and checked_count("keep", keep) and named is None:
+        raise InputError(
+            "keep is for the folders of a layout", hint="Otherwise the newest version is kept."
+        )
+    facts = metadata_of(manifest.version, digest.root) | dict(metadata)
+    blocks = cut(specs_of(digest))
+
+    def write(into: Path) -> None:
+        write_checkpoint(into, state, digest, files, facts, sharded=sharded, earlier=earlier)
+        save_history(beside(into), history, blocks, digest.root)
+
+    # 2. One file, the folder that shows the newest version, or a folder of this version's own.
+    if path.suffix == ".safetensors" and named is None:
+        save_history(beside(path), history, blocks, digest.root)
+        save(path, state, facts)
+        return earlier
+    if named is None:
+        replace_folder(path, f"{manifest.version:012d}", write, force=force)
+        return current_version(path)
+    step = manifest.metadata.get("step")
+    number = step if type(step) is int and step >= 0 else manifest.version
+    return add_version(path, named, number, manifest.version, write, keep=keep, force=force)

@@ -14,8 +14,9 @@ import re
 import struct
 import weakref
 from _thread import allocate_lock
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -37,15 +38,14 @@ from ..errors import (
     StoreUnavailable,
 )
 from ..events import fell_back
-from ..history.file import beside, load_history, save_history, specs_of
+from ..history import beside, load_history, save_history, specs_of
 from ..patch.apply import Journal
 from ..patch.blocks import Block, cut
 from ..patch.history import History
-from ..sharding.layout import SlicedState
 from ..state import bits
 from ..state.digest import StateDigest, state_digest
 from ..state.header import header_bytes, parse_header
-from ..state.tensors import Segment, State, StateSource, TensorSpec, as_state
+from ..state.tensors import State, StateSource, TensorSpec, as_state
 from ..store.base import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
@@ -54,10 +54,11 @@ from .checkpoint import current_version, in_file_order
 from .failover import Failover
 from .selection import Selection
 
+_SEARCHED_FOR_BASE = 1000
 _LOCK, _RECORD, _JOURNAL = "pulse.lock", "pulse.state.json", "pulse.journal"
 _STATE, _HISTORY = "state-", "history-"
-_SEARCHED_FOR_BASE = 1000
 _OURS = re.compile(rf"{_STATE}[0-9a-f]{{16}}\.safetensors|{_HISTORY}[0-9]+-[0-9a-f]{{8}}")
+"""The names that `StateFolder` gives: what others keep in the folder is theirs."""
 _FORMAT = "pulse.state.1"
 _PAGE = 4096
 _HEAD = struct.Struct("<Q32s")  # of the journal: the version and the root to which it leads back
@@ -201,9 +202,10 @@ class StateFolder:
         and it may be that of the last one, with whatever it holds."""
         ordered = in_file_order(specs)
         head = _padded(header_bytes(ordered))
-        size = len(head) + sum(spec.nbytes for spec in ordered)
+        *starts, size = accumulate((spec.nbytes for spec in ordered), initial=len(head))
+        placed = list(zip(ordered, starts, strict=True))
         if resumes and (memory := self._mapped_unfinished(head, size)) is not None:
-            return self._state(self._unfinished, memory, [*_placed(ordered, len(head))], aliases)
+            return self._state(self._unfinished, memory, placed, aliases)
         self._delete_unfinished()  # the disk may have no room for both
         name = f"{_STATE}{token_hex(8)}.safetensors"
         path = self.path / name
@@ -226,7 +228,7 @@ class StateFolder:
         if resumes:
             self._unfinished = name
             self._held.add(name)
-        return self._state(name, memory, [*_placed(ordered, len(head))], aliases)
+        return self._state(name, memory, placed, aliases)
 
     def _mapped_unfinished(self, head: bytes, size: int) -> npt.NDArray[np.uint8] | None:
         """The memory of the unfinished state, if it is one of ``size`` bytes that begin with
@@ -235,21 +237,18 @@ class StateFolder:
         if not self._unfinished or (used is not None and used.memory() is not None):
             return None
         try:
-            handle = os.open(
-                self.path / self._unfinished, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
-            )
-            try:
-                if os.fstat(handle).st_size == size and os.pread(handle, len(head), 0) == head:
-                    return _mapped(handle, size)
-            finally:
-                os.close(handle)
+            memory = _mapped_file(self.path / self._unfinished)
         except (OSError, ValueError):
-            pass
-        return None
+            return None
+        return memory if len(memory) == size and bytes(memory[: len(head)]) == head else None
 
     def _delete_unfinished(self) -> None:
         name, self._unfinished = self._unfinished, ""
         self._held.discard(name)
+        self._delete_unused(name)
+
+    def _delete_unused(self, name: str) -> None:
+        """Deletes a file, unless its memory is in use: then it goes with that."""
         if name and (name not in self._files or self._files[name].memory() is None):
             with suppress(OSError):
                 os.unlink(self.path / name)
@@ -271,14 +270,13 @@ class StateFolder:
 
     def _file_of(self, state: State) -> str | None:
         """The file in which a state is; None where it is elsewhere, or has no elements."""
-        first = next((segment for segment in _segments(state) if segment.elements), None)
+        first = next((spec for spec in state.specs if spec.elements), None)
         if first is None:
             return None
-        name, start, _ = first.place
-        at = _address(state.read(name, start, start + 1))
+        at = _address(state.read(first.name, 0, 1))
         for file, used in self._files.items():
             memory = used.memory()
-            if memory is not None and at == _address(memory) + used.places.get(name, -1):
+            if memory is not None and at == _address(memory) + used.places.get(first.name, -1):
                 return file
         return None
 
@@ -303,13 +301,11 @@ class StateFolder:
             raise DigestMismatch(
                 f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…"
             )
-        history = self._history(kept, cut(digest.specs))
+        history = None
+        if kept.history:
+            history = load_history(self.path / kept.history, cut(digest.specs), kept.root)
         # An update that is held has views of this very file, which the state must not change.
-        return state.copy(self.empty) if is_used else state, digest, history
-
-    def _history(self, kept: Kept, blocks: tuple[Block, ...]) -> History:
-        found = load_history(self.path / kept.history, blocks, kept.root) if kept.history else None
-        return found or History()
+        return state.copy(self.empty) if is_used else state, digest, history or History()
 
     def _mapped_kept(self, kept: Kept) -> tuple[State, bool]:
         """The kept state as it was before what was begun, and whether its file is in use."""
@@ -317,15 +313,10 @@ class StateFolder:
         used = self._files.get(kept.file)
         is_used = used is not None and used.memory() is not None
         try:
-            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                size = os.fstat(handle).st_size
-                memory = _mapped(handle, size)
-            finally:
-                os.close(handle)
+            memory = _mapped_file(path)
         except (OSError, ValueError) as error:
             raise StoreError(f"cannot map {path}: {error}") from error
-        placed, _, start = parse_header(memory.data, size)
+        placed, _, start = parse_header(memory.data, len(memory))
         if any((start + at) % spec.dtype.width for spec, at in placed):
             raise CorruptCheckpoint(f"the tensors of {path} are not aligned")
         try:
@@ -385,9 +376,7 @@ class StateFolder:
             os.unlink(self.path / _RECORD)
         self._held.intersection_update({self._unfinished})
         for name in kept.names if kept else ():
-            if name and (name not in self._files or self._files[name].memory() is None):
-                with suppress(OSError):
-                    os.unlink(self.path / name)
+            self._delete_unused(name)
 
     def journal(self, state: State) -> Journal | None:
         """What is to be told of each block of the kept state before it is changed, and of its old
@@ -396,12 +385,7 @@ class StateFolder:
         if kept is None or self._lock is None or self._file_of(state) != kept.file:
             return None
         try:
-            of = self._files[kept.file].places
-            places = {
-                s.spec.name: of[s.spec.name] - s.start * s.spec.dtype.width
-                for s in _segments(state)
-            }
-            journal = _JournalFile(self.path / _JOURNAL, kept, places)
+            journal = _JournalFile(self.path / _JOURNAL, kept, self._files[kept.file].places)
         except OSError:
             self.drop()
             return None
@@ -410,9 +394,8 @@ class StateFolder:
             try:
                 if self._kept is kept:
                     journal.add(block, old)
-            except (
-                OSError
-            ):  # the disk is full, say: what is changed from now on could not be undone
+            except OSError:
+                # The disk is full, say: what is changed from now on could not be undone.
                 self.drop()
 
         return add
@@ -432,7 +415,7 @@ class StateFolder:
                 fine
                 and type(kept.version) is int
                 and len(bytes.fromhex(kept.root)) == 32
-                and all(map(_is_ours, filter(None, kept.names)))
+                and all(_OURS.fullmatch(name) for name in kept.names if name)
             )
             return kept if fine and kept.file else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -442,7 +425,11 @@ class StateFolder:
         """Deletes what processes that were killed have left, but the last state."""
         named = set(self._kept.names) if self._kept else set()
         with suppress(OSError):
-            left = [name for name in os.listdir(self.path) if _is_ours(name) and name not in named]
+            left = [
+                name
+                for name in os.listdir(self.path)
+                if _OURS.fullmatch(name) and name not in named
+            ]
             left.sort(
                 key=lambda name: (name.startswith(_STATE), os.lstat(self.path / name).st_mtime_ns)
             )
@@ -454,9 +441,8 @@ class StateFolder:
 
 class _JournalFile:
     """The old bits of blocks that are being changed, so that they can be put back: one entry a
-    block. ``places`` are those of the whole tensors' first elements, which may lie in front of the
-    file. An entry's place is written first and that it is whole last, so that a kill leaves none
-    that only seems to be."""
+    block. ``places``: where in the file each tensor begins. An entry's place is written first and
+    that it is whole last, so that a kill leaves none that only seems to be."""
 
     def __init__(self, path: Path, kept: Kept, places: Mapping[str, int]) -> None:
         self._places = places
@@ -519,13 +505,13 @@ def _undo(path: Path, kept: Kept, memory: npt.NDArray[np.uint8]) -> None:
             at += length
 
 
-def _segments(state: State) -> Sequence[Segment]:
-    """What of each tensor is held."""
-    return (
-        state.segments
-        if isinstance(state, SlicedState)
-        else [Segment(s, 0, s.elements) for s in state.specs]
-    )
+def _mapped_file(path: Path) -> npt.NDArray[np.uint8]:
+    """All bytes of a file that is there, shared. Raises OSError and ValueError."""
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return _mapped(handle, os.fstat(handle).st_size)
+    finally:
+        os.close(handle)
 
 
 def _mapped(handle: int, size: int) -> npt.NDArray[np.uint8]:
@@ -538,14 +524,6 @@ def _mapped(handle: int, size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mapping, np.uint8)
 
 
-def _placed(specs: tuple[TensorSpec, ...], at: int) -> list[tuple[TensorSpec, int]]:
-    placed = []
-    for spec in specs:
-        placed.append((spec, at))
-        at += spec.nbytes
-    return placed
-
-
 def _padded(head: bytes) -> bytes:
     """A safetensors header that ends with a page."""
     head += b" " * (-len(head) % _PAGE)
@@ -554,11 +532,6 @@ def _padded(head: bytes) -> bytes:
 
 def _address(array: npt.NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
-
-
-def _is_ours(name: str) -> bool:
-    """Whether it is a name that `StateFolder` gives: what others keep in the folder is theirs."""
-    return _OURS.fullmatch(name) is not None
 
 
 def _let_go(path: Path, held: set[str], process: int) -> None:

@@ -1,17 +1,105 @@
-"""The statement about a version that is in a store, to be signed (docs/attestations.md)."""
+"""A version as an in-toto statement in a DSSE envelope, which the OpenSSF's ``model_signing verify
+key`` reads (docs/attestations.md).
+
+The statement is about files, as an auditor has them: those that `Subscriber.save` writes, to the
+byte. The weights are hashed as they would be written, and nothing is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import base64
+import json
+from collections.abc import Collection, Iterable
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+from .._util.files import open_regular
+from ..errors import InputError
 from ..events import Listener
-from ..follow.checkpoint import INDEX_NAME
+from ..follow.checkpoint import INDEX_NAME, PRIVATE
+from ..follow.folder import checkpoint_files, metadata_of
 from ..store import Store
 from ..stream.manifest import Manifest
 from ..stream.signing import TrustedKeys
 from ..sync.subscriber import Subscriber
-from .attestation import statement_of
+
+BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+_STATEMENT = "https://in-toto.io/Statement/v1"
+_PREDICATE = "https://model_signing/signature/v1.0"
+_PAYLOAD = "application/vnd.in-toto+json"
+SIGNATURE = "pulse.sig"
+"""The attestation in a checkout's folder."""
+_NOT_SIGNED = (PRIVATE, "pulse.history", SIGNATURE)
+"""In a folder that pulse writes: the files of its versions, which it shows by links, what is
+remembered of versions before this one, and the attestation itself."""
+_KEY_FILE_BYTES = 1 << 16
+_CURVES = ("secp256r1", "secp384r1", "secp521r1")
+_HINT = "Make one: openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out FILE"
+
+
+class AttestationKey:
+    """The elliptic curve key that signs statements: the verifiers of ``model_signing`` take no
+    Ed25519 keys, which streams are signed with.
+
+    Args:
+        path: A file with a key of P-256, P-384 or P-521 in PEM without a password.
+    Raises:
+        InputError: There is no such key, or the package cryptography is missing.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            from cryptography.hazmat.primitives import hashes, serialization
+            from cryptography.hazmat.primitives.asymmetric import ec
+        except ImportError as error:
+            raise InputError(
+                "attestations need the package cryptography",
+                hint="Install it: pip install 'pulse-rl[sign]'.",
+            ) from error
+        try:
+            with open_regular(Path(path)) as file:
+                data = file.read(_KEY_FILE_BYTES)
+            key = serialization.load_pem_private_key(data, None)
+        except InputError as error:
+            raise InputError(str(error), hint=_HINT) from None
+        except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
+            reason = error.strerror if isinstance(error, OSError) else str(error).split(". ")[0]
+            raise InputError(f"{path} is not a private key: {reason}", hint=_HINT) from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
+            raise InputError(f"{path} is not a key of P-256, P-384 or P-521", hint=_HINT)
+        digest = {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}[
+            key.curve.key_size
+        ]
+        public = key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        self._key, self._algorithm = key, ec.ECDSA(digest)
+        self._hint = sha256(public).hexdigest()
+
+    def bundle(self, statement: dict[str, Any]) -> dict[str, Any]:
+        """``statement`` as a Sigstore bundle: its DSSE envelope, and which key has signed."""
+        payload = json.dumps(statement, separators=(",", ":"), ensure_ascii=False).encode()
+        signed = b" ".join(
+            [b"DSSEv1", b"%d" % len(_PAYLOAD), _PAYLOAD.encode(), b"%d" % len(payload), payload]
+        )
+        return {
+            "mediaType": BUNDLE,
+            "verificationMaterial": {
+                "publicKey": {"hint": self._hint},
+                "tlogEntries": [],
+            },
+            "dsseEnvelope": {
+                "payload": base64.b64encode(payload).decode(),
+                "payloadType": _PAYLOAD,
+                "signatures": [
+                    {
+                        "sig": base64.b64encode(self._key.sign(signed, self._algorithm)).decode(),
+                        "keyid": "",
+                    }
+                ],
+            },
+        }
 
 
 def make_statement(
@@ -25,9 +113,25 @@ def make_statement(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> dict[str, Any]:
-    """The in-toto statement of ``version`` of the stream ``stream`` (None: the newest), which is
-    fetched and verified. ``sharded`` as for `Subscriber.save`. Raises InputError, Untrusted for a
-    signature that is none, and what `Subscriber.sync` raises."""
+    """Return the in-toto statement of a version, which is fetched and verified: the digests of the
+    files that a checkout of it has, and what the stream says of it.
+
+    Args:
+        store: The store, or its address.
+        stream: The stream's name.
+        version: The number of the version. Default: the newest.
+        sharded: As for `Subscriber.save`.
+        trusted_keys: As for `Subscriber`.
+        stream_id: As for `Subscriber`.
+        threads: As for `Subscriber`.
+        on_event: As for `Subscriber`.
+    Returns: The statement, as JSON values.
+    Raises:
+        InputError: An argument makes no sense.
+        Untrusted: The version's signature is none.
+
+    It also raises what `Subscriber.sync` raises.
+    """
     with Subscriber(
         store,
         stream=stream,
@@ -37,25 +141,71 @@ def make_statement(
         on_event=on_event,
     ) as subscriber:
         subscriber.sync(version)
-        key = _signing_key(subscriber.manifest)
-        files = (
-            subscriber.files()
-            if any(file.name == INDEX_NAME for file in subscriber.manifest.files)
-            else None
-        )
-        return statement_of(
-            subscriber.manifest,
+        manifest = subscriber.manifest
+        known = {file.name: file.sha256 for file in manifest.files}
+        # The files next to the weights are hashed already. Where one of them is the index of a
+        # sharded checkpoint it says which tensors are in which file.
+        files = subscriber.files() if INDEX_NAME in known else dict.fromkeys(known, b"")
+        written = checkpoint_files(
             subscriber.state,
             subscriber.digest,
-            key=key,
-            files=files,
+            files,
+            metadata_of(manifest.version, manifest.root),
             sharded=sharded,
         )
+        known.pop(INDEX_NAME, None)  # a checkout has an index of its own
+        digests = {name: known.get(name) or _digest(chunks) for name, chunks, _ in written}
+    # In the order of the paths' parts: the verifier sorts so, and hashes in the order that it finds
+    # here.
+    names = sorted(digests, key=lambda name: name.split("/"))
+    return {
+        "_type": _STATEMENT,
+        "subject": [
+            {
+                "name": f"{manifest.stream}-{manifest.version}",
+                "digest": {
+                    "sha256": sha256(
+                        b"".join(bytes.fromhex(digests[name]) for name in names)
+                    ).hexdigest(),
+                    "pulseRoot": manifest.root,
+                },
+            }
+        ],
+        "predicateType": _PREDICATE,
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": False,
+                "ignore_paths": list(_NOT_SIGNED),
+            },
+            "resources": [
+                {"name": name, "algorithm": "sha256", "digest": digests[name]} for name in names
+            ],
+            "pulse": _facts(manifest),
+        },
+    }
 
 
-def _signing_key(manifest: Manifest) -> str | None:
-    """The key that has signed a manifest, whoever trusts it, None without one. Raises Untrusted."""
-    if manifest.signature is None:
-        return None
-    TrustedKeys([manifest.signature.key]).check(manifest)
-    return manifest.signature.key
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    """What the stream says of a version, and which key has signed that. Raises Untrusted."""
+    patch, key = manifest.patch, None
+    if manifest.signature is not None:
+        key = manifest.signature.key
+        TrustedKeys([key]).check(manifest)
+    return {
+        "stream": manifest.stream,
+        "streamId": manifest.stream_id,
+        "version": manifest.version,
+        "root": manifest.root,
+        "base": {"version": patch.base, "root": patch.base_root} if patch else None,
+        "metadata": manifest.metadata,
+        "publisherKey": key,
+    }
+
+
+def _digest(chunks: Iterable[bytes | memoryview]) -> str:
+    found = sha256()
+    for chunk in chunks:
+        found.update(chunk)
+    return found.hexdigest()

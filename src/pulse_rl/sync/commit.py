@@ -17,7 +17,7 @@ from .._util.serial import shield
 from .._util.threads import default_threads, ordered_map
 from ..errors import ChainGap, InputError, PublisherConflict, StoreError
 from ..events import Listener, Metadata, PhaseTimer, Published, progress_to
-from ..history.policy import Note
+from ..history import Note
 from ..patch.blocks import runs_of
 from ..state.tensors import Segment
 from ..store.base import UNREADABLE

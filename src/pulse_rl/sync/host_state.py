@@ -11,11 +11,10 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._util.serial import shield
 from .._util.threads import Stopped, hit, ordered_map
-from ..codec import Changes
 from ..errors import (
     ChainGap,
     CorruptManifest,
@@ -32,7 +31,7 @@ from ..errors import (
 )
 from ..events import Listener, PhaseTimer, fell_back, progress_to
 from ..patch import Patch, apply_patch, parse_patch
-from ..patch.header import MAX_HEADER_BYTES, JoinedHeader
+from ..patch.header import MAX_HEADER_BYTES
 from ..patch.history import History, Window
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import Empty, State, TensorSpec, check_tensor_name
@@ -53,24 +52,6 @@ _NOTHING = History()
 _LARGEST_SHARE = 8
 """Of the whole state's bytes at most one part in so many is remembered, whatever manifests say:
 publishers do less."""
-
-
-class Watcher(Protocol):
-    """Follows a host state from version to version."""
-
-    def advanced(
-        self,
-        link: Link,
-        header: JoinedHeader,
-        undo: Mapping[int, Changes],
-        state: State,
-        digest: StateDigest,
-    ) -> None:
-        """A patch with this ``header`` was applied; ``undo`` holds the old bits by its blocks, the
-        other arguments are the new state."""
-
-    def replaced(self) -> None:
-        """The state was replaced, or changed in a way that ``undo`` does not describe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +77,6 @@ class HostState:
         *,
         threads: int | None = None,
         listener: Listener | None = None,
-        watcher: Watcher | None = None,
         selection: Selection | None = None,
         folder: StateFolder | None = None,
     ) -> None:
@@ -106,7 +86,6 @@ class HostState:
         self.threads = threads
         self.listener = listener
         self._keeps = True
-        self._watcher = watcher
         self._at: _Position | None = None
         self._pinned: list[weakref.ref[Update]] = []
         self.followed: list[Link] = []
@@ -140,7 +119,6 @@ class HostState:
     ) -> None:
         """Takes over ``state``, made by `empty`, as the version of ``manifest``, with the
         ``history`` that there is. The owner has it already, unless it ``is_new`` to it."""
-        self._replaced()
         pending = Pending() if is_new else Pending.nothing(manifest.version, state)
         history = history.last(manifest.remembers)
         self._at = _Position(manifest.version, state, digest, pending, history)
@@ -168,14 +146,8 @@ class HostState:
             and at
             and state_digest(at.state, threads=self.threads).leaves != at.digest.leaves
         ):
-            self._replaced()
             self._at = None
         self.poisoned = False
-
-    def _replaced(self) -> None:
-        """What was kept does not lead to the state that there will be."""
-        if self._watcher:
-            self._watcher.replaced()
 
     def staging_copy(self) -> HostState:
         """An empty one, in which a state is restored that may take the place of this one's. Its
@@ -250,8 +222,6 @@ class HostState:
             self.poisoned = False
             hit("apply.moved")
             self._keep(manifest)
-            if self._watcher:
-                self._watcher.advanced(link, patch.header, applied.undo, self.state, self.digest)
         hit("apply.after")
 
     def replace(
@@ -264,7 +234,6 @@ class HostState:
     ) -> None:
         """Takes ``state``, which was restored along ``links`` from an anchor and verified as the
         version of ``manifest``, in place of the old one."""
-        self._replaced()
         old = self._at
         nbytes = sum(link.nbytes for link in links)
         pending = (

@@ -26,7 +26,7 @@ from ..events import (
     progress_to,
 )
 from ..hints import Notices
-from ..history.policy import HistoryPolicy, Note
+from ..history import HistoryPolicy, Note
 from ..patch.blocks import Block, cut
 from ..patch.tree import hashed_together, numbered_leaves, tree_of
 from ..state.tensors import Segment, State

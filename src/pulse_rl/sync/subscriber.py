@@ -269,7 +269,7 @@ class Subscriber(Closing, NotCopyable):
             keep: How many of the folders of a ``layout`` stay, the newest ones. Default: all.
         Raises: What `state` and `files` raise, InputError, StoreFull and StoreError.
         """
-        from ..follow.version_folders import HeldVersion, save_version
+        from ..follow.folder import HeldVersion, save_version
 
         target = checked_path(path)
         alone = target.suffix == ".safetensors" and layout is None
