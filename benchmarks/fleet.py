@@ -38,8 +38,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.counted import CountedStore
-from pulse_rl import Bits, HttpStore, LocalStore, Publisher, Relay, Store, Subscriber
+from pulse_rl import Bits, LocalStore, Publisher, Relay, Store, Subscriber
 from pulse_rl.store import open_store
+from pulse_rl.stores.http import HttpStore
 from pulse_rl.stores.server import FolderServer
 
 ELEMENTS, DENSITY, POLL_SECONDS = 500_000, 0.005, 1.0

@@ -87,6 +87,11 @@ HANDED_OUT = {
     "pulse_rl.stream.manifest.Signature",
     "pulse_rl.ops.gc.GcPlan",
     "pulse_rl.sync.publisher.PublisherSettings",
+    "pulse_rl.state.tensors.TensorSpec",
+    "pulse_rl.stores.http.HttpStore",
+    "pulse_rl.stores.object.ObjectStore",
+    "pulse_rl.submit.Submission",
+    "pulse_rl.sync.update.TensorUpdate",
 }
 """Types that users receive and never make, and those of keywords: documented in docs/reference, and
 not exported."""

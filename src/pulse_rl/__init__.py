@@ -25,16 +25,13 @@ from .ops.gc import gc_stream
 from .ops.relay import Relay
 from .ops.verify import audit, verify_stream
 from .state.digest import state_digest
-from .state.tensors import Bits, State, StateSource, TensorSpec, as_state
+from .state.tensors import Bits, State, StateSource, as_state
 from .store import LocalStore, ObjectInfo, Store, open_store
-from .stores.http import HttpStore
 from .stores.memory import MemoryStore
-from .stores.object import ObjectStore
 from .stream.signing import Signer
-from .submit import Submission
 from .sync.publisher import Publisher
 from .sync.subscriber import Subscriber
-from .sync.update import TensorUpdate, Update
+from .sync.update import Update
 
 if TYPE_CHECKING:
     from .loco import PulseLoCo as PulseLoCo
@@ -43,11 +40,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Bits",
-    "HttpStore",
     "LocalStore",
     "MemoryStore",
     "ObjectInfo",
-    "ObjectStore",
     "Published",
     "Publisher",
     "PulseError",
@@ -55,11 +50,8 @@ __all__ = [
     "Signer",
     "State",
     "Store",
-    "Submission",
     "Subscriber",
     "Subscribers",
-    "TensorSpec",
-    "TensorUpdate",
     "Update",
     "__version__",
     "anchor_stream",

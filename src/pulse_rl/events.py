@@ -26,8 +26,6 @@ __all__ = [
     "FallbackUsed",
     "Folded",
     "Hint",
-    "Listener",
-    "Metadata",
     "Progress",
     "Published",
     "Relayed",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import MemoryStore, Publisher, Subscriber, TensorUpdate, Update, state_root
+from pulse_rl import MemoryStore, Publisher, Subscriber, Update, state_root
 from pulse_rl.errors import InputError
 from pulse_rl.frameworks import device_scatter as launch
 from pulse_rl.frameworks import torch as integration
@@ -22,6 +22,7 @@ from pulse_rl.frameworks.device_scatter import Scatter, Sent, by_indices, scatte
 from pulse_rl.frameworks.torch import apply_
 from pulse_rl.patch.apply import Piece, TensorChanges
 from pulse_rl.state.tensors import DTYPES, TensorSpec
+from pulse_rl.sync.update import TensorUpdate
 from tests.support.scatter import check, kernel_of_numpy
 from tests.support.states import Rng, all_dtypes, mutated
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl import State, TensorSpec, state_root
+from pulse_rl import State, state_root
 from pulse_rl.state import bits
 from pulse_rl.state.bits import SpareMemory, contiguous
-from pulse_rl.state.tensors import DTYPES, DeviceTensor
+from pulse_rl.state.tensors import DTYPES, DeviceTensor, TensorSpec
 from tests.support.states import Rng, all_dtypes, snapshot
 
 

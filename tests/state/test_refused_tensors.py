@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pulse_rl import Bits, State, TensorSpec
+from pulse_rl import Bits, State
 from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
+from pulse_rl.state.tensors import TensorSpec
 
 BF16 = State.of({"w": Bits(np.zeros(1, np.uint16), "BF16")}).spec("w").dtype
 

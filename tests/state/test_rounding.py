@@ -252,7 +252,7 @@ def test_the_dtypes_are_those_tested_here() -> None:
 
 
 def test_dtype_records_the_layout_of_its_bits() -> None:
-    assert DTYPES["BF16"] == DType(12, "BF16", 2, (7, 8))
+    assert DTYPES["BF16"] == DType(12, "BF16", 2, (7, 8), "bfloat16")
     for name, (low, count) in {n: d.exponent for n, d in DTYPES.items() if d.exponent}.items():
         one = (
             torch.ones(1)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, TensorSpec, state_root
+from pulse_rl import Bits, MemoryStore, Publisher, State, Subscriber, state_root
 from pulse_rl.errors import InputError, UnsupportedTensor
+from pulse_rl.state.tensors import TensorSpec
 from tests.support.arrays import misaligned
 from tests.support.states import SPECIAL_BITS, UINTS, WIDTHS, all_dtypes, bits, snapshot
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from pulse_rl import HttpStore, LocalStore, MemoryStore, ObjectStore, Store, open_store
+from pulse_rl import LocalStore, MemoryStore, Store, open_store
 from pulse_rl.stores.server import FolderServer
 from pulse_rl.testing import StoreConformance
 from tests.support.http import ServedStore
@@ -67,12 +67,12 @@ class TestServedStore(OwnStore):
     def new_store(self) -> Store:
         folder = f"store-{next(counter)}"
         reader = open_store(f"{self.url}/{folder}/")
-        assert isinstance(reader, HttpStore)
+        assert repr(reader).startswith("HttpStore")
         return ServedStore(LocalStore(self.root / folder), reader)
 
     def peer_of(self, store: Store) -> Store:
         assert isinstance(store, ServedStore)
-        return ServedStore(store.folder, HttpStore(f"{self.url}/{store.folder.root.name}"))
+        return ServedStore(store.folder, open_store(f"{self.url}/{store.folder.root.name}"))
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ class TestObjectStore(OwnStore):
 
     def new_store(self) -> Store:
         store = s3_store(self.endpoint, self.prefix)
-        assert isinstance(store, ObjectStore)
+        assert repr(store).startswith("ObjectStore")
         return store
 
     def peer_of(self, store: Store) -> Store:

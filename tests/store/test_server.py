@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import HttpStore, LocalStore
+from pulse_rl import LocalStore, open_store
 from pulse_rl.errors import InputError, NotFound
 from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, asked
@@ -99,7 +99,7 @@ def test_nothing_beside_the_folder_is_shown(served: FolderServer, tmp_path: Path
             path == "/" and body.endswith(b" a/b\n") and body.count(b"\n") == 1
         ), path
         assert b"secret" not in body
-    store = HttpStore(served.url)
+    store = open_store(served.url)
     assert names(store, "a") == ["a/b"]
     assert names(store, "folder") == []
 
@@ -154,8 +154,8 @@ def test_a_file_that_shrinks_while_it_is_sent_is_missed(
         answer.read()
     connection.close()
     with pytest.raises(NotFound):
-        HttpStore(served.url).head("gone")
-    assert HttpStore(served.url).get("big") == b"\0"
+        open_store(served.url).head("gone")
+    assert open_store(served.url).get("big") == b"\0"
 
 
 def test_a_root_that_is_gone_is_no_empty_store(served: FolderServer, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_connections_that_say_nothing_are_closed(
             for peer in (silent, slow):
                 with suppress(ConnectionResetError):
                     assert peer.recv(65536) == b""
-        assert HttpStore(server.url).get("a/b") == b"0123456789"
+        assert open_store(server.url).get("a/b") == b"0123456789"
 
 
 def test_malformed_requests_do_not_fill_the_log(

@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
-from pulse_rl import HttpStore, LocalStore
+from pulse_rl import LocalStore
 from pulse_rl.store import Data, ObjectInfo
+from pulse_rl.stores.http import HttpStore
 
 
 class ServedStore:

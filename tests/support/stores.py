@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from pulse_rl import ObjectStore, Store, open_store
+from pulse_rl import Store, open_store
 from pulse_rl.errors import StoreUnavailable
 from pulse_rl.store import Data, ObjectInfo
 
@@ -24,14 +24,14 @@ def s3_store(endpoint: str, prefix: str) -> Store:
     )
 
 
-def unreachable_store(**keys: str) -> ObjectStore:
+def unreachable_store(**keys: str) -> Store:
     """A client of an address on loopback at which nobody listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
     options: dict[str, Any] = {"client_options": {"allow_http": True}, "retry_config": retry}
-    return ObjectStore(
+    return open_store(
         "s3://bucket/x", endpoint=f"http://127.0.0.1:{port}", **(KEYS | keys), **options
     )
 
