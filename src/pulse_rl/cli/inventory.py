@@ -161,8 +161,10 @@ def _facts_of(stream: Stream) -> dict[str, Any]:
 
 
 def _version_facts(stream: Stream, version: int) -> dict[str, Any]:
-    unknown = dict.fromkeys(("age_seconds", "root", "density", "patch_bytes", "anchor_bytes"))
-    facts = {"version": version, **unknown, "dense_bytes": None, "epoch": None, "metadata": {}}
+    facts: dict[str, Any] = dict.fromkeys(
+        ("age_seconds", "root", "density", "patch_bytes", "anchor_bytes", "dense_bytes", "epoch")
+    )
+    facts |= {"version": version, "metadata": {}}
     try:
         manifest = stream.manifest(version)
     except PulseError as error:

@@ -299,8 +299,8 @@ def bisect(args: argparse.Namespace, console: Console) -> int:
                 f"version {version}: {verdict}{shown}, {len(suspects)} left",
             )
         # 2. It is one of several, where those between could not be asked.
+        facts: dict[str, Any] = {"first_bad": None, "suspects": suspects, "asked": asked}
         if len(suspects) > 1:
-            facts = {"first_bad": None, "suspects": suspects, "asked": asked}
             names = ", ".join(map(str, suspects))
             line = f"the first bad version is one of {names}: the others were skipped"
             console.result(facts, line)
@@ -308,7 +308,7 @@ def bisect(args: argparse.Namespace, console: Console) -> int:
         (first,) = suspects
         metadata = runs.metadata(first)
         said = " ".join(f"{key}={value}" for key, value in metadata.items())
-        facts = {"first_bad": first, "suspects": suspects, "asked": asked, "metadata": metadata}
+        facts |= {"first_bad": first, "metadata": metadata}
         of = f" ({said})" if said else ""
         console.result(facts, f"version {first} is the first bad one{of}, asked {asked} times")
         return 0

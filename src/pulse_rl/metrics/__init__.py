@@ -46,7 +46,7 @@ from ..stream.names import StreamNames, WorkerName, check_word
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out", "read_events"]
+__all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out"]
 
 MAX_LINE_BYTES = 1 << 20
 _MAX_OF_A_WORKER = 100

@@ -13,8 +13,7 @@ from .._util.threads import ordered_map
 from ..errors import InputError, UnsupportedTensor
 from ..state.cast import COMPUTE_DTYPES
 from ..state.tensors import DType, State, TensorSpec, UIntArray
-from .record import BlockRecord
-from .result import STEP_SECONDS, Tally, study_dict
+from .tally import STEP_SECONDS, BlockRecord, Tally, study_dict
 
 
 class SparsityMeter(Closing):
