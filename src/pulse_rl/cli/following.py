@@ -149,26 +149,20 @@ def follow(args: argparse.Namespace, console: Console) -> None:
             )
         _follow_into_a_folder(args, console)
         return
-    for wrong, message, hint in (
-        (
-            args.layout or args.keep,
-            "an engine has no --layout",
-            "Leave --layout and --keep out, or give --out.",
-        ),
-        (len(args.store) > 1, "an engine follows one store", "Give the nearest one."),
-        (
-            args.select,
-            "an engine needs all tensors of its model",
-            "Leave --select out, or give --out.",
-        ),
-        (
-            args.store[0].startswith("memory:"),
-            "an engine cannot open a memory:// store",
-            "Give a folder or an object store.",
-        ),
-    ):
-        if wrong:
-            raise InputError(message, hint=hint)
+    if args.layout or args.keep:
+        raise InputError(
+            "an engine has no --layout", hint="Leave --layout and --keep out, or give --out."
+        )
+    if len(args.store) > 1:
+        raise InputError("an engine follows one store", hint="Give the nearest one.")
+    if args.select:
+        raise InputError(
+            "an engine needs all tensors of its model", hint="Leave --select out, or give --out."
+        )
+    if args.store[0].startswith("memory:"):
+        raise InputError(
+            "an engine cannot open a memory:// store", hint="Give a folder or an object store."
+        )
     _follow_into_an_engine(args, console)
 
 
@@ -317,9 +311,8 @@ def keep_on(
             if args.once or not may_pass(error):
                 raise
             console.note(f"{error} ({error.hint}); retrying")
-            if not isinstance(
-                error, EmptyStream
-            ):  # what is missing or damaged is fetched again at each try
+            # What is missing or damaged is fetched again at each try.
+            if not isinstance(error, EmptyStream):
                 time.sleep(backoff.wait())
                 continue
         if args.once:
