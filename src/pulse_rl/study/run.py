@@ -95,23 +95,22 @@ def study(
         )
     coded = {Pair(k, new) for k in possible for new in evenly_spaced(k, last, CODED_PAIRS)}
 
-    def walk() -> Iterator[State]:
-        for state in given.walk():
-            if quantize is None:
-                yield CastState(state, compute)
-            else:
-                yield QuantizedState(state, quantize, compute)
+    def seen(state: State) -> State:
+        if quantize is None:
+            return CastState(state, compute)
+        return QuantizedState(state, quantize, compute)
 
-    first = next(walk())
-    tally = Tally(first.specs, possible)
+    first = next(given.walk())
+    tally = Tally(seen(first).specs, possible)
     budget = _SPARE_BYTES + given.held_states * first.nbytes
-    progress = progress_to(on_event, "study", len(given.names) * first.nbytes)
+    nbytes = sum(block.nbytes for block in tally.blocks)
+    progress = progress_to(on_event, "study", len(given.names) * nbytes)
     # 2. Passes over the states, each for as many of the blocks left as fit into memory.
     done = 0
     while done < len(tally.blocks):
         records = [BlockRecord(block, possible, coded) for block in tally.blocks[done:]]
-        for number, state in enumerate(walk()):
-            fitting = _fitting(records, state, budget, threads)
+        for number, state in enumerate(given.walk()):
+            fitting = _fitting(records, seen(state), budget, threads)
             if progress:  # what was half done is done again
                 dropped = sum(r.block.nbytes for r in records[fitting:])
                 compared = sum(r.block.nbytes for r in records[:fitting])
