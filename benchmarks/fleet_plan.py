@@ -166,7 +166,7 @@ def _way(scenario: Scenario, fleet: Fleet, way: str, method: str) -> WayPlan:
     looks = 60 * receivers / fleet.poll_seconds + (
         60 / _PATIENCE * fleet.workers if way == "relays" else 0
     )
-    phases = make_plan(scenario).methods[method].phases
+    phases = make_plan(scenario)[method].phases
     coding = (
         phases["encode"] + phases["hash"] + phases["upload"] + phases["verify"] + phases["apply"]
     )
@@ -209,7 +209,7 @@ def _fetch_bytes(scenario: Scenario, method: str, versions: int) -> float:
 
 
 def _patch_bytes(scenario: Scenario, method: str) -> float:
-    return make_plan(scenario).methods[method].sync_bytes
+    return make_plan(scenario)[method].sync_bytes
 
 
 def _shared(bandwidth: float | None, among: int) -> float | None:

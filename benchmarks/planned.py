@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import results, trace
 from pulse_rl import MemoryStore, Publisher, as_state
-from pulse_rl.study import Scenario, make_plan
+from pulse_rl.study.plan import Scenario, make_plan
 
 PULSE = "PULSE, arXiv 2602.03839, section 3"
 SPARSERL = "SparseRL-Sync, arXiv 2605.07330"
@@ -55,11 +55,11 @@ def planned(model: Model) -> dict[str, Any]:
     row |= {"density": model.density, "at": model.at, "source": model.source}
     for rate in RATES:
         plan = make_plan(Scenario(round(model.params), model.density, 50.0, rate))
-        full, ours = plan.methods["full"], plan.methods["auto"]
+        full, ours = plan["full"], plan["auto"]
         row |= {
             "full_bytes": full.sync_bytes,
             "bytes": ours.sync_bytes,
-            "zstd_bytes": plan.methods["zstd"].sync_bytes,
+            "zstd_bytes": plan["zstd"].sync_bytes,
         }
         row |= {
             f"seconds_{rate / 1e6:.0f}": ours.sync_seconds,
@@ -75,7 +75,7 @@ def measured(name: str, folder: Path, at: str) -> dict[str, Any]:
         publisher.publish(old)
         done = publisher.publish(new)
     assert done.changed is not None
-    plan = make_plan(Scenario(done.elements, done.density, 50.0, 1e9)).methods["auto"]
+    plan = make_plan(Scenario(done.elements, done.density, 50.0, 1e9))["auto"]
     row = {
         "model": name,
         "kind": "measured",
@@ -105,7 +105,7 @@ def main() -> None:
     rows += [planned(model) for model in MODELS]
     for tenths in range(10, 51):  # 10 Mbit/s to 100 Gbit/s
         rate = 1e6 * 10 ** (tenths / 10)
-        plan = make_plan(Scenario(7_000_000_000, 0.0086, 50.0, rate)).methods
+        plan = make_plan(Scenario(7_000_000_000, 0.0086, 50.0, rate))
         rows.append(
             {"kind": "link", "rate": rate, **{name: plan[name].sync_seconds for name in plan}}
         )

@@ -36,7 +36,7 @@ from pulse_rl.quantize.formats import FORMATS
 from pulse_rl.quantize.states import Quantize, QuantizedState
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
-from pulse_rl.study.result import kind_of
+from pulse_rl.study.tally import kind_of
 
 _LEVELS = (1, 9)
 

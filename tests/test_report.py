@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, Subscriber
-from pulse_rl.errors import InputError
 from pulse_rl.metrics import JsonLines
-from pulse_rl.report import read_run, render
-from pulse_rl.study import CheckpointFolder, study
 from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
 from tests.support.states import Rng, history
@@ -52,10 +49,11 @@ def test_a_run_becomes_a_page(run: Path, pulse: Pulse) -> None:
     ]
     assert page.count("<svg") == len(captions)
     assert "worker-&lt;7&gt;" in page
-    assert page == render(run=read_run(run), title="Pulse report: run"), "not the same bytes"
+    pulse("report", run, "-o", run / "again.html")
+    assert page == (run / "again.html").read_text(), "not the same bytes"
 
 
-def test_a_page_loads_and_runs_nothing(run: Path) -> None:
+def test_a_page_loads_and_runs_nothing(run: Path, pulse: Pulse) -> None:
     failed = {
         "event": "fallback_used",
         "time": 1.0,
@@ -65,37 +63,41 @@ def test_a_page_loads_and_runs_nothing(run: Path) -> None:
         "reason": HOSTILE,
     }
     (run / "events-x.jsonl").write_text(json.dumps(failed) + "\n")
-    page = render(run=read_run(run), title=HOSTILE)
+    named = run.rename(run.parent / HOSTILE.replace("/", ""))
+    pulse("report", named, "-o", run.parent / "page.html")
+    page = (run.parent / "page.html").read_text()
+    assert page.count("&lt;script&gt;") > 5
     assert "<script" not in page
     assert "<img" not in page
     assert "default-src 'none'" in page
     assert not re.search(r'(?:src|href)="(?!#)', page.replace("xlink:", ""))
 
 
-def test_a_study_becomes_a_page(tmp_path: Path, rng: Rng) -> None:
+def test_a_study_becomes_a_page(tmp_path: Path, rng: Rng, pulse: Pulse) -> None:
     for k, state in enumerate(history(rng, 5)):
-        write_checkpoint(tmp_path / f"step-{k}", state)
-    found = study(CheckpointFolder(tmp_path), ks=(1, 2))
-    page = render(study=json.loads(json.dumps(found)))
+        write_checkpoint(tmp_path / f"steps/step-{k}", state)
+    found = pulse.json("study", tmp_path / "steps", "--k", 1, 2)
+    (tmp_path / "study.json").write_text(json.dumps(found))
+    pulse("report", tmp_path, "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") == 3
     assert f"{found['rows'][0]['sparsity']:.3%}" in page
 
 
 @pytest.mark.parametrize("given", [{}, {"format": "pulse.study.2"}, [], "x", {"rows": 1}])
-def test_what_is_no_study_is_refused(given: Any) -> None:
-    with pytest.raises(InputError, match="not a study"):
-        render(study=given)
+def test_what_is_no_study_is_refused(given: Any, tmp_path: Path, pulse: Pulse) -> None:
+    (tmp_path / "study.json").write_text(json.dumps(given))
+    pulse.refused("report", tmp_path, "-o", tmp_path / "p", kind="input", match="not a study")
 
 
-def test_what_has_nothing_to_show_is_refused(run: Path, tmp_path: Path) -> None:
+def test_what_has_nothing_to_show_is_refused(run: Path, tmp_path: Path, pulse: Pulse) -> None:
+    def refused(folder: Path, *options: str, match: str) -> None:
+        command = ("report", folder, "-o", tmp_path / "page.html", *options)
+        pulse.refused(*command, kind="input", match=match)
+
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="has no events"):
-        read_run(tmp_path / "empty")
-    with pytest.raises(InputError, match="no events of the stream 'other'"):
-        read_run(run, stream="other")
-    with pytest.raises(InputError, match="nothing to draw"):
-        render()
+    refused(tmp_path / "empty", match="has no events")
+    refused(run, "--stream", "other", match="no events of the stream 'other'")
     other = json.loads((run / "events-trainer.jsonl").read_text().splitlines()[0])
     (run / "events-b.jsonl").write_text(json.dumps(other | {"stream": "b"}) + "\n")
-    with pytest.raises(InputError, match="streams b, policy"):
-        read_run(run)
+    refused(run, match="streams b, policy")

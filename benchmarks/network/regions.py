@@ -36,7 +36,7 @@ from benchmarks.network.run import (
     wait_or_kill,
     wait_until_ready,
 )
-from pulse_rl.study import Scenario, make_plan
+from pulse_rl.study.plan import Scenario, make_plan
 
 RATES, ROUND_TRIP, LOSS = (50e6, 200e6), 0.08, 0.001
 METHODS = ("auto", "zstd", "full", "rsync")
@@ -190,7 +190,7 @@ def planned(row: dict[str, Any], density: float | None) -> dict[str, float]:
         cores=THREADS,
         round_trip_seconds=row["round_trip"],
     )
-    plan = make_plan(scenario).methods[row["method"]]
+    plan = make_plan(scenario)[row["method"]]
     idle = sum(plan.phases[name] for name in ("download", "verify", "apply"))
     return {
         "planned_bytes": plan.sync_bytes,

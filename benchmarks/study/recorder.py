@@ -8,9 +8,8 @@ from typing import Any
 from benchmarks.study.research import Research
 from benchmarks.study.settings import KS, Settings
 from pulse_rl import State
-from pulse_rl.study.record import BlockRecord, Pair
-from pulse_rl.study.result import Tally, study_dict
 from pulse_rl.study.run import evenly_spaced
+from pulse_rl.study.tally import BlockRecord, Pair, Tally, study_dict
 
 _CODED = 2
 

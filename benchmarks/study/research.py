@@ -25,7 +25,7 @@ from pulse_rl.patch.header import PatchHeader, all_of
 from pulse_rl.patch.history import records_of
 from pulse_rl.state import bits
 from pulse_rl.state.tensors import DType
-from pulse_rl.study.record import Pair
+from pulse_rl.study.tally import Pair
 
 _ROOTS = sha256(b"old").hexdigest(), sha256(b"new").hexdigest()
 """Stand for the roots of a patch header, whose size they do not change."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 
-from .errors import PulseError
+from .errors import EmptyStream, PulseError
 from .events import Hint, Listener, hint_to
 from .follow.checkpoint import fused_experts, is_wrapped
 from .state.tensors import State
@@ -41,51 +41,50 @@ class Notices:
         if self._silent:
             return
         # A patch has the names of the version before.
-        names_are_new, self._looked = draft.base is None or not self._looked, True
-        if names_are_new and is_wrapped(state):
-            self._give(
-                version,
-                "wrapped_names",
-                "names of tensors have parts that a wrapper of the module adds (module., "
-                "_orig_mod. …)",
-                "Publish pulse_rl.unwrapped(model.state_dict()), if the workers' engine knows "
-                "the plain names.",
-            )
-        if names_are_new and (fused := fused_experts(state.specs)):
-            self._give(
-                version,
-                "fused_names",
-                f"{len(fused)} tensors have several experts each ({fused[0]!r} …), as "
-                "transformers has them in memory",
-                "If the model's checkpoint has its experts one by one, as most do, publish "
-                "pulse_rl.frameworks.transformers.checkpoint_weights(model): engines know the "
-                "checkpoint's names.",
-            )
-        wide, density = _densities(draft)
-        if wide > _WIDE:
-            self._give(
-                version,
-                "wide_dtype",
-                f"{wide:.0%} of all elements are FP32 or FP64 and changed: such patches save "
-                "little",
-                "Publish the compute dtype, of which a step changes few elements: publish(state, "
-                'dtype="BF16"), '
-                "or pulse publish --dtype BF16.",
-            )
-        elif density > _DENSE:
-            self._give(
-                version,
-                "dense",
-                f"{density:.0%} of all elements changed: such patches save little",
-                "At RL's learning rates, 1e-6 to 1e-5, a step changes about 1% of the BF16 "
-                "weights; `pulse study` "
-                "measures checkpoints.",
-            )
+        looked, self._looked = self._looked and draft.base is not None, True
+        for kind, reason, hint in [*([] if looked else _names(state)), *_changes(draft)]:
+            if kind not in self._given:
+                self._given.add(kind)
+                hint_to(self._listener, Hint(self._stream, version, kind, reason, hint))
 
-    def _give(self, version: int, kind: str, reason: str, hint: str) -> None:
-        if kind not in self._given:
-            self._given.add(kind)
-            hint_to(self._listener, Hint(self._stream, version, kind, reason, hint))
+
+def _names(state: State) -> Iterator[tuple[str, str, str]]:
+    """(kind, reason, hint) of what the tensors' names show."""
+    if is_wrapped(state):
+        yield (
+            "wrapped_names",
+            "names of tensors have parts that a wrapper of the module adds (module., _orig_mod. …)",
+            "Publish pulse_rl.unwrapped(model.state_dict()), if the workers' engine knows the "
+            "plain names.",
+        )
+    if fused := fused_experts(state.specs):
+        yield (
+            "fused_names",
+            f"{len(fused)} tensors have several experts each ({fused[0]!r} …), as transformers has "
+            "them in memory",
+            "If the model's checkpoint has its experts one by one, as most do, publish "
+            "pulse_rl.frameworks.transformers.checkpoint_weights(model): engines know the "
+            "checkpoint's names.",
+        )
+
+
+def _changes(draft: PublishState) -> Iterator[tuple[str, str, str]]:
+    """The same of what has changed."""
+    wide, density = _densities(draft)
+    if wide > _WIDE:
+        yield (
+            "wide_dtype",
+            f"{wide:.0%} of all elements are FP32 or FP64 and changed: such patches save little",
+            "Publish the compute dtype, of which a step changes few elements: publish(state, "
+            'dtype="BF16"), or pulse publish --dtype BF16.',
+        )
+    elif density > _DENSE:
+        yield (
+            "dense",
+            f"{density:.0%} of all elements changed: such patches save little",
+            "At RL's learning rates, 1e-6 to 1e-5, a step changes about 1% of the BF16 weights; "
+            "`pulse study` measures checkpoints.",
+        )
 
 
 class Absence:
@@ -116,9 +115,17 @@ class Absence:
         hint_to(self._listener, Hint(self._stream, None, "no_stream", reason, hint))
 
 
+def empty(store: Store, stream: str) -> EmptyStream:
+    """The error of a stream that has no version. Raises StoreError."""
+    return EmptyStream(f"stream {stream!r}: {absence(store, stream)}")
+
+
 def absence(store: Store, stream: str) -> str:
     """That the store has no version of ``stream``, and which streams it has. Raises StoreError."""
-    root = store.root if isinstance(store, LocalStore) else None
+    bare = store
+    while isinstance(bare, BoundedStore):
+        bare = bare.store
+    root = bare.root if isinstance(bare, LocalStore) else None
     if root is not None and not root.exists():
         return f"there is no version of it yet: the folder {root} does not exist"
     found = [repr(name) for name in islice(streams_in(store), _SHOWN_STREAMS + 1)]

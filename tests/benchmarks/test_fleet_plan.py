@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.fleet_plan import WAYS, Fleet, catch_up_bytes, make_fleet_plan
-from pulse_rl.study import Scenario, make_plan
-from pulse_rl.study.plan import transfer_seconds
+from pulse_rl.study.plan import Scenario, make_plan, transfer_seconds
 from tests.support.plans import METHODS
 
 SEVEN = Scenario(
@@ -20,7 +19,7 @@ FLEET = Fleet(
 
 
 def test_a_version_by_hand() -> None:
-    ours = make_plan(SEVEN).methods["auto"]
+    ours = make_plan(SEVEN)["auto"]
     size, phases = ours.sync_bytes, ours.phases
     coding = sum(seconds for phase, seconds in phases.items() if phase != "download")
     relays = make_fleet_plan(SEVEN, FLEET).ways["relays"]["auto"]
@@ -50,7 +49,7 @@ def test_who_cannot_keep_up_takes_several_versions_at_a_time() -> None:
             assert 1 + 8 * each.fetch_bytes / rate <= each.versions * 50
             if each.versions > 1:
                 half = each.versions // 2
-                fewer = min(14e9, half * make_plan(SEVEN).methods[method].sync_bytes)
+                fewer = min(14e9, half * make_plan(SEVEN)[method].sync_bytes)
                 if method in ("auto", "history"):
                     fewer = min(fewer, catch_up_bytes(SEVEN, half, method=method)["folds"])
                 assert 1.4 + 8 * fewer / rate > half * 50

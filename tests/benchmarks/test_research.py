@@ -21,7 +21,7 @@ from pulse_rl.history import START_SPAN
 from pulse_rl.patch.blocks import cut
 from pulse_rl.patch.history import records_of
 from pulse_rl.state.tensors import DTYPES
-from pulse_rl.study.record import Pair
+from pulse_rl.study.tally import Pair
 from tests.support.publishers import tuned
 from tests.support.states import Rng
 

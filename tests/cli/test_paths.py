@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, PulseError, Signer, Subscriber
-from pulse_rl.metrics import JsonLines, read_events
-from pulse_rl.report import read_run
+from pulse_rl.metrics import JsonLines
 from pulse_rl.stores.server import FolderServer
-from pulse_rl.study import CheckpointFolder
+from pulse_rl.study import study
 from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
 from tests.support.states import Rng, history, mutated, policy
@@ -258,9 +257,7 @@ def test_a_path_that_no_disk_can_have_is_an_input_error(
             lambda: Signer.load(path),
             lambda: Signer.generate().save(path),
             lambda: JsonLines(path),
-            lambda: list(read_events(path)),
-            lambda: read_run(path),
-            lambda: CheckpointFolder(path),
+            lambda: study(path),
         ]
         for call in calls:
             with pytest.raises(PulseError):

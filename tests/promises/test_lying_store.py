@@ -25,7 +25,7 @@ from pulse_rl import (
     verify_stream,
 )
 from pulse_rl.errors import PulseError, StoreUnavailable
-from pulse_rl.study import StoredStream
+from pulse_rl.study import study
 from tests.support.lying_store import LIES, Lie, LyingStore
 from tests.support.publishers import tuned
 
@@ -89,7 +89,7 @@ OPERATIONS: dict[str, Callable[[Store, Any], object]] = {
     "anchor": lambda liar, whole: anchor_stream(liar, "s", threads=1),
     "a source": lambda liar, whole: relayed(liar, MemoryStore()),
     "a target": lambda liar, whole: relayed(whole(MemoryStore), liar),
-    "a study": lambda liar, whole: StoredStream(liar, "s", threads=1),
+    "a study": lambda liar, whole: study(liar, stream="s", threads=1),
 }
 
 

@@ -50,7 +50,7 @@ def test_addresses() -> None:
 )
 @pytest.mark.parametrize("word", ["secret", "1/secret"])
 def test_passwords_are_not_printed(url: str, word: str) -> None:
-    with pytest.raises(InputError, match="no credentials") as caught:
+    with pytest.raises(InputError) as caught:
         open_store(f"http://me:{word}@{url}")
     assert "secret" not in f"{caught.value} {caught.value.hint}"
 

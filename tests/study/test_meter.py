@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pulse_rl.errors import InputError, UnsupportedTensor
-from pulse_rl.study import CheckpointFolder, SparsityMeter, study
+from pulse_rl.study import SparsityMeter, study
 from tests.support.checkpoints import write_checkpoint
 
 Snapshot = dict[str, torch.Tensor]
@@ -232,7 +232,7 @@ def test_live_and_stored_give_one_study(tmp_path: Path) -> None:
     save()
     with SparsityMeter(model, ks=(1, 4)) as meter:
         train(model, optimizer, 4, save)
-    live, stored = meter.to_dict(), study(CheckpointFolder(tmp_path), ks=(1, 4))
+    live, stored = meter.to_dict(), study(tmp_path, ks=(1, 4))
     assert json.loads(json.dumps(live, allow_nan=False)) == live
     assert live.keys() == stored.keys()
     for name in ("dtypes", "parameters", "dense_bytes", "layers", "tensors", "pairs"):

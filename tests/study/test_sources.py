@@ -16,7 +16,7 @@ from pulse_rl import LocalStore, Publisher, State
 from pulse_rl.cli import main
 from pulse_rl.errors import CorruptCheckpoint, InputError, StateMismatch
 from pulse_rl.frameworks.torch import to_torch
-from pulse_rl.study import CheckpointFolder, StoredStream, study
+from pulse_rl.study import study
 from tests.support.checkpoints import write_checkpoint
 from tests.support.states import Rng, Tensors, history, mutated
 
@@ -56,8 +56,7 @@ def folder(tmp_path: Path, states: list[Tensors]) -> Path:
 
 
 def test_checkpoints_are_ordered_by_the_numbers_in_their_names(folder: Path) -> None:
-    found = CheckpointFolder(folder)
-    assert found.state_names == [
+    assert study(folder)["states"] == [
         "step-7.safetensors",
         "step-8",
         "step-9",
@@ -71,13 +70,13 @@ def test_natural_order_of_any_names(tmp_path: Path) -> None:
     ordered = ["1", "2b", "10", "a", "a1b2", "a1b10", "a2", "a10", "step9.old", "step10.new"]
     for name in ordered:
         write_checkpoint(tmp_path / name, {"w": np.zeros(2, np.float32)})
-    assert CheckpointFolder(tmp_path).state_names == ordered
+    assert study(tmp_path)["states"] == ordered
 
 
 def test_a_folder_of_every_kind_of_checkpoint_is_studied(
     folder: Path, states: list[Tensors]
 ) -> None:
-    found = study(CheckpointFolder(folder), ks=(1, 5))
+    found = study(folder, ks=(1, 5))
     assert [row["pairs"] for row in found["rows"]] == [5, 1]
     first, last = (to_torch(State.of(states[i])) for i in (0, 5))
     cast = {
@@ -98,8 +97,8 @@ def test_a_stream_gives_the_numbers_of_the_folder(
     publisher = Publisher(store, stream="policy")
     for state in states:
         publisher.publish(state)
-    stream = study(StoredStream(store, "policy"))
-    files = study(CheckpointFolder(folder))
+    stream = study(store, stream="policy")
+    files = study(folder)
     assert stream["states"] == [f"version {i}" for i in range(6)]
     for name in ("source", "states"):
         del stream[name], files[name]
@@ -112,12 +111,12 @@ def test_the_last_checkpoint_beside_the_folders_of_a_trainer_is_left_out(
     for i in (500, 1000):
         write_checkpoint(tmp_path / f"checkpoint-{i}" / "model.safetensors", states[0])
     write_checkpoint(tmp_path / "model.safetensors", states[1])
-    assert CheckpointFolder(tmp_path).state_names == ["checkpoint-500", "checkpoint-1000"]
+    assert study(tmp_path)["states"] == ["checkpoint-500", "checkpoint-1000"]
 
 
 def refused(folder: Path, match: str, kind: type[Exception] = InputError) -> None:
     with pytest.raises(kind, match=match):
-        CheckpointFolder(folder)
+        study(folder)
 
 
 def test_what_is_no_folder_of_checkpoints_is_refused(tmp_path: Path, states: list[Tensors]) -> None:
@@ -128,7 +127,7 @@ def test_what_is_no_folder_of_checkpoints_is_refused(tmp_path: Path, states: lis
     refused(tmp_path / "a.safetensors", "cannot read")
     save_sharded(tmp_path / "one", states[0])
     with pytest.raises(InputError, match="holds 1 checkpoints") as caught:
-        CheckpointFolder(tmp_path / "one")
+        study(tmp_path / "one")
     assert "folder above" in caught.value.hint
 
 
@@ -156,10 +155,10 @@ def test_a_stream_of_one_version_or_of_two_models_is_refused(
     publisher = Publisher(store, stream="policy")
     publisher.publish(states[0])
     with pytest.raises(InputError, match="holds 1 versions"):
-        StoredStream(store, "policy")
+        study(store, stream="policy")
     publisher.publish({name: states[0][name] for name in list(states[0])[:2]})
     with pytest.raises(StateMismatch, match="version 1: tensor"):
-        study(StoredStream(store, "policy"))
+        study(store, stream="policy")
 
 
 # -- the command
@@ -193,7 +192,7 @@ def test_the_command_prints_the_study_as_json(
 ) -> None:
     out = pulse(capsys, folder, "--json", "--k", "5", "2", "--dtype", "f8_e4m3")
     assert out.count("\n") == 1
-    assert json.loads(out) == study(CheckpointFolder(folder), ks=(2, 5), dtype="F8_E4M3")
+    assert json.loads(out) == study(folder, ks=(2, 5), dtype="F8_E4M3")
     assert {row["k"] for row in json.loads(out)["rows"]} == {2, 5}
 
 
@@ -217,7 +216,7 @@ def test_the_command_writes_a_report(
 
 @pytest.mark.parametrize(
     "wrong",
-    [["--step-seconds", "0"], ["--k", "0"], ["--k", "6"], ["--threads", "0"]],
+    [["--step-seconds", "0"], ["--k", "0"], ["--k", "6"]],
 )
 def test_the_command_refuses_with_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], wrong: list[Any]
@@ -248,6 +247,6 @@ def test_mutations_are_counted_exactly(tmp_path: Path, rng: Rng) -> None:
         write_checkpoint(
             tmp_path / f"{i}.safetensors", {n: b for n, b in state.items() if b.dtype == "BF16"}
         )
-    pairs = study(CheckpointFolder(tmp_path), ks=(1,))["pairs"]
+    pairs = study(tmp_path, ks=(1,))["pairs"]
     elements = sum(b.array.size for b in states[0].values() if b.dtype == "BF16")
     assert [p["changed"] for p in pairs] == [0, int(np.ceil(elements * 0.01)), elements]

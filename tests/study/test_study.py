@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -11,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import Bits, State
+from pulse_rl import Bits, MemoryStore, Publisher, State
 from pulse_rl.errors import InputError
 from pulse_rl.ops import diff
 from pulse_rl.state.cast import COMPUTE_DTYPES, CastState
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
 from pulse_rl.study import study
-from pulse_rl.study.result import LAYERS, layer_of
 from pulse_rl.study.run import evenly_spaced
+from pulse_rl.study.tally import LAYERS, layer_of
 from tests.support.states import Rng
 
 Floats = dict[str, np.ndarray]
@@ -46,20 +45,13 @@ ROW_FIELDS = (
 )
 
 
-class Listed:
-    """A sequence of states that are in memory."""
-
-    def __init__(self, states: list[State]) -> None:
-        self.name = "listed"
-        self.state_names = [f"state {i}" for i in range(len(states))]
-        self.specs = states[0].specs
-        self.spare_bytes = 1 << 30
-        self.walks = 0
-        self._given = states
-
-    def walk(self) -> Iterator[State]:
-        self.walks += 1
-        yield from self._given
+def studied(states: list[State], **settings: Any) -> dict[str, Any]:
+    """The study of a stream of ``states``."""
+    store = MemoryStore()
+    with Publisher(store, stream="s", on_event=lambda event: None) as publisher:
+        for state in states:
+            publisher.publish(state)
+    return study(store, stream="s", **settings)
 
 
 def masters(rng: Rng, count: int = 7, lr: float = 1e-3) -> list[Floats]:
@@ -117,7 +109,7 @@ def rows_of(found: dict[str, Any], kind: str, **fields: Any) -> list[dict[str, A
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
 def test_k_step_sparsity_is_that_of_whole_arrays(rng: Rng, dtype: str, lr: float) -> None:
     states = masters(rng, lr=lr)
-    found = study(Listed([State.of(s) for s in states]), dtype=dtype, ks=KS)
+    found = studied([State.of(s) for s in states], dtype=dtype, ks=KS)
     elements = sum(v.size for v in states[0].values())
     assert (found["parameters"], found["dtype"]) == (elements, COMPUTE_DTYPES[dtype].name)
     assert [row["k"] for row in found["rows"]] == list(KS)
@@ -148,15 +140,15 @@ def test_k_step_sparsity_is_that_of_whole_arrays(rng: Rng, dtype: str, lr: float
 
 @pytest.mark.parametrize("name", ["f8_e4m3", "F8_e4M3"])
 def test_the_compute_dtype_is_called_in_any_letter_case(rng: Rng, name: str) -> None:
-    source = Listed([State.of(s) for s in masters(rng, 3)])
-    assert study(source, dtype=name) == study(source, dtype="F8_E4M3")
+    states = [State.of(s) for s in masters(rng, 3)]
+    assert studied(states, dtype=name) == studied(states, dtype="F8_E4M3")
 
 
 def test_something_changes_in_each_dtype_and_end_states_differ_less_than_what_was_touched(
     rng: Rng,
 ) -> None:
     for dtype in COMPUTE_DTYPES:
-        rows = study(Listed([State.of(s) for s in masters(rng)]), dtype=dtype, ks=KS)["rows"]
+        rows = studied([State.of(s) for s in masters(rng)], dtype=dtype, ks=KS)["rows"]
         assert 0 < rows[-1]["untouched"] < rows[-1]["sparsity"] < rows[0]["sparsity"] < 1
         assert rows[0]["untouched"] == rows[0]["sparsity"]
 
@@ -176,7 +168,7 @@ def test_states_in_a_compute_dtype_are_compared_as_they_are(rng: Rng) -> None:
         "f8": Bits(np.array([0x7F, 0x00], np.uint8), "F8_E4M3"),
         "steps": np.array([7, 1 << 60], np.int64),
     }
-    found = study(Listed([State.of(old), State.of(new)]), ks=(1,))
+    found = studied([State.of(old), State.of(new)], ks=(1,))
     assert found["dtypes"] == {"BF16": 5, "F16": 2, "F8_E4M3": 2, "I64": 2}
     assert {t["name"]: t["changed"] for t in found["tensors"]} == {
         "bf16": 2,
@@ -204,7 +196,7 @@ def big_states(rng: Rng, count: int = 4) -> list[State]:
 @pytest.mark.slow
 def test_bytes_are_those_of_patches(rng: Rng) -> None:
     given = big_states(rng)
-    found = study(Listed(given), ks=(1, 3))
+    found = studied(given, ks=(1, 3))
     states = [CastState(s, DTYPES["BF16"]).copy() for s in given]
     (row,) = rows_of(found, "rows", k=3)
     built = diff.build_patch(states[0], states[3], state_digest(states[0]))
@@ -227,20 +219,21 @@ def test_bytes_are_those_of_patches(rng: Rng) -> None:
 
 
 @pytest.mark.slow
-def test_little_memory_means_more_walks_and_the_same_numbers(rng: Rng) -> None:
-    source = Listed(big_states(rng, 3))
-    whole = study(source, ks=(1, 2), threads=1)
-    assert source.walks == 1
-    pieces = study(source, ks=(1, 2), threads=2, memory_bytes=1)
-    assert source.walks == 1 + 3
+def test_little_memory_means_more_passes_and_the_same_numbers(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress ends at the whole however often a pass was cut short."""
+    states, heard = big_states(rng, 3), list[Any]()
+    whole = studied(states, ks=(1, 2), threads=1, on_event=heard.append)
+    total = 3 * (2100 * 2100 + 3000) * 2
+    assert len(heard) == 3
+    assert (heard[-1].done, heard[-1].total) == (total, total)
+    monkeypatch.setattr("pulse_rl.study.run._SPARE_BYTES", -1 << 30)
+    heard.clear()
+    pieces = studied(states, ks=(1, 2), threads=2, on_event=heard.append)
+    assert len(heard) == 3 * 3
+    assert (heard[-1].done, heard[-1].total) == (total, total)
     assert pieces == whole
-
-
-@pytest.mark.slow
-def test_progress_ends_at_the_whole_however_often_a_pass_was_cut(rng: Rng) -> None:
-    source, done = Listed(big_states(rng, 3)), []
-    study(source, ks=(2,), memory_bytes=1, progress=done.append)
-    assert sum(done) == 3 * source.specs[0].elements * 2 + 3 * 3000 * 2
 
 
 NAMES = {
@@ -274,7 +267,7 @@ def test_layer_types(name: str) -> None:
 
 
 def test_the_dict_is_json_with_the_documented_fields(rng: Rng) -> None:
-    found = study(Listed([State.of(s) for s in masters(rng)]))
+    found = studied([State.of(s) for s in masters(rng)])
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["format"] == "pulse.study.1"
     assert [row["k"] for row in found["rows"]] == [1, 2, 4]
@@ -285,7 +278,7 @@ def test_the_dict_is_json_with_the_documented_fields(rng: Rng) -> None:
 
 def test_states_that_are_all_equal_cost_nothing_per_change(rng: Rng) -> None:
     state = State.of(masters(rng, 1)[0])
-    found = study(Listed([state, state, state]))
+    found = studied([state, state, state])
     assert [(r["sparsity"], r["bytes_per_changed"]) for r in found["rows"]] == [(1.0, None)] * 2
     assert found["summary"]["bytes_per_sync"] == 0
 
@@ -302,7 +295,7 @@ def test_states_that_are_all_equal_cost_nothing_per_change(rng: Rng) -> None:
 )
 def test_arguments_that_make_no_sense(rng: Rng, options: Any, match: str) -> None:
     with pytest.raises(InputError, match=match):
-        study(Listed([State.of(s) for s in masters(rng, 3)]), **options)
+        studied([State.of(s) for s in masters(rng, 3)], **options)
 
 
 def test_evenly_spread() -> None:

@@ -15,12 +15,12 @@ from pulse_rl._util.settings import (
     parse_seconds,
 )
 from pulse_rl.errors import InputError
-from pulse_rl.study.units import format_bandwidth, parse_bandwidth, parse_count, parse_share
+from pulse_rl.study.plan import format_bandwidth, parse_bandwidth, parse_count, parse_share
 
 READ: dict[Callable[[Any], float], dict[Any, float]] = {
     parse_bandwidth: {
         "0.2Gbit": 0.2e9, "50Mbit": 50e6, "50 Mbit/s": 50e6, "50Mbps": 50e6, "10MB/s": 80e6,
-        "1kB/s": 8e3, "300 bit/s": 300, "1Gb/s": 1e9, "2e1Mbits": 20e6, "1Tbit": 1e12, 5e6: 5e6,
+        "1kB/s": 8e3, "300 bit/s": 300, "1Gb/s": 1e9, "2e1Mbits": 20e6, "1Tbit": 1e12,
     },
     parse_count: {"7B": 7e9, "0.5B": 5e8, "22.6M": 22.6e6, "3k": 3000, "1234": 1234},
     parse_share: {"0.86%": 0.0086, "0.0086": 0.0086, "100 %": 1.0},

@@ -17,79 +17,74 @@ from ..events import progress_to
 from ..follow.checkpoint import FILE_NAME, current_version, load, save
 from ..follow.companions import files_of
 from ..follow.folder import CHECKPOINT_MARK, check_folder, replace_folder, write_checkpoint
-from ..ops import diff as diffs
+from ..ops.diff import build_patch
 from ..patch.blocks import Block
 from ..patch.header import MAGIC as PATCH_MAGIC
 from ..patch.header import PRELUDE_BYTES, Base, PatchHeader, header_end, parse_header
 from ..state.digest import StateDigest, state_digest
 from ..state.tensors import State
-from .arguments import A_CHECKPOINT, Shared, add_file_to_write
-from .output import Console, check_output, write_output
+from .common import (
+    A_CHECKPOINT,
+    COMMON,
+    KEYS,
+    LAYOUT,
+    WRITING,
+    Console,
+    add_command,
+    add_file_to_write,
+    check_output,
+    facts_of,
+    write_output,
+)
 from .streams import version_at
 
 
-def add_parsers(commands: Any, shared: Shared) -> None:
-    """Add the commands to ``commands``, argparse's sub-parsers."""
-    command = commands.add_parser(
-        "diff",
-        parents=[shared.common, shared.writing, shared.keys],
-        help="make a patch from two checkpoints",
-    )
+def add_parsers(commands: Any) -> None:
+    command = add_command(commands, "diff", diff, COMMON, WRITING, KEYS)
     command.add_argument("old", metavar="OLD", help=A_CHECKPOINT)
     command.add_argument("new", metavar="NEW", help="the checkpoint that the patch produces")
     text = "the patch file to write"
     command.add_argument("-o", "--output", required=True, metavar="PATCH", help=text)
-    command.set_defaults(run=diff)
 
-    command = commands.add_parser(
-        "apply",
-        parents=[shared.common, shared.writing, shared.layout, shared.keys],
-        help="apply a patch to a checkpoint",
-    )
+    command = add_command(commands, "apply", apply, COMMON, WRITING, LAYOUT, KEYS)
     command.add_argument("base", metavar="BASE", help="the checkpoint that the patch was made from")
     command.add_argument("patch", metavar="PATCH", help="a patch file")
     add_file_to_write(command, "OUT", "the result: a folder or a .safetensors file")
-    command.set_defaults(run=apply)
 
-    command = commands.add_parser(
-        "inspect", parents=[shared.common, shared.keys], help="show the contents of a patch"
-    )
+    command = add_command(commands, "inspect", inspect, COMMON, KEYS)
     command.add_argument("patch", metavar="PATCH", help="a patch file")
     text = "the checkpoint that the patch is for: names its tensors"
     command.add_argument("--base", metavar="CHECKPOINT", help=text)
-    command.set_defaults(run=inspect)
 
-    command = commands.add_parser(
-        "digest", parents=[shared.common, shared.keys], help="print a checkpoint's root"
-    )
+    command = add_command(commands, "digest", digest, COMMON, KEYS)
     command.add_argument("checkpoint", metavar="CHECKPOINT", help=A_CHECKPOINT)
     text = "also print the digest of each tensor"
     command.add_argument("--tensors", action="store_true", help=text)
-    command.set_defaults(run=digest)
 
 
-def diff(args: argparse.Namespace, console: Console) -> int:
+def diff(args: argparse.Namespace, console: Console) -> None:
+    """Make a patch from two checkpoints.
+
+    pulse diff step-100 s3://bucket/run#policy@110 -o update.patch
+    """
     started = time.perf_counter()
     out = Path(args.output)
     check_output(out, PATCH_MAGIC, force=args.force)
     old, new = (_loaded(source, args, console)[0] for source in (args.old, args.new))
     digest = _digest(old, args, console)
-    built = diffs.build_patch(
-        old,
-        new,
-        digest,
-        threads=args.threads,
-        progress=progress_to(console, "diff", old.nbytes),
-    )
+    progress = progress_to(console, "diff", old.nbytes)
+    built = build_patch(old, new, digest, threads=args.threads, progress=progress)
     write_output(out, built.chunks, PATCH_MAGIC, force=args.force)
-    facts = _facts(built.header, built.nbytes, old.nbytes) | {
-        "seconds": round(time.perf_counter() - started, 6),
-    }
-    console.result(facts, _lines(facts, args.output))
-    return 0
+    facts = _facts(built.header, built.nbytes, old.nbytes)
+    facts["seconds"] = round(time.perf_counter() - started, 6)
+    console.result(facts, *_lines(facts, args.output))
 
 
-def apply(args: argparse.Namespace, console: Console) -> int:
+def apply(args: argparse.Namespace, console: Console) -> None:
+    """Apply a patch to a checkpoint.
+
+    pulse apply step-100 update.patch -o step-110
+    """
     started = time.perf_counter()
     out = Path(args.output)
     is_file = out.suffix == ".safetensors"
@@ -105,28 +100,18 @@ def apply(args: argparse.Namespace, console: Console) -> int:
     except CorruptPatch as error:
         raise CorruptPatch(f"{args.patch}: {error}", hint=error.hint) from error
     base = base.copy()
-    applied = patch.apply_patch(
-        parsed,
-        base,
-        digest,
-        threads=args.threads,
-        progress=progress_to(console, "apply", base.nbytes),
-    )
-    kept = {"format": "pt"} | {
-        key: text for key, text in metadata.items() if not key.startswith("pulse.")
-    }
-    kept["pulse.root"] = applied.digest.root
+    progress = progress_to(console, "apply", base.nbytes)
+    applied = patch.apply_patch(parsed, base, digest, threads=args.threads, progress=progress)
+    own = {key: text for key, text in metadata.items() if not key.startswith("pulse.")}
+    kept = {"format": "pt"} | own | {"pulse.root": applied.digest.root}
     if is_file:
         save(out, base, kept)
     else:
-        replace_folder(
-            out,
-            applied.digest.root[:12],
-            lambda into: write_checkpoint(
-                into, base, applied.digest, files(), kept, sharded=args.sharded
-            ),
-            force=args.force,
-        )
+
+        def write(into: Path) -> None:
+            write_checkpoint(into, base, applied.digest, files(), kept, sharded=args.sharded)
+
+        replace_folder(out, applied.digest.root[:12], write, force=args.force)
     facts = {
         "root": applied.digest.root,
         "changed": sum(len(c) for c in applied.changes.values()),
@@ -134,14 +119,15 @@ def apply(args: argparse.Namespace, console: Console) -> int:
         "output": str(out),
         "seconds": round(time.perf_counter() - started, 6),
     }
-    console.result(
-        facts,
-        [f"{out}: root {applied.digest.root} verified, {facts['changed']:,} elements changed"],
-    )
-    return 0
+    line = f"{out}: root {applied.digest.root} verified, {facts['changed']:,} elements changed"
+    console.result(facts, line)
 
 
-def inspect(args: argparse.Namespace, console: Console) -> int:
+def inspect(args: argparse.Namespace, console: Console) -> None:
+    """Show the contents of a patch.
+
+    pulse inspect update.patch --base step-100
+    """
     data = _read(args.patch)
     parsed = parse_header(data)
     if parsed.end + parsed.header.body_bytes != len(data):
@@ -163,11 +149,8 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
             "bytes": entry.length,
         }
         if blocks:
-            fact |= {
-                "tensors": str(blocks[k]),
-                "dtype": blocks[k].dtype.name,
-                "elements": blocks[k].elements,
-            }
+            block = blocks[k]
+            fact |= {"tensors": str(block), "dtype": block.dtype.name, "elements": block.elements}
         facts["blocks"].append(fact)
     lines = _lines(facts, args.patch)
     for k, b in enumerate(facts["blocks"]):
@@ -175,11 +158,14 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
         lines.append(f"  {b['codec']:8}{b['bytes']:>12,} B {b['changed']:>12,}{of}")
     if not args.base:
         lines.append("  A patch does not repeat its base's tensors: --base CHECKPOINT shows them.")
-    console.result(facts, lines)
-    return 0
+    console.result(facts, *lines)
 
 
-def digest(args: argparse.Namespace, console: Console) -> int:
+def digest(args: argparse.Namespace, console: Console) -> None:
+    """Print a checkpoint's root.
+
+    pulse digest step-100
+    """
     started = time.perf_counter()
     state = _loaded(args.checkpoint, args, console)[0]
     tree = _digest(state, args, console)
@@ -196,8 +182,7 @@ def digest(args: argparse.Namespace, console: Console) -> int:
             f"{facts['tensors'][s.name]}  {s.name}  {s.dtype.name} {list(s.shape)}"
             for s in state.specs
         ]
-    console.result(facts, lines)
-    return 0
+    console.result(facts, *lines)
 
 
 def _loaded(
@@ -237,15 +222,12 @@ def _facts(header: PatchHeader, nbytes: int, dense_bytes: int | None) -> dict[st
     """What a header tells; ``dense_bytes`` are those of the tensors that the patch is for, if they
     are known."""
     return {
-        "elements": header.elements,
-        "changed": header.changed,
+        **facts_of(header, "elements", "changed", "base_root", "target_root"),
         "density": header.changed / max(header.elements, 1),
         "dense_bytes": dense_bytes,
         "patch_bytes": nbytes,
         "ratio": None if dense_bytes is None else dense_bytes / nbytes,
         "bytes_per_changed": nbytes / header.changed if header.changed else None,
-        "base_root": header.base_root,
-        "target_root": header.target_root,
     }
 
 

@@ -30,21 +30,35 @@ from ..errors import (
     PulseError,
     UnsupportedTensor,
 )
-from ..events import Relayed
 from ..follow.checkpoint import FILE_NAME, current_version, load
 from ..follow.folder import Layout, check_folder
-from ..hints import absence
+from ..hints import empty
 from ..metrics import Heartbeat, fan_out
 from ..ops.relay import Relay
 from ..sync.subscriber import Subscriber
-from ..sync.update import Update
-from .arguments import READABLE, Shared, add_poll, count, options, path
-from .output import Console
+from .common import (
+    COMMON,
+    LAYOUT,
+    NAMED,
+    READABLE,
+    SIGNING,
+    STREAM,
+    TRUST,
+    WRITING,
+    Console,
+    add_command,
+    add_poll,
+    count,
+    facts_of,
+    options,
+    path,
+)
 from .streams import (
     files_beside,
     open_lasting,
     open_publisher,
     print_published,
+    reading,
     version_options,
 )
 
@@ -53,12 +67,20 @@ _LOOK_SECONDS = 30.0
 _MAX_DIGITS = 16
 
 
-def add_follow(commands: Any, shared: Shared) -> None:
-    command = commands.add_parser(
-        "follow",
-        parents=[shared.common, shared.named, shared.trust, shared.writing, shared.layout],
-        help="keep a checkpoint or a live engine up to date with a stream",
-    )
+def add_parsers(commands: Any) -> None:
+    watched = options()  # before the store
+    text = "where the trainer writes a folder for each step"
+    watched.add_argument("folder", metavar="FOLDER", help=text)
+    parents = (COMMON, watched, STREAM, version_options(), SIGNING, TRUST)
+    command = add_command(commands, "watch", watch, *parents)
+    text = "the names of those folders, such as step_* (default: *)"
+    command.add_argument("--pattern", default="*", metavar="GLOB", help=text)
+    text = "the file that the trainer writes last, such as STABLE"
+    command.add_argument("--done", required=True, metavar="FILE", help=text)
+    command.add_argument("--once", action="store_true", help="publish what is there, then exit")
+    add_poll(command, "looks")
+
+    command = add_command(commands, "follow", follow, COMMON, NAMED, TRUST, WRITING, LAYOUT)
     text = f"{READABLE}; several in order of preference, the stream's own last"
     command.add_argument("store", metavar="STORE", nargs="+", help=text)
     kept = command.add_mutually_exclusive_group(required=True)
@@ -89,17 +111,43 @@ def add_follow(commands: Any, shared: Shared) -> None:
     command.add_argument("--cache", type=path, metavar="DIR", help=text)
     text = "tell in the store which version this worker holds (see status)"
     command.add_argument("--name", metavar="W", help=text)
-    command.set_defaults(run=follow)
+
+    command = add_command(commands, "relay", relay, COMMON, TRUST)
+    text = "the store to copy from: a folder, or a URL as for STORE"
+    command.add_argument("source", metavar="SOURCE", help=text)
+    text = "the store to copy to, to which nobody else publishes"
+    command.add_argument("target", metavar="TARGET", help=text)
+    text = "a stream's name; may be repeated"
+    command.add_argument("--stream", required=True, action="append", metavar="S", help=text)
+    text = "keep the newest N versions of the target restorable (default: all)"
+    command.add_argument("--keep", type=count, metavar="N", help=text)
+    command.add_argument("--once", action="store_true", help="copy what is there, then exit")
+    text = "if a stream is deleted and recreated, copy the new one instead"
+    command.add_argument("--allow-recreated", action="store_true", help=text)
+    add_poll(command, "polls of the source")
+
+    command = add_command(commands, "replay", replay, COMMON, TRUST)
+    text = "a file of rollout records (docs/replay.md)"
+    command.add_argument("records", metavar="RECORDS", help=text)
+    text = "the store that has their streams"
+    command.add_argument("--store", required=True, metavar="STORE", help=text)
+    text = "a vLLM or SGLang server, started for pulse (default: a vLLM of its own)"
+    command.add_argument("--engine", metavar="URL", help=text)
 
 
-def follow(args: argparse.Namespace, console: Console) -> int:
+def follow(args: argparse.Namespace, console: Console) -> None:
+    """Keep a checkpoint or a live engine up to date with a stream.
+
+    pulse follow s3://bucket/run --stream policy --out policy
+    """
     if args.engine is None:
         if args.keep and not args.layout:
             raise InputError(
                 "--keep is for the folders of a --layout",
                 hint="Otherwise the newest version is kept.",
             )
-        return _follow_into_a_folder(args, console)
+        _follow_into_a_folder(args, console)
+        return
     if args.layout or args.keep:
         raise InputError(
             "an engine has no --layout", hint="Leave --layout and --keep out, or give --out."
@@ -114,17 +162,26 @@ def follow(args: argparse.Namespace, console: Console) -> int:
         raise InputError(
             "an engine cannot open a memory:// store", hint="Give a folder or an object store."
         )
-    return _follow_into_an_engine(args, console)
+    _follow_into_an_engine(args, console)
 
 
-def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> int:
+def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> None:
     heartbeat = Heartbeat(args.store[0], args.name) if args.name else None
     handle: EngineHandle | None = None
 
     def sync() -> None:
         nonlocal handle
         try:
-            handle = handle or _connect(args)
+            handle = handle or _connect(
+                args.engine,
+                store=args.store[0],
+                stream=args.stream,
+                trusted_keys=args.trust,
+                stream_id=args.stream_id,
+                allow_recreated=args.allow_recreated,
+                cache=args.cache,
+                in_flight=args.in_flight,
+            )
             done = handle.sync()
         except ConcurrentUse:
             handle = None  # taken over: once the other is silent, another session is begun
@@ -135,10 +192,8 @@ def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> int:
                 heartbeat.beat(args.stream, done.version)
         elif args.once:
             version = handle.version
-            console.result(
-                {"version": version, "changed": False},
-                [f"version {version} is the newest, and live"],
-            )
+            line = f"version {version} is the newest, and live"
+            console.result({"version": version, "changed": False}, line)
 
     def pause(seconds: float) -> None:
         if handle is not None:
@@ -151,46 +206,128 @@ def _follow_into_an_engine(args: argparse.Namespace, console: Console) -> int:
         return error.retryable or isinstance(error, ConcurrentUse)
 
     try:
-        return keep_on(sync, args, console, pause, may_pass)
+        keep_on(sync, args, console, pause, may_pass)
     finally:
         if handle is not None:
             handle.close()
 
 
-def _connect(args: argparse.Namespace) -> EngineHandle:
-    connect = sglang.connect if is_sglang(args.engine, _LOOK_SECONDS) else vllm.connect
-    return connect(
-        args.engine,
-        store=args.store[0],
+def _connect(engine: Any, **settings: Any) -> EngineHandle:
+    """A handle on the server at a URL, or on a vLLM of this process."""
+    at_sglang = isinstance(engine, str) and is_sglang(engine, _LOOK_SECONDS)
+    return (sglang.connect if at_sglang else vllm.connect)(engine, **settings)
+
+
+def _show_live(done: EngineSync, console: Console) -> None:
+    how = "all weights" if done.full else f"from version {done.previous}"
+    proved = "" if done.audit_seconds is None else ", live weights proved"
+    line = (
+        f"version {done.version} is live ({how}): {format_bytes(done.fetched_bytes)} fetched, "
+        f"paused {1e3 * done.pause_seconds:.0f} ms{proved}"
+    )
+    console.result(facts_of(done, *EngineSync.__slots__), line)
+
+
+def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
+    out = Path(args.out)
+    layout = Layout.of(args.layout) if args.layout else None
+    if layout is None:
+        check_folder(out, [FILE_NAME], force=args.force)
+    base, written = _left_in(out, layout)
+    subscriber = Subscriber(
+        [open_lasting(store) for store in args.store],
         stream=args.stream,
+        base=None if args.select else base,  # a part of a state has no version's root
+        cache=args.cache,
         trusted_keys=args.trust,
         stream_id=args.stream_id,
         allow_recreated=args.allow_recreated,
-        cache=args.cache,
-        in_flight=args.in_flight,
+        select=args.select,
+        threads=args.threads,
+        on_event=fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console,
     )
 
+    def sync() -> None:
+        nonlocal written
+        update = subscriber.sync()
+        if subscriber.version is None:
+            raise empty(open_lasting(args.store[-1]), args.stream)
+        if update is not None or written not in (None, subscriber.version):
+            # Without an update: the same weights, with other files.
+            subscriber.save(
+                out, sharded=args.sharded, force=args.force, layout=args.layout, keep=args.keep
+            )
+            written = subscriber.version
+        if update is not None:
+            names = ("version", "previous", "root", "changed", "payload_bytes", "seconds")
+            line = (
+                f"version {update.version}: {format_bytes(update.payload_bytes)} fetched, root "
+                f"{update.root} verified"
+            )
+            console.result(facts_of(update, *names), line)
+            update.acknowledge()
+        elif args.once:
+            line = f"version {subscriber.version} is the newest, root {subscriber.root} verified"
+            facts = facts_of(subscriber, "version", "root")
+            console.result(facts | {"changed": 0, "payload_bytes": 0}, line)
 
-def add_replay(commands: Any, shared: Shared) -> None:
-    command = commands.add_parser(
-        "replay",
-        parents=[shared.common, shared.trust],
-        help="generate rollouts again, with the exact weights that they came from",
-    )
-    text = "a file of rollout records (docs/replay.md)"
-    command.add_argument("records", metavar="RECORDS", help=text)
-    text = "the store that has their streams"
-    command.add_argument("--store", required=True, metavar="STORE", help=text)
-    text = "a vLLM or SGLang server, started for pulse (default: a vLLM of its own)"
-    command.add_argument("--engine", metavar="URL", help=text)
-    command.set_defaults(run=replay)
+    keep_on(sync, args, console, subscriber.wait_for_new)
+
+
+def _left_in(out: Path, layout: Layout | None) -> tuple[Path | None, int | None]:
+    """(the newest checkpoint of an earlier run, its version); None where there is none or it is
+    damaged: then the state comes from an anchor."""
+    if layout is not None:
+        version, shown = max(layout.versions(out), default=(None, None))
+        return shown, version
+    shown = current_version(out)
+    try:
+        said = load(shown)[1].get("pulse.version", "")
+    except (FormatError, UnsupportedTensor, InputError):
+        return None, None
+    return shown, int(said) if said.isdecimal() else None
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(jittered(seconds))
+
+
+def keep_on(
+    work: Callable[[], None],
+    args: argparse.Namespace,
+    console: Console,
+    pause: Callable[[float], None] = _sleep,
+    may_pass: Callable[[PulseError], bool] = lambda error: error.retryable,
+) -> None:
+    """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that
+    ``may_pass`` it says so once, and tries again after ever longer."""
+    backoff = Backoff(max(2 * args.poll, _MIN_WAIT), max(_MAX_WAIT, args.poll))
+    while True:
+        try:
+            work()
+            console.forget_notes()
+        except PulseError as error:
+            if args.once or not may_pass(error):
+                raise
+            console.note(f"{error} ({error.hint}); retrying")
+            # What is missing or damaged is fetched again at each try.
+            if not isinstance(error, EmptyStream):
+                time.sleep(backoff.wait())
+                continue
+        if args.once:
+            return
+        backoff.reset()
+        pause(args.poll)
 
 
 def replay(args: argparse.Namespace, console: Console) -> int:
-    """In the order of versions, so that an engine moves forward; exit status 1 unless all is the
-    same."""
+    """Generate rollouts again, with the exact weights that they came from.
+
+    pulse replay rollouts.jsonl --store s3://bucket/run --engine http://localhost:8000
+    """
 
     def by_version(numbered: tuple[int, Rollout]) -> tuple[str, int, int]:
+        """An engine moves forward."""
         weights = numbered[1].weights
         return numbered[1].stream, weights[0].version, weights[-1].version
 
@@ -200,28 +337,21 @@ def replay(args: argparse.Namespace, console: Console) -> int:
             f"{args.records} has no rollouts", hint="docs/replay.md says what writes them."
         )
     same = tokens = 0
+    trusted: SubscriberOptions = {"trusted_keys": args.trust, "stream_id": args.stream_id}
     for stream, numbered in groupby(rollouts, key=lambda each: each[1].stream):
         group = list(numbered)
-        with _engine(args, stream, group[0][1].weights[0].version) as engine:
-            connect = (
-                sglang.connect
-                if args.engine and is_sglang(args.engine, _LOOK_SECONDS)
-                else vllm.connect
-            )
-            options: SubscriberOptions = {"trusted_keys": args.trust, "stream_id": args.stream_id}
-            with connect(engine, store=args.store, stream=stream, **options) as handle:
-                for number, rollout in group:
-                    done = handle.replay(rollout)
-                    same += done.same
-                    tokens += len(rollout.token_ids)
-                    _show_replayed(number, done, console)
-    facts = {"rollouts": len(rollouts), "same": same, "tokens": tokens}
+        with (
+            _engine(args, stream, group[0][1].weights[0].version) as engine,
+            _connect(engine, store=args.store, stream=stream, **trusted) as handle,
+        ):
+            for number, rollout in group:
+                done = handle.replay(rollout)
+                same += done.same
+                tokens += len(rollout.token_ids)
+                _show_replayed(number, done, console)
     console.result(
-        facts,
-        [
-            f"{same} of {len(rollouts)} rollouts are the same to the last bit; {tokens} tokens "
-            "in all"
-        ],
+        {"rollouts": len(rollouts), "same": same, "tokens": tokens},
+        f"{same} of {len(rollouts)} rollouts are the same to the last bit; {tokens} tokens in all",
     )
     return 0 if same == len(rollouts) else 1
 
@@ -246,185 +376,30 @@ def _engine(args: argparse.Namespace, stream: str, version: int) -> Iterator[Any
 def _show_replayed(number: int, done: Replay, console: Console) -> None:
     rollout = done.rollout
     versions = [weights.version for weights in rollout.weights]
-    facts = {
-        "rollout": number,
-        "versions": versions,
-        "same": done.same,
-        "differing": done.differing,
-    }
-    lines = [f"rollout {number} of version {' to '.join(map(str, versions))}: "]
     if done.reason:
-        lines[0] += f"not all of it can be generated again: {done.reason}"
+        how = f"not all of it can be generated again: {done.reason}"
     elif done.same:
-        lines[0] += f"{len(rollout.token_ids)} tokens are the same"
+        how = f"{len(rollout.token_ids)} tokens are the same"
     else:
-        lines[0] += f"{len(done.differing)} of {len(rollout.token_ids)} tokens differ"
+        how = f"{len(done.differing)} of {len(rollout.token_ids)} tokens differ"
         if done.engine_version != rollout.engine_version:
-            lines[0] += (
+            how += (
                 f"; {rollout.engine} was {rollout.engine_version}, and is {done.engine_version} "
                 "here"
             )
+    lines = [f"rollout {number} of version {' to '.join(map(str, versions))}: {how}"]
     for index in done.differing:
         was, now = ((of.token_ids[index], of.logprobs[index]) for of in (rollout, done))
         lines.append(f"  token {index} was {was[0]} with {was[1]}, and is {now[0]} with {now[1]}")
-    console.result(facts | {"reason": done.reason, "engine_version": done.engine_version}, lines)
+    facts = facts_of(done, "same", "differing", "reason", "engine_version")
+    console.result({"rollout": number, "versions": versions, **facts}, *lines)
 
 
-def _show_live(done: EngineSync, console: Console) -> None:
-    facts = {name: getattr(done, name) for name in EngineSync.__slots__}
-    how = "all weights" if done.full else f"from version {done.previous}"
-    proved = "" if done.audit_seconds is None else ", live weights proved"
-    line = (
-        f"version {done.version} is live ({how}): {format_bytes(done.fetched_bytes)} fetched, "
-        f"paused {1e3 * done.pause_seconds:.0f} ms{proved}"
-    )
-    console.result(facts, [line])
+def relay(args: argparse.Namespace, console: Console) -> None:
+    """Mirror streams into another store, for the workers near that one.
 
-
-def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> int:
-    out = Path(args.out)
-    layout = Layout.of(args.layout) if args.layout else None
-    if layout is None:
-        check_folder(out, [FILE_NAME], force=args.force)
-    base, written = _left_in(out, layout)
-    subscriber = Subscriber(
-        [open_lasting(store) for store in args.store],
-        stream=args.stream,
-        base=None if args.select else base,  # a part of a state has no version's root
-        cache=args.cache,
-        trusted_keys=args.trust,
-        stream_id=args.stream_id,
-        allow_recreated=args.allow_recreated,
-        select=args.select,
-        threads=args.threads,
-        on_event=fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console,
-    )
-
-    def save() -> None:
-        subscriber.save(
-            out, sharded=args.sharded, force=args.force, layout=args.layout, keep=args.keep
-        )
-
-    def sync() -> None:
-        nonlocal written
-        update = subscriber.sync()
-        if (
-            update is None
-            and subscriber.version is not None
-            and written not in (None, subscriber.version)
-        ):
-            save()  # the same weights, with other files
-            written = subscriber.version
-        if update is not None:
-            save()
-            written = update.version
-            _show_written(update, console)
-            update.acknowledge()
-        elif subscriber.version is None:
-            raise EmptyStream(
-                f"stream {args.stream!r}: {absence(open_lasting(args.store[-1]), args.stream)}"
-            )
-        elif args.once:
-            facts = {
-                "version": subscriber.version,
-                "root": subscriber.root,
-                "changed": 0,
-                "payload_bytes": 0,
-            }
-            console.result(
-                facts,
-                [f"version {subscriber.version} is the newest, root {subscriber.root} verified"],
-            )
-
-    return keep_on(sync, args, console, subscriber.wait_for_new)
-
-
-def _sleep(seconds: float) -> None:
-    time.sleep(jittered(seconds))
-
-
-def keep_on(
-    work: Callable[[], None],
-    args: argparse.Namespace,
-    console: Console,
-    pause: Callable[[float], None],
-    may_pass: Callable[[PulseError], bool] = lambda error: error.retryable,
-) -> int:
-    """Does ``work`` once, or again after a ``pause`` of ``args.poll`` seconds. At an error that
-    ``may_pass`` it says so once, and tries again after ever longer."""
-    backoff = Backoff(max(2 * args.poll, _MIN_WAIT), max(_MAX_WAIT, args.poll))
-    while True:
-        try:
-            work()
-        except PulseError as error:
-            if args.once or not may_pass(error):
-                raise
-            console.note(f"{error} ({error.hint}); retrying")
-            if not isinstance(
-                error, EmptyStream
-            ):  # what is missing or damaged is fetched again at each try
-                time.sleep(backoff.wait())
-                continue
-        else:
-            console.forget_notes()
-        if args.once:
-            return 0
-        backoff.reset()
-        pause(args.poll)
-
-
-def _left_in(out: Path, layout: Layout | None) -> tuple[Path | None, int | None]:
-    """(the newest checkpoint of an earlier run, its version); None where there is none or it is
-    damaged: then the state comes from an anchor."""
-    if layout is not None:
-        version, shown = max(layout.versions(out), default=(None, None))
-        return shown, version
-    shown = current_version(out)
-    try:
-        said = load(shown)[1].get("pulse.version", "")
-    except (FormatError, UnsupportedTensor, InputError):
-        return None, None
-    return shown, int(said) if said.isdecimal() else None
-
-
-def _show_written(update: Update, console: Console) -> None:
-    facts = {
-        "version": update.version,
-        "previous": update.previous,
-        "root": update.root,
-        "changed": update.changed,
-        "payload_bytes": update.payload_bytes,
-        "seconds": round(update.seconds, 6),
-    }
-    line = (
-        f"version {update.version}: {format_bytes(update.payload_bytes)} fetched, root "
-        f"{update.root} verified"
-    )
-    console.result(facts, [line])
-
-
-def add_relay(commands: Any, shared: Shared) -> None:
-    command = commands.add_parser(
-        "relay",
-        parents=[shared.common, shared.trust],
-        help="mirror streams into another store, for the workers near that one",
-    )
-    text = "the store to copy from: a folder, or a URL as for STORE"
-    command.add_argument("source", metavar="SOURCE", help=text)
-    text = "the store to copy to, to which nobody else publishes"
-    command.add_argument("target", metavar="TARGET", help=text)
-    text = "a stream's name; may be repeated"
-    command.add_argument("--stream", required=True, action="append", metavar="S", help=text)
-    text = "keep the newest N versions of the target restorable (default: all)"
-    command.add_argument("--keep", type=count, metavar="N", help=text)
-    command.add_argument("--once", action="store_true", help="copy what is there, then exit")
-    text = "if a stream is deleted and recreated, copy the new one instead"
-    command.add_argument("--allow-recreated", action="store_true", help=text)
-    add_poll(command, "polls of the source")
-    command.set_defaults(run=relay)
-
-
-def relay(args: argparse.Namespace, console: Console) -> int:
+    pulse relay s3://bucket/run /near --stream policy
+    """
     if len(args.stream) > 1 and args.stream_id:
         raise InputError(
             "one stream ID for several streams", hint="Give --stream-id with a single --stream."
@@ -436,11 +411,8 @@ def relay(args: argparse.Namespace, console: Console) -> int:
             target,
             stream=stream,
             keep=args.keep,
-            trusted_keys=args.trust,
-            stream_id=args.stream_id,
             allow_recreated=args.allow_recreated,
-            threads=args.threads,
-            on_event=console,
+            **reading(args, console),
         )
         for stream in args.stream
     }
@@ -457,43 +429,31 @@ def relay(args: argparse.Namespace, console: Console) -> int:
                     done = each.sync(shards=None if len(relays) == 1 else 1)
                     if done is not None:
                         moved.add(stream)
-                        _show_relayed(done, console)
+                        facts = facts_of(done, "stream", "version", "previous", "links", "seconds")
+                        line = f"version {done.version} of {done.stream}"
+                        line += f": {format_bytes(done.nbytes)} copied"
+                        console.result(facts | {"bytes": done.nbytes}, line)
                         continue
                     if each.version is None:
-                        raise EmptyStream(f"stream {stream!r}: {absence(source, stream)}")
+                        raise empty(source, stream)
                     if args.once and stream not in moved:
                         facts = {"stream": stream, "version": each.version, "links": [], "bytes": 0}
-                        console.result(facts, [f"version {each.version} of {stream} is the newest"])
+                        console.result(facts, f"version {each.version} of {stream} is the newest")
                 except PulseError as error:
                     failed.append(error)
                 waiting.remove(stream)
         if failed:
             raise min(failed, key=lambda error: error.retryable)
 
-    return keep_on(sync, args, console, _sleep)
+    keep_on(sync, args, console)
 
 
-def add_watch(commands: Any, shared: Shared) -> None:
-    watched = options()
-    text = "where the trainer writes a folder for each step"
-    watched.add_argument("folder", metavar="FOLDER", help=text)
-    parents = [watched, shared.stream, version_options(), shared.signing, shared.trust]
-    command = commands.add_parser(
-        "watch",
-        parents=[shared.common, *parents],
-        help="publish the checkpoints that a trainer writes into a folder, each once, in the "
-        "order of their steps",
-    )
-    text = "the names of those folders, such as step_* (default: *)"
-    command.add_argument("--pattern", default="*", metavar="GLOB", help=text)
-    text = "the file that the trainer writes last, such as STABLE"
-    command.add_argument("--done", required=True, metavar="FILE", help=text)
-    command.add_argument("--once", action="store_true", help="publish what is there, then exit")
-    add_poll(command, "looks")
-    command.set_defaults(run=watch)
+def watch(args: argparse.Namespace, console: Console) -> None:
+    """Publish the checkpoints that a trainer writes into a folder, each once, in the order of their
+    steps.
 
-
-def watch(args: argparse.Namespace, console: Console) -> int:
+    pulse watch broadcasts s3://bucket/run --stream policy --pattern 'step_*' --done STABLE
+    """
     folder = Path(args.folder)
     if not folder.is_dir():
         raise InputError(
@@ -515,17 +475,9 @@ def watch(args: argparse.Namespace, console: Console) -> int:
             if step > newest:
                 after = publish(step, found, after)
         if args.once and after == known:
-            facts = {
-                "version": None if head is None else after,
-                "step": None if head is None else newest,
-            }
-            console.result(
-                facts,
-                [
-                    f"no checkpoint in {args.folder} is newer"
-                    + (f" than step {newest}" if head else "")
-                ],
-            )
+            facts = {"version": after, "step": newest} if head else {"version": None, "step": None}
+            than = f" than step {newest}" if head else ""
+            console.result(facts, f"no checkpoint in {args.folder} is newer{than}")
 
     def publish(step: int, found: Path, after: int) -> int:
         """The newest version."""
@@ -552,7 +504,7 @@ def watch(args: argparse.Namespace, console: Console) -> int:
         return done.version
 
     with publisher:
-        return keep_on(work, args, console, _sleep)
+        keep_on(work, args, console)
 
 
 def _complete(folder: Path, pattern: str, done: str) -> list[tuple[int, Path]]:
@@ -564,17 +516,3 @@ def _complete(folder: Path, pattern: str, done: str) -> list[tuple[int, Path]]:
         if numbers and len(numbers[-1]) < _MAX_DIGITS and (each / done).is_file():
             found.append((int(numbers[-1]), each))
     return sorted(found)
-
-
-def _show_relayed(done: Relayed, console: Console) -> None:
-    facts = {
-        "stream": done.stream,
-        "version": done.version,
-        "previous": done.previous,
-        "links": list(done.links),
-        "bytes": done.nbytes,
-        "seconds": round(done.seconds, 6),
-    }
-    console.result(
-        facts, [f"version {done.version} of {done.stream}: {format_bytes(done.nbytes)} copied"]
-    )

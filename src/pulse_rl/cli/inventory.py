@@ -8,50 +8,42 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._util.settings import format_bytes, format_duration, format_percent
-from ..errors import EmptyStream, PulseError
+from ..errors import PulseError
 from ..events import Metadata
-from ..hints import absence, streams_in
+from ..hints import empty, streams_in
 from ..metrics import workers_of
 from ..store import Store
-from ..stream.manifest import Manifest, anchor_bytes, patch_bytes
+from ..stream.manifest import anchor_bytes, patch_bytes
 from ..stream.names import AnchorName, VersionName
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream
-from .arguments import READABLE, Shared, number, options
-from .output import Console
+from .common import COMMON, NAMED, READABLE, TRUST, Console, add_command, facts_of, number, options
 from .streams import open_lasting
 
 _SHOWN_ANCHORS = 5
 
 
-def add_parsers(commands: Any, shared: Shared) -> None:
-    """Add the commands to ``commands``, argparse's sub-parsers."""
+def add_parsers(commands: Any) -> None:
     store = options()
     store.add_argument("store", metavar="STORE", help=READABLE)
-    parents = [shared.common, shared.trust, store]
 
-    command = commands.add_parser("list", parents=parents, help="show the streams of a store")
-    command.set_defaults(run=show_streams)
+    add_command(commands, "list", show_streams, COMMON, TRUST, store)
 
-    command = commands.add_parser(
-        "log", parents=[*parents, shared.named], help="show the versions of a stream"
-    )
+    command = add_command(commands, "log", log, COMMON, TRUST, store, NAMED)
     text = "the newest N versions (default: 20); 0: all of them"
     command.add_argument("--last", type=number, default=20, metavar="N", help=text)
-    command.set_defaults(run=log)
 
-    command = commands.add_parser(
-        "status",
-        parents=parents,
-        help="show which version each worker of a store holds",
-    )
+    command = add_command(commands, "status", status, COMMON, TRUST, store)
     command.add_argument("--stream", metavar="S", help="of this stream only")
-    command.set_defaults(run=status)
 
 
-def show_streams(args: argparse.Namespace, console: Console) -> int:
+def show_streams(args: argparse.Namespace, console: Console) -> None:
+    """Show the streams of a store.
+
+    pulse list s3://bucket/run
+    """
     store = open_lasting(args.store)
-    found = [_facts_of(_opened(store, name, args)) for name in streams_in(store)]
+    found = [_facts_of(opened_stream(store, name, args)) for name in streams_in(store)]
     rows = [
         (
             each["stream"],
@@ -66,13 +58,16 @@ def show_streams(args: argparse.Namespace, console: Console) -> int:
     ]
     heads = ("stream", "versions", "age", "stored", "state", "anchors", "metadata")
     lines = _table([heads, *rows]) if rows else [f"{args.store} has no streams"]
-    console.result({"store": args.store, "streams": found}, lines)
-    return 0
+    console.result({"store": args.store, "streams": found}, *lines)
 
 
-def log(args: argparse.Namespace, console: Console) -> int:
-    stream = _opened(open_lasting(args.store), args.stream, args)
-    versions = _versions_of(stream)
+def log(args: argparse.Namespace, console: Console) -> None:
+    """Show the versions of a stream.
+
+    pulse log s3://bucket/run --stream policy --last 5
+    """
+    stream = opened_stream(open_lasting(args.store), args.stream, args)
+    versions = versions_of(stream)
     found = [_version_facts(stream, version) for version in versions[-args.last :]]
     rows = [
         (
@@ -88,18 +83,20 @@ def log(args: argparse.Namespace, console: Console) -> int:
         for each in reversed(found)
     ]
     lines = _table([("version", "age", "changed", "patch", "anchor", "metadata"), *rows])
-    more = len(versions) - len(found)
-    console.result(
-        {"stream": args.stream, "stream_id": stream.stream_id, "versions": found},
-        [*lines, *([f"(and {more} older ones: --last 0)"] if more else [])],
-    )
-    return 0
+    if more := len(versions) - len(found):
+        lines.append(f"(and {more} older ones: --last 0)")
+    facts = {"stream": args.stream, "stream_id": stream.stream_id, "versions": found}
+    console.result(facts, *lines)
 
 
-def status(args: argparse.Namespace, console: Console) -> int:
+def status(args: argparse.Namespace, console: Console) -> None:
+    """Show which version each worker of a store holds.
+
+    pulse status s3://bucket/run
+    """
     store = open_lasting(args.store)
     found = [
-        _followers(_opened(store, name, args))
+        _followers(opened_stream(store, name, args))
         for name in ([args.stream] if args.stream else streams_in(store))
     ]
     lines = []
@@ -120,19 +117,18 @@ def status(args: argparse.Namespace, console: Console) -> int:
         lines.append(
             "no worker says what it holds: pulse follow --name W, or pulse_rl.metrics.Heartbeat"
         )
-    console.result({"store": args.store, "streams": found}, lines)
-    return 0
+    console.result({"store": args.store, "streams": found}, *lines)
 
 
-def _opened(store: Store, name: str, args: argparse.Namespace) -> Stream:
+def opened_stream(store: Store, name: str, args: argparse.Namespace) -> Stream:
     return Stream(store, name, trusted_by(args.trust), stream_id=args.stream_id)
 
 
-def _versions_of(stream: Stream) -> list[int]:
+def versions_of(stream: Stream) -> list[int]:
     """All listed versions, ascending. Raises EmptyStream."""
     versions = stream.versions()
     if not versions:
-        raise EmptyStream(f"stream {stream.name!r}: {absence(stream.store, stream.name)}")
+        raise empty(stream.store, stream.name)
     return versions
 
 
@@ -167,42 +163,28 @@ def _facts_of(stream: Stream) -> dict[str, Any]:
 
 def _version_facts(stream: Stream, version: int) -> dict[str, Any]:
     facts: dict[str, Any] = dict.fromkeys(
-        (
-            "age_seconds",
-            "root",
-            "density",
-            "patch_bytes",
-            "anchor_bytes",
-            "dense_bytes",
-            "epoch",
-        ),
-        None,
+        ("age_seconds", "root", "density", "patch_bytes", "anchor_bytes", "dense_bytes", "epoch")
     )
+    facts |= {"version": version, "metadata": {}}
     try:
         manifest = stream.manifest(version)
     except PulseError as error:
-        return {"version": version, **facts, "metadata": {}, "problem": f"cannot be read: {error}"}
+        return facts | {"problem": f"cannot be read: {error}"}
     stream.stream_id = stream.stream_id or manifest.stream_id
-    return {"version": version, **facts, **_manifest_facts(manifest), "problem": ""}
-
-
-def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
     patch = manifest.patch
-    return {
+    facts |= facts_of(manifest, "root", "dense_bytes", "epoch", "metadata")
+    return facts | {
         "age_seconds": _since(manifest.created),
-        "root": manifest.root,
         "density": patch.changed / max(manifest.elements, 1) if patch else None,
         "patch_bytes": patch_bytes(manifest),
         "anchor_bytes": anchor_bytes(manifest),
-        "dense_bytes": manifest.dense_bytes,
-        "epoch": manifest.epoch,
-        "metadata": manifest.metadata,
+        "problem": "",
     }
 
 
 def _followers(stream: Stream) -> dict[str, Any]:
     """What the workers of a stream have said last, those that are farthest behind first."""
-    newest = _versions_of(stream)[-1]
+    newest = versions_of(stream)[-1]
     workers = [
         {
             "worker": worker,

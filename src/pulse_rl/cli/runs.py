@@ -9,39 +9,46 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
+from .._util.serial import Closing
 from .._util.settings import format_bytes, format_number
-from ..errors import EmptyStream, InputError
+from ..errors import InputError
 from ..events import Event, Metadata, Synced
 from ..follow.checkpoint import FILE_NAME
 from ..follow.folder import check_folder
-from ..hints import absence
 from ..metrics import JsonLines, fan_out, read_events
 from ..ops import checkout as checkouts
 from ..store.base import UNREADABLE
-from ..stream.signing import trusted_by
-from ..stream.stream import Stream
 from ..sync.planner import BROKEN_LINK
-from .arguments import Shared, add_metadata, count, number, path
-from .output import Console
+from .common import (
+    COMMON,
+    LAYOUT,
+    STREAM,
+    TRUST,
+    WRITING,
+    Console,
+    add_command,
+    add_metadata,
+    count,
+    facts_of,
+    number,
+    path,
+)
+from .inventory import opened_stream, versions_of
 from .streams import open_lasting, reading
 
 _SKIP, _LAST_BAD = 125, 127
 _PLACE = "{}"
 
 
-def add_parsers(commands: Any, shared: Shared) -> None:
-    """Add the commands to ``commands``, argparse's sub-parsers."""
-    parents = [shared.common, shared.stream, shared.trust, shared.layout, shared.writing]
-    command = commands.add_parser(
-        "checkout", parents=parents, help="write a version as a checkpoint"
-    )
+def add_parsers(commands: Any) -> None:
+    parents = (COMMON, STREAM, TRUST, LAYOUT, WRITING)
+    command = add_command(commands, "checkout", checkout, *parents)
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("--version", type=number, metavar="N", help="the version's number")
     text = "the newest version with this root, or its first 8 digits or more"
@@ -49,29 +56,18 @@ def add_parsers(commands: Any, shared: Shared) -> None:
     add_metadata(which, "the newest version that says this, such as step=400")
     text = "a folder that engines load"
     command.add_argument("--out", type=path, required=True, metavar="DIR", help=text)
-    command.set_defaults(run=checkout)
 
-    command = commands.add_parser(
-        "evaluate",
-        parents=parents,
-        help="run a program on versions of a stream, and keep what it prints",
-    )
+    command = add_command(commands, "evaluate", evaluate, *parents)
     text = "versions N, 2N, 3N …, the first and the newest"
     command.add_argument("--every", type=count, required=True, metavar="N", help=text)
     _add_program(command, "events-evaluate.jsonl")
-    command.set_defaults(run=evaluate)
 
-    command = commands.add_parser(
-        "bisect",
-        parents=parents,
-        help="find the first version for which a program fails",
-    )
+    command = add_command(commands, "bisect", bisect, *parents)
     text = "a version that is good"
     command.add_argument("--good", type=number, required=True, metavar="N", help=text)
     text = "a later one that is bad"
     command.add_argument("--bad", type=number, required=True, metavar="N", help=text)
     _add_program(command, "events-bisect.jsonl")
-    command.set_defaults(run=bisect)
 
 
 def _add_program(command: argparse.ArgumentParser, log: str) -> None:
@@ -80,24 +76,20 @@ def _add_program(command: argparse.ArgumentParser, log: str) -> None:
         nargs="+",
         metavar="COMMAND",
         help=f"after --: the program and its arguments; {_PLACE} is the version's folder, which "
-        "comes last without "
-        f"{_PLACE}. PULSE_VERSION is the version's number. The last line of its output that is a "
-        "number or "
-        "a JSON object of numbers is kept",
+        f"comes last without {_PLACE}. PULSE_VERSION is the version's number. The last line of its "
+        "output that is a number or a JSON object of numbers is kept",
     )
-    command.add_argument(
-        "--log",
-        type=path,
-        default=log,
-        metavar="FILE",
-        help="a line for each version, from which a command that was stopped goes on (default: "
-        f"{log})",
-    )
+    text = "a line for each version, from which a command that was stopped goes on (default: "
+    command.add_argument("--log", type=path, default=log, metavar="FILE", help=f"{text}{log})")
     text = "the folder of the version, which stays (default: a temporary one)"
     command.add_argument("--out", type=path, metavar="DIR", help=text)
 
 
-def checkout(args: argparse.Namespace, console: Console) -> int:
+def checkout(args: argparse.Namespace, console: Console) -> None:
+    """Write a version as a checkpoint.
+
+    pulse checkout s3://bucket/run --stream policy --version 40 --out policy-40
+    """
     out, started = Path(args.out), time.perf_counter()
     check_folder(out, [FILE_NAME], force=args.force)
     fetched: list[int] = []
@@ -106,32 +98,23 @@ def checkout(args: argparse.Namespace, console: Console) -> int:
         if isinstance(event, Synced):
             fetched.append(event.fetched_bytes)
 
-    found = checkouts.checkout(
+    settings = reading(args, console) | {"on_event": fan_out(console, listen)}
+    with checkouts.checkout(
         open_lasting(args.store),
         args.stream,
         version=args.version,
         root=args.root,
         metadata=None if args.metadata is None else dict(args.metadata),
-        trusted_keys=args.trust,
-        stream_id=args.stream_id,
-        threads=args.threads,
-        on_event=fan_out(console, listen),
-    )
-    with found:
+        **settings,
+    ) as found:
         found.save(out, sharded=args.sharded, force=args.force)
-        facts = {
-            "version": found.version,
-            "root": found.root,
-            "metadata": found.metadata,
-            "payload_bytes": sum(fetched),
-            "seconds": round(time.perf_counter() - started, 6),
-        }
-    line = (
-        f"version {facts['version']}: {format_bytes(sum(fetched))} fetched, root "
-        f"{facts['root']} verified"
+        facts = facts_of(found, "version", "root", "metadata")
+    nbytes, seconds = sum(fetched), round(time.perf_counter() - started, 6)
+    console.result(
+        facts | {"payload_bytes": nbytes, "seconds": seconds},
+        f"version {facts['version']}: {format_bytes(nbytes)} fetched, root {facts['root']} "
+        "verified",
     )
-    console.result(facts, [line])
-    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +131,22 @@ class Evaluated:
     seconds: float
 
 
-class Runs:
+class Runs(Closing):
     """The versions of a stream, and the program of the command on any of them, once: what the log
     has is not asked again. A context manager."""
 
-    def __init__(
-        self, args: argparse.Namespace, console: Console, folder: Path, cache: Path
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self._args = args
         self._console = console
-        self._folder = folder
-        self._cache = cache
-        self._checkout: checkouts.Checkout | None = None
-        store = open_lasting(args.store)
-        self._stream = Stream(store, args.stream, trusted_by(args.trust), stream_id=args.stream_id)
-        self.versions = self._stream.versions()
-        if not self.versions:
-            raise EmptyStream(f"stream {args.stream!r}: {absence(store, args.stream)}")
+        if args.out is not None:
+            check_folder(Path(args.out), [FILE_NAME], force=args.force)
+        self._stream = opened_stream(open_lasting(args.store), args.stream, args)
+        self.versions = versions_of(self._stream)
         known = read_events(args.log) if Path(args.log).exists() else ()
         self._known = {(e["version"], e["root"]): e for e in known if self._is_ours(e)}
+        self._checkout: checkouts.Checkout | None = None
+        self._temporary = TemporaryDirectory(prefix="pulse-")
+        self._folder = Path(args.out or Path(self._temporary.name, "policy")).absolute()
 
     def metadata(self, version: int) -> Metadata:
         return self._stream.manifest(version).metadata
@@ -176,16 +156,27 @@ class Runs:
         InputError where the program cannot be run, or ends with a status that is not
         ``accepted``."""
         args = self._args
+        # 1. The version, unless the log has what came of it.
         try:
             root = self._stream.manifest(version).root
             if known := self._known.get((version, root)):
                 return Evaluated(*(known[name] for name in Evaluated.__slots__))
-            self._check_out(version)
+            if self._checkout is None:
+                self._checkout = checkouts.checkout(
+                    args.store,
+                    args.stream,
+                    version=version,
+                    cache=self._temporary.name,  # evaluations go back and forth
+                    **reading(args, self._console),
+                )
+            self._checkout.to(version).save(self._folder, sharded=args.sharded, force=args.force)
         except (*BROKEN_LINK, *UNREADABLE) as error:
             self._console.note(f"version {version} is passed over: {error}")
             return Evaluated(args.stream, version, "", args.program, _SKIP, {}, 0.0)
+        # 2. The program.
         started = time.perf_counter()
         status, metrics = self._run(version)
+        seconds = round(time.perf_counter() - started, 3)
         if status not in accepted:
             how = f"status {status}" if status >= 0 else f"signal {-status}"
             hint = (
@@ -193,43 +184,21 @@ class Runs:
                 "goes on from its log."
             )
             raise InputError(f"{args.program[0]} ended with {how} on version {version}", hint=hint)
-        done = Evaluated(
-            args.stream,
-            version,
-            root,
-            args.program,
-            status,
-            metrics,
-            round(time.perf_counter() - started, 3),
-        )
+        # 3. The log, of what is no event of the library's own: only commands make it.
+        done = Evaluated(args.stream, version, root, args.program, status, metrics, seconds)
         with JsonLines(args.log) as log:
-            cast(Callable[[Evaluated], None], log)(
-                done
-            )  # no event of the library's own: only commands make it
+            log(done)  # type: ignore[arg-type]
         return done
 
     def close(self) -> None:
         if self._checkout:
             self._checkout.close()
+        self._temporary.cleanup()
 
     def _is_ours(self, event: dict[str, Any]) -> bool:
         named = all(name in event for name in Evaluated.__slots__)
-        return named and (event["stream"], event["program"]) == (
-            self._args.stream,
-            self._args.program,
-        )
-
-    def _check_out(self, version: int) -> None:
-        args = self._args
-        if self._checkout is None:
-            self._checkout = checkouts.checkout(
-                args.store,
-                args.stream,
-                version=version,
-                cache=self._cache,  # evaluations go back and forth
-                **reading(args, self._console),
-            )
-        self._checkout.to(version).save(self._folder, sharded=args.sharded, force=args.force)
+        ours = (self._args.stream, self._args.program)
+        return named and (event["stream"], event["program"]) == ours
 
     def _run(self, version: int) -> tuple[int, dict[str, float]]:
         """The status of the program, and the numbers that it printed."""
@@ -254,18 +223,6 @@ class Runs:
         return process.returncode, metrics
 
 
-@contextmanager
-def _runs(args: argparse.Namespace, console: Console) -> Iterator[Runs]:
-    with TemporaryDirectory(prefix="pulse-") as temporary:
-        folder = Path(temporary) / "policy" if args.out is None else Path(args.out).absolute()
-        check_folder(folder, [FILE_NAME], force=args.force)
-        runs = Runs(args, console, folder, cache=Path(temporary))
-        try:
-            yield runs
-        finally:
-            runs.close()
-
-
 def _numbers(line: str) -> dict[str, float]:
     """The numbers of a line that is a number or a JSON object; empty for any other."""
     try:
@@ -280,12 +237,16 @@ def _numbers(line: str) -> dict[str, float]:
     }
 
 
-def evaluate(args: argparse.Namespace, console: Console) -> int:
-    with _runs(args, console) as runs:
+def evaluate(args: argparse.Namespace, console: Console) -> None:
+    """Run a program on versions of a stream, and keep what it prints.
+
+    pulse evaluate s3://bucket/run --stream policy --every 50 -- python evaluate.py --model {}
+    """
+    with Runs(args, console) as runs:
         ends = {runs.versions[0], runs.versions[-1]}
-        for version in (
-            version for version in runs.versions if version % args.every == 0 or version in ends
-        ):
+        for version in runs.versions:
+            if version % args.every and version not in ends:
+                continue
             done = runs.on(version, (0, _SKIP))
             if done.status == 0 and not done.metrics:
                 hint = "Its last line must be a number, or a JSON object of numbers."
@@ -293,17 +254,17 @@ def evaluate(args: argparse.Namespace, console: Console) -> int:
                     f"{args.program[0]} printed no number on version {version}", hint=hint
                 )
             shown = _shown(done.metrics) if done.status == 0 else "skipped"
-            facts = {
-                name: getattr(done, name)
-                for name in ("version", "root", "status", "metrics", "seconds")
-            }
-            console.result(facts, [f"version {version}: {shown}"])
+            facts = facts_of(done, "version", "root", "status", "metrics", "seconds")
+            console.result(facts, f"version {version}: {shown}")
     console.note(f"`pulse report {args.log} -o evaluation.html` shows the curve")
-    return 0
 
 
 def bisect(args: argparse.Namespace, console: Console) -> int:
-    with _runs(args, console) as runs:
+    """Find the first version for which a program fails.
+
+    pulse bisect s3://bucket/run --stream policy --good 100 --bad 400 -- ./is-good.sh {}
+    """
+    with Runs(args, console) as runs:
         for end in (args.good, args.bad):
             if end not in runs.versions:
                 has = f"it has {runs.versions[0]} to {runs.versions[-1]}"
@@ -315,10 +276,10 @@ def bisect(args: argparse.Namespace, console: Console) -> int:
             raise InputError(
                 "the good version is not before the bad one", hint="Give an earlier --good."
             )
-        asked = 0
-        # The first bad one is among these, of which the last is known to be bad.
+        # 1. The first bad one is among these, of which the last is known to be bad.
         suspects = [version for version in runs.versions if args.good < version <= args.bad]
         skipped = set[int]()
+        asked = 0
         while rest := [version for version in suspects[:-1] if version not in skipped]:
             middle = suspects[(len(suspects) - 1) // 2]
             version = min(rest, key=lambda each: abs(each - middle))
@@ -331,39 +292,26 @@ def bisect(args: argparse.Namespace, console: Console) -> int:
                 suspects = [each for each in suspects if each <= version]
             else:
                 skipped.add(version)
-            facts = {
-                "version": version,
-                "status": done.status,
-                "verdict": verdict,
-                "left": len(suspects),
-            }
             shown = f" ({_shown(done.metrics)})" if done.metrics else ""
             console.result(
-                facts | {"metrics": done.metrics, "seconds": done.seconds},
-                [f"version {version}: {verdict}{shown}, {len(suspects)} left"],
+                {"verdict": verdict, "left": len(suspects)}
+                | facts_of(done, "version", "status", "metrics", "seconds"),
+                f"version {version}: {verdict}{shown}, {len(suspects)} left",
             )
-        return _found(runs, suspects, asked, console)
-
-
-def _found(runs: Runs, suspects: list[int], asked: int, console: Console) -> int:
-    """Says which version is the first bad one; status 1 where it is one of several that could not
-    be asked."""
-    first = suspects[0] if len(suspects) == 1 else None
-    facts = {"first_bad": first, "suspects": suspects, "asked": asked}
-    if first is None:
-        lines = [
-            f"the first bad version is one of {', '.join(map(str, suspects))}: the others were "
-            "skipped"
-        ]
-        console.result(facts, lines)
-        return 1
-    metadata = runs.metadata(first)
-    said = f" ({' '.join(f'{key}={value}' for key, value in metadata.items())})" if metadata else ""
-    console.result(
-        facts | {"metadata": metadata},
-        [f"version {first} is the first bad one{said}, asked {asked} times"],
-    )
-    return 0
+        # 2. It is one of several, where those between could not be asked.
+        facts: dict[str, Any] = {"first_bad": None, "suspects": suspects, "asked": asked}
+        if len(suspects) > 1:
+            names = ", ".join(map(str, suspects))
+            line = f"the first bad version is one of {names}: the others were skipped"
+            console.result(facts, line)
+            return 1
+        (first,) = suspects
+        metadata = runs.metadata(first)
+        said = " ".join(f"{key}={value}" for key, value in metadata.items())
+        facts |= {"first_bad": first, "metadata": metadata}
+        of = f" ({said})" if said else ""
+        console.result(facts, f"version {first} is the first bad one{of}, asked {asked} times")
+        return 0
 
 
 def _shown(metrics: dict[str, float]) -> str:

@@ -28,21 +28,30 @@ from ..store import Data, LocalStore, ObjectInfo, Store, open_store
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher
 from ..testing import StoreConformance
-from .arguments import (
+from .common import (
     A_CHECKPOINT,
-    Shared,
+    COMMON,
+    LAYOUT,
+    SIGNING,
+    STREAM,
+    TRUST,
+    WRITING,
+    Console,
+    add_command,
     add_file_to_write,
     add_metadata,
     add_quantize,
+    check_output,
     compute_dtype,
     count,
     fact,
+    facts_of,
     number,
     options,
     port,
     seconds,
+    write_output,
 )
-from .output import Console, check_output, write_output
 
 DEFAULT_PORT = 8734
 _TOO_LONG_HERE = {"test_the_longest_name"}
@@ -71,10 +80,11 @@ def version_at(source: str, args: argparse.Namespace, console: Console) -> Check
         try:
             said = {"metadata": dict([fact(which)])}
         except argparse.ArgumentTypeError:
-            hint = (
-                "Name it STORE#STREAM@VERSION: the version's number, or KEY=VALUE of its metadata."
-            )
-            raise InputError(f"{source!r} names no version", hint=hint) from None
+            raise InputError(
+                f"{source!r} names no version",
+                hint="Name it STORE#STREAM@VERSION: the version's number, or KEY=VALUE of its "
+                "metadata.",
+            ) from None
     return checkout(
         open_lasting(named["store"]),
         named["stream"],
@@ -95,19 +105,63 @@ def reading(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
-def add_publish(commands: Any, shared: Shared) -> None:
-    checkpoint = options()
+def add_parsers(commands: Any) -> None:
+    checkpoint = options()  # before the store
     text = f"{A_CHECKPOINT}, with which a new stream begins"
     checkpoint.add_argument("checkpoint", metavar="CHECKPOINT", help=text)
-    parents = [checkpoint, shared.stream, version_options(), shared.signing, shared.trust]
-    command = commands.add_parser(
-        "publish",
-        parents=[shared.common, *parents],
-        help="publish a checkpoint as the next version",
-    )
+    parents = (COMMON, checkpoint, STREAM, version_options(), SIGNING, TRUST)
+    command = add_command(commands, "publish", publish, *parents)
     text = "then make folds (see fold)"
     command.add_argument("--folds", type=count, nargs="+", metavar="N", help=text)
-    command.set_defaults(run=publish)
+
+    add_command(commands, "anchor", anchor, COMMON, STREAM, SIGNING, TRUST)
+
+    command = add_command(commands, "attest", attest, COMMON, STREAM, TRUST, LAYOUT, WRITING)
+    text = "the version's number (default: the newest)"
+    command.add_argument("--version", type=number, metavar="N", help=text)
+    text = "sign with this private key of P-256, P-384 or P-521 in PEM"
+    command.add_argument("--key", metavar="FILE", required=True, help=text)
+    add_file_to_write(command, "FILE", "the file to write (default: print it)", required=False)
+
+    add_command(commands, "verify", verify, COMMON, STREAM, TRUST)
+
+    command = add_command(commands, "fold", fold, COMMON, STREAM, SIGNING, TRUST)
+    command.add_argument(
+        "--folds",
+        type=count,
+        nargs="+",
+        default=list(DEFAULT_FOLDS),
+        metavar="N",
+        help="how many versions each fold spans (default: 8 64)",
+    )
+
+    command = add_command(commands, "gc", gc, COMMON, STREAM, TRUST)
+    text = "number of newest versions to keep"
+    command.add_argument("--keep", type=count, required=True, metavar="N", help=text)
+    command.add_argument(
+        "--grace",
+        type=seconds,
+        default=DEFAULT_GRACE_SECONDS,
+        metavar="SECONDS",
+        help="keep payloads written in the last SECONDS (default: 3600)",
+    )
+    command.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
+
+    command = add_command(commands, "serve", serve, COMMON)
+    text = "the store's folder, such as a relay's target"
+    command.add_argument("folder", metavar="FOLDER", help=text)
+    text = "this machine's address to listen at (default: 127.0.0.1)"
+    command.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help=text)
+    text = f"port to listen at; 0: a free one (default: {DEFAULT_PORT})"
+    command.add_argument("--port", type=port, default=DEFAULT_PORT, metavar="N", help=text)
+
+    command = add_command(commands, "keygen", keygen, COMMON)
+    text = "file to write the private key to; must not exist"
+    command.add_argument("file", metavar="FILE", help=text)
+
+    command = add_command(commands, "store-check", store_check, COMMON)
+    text = "a folder, or a file://, hf://, s3://, gs:// or az:// URL"
+    command.add_argument("store", metavar="STORE", help=text)
 
 
 def version_options() -> argparse.ArgumentParser:
@@ -138,7 +192,11 @@ def version_options() -> argparse.ArgumentParser:
     return version
 
 
-def publish(args: argparse.Namespace, console: Console) -> int:
+def publish(args: argparse.Namespace, console: Console) -> None:
+    """Publish a checkpoint as the next version.
+
+    pulse publish step-100 s3://bucket/run --stream policy --dtype BF16 --metadata step=100
+    """
     if found := version_at(args.checkpoint, args, console):
         if args.dtype or args.quantize or args.file or args.no_files:
             raise InputError(
@@ -149,7 +207,7 @@ def publish(args: argparse.Namespace, console: Console) -> int:
             print_published(
                 publisher.begin_from(found, metadata=dict(args.metadata or ())), console
             )
-        return 0
+        return
     state, _ = load(args.checkpoint)
     with open_publisher(args, console) as publisher:
         done = publisher.publish(
@@ -163,7 +221,6 @@ def publish(args: argparse.Namespace, console: Console) -> int:
     if args.folds:
         list(_folds(args, console))
     print_published(done, console)
-    return 0
 
 
 def open_publisher(args: argparse.Namespace, console: Console) -> Publisher:
@@ -188,149 +245,81 @@ def open_publisher(args: argparse.Namespace, console: Console) -> Publisher:
     return publisher
 
 
-def add_anchor(commands: Any, shared: Shared) -> None:
-    command = commands.add_parser(
-        "anchor",
-        parents=[shared.common, shared.stream, shared.signing, shared.trust],
-        help="publish the newest version once more, whole, for newcomers to start from",
-    )
-    command.set_defaults(run=anchor)
+def anchor(args: argparse.Namespace, console: Console) -> None:
+    """Publish the newest version once more, whole, for newcomers to start from.
 
-
-def anchor(args: argparse.Namespace, console: Console) -> int:
-    done = anchor_stream(
-        open_lasting(args.store),
-        args.stream,
-        signer=_signer(args),
-        **reading(args, console),
-    )
+    pulse anchor s3://bucket/run --stream policy
+    """
+    store = open_lasting(args.store)
+    done = anchor_stream(store, args.stream, signer=_signer(args), **reading(args, console))
     print_published(done, console)
-    return 0
 
 
-def add_attest(commands: Any, shared: Shared) -> None:
-    command = commands.add_parser(
-        "attest",
-        parents=[shared.common, shared.stream, shared.trust, shared.layout, shared.writing],
-        help="the signed statement about the files of a version's checkout, as model_signing "
-        "verifies it",
-    )
-    text = "the version's number (default: the newest)"
-    command.add_argument("--version", type=number, metavar="N", help=text)
-    text = "sign with this private key of P-256, P-384 or P-521 in PEM"
-    command.add_argument("--key", metavar="FILE", required=True, help=text)
-    add_file_to_write(command, "FILE", "the file to write (default: print it)", required=False)
-    command.set_defaults(run=attest)
+def attest(args: argparse.Namespace, console: Console) -> None:
+    """The signed statement about the files of a version's checkout, as model_signing verifies it.
 
-
-def attest(args: argparse.Namespace, console: Console) -> int:
+    pulse attest s3://bucket/run --stream policy --version 40 --key trainer.key -o policy-40.sig
+    """
     key = AttestationKey(args.key)
     if args.output:
         check_output(Path(args.output), BUNDLE.encode(), force=args.force)
+    store = open_lasting(args.store)
     statement = make_statement(
-        open_lasting(args.store),
-        args.stream,
-        args.version,
-        sharded=args.sharded,
-        **reading(args, console),
+        store, args.stream, args.version, sharded=args.sharded, **reading(args, console)
     )
     bundle = key.bundle(statement)
     if not args.output:
-        console.result(bundle, [json.dumps(bundle)])
-        return 0
+        console.result(bundle, json.dumps(bundle))
+        return
     predicate = statement["predicate"]
-    write_output(
-        Path(args.output), [f"{json.dumps(bundle)}\n".encode()], BUNDLE.encode(), force=args.force
-    )
+    text = f"{json.dumps(bundle)}\n".encode()
+    write_output(Path(args.output), [text], BUNDLE.encode(), force=args.force)
     facts = predicate["pulse"] | {"files": len(predicate["resources"]), "output": args.output}
     line = (
         f"{args.output}: version {facts['version']} of {args.stream}, {facts['files']} files, "
         f"root {facts['root']}"
     )
-    console.result(facts, [line])
-    return 0
-
-
-def add_upkeep(commands: Any, shared: Shared) -> None:
-    """Add verify, fold and gc."""
-    command = commands.add_parser(
-        "verify",
-        parents=[shared.common, shared.stream, shared.trust],
-        help="replay and check a whole stream",
-    )
-    command.set_defaults(run=verify)
-
-    command = commands.add_parser(
-        "fold",
-        parents=[shared.common, shared.stream, shared.signing, shared.trust],
-        help="make patches that span many versions, for workers that are far behind",
-    )
-    command.add_argument(
-        "--folds",
-        type=count,
-        nargs="+",
-        default=list(DEFAULT_FOLDS),
-        metavar="N",
-        help="how many versions each fold spans (default: 8 64)",
-    )
-    command.set_defaults(run=fold)
-
-    command = commands.add_parser(
-        "gc",
-        parents=[shared.common, shared.stream, shared.trust],
-        help="delete what the kept versions do not need",
-    )
-    text = "number of newest versions to keep"
-    command.add_argument("--keep", type=count, required=True, metavar="N", help=text)
-    command.add_argument(
-        "--grace",
-        type=seconds,
-        default=DEFAULT_GRACE_SECONDS,
-        metavar="SECONDS",
-        help="keep payloads written in the last SECONDS (default: 3600)",
-    )
-    command.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
-    command.set_defaults(run=gc)
+    console.result(facts, line)
 
 
 def verify(args: argparse.Namespace, console: Console) -> int:
+    """Replay and check a whole stream.
+
+    pulse verify s3://bucket/run --stream policy
+    """
     versions, problems = 0, []
-    reports = verify_stream(
-        open_lasting(args.store),
-        args.stream,
-        **reading(args, console),
-    )
-    for report in reports:
+    store = open_lasting(args.store)
+    for report in verify_stream(store, args.stream, **reading(args, console)):
         versions += 1
         problems += [{"version": report.version, "problem": p} for p in report.problems]
     lines = [f"version {p['version']}: {p['problem']}" for p in problems]
     verdict = f"{len(problems)} problems" if problems else "all links are valid"
     facts = {"stream": args.stream, "versions": versions, "ok": not problems, "problems": problems}
-    console.result(facts, [*lines, f"{versions} versions of {args.stream} verified: {verdict}"])
+    console.result(facts, *lines, f"{versions} versions of {args.stream} verified: {verdict}")
     return 1 if problems else 0
 
 
 def _folds(args: argparse.Namespace, console: Console) -> Iterator[tuple[int, int]]:
-    return fold_stream(
-        open_lasting(args.store),
-        args.stream,
-        tuple(args.folds),
-        signer=_signer(args),
-        **reading(args, console),
-    )
+    store, folds = open_lasting(args.store), tuple(args.folds)
+    return fold_stream(store, args.stream, folds, signer=_signer(args), **reading(args, console))
 
 
-def fold(args: argparse.Namespace, console: Console) -> int:
+def fold(args: argparse.Namespace, console: Console) -> None:
+    """Make patches that span many versions, for workers that are far behind.
+
+    pulse fold s3://bucket/run --stream policy --folds 8 64
+    """
     made = list(_folds(args, console))
     lines = [f"fold {base}->{version}" for base, version in made]
-    console.result(
-        {"stream": args.stream, "folds": [{"base": b, "version": v} for b, v in made]},
-        [*lines, f"{len(made)} folds made"],
-    )
-    return 0
+    facts = {"stream": args.stream, "folds": [{"base": b, "version": v} for b, v in made]}
+    console.result(facts, *lines, f"{len(made)} folds made")
 
 
-def gc(args: argparse.Namespace, console: Console) -> int:
+def gc(args: argparse.Namespace, console: Console) -> None:
+    """Delete what the kept versions do not need.
+
+    pulse gc s3://bucket/run --stream policy --keep 100 --dry-run
+    """
     plan = gc_stream(
         open_lasting(args.store),
         args.stream,
@@ -351,11 +340,10 @@ def gc(args: argparse.Namespace, console: Console) -> int:
         "young_bytes": plan.young,
     }
     verb = "would be deleted" if args.dry_run else "deleted"
-    line = (
+    lines = [
         f"{len(plan.names)} objects {verb}, {format_bytes(plan.nbytes)}, {len(plan.versions)} "
-        "versions"
-    )
-    lines = [f"{line}; version {plan.oldest} is the oldest kept"]
+        f"versions; version {plan.oldest} is the oldest kept"
+    ]
     if plan.oldest < plan.wanted:
         lines.append(
             f"version {plan.wanted}, the oldest of the newest {args.keep}, is restored from the "
@@ -367,65 +355,24 @@ def gc(args: argparse.Namespace, console: Console) -> int:
             f"{format_bytes(plan.young)} that nothing names stay for now: written in the last "
             "--grace seconds"
         )
-    console.result(facts, lines)
-    return 0
+    console.result(facts, *lines)
 
 
-def add_tools(commands: Any, shared: Shared) -> None:
-    """Add serve, keygen and store-check."""
-    command = commands.add_parser(
-        "serve",
-        parents=[shared.common],
-        help="show a folder to readers over HTTP, for workers without credentials",
-    )
-    text = "the store's folder, such as a relay's target"
-    command.add_argument("folder", metavar="FOLDER", help=text)
-    text = "this machine's address to listen at (default: 127.0.0.1)"
-    command.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help=text)
-    text = f"port to listen at; 0: a free one (default: {DEFAULT_PORT})"
-    command.add_argument("--port", type=port, default=DEFAULT_PORT, metavar="N", help=text)
-    command.set_defaults(run=serve)
+def keygen(args: argparse.Namespace, console: Console) -> None:
+    """Make a private key and print its public key.
 
-    command = commands.add_parser(
-        "keygen", parents=[shared.common], help="make a private key and print its public key"
-    )
-    text = "file to write the private key to; must not exist"
-    command.add_argument("file", metavar="FILE", help=text)
-    command.set_defaults(run=keygen)
-
-    command = commands.add_parser(
-        "store-check", parents=[shared.common], help="check that a store is safe to publish to"
-    )
-    text = "a folder, or a file://, hf://, s3://, gs:// or az:// URL"
-    command.add_argument("store", metavar="STORE", help=text)
-    command.set_defaults(run=store_check)
-
-
-def keygen(args: argparse.Namespace, console: Console) -> int:
+    pulse keygen trainer.key
+    """
     signer = Signer.generate()
     signer.save(args.file)
-    facts = {"public_key": signer.public_key, "file": args.file}
-    console.result(facts, [signer.public_key])
-    return 0
+    console.result({"public_key": signer.public_key, "file": args.file}, signer.public_key)
 
 
 def print_published(done: Published, console: Console) -> None:
-    facts = {
-        "stream": done.stream,
-        "stream_id": done.stream_id,
-        "version": done.version,
-        "root": done.root,
-        "elements": done.elements,
-        "changed": done.changed,
-        "density": done.density,
-        "dense_bytes": done.dense_bytes,
-        "patch_bytes": done.patch_bytes,
-        "anchor_bytes": done.anchor_bytes,
-        "ratio": done.ratio,
-        "reason": done.reason,
-        "seconds": round(done.seconds, 6),
-    }
-    console.result(facts, [f"{done}, root {done.root}"])
+    names = "stream stream_id version root elements changed density dense_bytes patch_bytes "
+    names += "anchor_bytes ratio reason seconds"
+    facts = facts_of(done, *names.split())
+    console.result(facts, f"{done}, root {done.root}")
 
 
 def files_beside(args: argparse.Namespace, checkpoint: Path) -> dict[str, bytes] | None:
@@ -454,18 +401,24 @@ def open_lasting(address: str) -> Store:
     return open_store(address)
 
 
-def serve(args: argparse.Namespace, console: Console) -> int:
+def serve(args: argparse.Namespace, console: Console) -> None:
+    """Show a folder to readers over HTTP, for workers without credentials.
+
+    pulse serve /near --bind 0.0.0.0
+    """
     from ..stores.server import FolderServer
 
     with FolderServer(args.folder, bind=args.bind, port=args.port) as server:
-        console.result(
-            {"url": server.url, "folder": args.folder}, [f"{args.folder} is served at {server.url}"]
-        )
+        facts = {"url": server.url, "folder": args.folder}
+        console.result(facts, f"{args.folder} is served at {server.url}")
         threading.Event().wait()
-    return 0
 
 
 def store_check(args: argparse.Namespace, console: Console) -> int:
+    """Check that a store is safe to publish to.
+
+    pulse store-check s3://bucket/run
+    """
     store = open_store(args.store)
     if isinstance(store, LocalStore) and not store.root.is_dir():
         raise InputError(
@@ -484,7 +437,7 @@ def store_check(args: argparse.Namespace, console: Console) -> int:
         )
     names = ("guarantee", "held", "seen")
     facts = {"safe": safe, "findings": [dict(zip(names, each, strict=True)) for each in findings]}
-    console.result(facts, lines)
+    console.result(facts, *lines)
     return 0 if safe else 1
 
 

@@ -48,7 +48,7 @@ from ..stream.stream import Stream
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out", "read_events"]
+__all__ = ["Heartbeat", "JsonLines", "PrometheusMetrics", "fan_out"]
 
 MAX_LINE_BYTES = 1 << 20
 _LOOK_SECONDS = 1.0

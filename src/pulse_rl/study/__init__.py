@@ -1,11 +1,8 @@
 """Sparsity studies: how many bits of a policy differ between states k apart, and what sending them
-costs. And plans: bytes, seconds, utilization and bandwidth of a sync before anything runs.
+costs.
 
-`make_plan` predicts a sync of a `Scenario`; `from_study` takes its inputs from a study. The module
-``pulse_rl.study.plan`` has the formulas.
-
-`study` measures what is stored, a `CheckpointFolder` or a `StoredStream`; `SparsityMeter`
-measures live. Both give one plain dict (JSON after ``json.dumps``), format "pulse.study.1"::
+`study` measures what is stored, a folder of checkpoints or a stream; `SparsityMeter` measures live.
+Both give one plain dict (JSON after ``json.dumps``), format "pulse.study.1"::
 
     format                  "pulse.study.1"
     source                  str: the folder, "STORE stream S", or "live"
@@ -35,7 +32,7 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
       bytes_per_changed_zstd  the same with codec "zstd" (the paper's layout)
     layers                  [{layer, k, elements, changed, sparsity, sparsity_min, sparsity_max}];
                             `layer` is one of
-                            ``result.LAYERS``, and only those that occur are listed
+                            ``tally.LAYERS``, and only those that occur are listed
     kinds                   [{kind, k, elements, changed, sparsity}]: by dtype, the scales of
                             quantized weights apart
                             ("scales", by the ends of their names)
@@ -49,7 +46,7 @@ measures live. Both give one plain dict (JSON after ``json.dumps``), format "pul
       sparsity                as in rows
       bytes_per_sync          float or null: bytes_per_changed * changed
       bandwidth_for_target    bit/s or null: the link that keeps utilization at `target`
-                              (`make_plan`)
+                              (``pulse plan``)
       bandwidth_full          bit/s or null: the same for full syncs
       target                  0.9
       step_seconds            assumed seconds of compute between syncs
@@ -60,21 +57,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._util import extra
-from .plan import Scenario, from_study, make_plan
-from .run import CheckpointFolder, StoredStream, study
+from .run import study
 
 if TYPE_CHECKING:
     from .meter import SparsityMeter
 
-__all__ = [
-    "CheckpointFolder",
-    "Scenario",
-    "SparsityMeter",
-    "StoredStream",
-    "from_study",
-    "make_plan",
-    "study",
-]
+__all__ = ["SparsityMeter", "study"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,7 @@ from ..errors import InputError, UnsupportedTensor
 from ..state.bits import UIntArray
 from ..state.cast import COMPUTE_DTYPES
 from ..state.tensors import DType, State, TensorSpec
-from .record import BlockRecord
-from .result import STEP_SECONDS, Tally, study_dict
+from .tally import STEP_SECONDS, BlockRecord, Tally, study_dict
 
 
 class SparsityMeter(Closing):

@@ -87,11 +87,12 @@ an anchor."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .._util.settings import checked_number
+from .._util.settings import NUMBER, checked_number, matched, with_prefix
 from ..errors import InputError
 from ..store.base import CONNECTIONS, PIECE_BYTES
 from ..stream.anchor import DEFAULT_SHARD_BYTES
@@ -166,22 +167,13 @@ class Scenario:
     bytes_per_changed: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (
-            "params",
-            "sharers",
-            "cores",
-            "step_seconds",
-            "bandwidth",
-            "upload_bandwidth",
-            "param_bytes",
-        ):
-            value = getattr(self, name)
-            if value is not None or name != "upload_bandwidth":
-                checked_number(name, value, minimum=_MIN, maximum=_MAX)
+        for name in ("params", "sharers", "cores", "step_seconds", "bandwidth", "param_bytes"):
+            checked_number(name, getattr(self, name), minimum=_MIN, maximum=_MAX)
+        if self.upload_bandwidth is not None:
+            checked_number("upload_bandwidth", self.upload_bandwidth, minimum=_MIN, maximum=_MAX)
         checked_number("round_trip_seconds", self.round_trip_seconds, maximum=_MAX)
-        checked_number(
-            "upload_round_trip_seconds", self.upload_round_trip_seconds or 0, maximum=_MAX
-        )
+        upload_trip = self.upload_round_trip_seconds or 0
+        checked_number("upload_round_trip_seconds", upload_trip, maximum=_MAX)
         checked_number("loss", self.loss, maximum=0.5)
         checked_number("density", self.density, maximum=1)
         for name, value in self.bytes_per_changed.items():
@@ -205,44 +197,41 @@ class MethodPlan:
         """From the trainer's state to the worker's: the sum of all phases."""
         return sum(self.phases.values())
 
-    @property
-    def coding_seconds(self) -> float:
-        """The time not spent on the network."""
-        return sum(self.phases[name] for name in CODING)
 
-
-@dataclass(frozen=True, slots=True)
-class Crossover:
-    """Above this ``density``, or above this ``bandwidth`` in bit/s (all else equal), a full sync
-    takes less time than a patch.
-
-    None: it never does.
-    """
-
-    density: float | None
-    bandwidth: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What `make_plan` predicts for ``scenario``: ``methods`` has one entry for each of full, zstd,
-    auto and history, ``full_wins`` says when a full sync takes less time than a patch.
-    """
-
-    scenario: Scenario
-    methods: dict[str, MethodPlan]
-    full_wins: Crossover
-
-
-def make_plan(scenario: Scenario, *, target: float = 0.9) -> Plan:
-    """Predicts one sync of ``scenario`` by each method, and when a full sync wins. ``target`` is
-    the utilization that `MethodPlan.bandwidth_for_target` aims at. Raises InputError unless it is
-    above 0 and below 1."""
+def make_plan(scenario: Scenario, *, target: float = 0.9) -> dict[str, MethodPlan]:
+    """Predicts one sync of ``scenario`` by each of ``METHODS``. ``target`` is the utilization that
+    `MethodPlan.bandwidth_for_target` aims at. Raises InputError unless it is above 0 and below
+    1."""
     if not 0 < checked_number("target", target) < 1:
         raise InputError(f"target must be above 0 and below 1, not {target}")
-    return Plan(
-        scenario, {name: _predict(scenario, name, target) for name in METHODS}, _crossover(scenario)
-    )
+    return {name: _predict(scenario, name, target) for name in METHODS}
+
+
+def full_wins(scenario: Scenario) -> tuple[float | None, float | None]:
+    """(density, bandwidth in bit/s) above which, all else equal, a full sync takes less time than a
+    patch. None: it never does."""
+    full, ours = _predict(scenario, "full"), _predict(scenario, "auto")
+    saved_seconds = 8 * (full.sync_bytes - ours.sync_bytes) * _seconds_a_bit(scenario)
+    extra_coding = sum(ours.phases[name] - full.phases[name] for name in CODING)
+    bandwidth = scenario.bandwidth * saved_seconds / extra_coding if extra_coding > 0 else None
+
+    def wins(density: float) -> bool:
+        other = replace(scenario, density=density, bytes_per_changed={})
+        return _predict(other, "auto").sync_seconds > full.sync_seconds
+
+    if not wins(1.0):
+        return None, bandwidth
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if wins(middle) else (middle, high)
+    return high, bandwidth
+
+
+def _seconds_a_bit(scenario: Scenario) -> float:
+    """From the trainer through the store to the worker that has it last."""
+    upload = scenario.upload_bandwidth or scenario.bandwidth
+    return 1 / upload + scenario.sharers / scenario.bandwidth
 
 
 def sync_bytes(method: str, params: int, density: float, param_bytes: float = 2.0) -> float:
@@ -351,66 +340,26 @@ def _predict(scenario: Scenario, method: str, target: float = 0.9) -> MethodPlan
     )
 
 
-def _crossover(scenario: Scenario) -> Crossover:
-    full, ours = _predict(scenario, "full"), _predict(scenario, "auto")
-    saved_seconds = 8 * (full.sync_bytes - ours.sync_bytes) * _seconds_a_bit(scenario)
-    extra_coding = ours.coding_seconds - full.coding_seconds
-    bandwidth = scenario.bandwidth * saved_seconds / extra_coding if extra_coding > 0 else None
-
-    def full_wins(density: float) -> bool:
-        return (
-            _predict(replace(scenario, density=density, bytes_per_changed={}), "auto").sync_seconds
-            > full.sync_seconds
-        )
-
-    if not full_wins(1.0):
-        return Crossover(None, bandwidth)
-    low, high = 0.0, 1.0
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if full_wins(middle) else (middle, high)
-    return Crossover(high, bandwidth)
-
-
-def _seconds_a_bit(scenario: Scenario) -> float:
-    """From the trainer through the store to the worker that has it last."""
-    return (
-        1 / (scenario.upload_bandwidth or scenario.bandwidth)
-        + scenario.sharers / scenario.bandwidth
-    )
-
-
 _KEYS = {"auto": "bytes_per_changed", "zstd": "bytes_per_changed_zstd"}
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredInputs:
-    """Fields of a `Scenario` that a study determines: ``params``, ``density``, ``param_bytes``, and
-    ``bytes_per_changed`` by method, for the methods measured.
-    """
-
-    params: int
-    density: float
-    param_bytes: float
-    bytes_per_changed: Mapping[str, float]
-
-
-def from_study(study: Any) -> MeasuredInputs:
-    """The inputs from a study (the JSON object of ``pulse study``): those of its row with the
-    smallest k. Raises InputError if ``study`` is not a study.
+def from_study(study: Any) -> dict[str, Any]:
+    """The fields of a `Scenario` that a study (the JSON object of ``pulse study``) settles:
+    ``params``, ``density``, ``param_bytes`` and ``bytes_per_changed`` of its row with the smallest
+    k. Raises InputError if ``study`` is not a study.
     """
     try:
         row = min(study["rows"], key=lambda row: float(row["k"]))
         params = int(study["parameters"])
         found = {name: row.get(key) for name, key in _KEYS.items()}
-        return MeasuredInputs(
-            params=params,
-            density=1 - float(row["sparsity"]),
-            param_bytes=float(study["dense_bytes"]) / params,
-            bytes_per_changed={
-                name: float(value) for name, value in found.items() if value is not None
+        return {
+            "params": params,
+            "density": 1 - float(row["sparsity"]),
+            "param_bytes": float(study["dense_bytes"]) / params,
+            "bytes_per_changed": {
+                n: float(value) for n, value in found.items() if value is not None
             },
-        )
+        }
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise InputError(
             f"not a study: {error!r}", hint="Give the output of `pulse study --json`."
@@ -435,13 +384,68 @@ QUANTIZED = {
 """As one run with FP32 masters had it, between its two learning rates (docs/quantized.md)."""
 
 
-def quantized_inputs(params: int, density: float, name: str) -> MeasuredInputs:
-    """What ``params`` weights take in the format ``name`` where a step changes ``density`` of them
-    in BF16. History saves nothing. Raises InputError."""
+def quantized_inputs(params: int, density: float, name: str) -> dict[str, Any]:
+    """The same fields of ``params`` weights in the format ``name`` where a step changes ``density``
+    of them in BF16. History saves nothing. Raises InputError."""
     if name not in QUANTIZED:
         raise InputError(f"unknown format {name!r}", hint=f"Choose one of: {', '.join(QUANTIZED)}.")
     of = QUANTIZED[name]
     codes = density * of.codes
     nbytes = sync_bytes("auto", params, codes, of.param_bytes) + of.scales * params
     each = nbytes / max(params * codes, 1)
-    return MeasuredInputs(params, codes, of.param_bytes, {"auto": each, "history": each})
+    return {
+        "params": params,
+        "density": codes,
+        "param_bytes": of.param_bytes,
+        "bytes_per_changed": {"auto": each, "history": each},
+    }
+
+
+# -- units, as people write and read them: 0.2Gbit, 10MB/s, 7B, 0.86%
+
+_BANDWIDTH = re.compile(NUMBER + r"\s*([kMGT]?)(bits?|b|B)(?:ps|/s)?", re.ASCII)
+_COUNT = re.compile(NUMBER + r"\s*([kKMBTG]?)", re.ASCII)
+_SHARE = re.compile(NUMBER + r"\s*(%?)", re.ASCII)
+_FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bit/s from ``text``: a number, a decimal prefix (k, M, G, T), and ``bit`` (``bits``, ``b``)
+    or ``B`` for bytes, with or without ``/s`` or ``ps``. Raises InputError."""
+    match = matched(_BANDWIDTH, text)
+    value = math.nan
+    if match:
+        bits = 8 if match[4] == "B" else 1
+        value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] * bits
+    if not 0 < value < math.inf:
+        raise InputError(
+            f"{text!r} is not a bandwidth above 0",
+            hint="Write it like 0.2Gbit, 50Mbit/s or 10MB/s.",
+        )
+    return value
+
+
+def parse_count(text: str) -> int:
+    """A whole number from ``text`` such as ``7B``, ``0.5B``, ``22.6M``, ``300k`` or plain digits.
+    Raises InputError."""
+    match = matched(_COUNT, text)
+    value = float(match[1] + (match[2] or "")) * _FACTORS[match[3]] if match else math.nan
+    if not 1 <= value < math.inf:
+        raise InputError(
+            f"{text!r} is not a positive number", hint="Write it like 12, 22.6M or 7B."
+        )
+    return round(value)
+
+
+def parse_share(text: str) -> float:
+    """0.0086 from ``0.0086`` or ``0.86%``. Raises InputError."""
+    match = matched(_SHARE, text)
+    value = float(match[1] + (match[2] or "")) / (100 if match[3] else 1) if match else math.nan
+    if not value < math.inf:
+        raise InputError(f"{text!r} is not a share", hint="Write it like 0.0086 or 0.86%.")
+    return value
+
+
+def format_bandwidth(bits_per_second: float) -> str:
+    """98.6 Mbit/s."""
+    return with_prefix(bits_per_second, "bit/s")

@@ -16,17 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from ._util import extra
-from ._util.settings import checked_path, format_bytes, format_duration, format_percent
-from .errors import InputError
-from .metrics import read_events
+from .._util import extra
+from .._util.settings import checked_path, format_bytes, format_duration, format_percent
+from ..errors import InputError
+from ..metrics import read_events
+from .tally import FORMAT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["read_run", "render"]
-
-STUDY_FORMAT = "pulse.study.1"
 _SIZE = (9.0, 2.8)  # inches, of one chart
 _MAX_POINTS = 2000
 _MAX_CHARTS = 8  # of evaluations, and of workers
@@ -118,15 +116,13 @@ def render(*, run: Run | None = None, study: Any = None, title: str = "Pulse rep
         InputError: There is nothing to draw, or ``study`` is no study.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    if run is None and study is None:
-        raise InputError("there is nothing to draw", hint="Give a run, a study, or both.")
     parts: list[str] = []
     if run is not None:
         parts += _run_parts(run)
     if study is not None:
         try:
-            if study["format"] != STUDY_FORMAT:
-                raise ValueError(f"its format is {study['format']!r}, not {STUDY_FORMAT!r}")
+            if study["format"] != FORMAT:
+                raise ValueError(f"its format is {study['format']!r}, not {FORMAT!r}")
             parts += _study_parts(study)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise InputError(

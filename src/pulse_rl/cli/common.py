@@ -1,0 +1,292 @@
+"""What commands share: their options and what arguments are read as; one JSON object or readable
+lines on stdout, progress and errors on stderr; no output file replaces what Pulse did not write."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from .._util.files import write_atomically
+from .._util.settings import parse_seconds
+from ..errors import InputError, PulseError
+from ..events import BaselineRestored, Event, FallbackUsed, Hint, Progress, ProgressBars
+from ..follow.folder import check_file
+from ..quantize.formats import FORMATS
+from ..state.cast import compute_dtype_named
+
+_MAX_SECONDS = 1e9
+A_CHECKPOINT = "a .safetensors file, a folder, or a version of a stream, STORE#STREAM@VERSION"
+READABLE = "a folder, or a file://, hf://, http://, s3://, gs:// or az:// URL"
+
+
+# -- options
+
+
+def options(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """A parser that serves as a parent of others."""
+    return argparse.ArgumentParser(add_help=False, parents=parents)
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+AS_JSON = options()
+AS_JSON.add_argument("--json", action="store_true", help="print JSON")
+COMMON = options(AS_JSON)
+_text = "number of threads (default: one per core)"
+COMMON.add_argument("--threads", type=count, default=None, metavar="N", help=_text)
+WRITING = options()
+_text = "replace the output even if it is something else"
+WRITING.add_argument("--force", action="store_true", help=_text)
+LAYOUT = options()
+_text = "write the weights in the files of the checkpoint's index, or else in files of 5 GB"
+LAYOUT.add_argument("--sharded", action="store_true", help=_text)
+NAMED = options()
+NAMED.add_argument("--stream", required=True, metavar="S", help="the stream's name in the store")
+STREAM = options(NAMED)
+_text = "a folder, or a file://, hf://, s3://, gs:// or az:// URL; http:// to read"
+STREAM.add_argument("store", metavar="STORE", help=_text)
+KEYS = options()
+_text = "accept only versions signed by this public key; may be repeated"
+KEYS.add_argument("--trust", action="append", metavar="KEY", help=_text)
+TRUST = options(KEYS)
+_text = "accept only versions of the stream with this ID"
+TRUST.add_argument("--stream-id", metavar="ID", help=_text)
+SIGNING = options()
+_text = "sign with this private key (see keygen)"
+SIGNING.add_argument("--sign-key", metavar="FILE", help=_text)
+"""Parents of the commands' parsers: the options that several commands take."""
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace, Console], int | None],
+    *parents: argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
+    """Add the command ``name`` to ``commands``, argparse's sub-parsers. ``run`` returns the exit
+    status, None for 0. Its docstring is the help: what it does, and after an empty line an
+    example."""
+    text, _, example = (inspect.getdoc(run) or "").partition("\n\n")
+    text = " ".join(text.split()).removesuffix(".")
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        parents=parents,
+        help=text[:1].lower() + text[1:],
+        epilog=f"example: {' '.join(example.split())}",
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def add_poll(command: argparse.ArgumentParser, what: str) -> None:
+    text = f"seconds between {what} (default: 1)"
+    command.add_argument("--poll", type=seconds, default=1.0, metavar="SECONDS", help=text)
+
+
+def add_file_to_write(
+    command: argparse.ArgumentParser, metavar: str, text: str, *, required: bool = True
+) -> None:
+    command.add_argument("-o", "--output", type=path, required=required, metavar=metavar, help=text)
+
+
+def add_metadata(command: Any, text: str) -> None:
+    text = f"{text}; may be repeated"
+    command.add_argument("--metadata", type=fact, action="append", metavar="KEY=VALUE", help=text)
+
+
+def add_quantize(command: argparse.ArgumentParser, text: str) -> None:
+    text = text.format(formats=", ".join(FORMATS))
+    command.add_argument("--quantize", type=quantization, metavar="FORMAT", help=text)
+
+
+# -- arguments
+
+
+def number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+def path(text: str) -> str:
+    if not text:  # of a shell variable that is not set; it would be the current folder
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
+def seconds(text: str) -> float:
+    try:
+        value = parse_seconds(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(f"{error}: {error.hint}") from None
+    if value > _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is longer than a run")
+    return value
+
+
+def fact(text: str) -> tuple[str, str | int | float | bool]:
+    """KEY=VALUE of a version's metadata: a number or true or false where the value is spelled
+    so."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    if value in ("true", "false"):
+        return key, value == "true"
+    for read in (int, float):
+        try:
+            return key, read(value)
+        except ValueError:
+            pass
+    return key, value
+
+
+def compute_dtype(text: str) -> str:
+    """The safetensors name of a compute dtype."""
+    try:
+        return compute_dtype_named(text).name
+    except InputError as error:
+        raise argparse.ArgumentTypeError(f"{error}. {error.hint}") from None
+
+
+def quantization(text: str) -> str | dict[str, Any]:
+    """A format's name, or the ``quantization_config`` of a model's config.json."""
+    if text in FORMATS:
+        return text
+    try:
+        config = json.loads(Path(text).read_bytes())["quantization_config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(FORMATS)}, and no config.json of a quantized model "
+            f"({error})"
+        ) from None
+    if not isinstance(config, dict):
+        raise argparse.ArgumentTypeError(f"the quantization_config of {text!r} is no object")
+    return config
+
+
+# -- output
+
+
+def open_streams() -> None:
+    """Lets standard output and error take any text. A stream that the caller closed, as some
+    daemons do, leads nowhere; characters that an ASCII output lacks are escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the process's life
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class Console:
+    """One command's output. A progress bar shows only on a terminal, and only for work that takes a
+    while."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._bars = ProgressBars(disable=None)
+        self._noted: set[str] = set()
+
+    def result(self, facts: dict[str, Any], *lines: str) -> None:
+        """The outcome: ``facts`` with --json, else ``lines``."""
+        self._bars.close()
+        print(json.dumps(facts) if self._as_json else "\n".join(map(_printable, lines)), flush=True)
+
+    def error(self, error: PulseError) -> None:
+        self._bars.close()
+        if self._as_json:
+            facts = {"error": error.kind, "message": str(error), "hint": error.hint}
+            print(json.dumps(facts), flush=True)
+        message = _printable(" ".join(str(error).split()))
+        print(f"pulse: {message} ({error.hint})", file=sys.stderr, flush=True)
+
+    def __call__(self, event: Event) -> None:
+        """Listens to the library's events."""
+        match event:
+            case Progress():
+                self._bars(event)
+            case FallbackUsed():
+                self.note(f"{event.link} cannot be used: {event.reason}")
+            case BaselineRestored(how="anchored"):
+                self.note(
+                    f"version {event.version} could not be restored, starting over with an anchor: "
+                    f"{event.reason}"
+                )
+            case Hint() if event.kind != "no_stream":  # which is an error where it counts
+                self.note(f"{event.reason} ({event.hint})")
+
+    def note(self, text: str) -> None:
+        """Prints a line on stderr, unless it was printed since `forget_notes`: what is tried again
+        fails again."""
+        if text in self._noted:
+            return
+        self._noted.add(text)
+        self._bars.close()
+        print(f"pulse: {_printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
+
+    def forget_notes(self) -> None:
+        """What was noted before is news again."""
+        self._noted.clear()
+
+
+def _printable(text: str) -> str:
+    """``text`` without the control characters that a tensor's name may hold, which a terminal would
+    obey."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text
+    )
+
+
+def facts_of(found: Any, *names: str) -> dict[str, Any]:
+    """The fields ``names`` of an event or a result, its seconds to the microsecond."""
+    facts = {name: getattr(found, name) for name in names}
+    if "seconds" in facts:
+        facts["seconds"] = round(facts["seconds"], 6)
+    return facts
+
+
+def check_output(out: Path, mark: bytes, *, force: bool) -> None:
+    """Every file that a command writes is checked by this first. It may be replaced if it has the
+    ``mark`` of what the command makes: a patch, a page, or a checkpoint. Anything else needs
+    ``force``. Raises InputError.
+    """
+    try:
+        check_file(out, force=force, mark=mark)
+    except (FileNotFoundError, NotADirectoryError):  # writing has an error for the second
+        return
+    except OSError as error:
+        raise InputError(
+            f"cannot write {shortened(out)}: {error.strerror}", hint="Check the path."
+        ) from None
+
+
+def write_output(
+    out: Path, chunks: Iterable[bytes | memoryview], mark: bytes, *, force: bool
+) -> None:
+    """Puts a file at ``out`` whole or not at all. Raises InputError as `check_output`, StoreFull
+    and StoreError."""
+    check_output(out, mark, force=force)
+    write_atomically(out, chunks)
+
+
+def shortened(path: Path | str) -> str:
+    """For a message: a path that is too long for a file is too long for a line, too."""
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:200]}…"
