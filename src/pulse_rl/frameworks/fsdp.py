@@ -30,10 +30,8 @@ from ..store import Store
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import LocalState, require_weights
-from .dtensor import local_box
-from .flat import FlatShard
 from .jax import local_part
-from .positions import RankSlice
+from .shards import FlatShard, RankSlice, local_box
 from .weights import policy_weights
 
 __all__ = ["ShardedPublisher"]

@@ -11,8 +11,8 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -48,7 +48,7 @@ from ..sync.submissions import Submission
 from ..sync.subscriber import Subscriber
 from .restart import moved_to, step_of
 from .torch import host_tensors
-from .weights import adapter_weights, advice, base_of, logged, policy_weights
+from .weights import adapter_weights, advice, base_of, logged, of_first_rank, policy_weights
 
 __all__ = ["PulseCallback", "checkpoint_files", "checkpoint_weights"]
 
@@ -203,21 +203,7 @@ class PulseCallback(TrainerCallback):
         other weights than the stream (a merged PEFT adapter, a quantized stream, shards of FSDP and
         DeepSpeed), and what `Subscriber.sync` raises.
         """
-        found: list[Any] = [None]
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not ranks or torch.distributed.get_rank() == 0:
-            try:
-                found = [self._restart(Path(output_dir))]
-            except Exception as error:
-                if not ranks:
-                    raise
-                found = [error]  # to be raised by all: the others wait for it
-        if ranks:
-            torch.distributed.broadcast_object_list(found)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        folder: str | None = found[0]
-        return folder
+        return of_first_rank(lambda first: self._restart(Path(output_dir)) if first else None)
 
     def _restart(self, output: Path) -> str | None:
         newest = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
@@ -286,10 +272,14 @@ class PulseCallback(TrainerCallback):
             state.global_step == 1 or state.global_step % self._optimizer_every == 0
         ):
             control.should_save = True
-        if state.global_step % self._every == 0:
-            self._submit(kwargs["model"], state)
-        else:
+        if state.global_step % self._every:
             self._raise_fatal()
+            return
+        began = time.perf_counter()
+        weights = self._take(kwargs["model"], state.is_world_process_zero)
+        if state.is_world_process_zero:
+            self._hand_over(weights, state, replace=self._replace)
+            self._blocked.append(time.perf_counter() - began)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -347,14 +337,6 @@ class PulseCallback(TrainerCallback):
                 self._publisher.close()
 
     # -- on the first rank, after the gathering
-
-    def _submit(self, model: nn.Module, state: TrainerState) -> None:
-        first = state.is_world_process_zero
-        began = time.perf_counter()
-        weights = self._take(model, first)
-        if first:
-            self._hand_over(weights, state, replace=self._replace)
-            self._blocked.append(time.perf_counter() - began)
 
     def _take(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
         """What is published. A collective where `is_sharded`."""
@@ -448,29 +430,23 @@ class PulseCallback(TrainerCallback):
         self._since_log.append(published)
 
     def _figures(self) -> dict[str, float]:
-        """What the trainer's log gets since its last call."""
-        newest, since = self._published, self._since_log
-        figures = _costs(newest, since)
+        """What the trainer's log gets: the newest version, and the means of the versions since the
+        last call."""
+        since, newest = self._since_log, self._published
+        figures: dict[str, float] = {} if newest is None else {"version": newest.version}
+        # Of the same versions as the density: the first one is an anchor, and no measure of what
+        # follows.
+        patches = [each for each in since if each.changed is not None]
+        if patches:
+            figures["density"] = fmean(each.density for each in patches)
+        fetched = [each.patch_bytes for each in patches] or [each.anchor_bytes for each in since]
+        if fetched:
+            figures["bytes"] = fmean(fetched)
         if self._blocked:
-            figures["blocked_seconds"] = sum(self._blocked) / len(self._blocked)
+            figures["blocked_seconds"] = fmean(self._blocked)
         figures |= {name: count for name, count in self._counts.items() if count}
-        figures = {self._prefix + name: value for name, value in figures.items()}
         self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
-        return figures
-
-
-def _costs(newest: Published | None, since: Sequence[Published]) -> dict[str, float]:
-    """The figures of a stream: its newest version, and the means of those since the last log."""
-    figures: dict[str, float] = {} if newest is None else {"version": newest.version}
-    # Of the same versions as the density: the first one is an anchor, and no measure of what
-    # follows.
-    patches = [each for each in since if each.changed is not None]
-    if patches:
-        figures["density"] = sum(each.density for each in patches) / len(patches)
-    fetched = [each.patch_bytes for each in patches] or [each.anchor_bytes for each in since]
-    if fetched:
-        figures["bytes"] = sum(fetched) / len(fetched)
-    return figures
+        return {self._prefix + name: value for name, value in figures.items()}
 
 
 def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps: int) -> None:
@@ -513,29 +489,19 @@ def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps
 def _put_in_front(callback: PulseCallback) -> str:
     """Moves the callback before those that report the trainer's log: a log that they have reported
     cannot be added to. Returns what its figures' names begin with."""
-    handler = _handler_of(callback)
-    if (
-        handler is None
-    ):  # somebody calls the callback by other means, and has the figures in the log all the same
+    # Callbacks are not given the Trainer's list of them, but its handler is what calls them.
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            break
+        frame = frame.f_back
+    else:  # called by other means: it has the figures in the log all the same
         return _OURS
     ours = [one for one in handler.callbacks if isinstance(one, PulseCallback)]
     # A new list: the handler is going through the old one.
-    handler.callbacks = [
-        *ours,
-        *(one for one in handler.callbacks if not isinstance(one, PulseCallback)),
-    ]
+    handler.callbacks = [*ours, *(one for one in handler.callbacks if one not in ours)]
     return _OURS if len(ours) == 1 else f"{_OURS}{callback._stream}/"
-
-
-def _handler_of(callback: PulseCallback) -> CallbackHandler | None:
-    """The Trainer's list of callbacks. Callbacks are not given it, but it is what calls them."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, CallbackHandler) and callback in caller.callbacks:
-            return caller
-        frame = frame.f_back
-    return None
 
 
 def _metadata(state: TrainerState) -> Metadata:
