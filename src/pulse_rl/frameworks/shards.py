@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import UnsupportedTensor
-from ..sharding.layout import Box, Runs
+from ..sharding.layout import Box, Runs, union
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -269,7 +269,7 @@ def _cut(tensor: DTensor, placements: Sequence[tuple[int, Placement]], *, stride
         index, size = coordinate[mesh_dim], tensor.device_mesh.size(mesh_dim)
         split: int | None = getattr(placement, "split_factor", None) if strided else None
         pieces = [of[dim]] if split is None else [_chunk(of[dim], split, k) for k in range(split)]
-        of[dim] = _merged([run for piece in pieces for run in _chunk(piece, size, index)])
+        of[dim] = union(run for piece in pieces for run in _chunk(piece, size, index))
     return Box(tuple(of), tuple(tensor.shape))
 
 
@@ -283,15 +283,4 @@ def _chunk(runs: Runs, chunks: int, index: int) -> Runs:
         if first < last:
             found.append((start + first - at, start + last - at))
         at += stop - start
-    return tuple(found)
-
-
-def _merged(runs: Sequence[tuple[int, int]]) -> Runs:
-    """The same indices; ranges that touch are one."""
-    found: list[tuple[int, int]] = []
-    for start, stop in runs:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
     return tuple(found)

@@ -26,7 +26,7 @@ from ..sync.rank import RankPublisher
 from ..sync.request import LocalState, PublishRequest
 from ..sync.submissions import Submission, begin
 from .baseline import restore_baseline
-from .columns import ColumnExchange
+from .exchange import ColumnExchange, gather_tree, hash_shared
 from .layout import (
     Box,
     Held,
@@ -36,7 +36,6 @@ from .layout import (
     layout_to_bytes,
     make_layout,
 )
-from .leaves import gather_tree, hash_shared
 from .quantized import Blocks, agree, quantized
 
 _SHOWN = 200
