@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..state.tensors import DTYPES, DType, State, TensorSpec, UIntArray, stored_
 from .formats import (
     FORMATS,
     TILE,
+    Computed,
     Format,
     Made,
     OfTensor,
@@ -67,8 +69,9 @@ class QuantizedState(State):
                 if len(spec.shape) == 2:
                     kept.append(spec.name.removesuffix(".weight"))
                 # A scale that came with the state, of a layer's inputs say, is FP32 in all formats.
-                stays = dtype is None or spec.name.endswith("_scale")
-                target = spec.dtype if stays or dtype is None else compute_dtype(spec, dtype)
+                target = spec.dtype
+                if dtype is not None and not spec.name.endswith("_scale"):
+                    target = compute_dtype(spec, dtype)
                 as_it_is = (
                     stored_tensor(state, spec.name)
                     if target == spec.dtype
@@ -229,7 +232,9 @@ def _by_function(
             s.name,
             s.dtype.name,
             s.shape,
-            made.read(s.name) if 16 * s.nbytes <= spec.nbytes else _Part(again, s.name),
+            made.read(s.name)
+            if 16 * s.nbytes <= spec.nbytes
+            else Computed(partial(again.read, s.name)),
         )
         for s in made.specs
     ]
@@ -270,12 +275,3 @@ class _Again:
             if self.left <= 0:
                 self.made = None
             return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    again: _Again
-    name: str
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        return self.again.read(self.name, start, stop)

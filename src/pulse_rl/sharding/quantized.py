@@ -9,7 +9,6 @@ element of its block.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from .._util.collective import RankGroup
 from ..errors import InputError
-from ..quantize.formats import Shared
+from ..quantize.formats import Computed, Shared
 from ..quantize.states import KEPT_KEYS, QuantizedState, config_of
 from ..state.cast import CastTensor
 from ..state.tensors import Readable, State, TensorSpec, UIntArray, stored_tensor
@@ -66,8 +65,8 @@ def quantized(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
                     stored_tensor(source, name) if same else CastTensor(source, name, dtype)
                 )
             else:
-                parts[each.name] = _scaled_down(box, name, each.per, each.shape)
-                data[each.name] = _Cut(made, each.name, parts[each.name])
+                part = parts[each.name] = _scaled_down(box, name, each.per, each.shape)
+                data[each.name] = Computed(partial(part.take, partial(made.read, each.name)))
             scales = each.shared
             if scales is not None and each.per is None:
                 if scales.name not in shared or not len(shared[scales.name][1]):
@@ -117,18 +116,6 @@ def agree(
             if name in shared and count:
                 shared[name][0].agree(blocks, maxima)
     return local._replace(config=config)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """The elements in ``box`` of the tensor ``name`` of ``whole``."""
-
-    whole: State
-    name: str
-    box: Box
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        return self.box.take(partial(self.whole.read, self.name), start, stop)
 
 
 def _scaled_down(box: Box, name: str, per: tuple[int, int], shape: tuple[int, ...]) -> Box:
