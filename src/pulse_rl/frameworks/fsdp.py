@@ -155,12 +155,13 @@ def local_state(source: Mapping[str, Any] | nn.Module, dtype: DTypeLike | None) 
             hint="Pass the model, or model.state_dict().",
         )
     require_weights((n, tuple(v.shape)) for n, v in source.items() if isinstance(v, torch.Tensor))
+    jax = sys.modules.get("jax")
     shards: dict[str, Any] = {}
     boxes: dict[str, Box] = {}
     for name, value in source.items():
         if isinstance(value, FlatShard | RankSlice):
             shards[name], boxes[name] = value.local, value.box
-        elif _is_of_jax(value):
+        elif jax is not None and isinstance(value, jax.Array):
             shards[name], boxes[name] = local_part(name, value)
         elif not isinstance(value, DTensor):
             shards[name] = value
@@ -169,8 +170,3 @@ def local_state(source: Mapping[str, Any] | nn.Module, dtype: DTypeLike | None) 
             if (box := local_box(name, value)) != Box.whole(box.shape):
                 boxes[name] = box
     return LocalState.of(State.of(shards), dtype)._replace(boxes=boxes)
-
-
-def _is_of_jax(value: object) -> bool:
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(value, jax.Array)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -133,21 +134,21 @@ class MegatronWeights:
         ranks = RankGroup(GlooTransport(None, _SECONDS, owner="MegatronWeights"))
         try:
             # 1. Each rank counts what it has: a failure of one fails all ranks before they export.
-            def described() -> tuple[list[Any], list[_Parameter]]:
+            def described() -> tuple[list[Any], dict[int, _Parameter]]:
                 tasks = list(self._bridge.get_conversion_tasks(self._model))
                 return tasks, _parameters(self._model, tasks)
 
-            tasks, self._parameters = ranks.together(described)
-            elements = sum(parameter.elements for parameter in self._parameters)
-            counts = ranks.each(lambda: elements, lambda n: b"%d" % n, int)
+            tasks, parameters = ranks.together(described)
+            sizes = [parameter.elements for parameter in parameters.values()]
+            counts = ranks.each(lambda: sum(sizes), lambda n: b"%d" % n, int)
             # 2. The bridge exports codes in place of weights: which of them arrive where says where
             # this rank's elements lie.
             codes = _Codes(counts, ranks.rank)
-            begins = np.cumsum([0, *(parameter.elements for parameter in self._parameters)])[:-1]
+            begins = np.cumsum([0, *sizes])[:-1]
+            coded = _Coded(tasks, dict(zip(parameters, begins.tolist(), strict=True)), codes)
             sources: dict[str, _Source] = {}
             # All ranks export to the end, whatever one of them finds: the others wait for it.
             error: PulseError | None = None
-            coded = _Coded(tasks, self._parameters, codes, begins.tolist())
             with torch.no_grad():
                 for name, tensor in self._bridge.export_hf_weights(
                     self._model, cpu=False, show_progress=False, conversion_tasks=coded
@@ -165,7 +166,7 @@ class MegatronWeights:
                     raise error
 
             ranks.together(agreed)
-            self._sources = sources
+            self._parameters, self._sources = list(parameters.values()), sources
         finally:
             ranks.close()
 
@@ -173,13 +174,12 @@ class MegatronWeights:
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
     """The parameter or buffer ``name`` of the model's chunk ``chunk``, as it was when the map was
-    learned; ``key`` is its id then."""
+    learned."""
 
     chunk: int
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    key: int
 
     @property
     def elements(self) -> int:
@@ -202,8 +202,8 @@ class _Parameter:
         return flat
 
 
-def _parameters(model: Sequence[Any], tasks: Iterable[Any]) -> list[_Parameter]:
-    """What of the ``model`` this rank's ``tasks`` export. Raises UnsupportedTensor."""
+def _parameters(model: Sequence[Any], tasks: Iterable[Any]) -> dict[int, _Parameter]:
+    """What of the ``model`` this rank's ``tasks`` export, by its id. Raises UnsupportedTensor."""
     names: dict[int, tuple[int, str]] = {}
     for chunk, part in enumerate(model):
         for name, tensor in (*part.named_parameters(), *part.named_buffers()):
@@ -226,24 +226,16 @@ def _parameters(model: Sequence[Any], tasks: Iterable[Any]) -> list[_Parameter]:
             raise UnsupportedTensor(
                 f"the model's {name!r} is a {type(weight.data).__name__}", hint=_GATHER
             )
-        found[id(weight)] = _Parameter(chunk, name, tuple(weight.shape), weight.dtype, id(weight))
-    return list(found.values())
+        found[id(weight)] = _Parameter(chunk, name, tuple(weight.shape), weight.dtype)
+    return found
 
 
 class _Coded(Sequence[Any]):
-    """The bridge's ``tasks`` with codes in place of the weights, made when they are asked for."""
+    """The bridge's ``tasks`` with codes in place of the weights, made when they are asked for.
+    ``begins``: the number of the first element of each parameter, by its id."""
 
-    def __init__(
-        self,
-        tasks: Sequence[Any],
-        parameters: Sequence[_Parameter],
-        codes: _Codes,
-        begins: Sequence[int],
-    ) -> None:
-        self._tasks, self._codes = tasks, codes
-        self._begins = {
-            parameter.key: begin for parameter, begin in zip(parameters, begins, strict=True)
-        }
+    def __init__(self, tasks: Sequence[Any], begins: Mapping[int, int], codes: _Codes) -> None:
+        self._tasks, self._begins, self._codes = tasks, begins, codes
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -256,9 +248,6 @@ class _Coded(Sequence[Any]):
         coded = self._codes.of(self._begins[id(weight)], weight.shape, weight.device)
         coded.__dict__.update(vars(weight))  # how Megatron has cut it
         return dataclasses.replace(task, param_weight=coded)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[number] for number in range(len(self)))
 
 
 # -- codes of positions, and what is read from them
@@ -281,7 +270,7 @@ class _Codes:
             numbers ^= numbers >> _BITS // 2
         return numbers.double().view(tuple(shape))
 
-    def own(self, name: str, coded: torch.Tensor) -> tuple[torch.Tensor, Places]:
+    def own(self, name: str, coded: torch.Tensor) -> tuple[npt.NDArray[np.bool_], Places]:
         """(which elements of an exported tensor are this rank's, their numbers there). Raises
         UnsupportedTensor unless all elements are codes."""
         if coded.dtype != torch.float64:
@@ -305,7 +294,7 @@ class _Codes:
             found[start : start + len(chunk)] = mine.cpu()
             numbers.append(number[mine].cpu())
         joined = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64)
-        return found.view(coded.shape), joined.numpy()
+        return found.view(coded.shape).numpy(), joined.numpy()
 
 
 class _Piece(NamedTuple):
@@ -332,32 +321,26 @@ class _Source:
     pieces: tuple[tuple[_Piece, ...], ...]
 
     @classmethod
-    def of(cls, name: str, mine: torch.Tensor, numbers: Places, begins: Places) -> _Source | None:
+    def of(
+        cls, name: str, mine: npt.NDArray[np.bool_], numbers: Places, begins: Places
+    ) -> _Source | None:
         """From what `_Codes.own` has found; None where this rank has no element. ``begins``:
         the number of the first element of each parameter. Raises UnsupportedTensor for what is no
         grid of slices."""
         if not len(numbers):
             return None
-        dims = range(mine.dim())
-        of = tuple(
-            _runs_of(
-                mine.any(dim=tuple(d for d in dims if d != dim)) if dim or len(dims) > 1 else mine
-            )
-            for dim in dims
-        )
+        dims = range(mine.ndim)
+        others = [tuple(d for d in dims if d != dim) for dim in dims]
+        of = tuple(_runs_of(np.asarray(mine.any(axis=axes))) for axes in others)
         box = Box(of, tuple(mine.shape))
         if box.elements != len(numbers):
             raise _scattered(name)
         grid = numbers.reshape(box.local_shape or (1,))
-        zero = (0,) * grid.ndim
         offsets = []
         for dim in range(grid.ndim):
-            line: Places = np.moveaxis(grid, dim, -1)[zero[1:]]
-            offsets.append(line if dim == 0 else line - line[0])
-        total = offsets[0].reshape(-1, *(1,) * (grid.ndim - 1))
-        for dim in range(1, grid.ndim):
-            total = total + offsets[dim].reshape(*(1 if d != dim else -1 for d in range(grid.ndim)))
-        if not np.array_equal(total, grid):
+            line: Places = np.moveaxis(grid, dim, -1)[(0,) * (grid.ndim - 1)]
+            offsets.append(line - line[0] if dim else line)
+        if not np.array_equal(reduce(np.add.outer, offsets), grid):
             raise _scattered(name)
         # The first dimension alone may lead from one parameter to the next: experts that a
         # checkpoint stacks.
@@ -418,9 +401,9 @@ def _scattered(name: str) -> UnsupportedTensor:
     )
 
 
-def _runs_of(used: torch.Tensor) -> Runs:
+def _runs_of(used: npt.NDArray[np.bool_]) -> Runs:
     """The indices at which a vector is true, as ranges."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], used.numpy().astype(np.int8), [0]])))
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], used.astype(np.int8), [0]])))
     return tuple((int(start), int(stop)) for start, stop in edges.reshape(-1, 2))
 
 

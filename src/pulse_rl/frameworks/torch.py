@@ -27,7 +27,7 @@ from ..patch.changes import TensorChanges
 from ..sharding.layout import Box
 from ..state.checkpoint import is_wrapped
 from ..state.memory import LINE, page_locked
-from ..state.tensors import DTYPES, State, UIntArray, is_sharded
+from ..state.tensors import _FROM_NAME, State, UIntArray, is_sharded
 from ..sync.update import TensorUpdate, Update, changes_of
 
 __all__ = ["apply_", "to_torch"]
@@ -35,30 +35,9 @@ __all__ = ["apply_", "to_torch"]
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TORCH = {
     name: getattr(torch, torch_name)
-    for name, torch_name in {
-        "BOOL": "bool",
-        "U8": "uint8",
-        "I8": "int8",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E8M0": "float8_e8m0fnu",
-        "F8_E5M2FNUZ": "float8_e5m2fnuz",
-        "F8_E4M3FNUZ": "float8_e4m3fnuz",
-        "U16": "uint16",
-        "I16": "int16",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "U32": "uint32",
-        "I32": "int32",
-        "F32": "float32",
-        "U64": "uint64",
-        "I64": "int64",
-        "F64": "float64",
-        "C64": "complex64",
-    }.items()
+    for torch_name, name in _FROM_NAME.items()
     if hasattr(torch, torch_name)
 }
-assert _TORCH.keys() <= DTYPES.keys()
 _SHARED_AT_ONCE = 1 << 22
 PROGRAM_ELEMENTS = 1024
 """What one program of the kernel writes."""

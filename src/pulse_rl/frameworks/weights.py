@@ -21,15 +21,9 @@ from ..events import BaselineRestored, Event, FallbackUsed, Hint, Listener
 from ..state.cast import DTypeLike, compute_dtype_named
 from ..state.checkpoint import unwrapped
 from .shards import FlatShard, has_flat_shards, is_fsdp1, named_tensors, zero3_shard
+from .torch import _TORCH
 
 T = TypeVar("T")
-_TORCH = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-
 _SAMPLE = 1 << 16  # elements of a tensor
 _MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 _DEFAULT = torch.bfloat16
