@@ -59,17 +59,23 @@ TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
 
 def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of ``model`` as its ``save_pretrained`` would write them, for a training loop of
-    one's own: ``publisher.publish(checkpoint_weights(model), dtype="BF16")``.
+    """Name a model's weights as its ``save_pretrained`` writes them.
 
-    A plain ``model.state_dict()`` has other tensors: transformers 5 fuses experts in memory, and
-    tied tensors come under all of their names. The conversion is transformers' own. The tensors are
-    the model's, or views of parts of them, without a copy; PEFT adapters are merged into copies. Of
-    a model that FSDP or DeepSpeed ZeRO-3 has sharded, each rank gets its own shards, for
-    `pulse_rl.frameworks.fsdp.ShardedPublisher`. Names lose what DDP and torch.compile add.
+    For `pulse_rl.frameworks.torch.apply_`, and for what a training loop publishes
+    (``publisher.publish(module)`` does it by itself). A plain ``model.state_dict()`` has other
+    tensors: transformers 5 fuses experts in memory, and tied tensors come under all of their names.
+    The conversion is transformers' own.
 
-    Raises UnsupportedTensor for adapters over shards, and fused tensors that are not sharded by
-    expert.
+    Args:
+        model: The model. DDP, torch.compile, FSDP or DeepSpeed ZeRO-3 may have wrapped it.
+
+    Returns:
+        The model's own tensors, or views of parts of them, by name. PEFT adapters are merged into
+        copies. Of a sharded model each rank gets its own shards, for
+        `pulse_rl.frameworks.fsdp.ShardedPublisher`.
+
+    Raises:
+        UnsupportedTensor: Adapters lie over shards, or fused tensors are not sharded by expert.
     """
     return policy_weights(model, gather=False)
 
@@ -77,14 +83,22 @@ def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def checkpoint_files(
     model: nn.Module, *processors: Any, dtype: DTypeLike | None = "BF16"
 ) -> dict[str, bytes]:
-    """The files that ``save_pretrained`` of ``model`` and of its ``processors`` (a tokenizer, an
-    image processor) writes beside the weights: config, generation config, tokenizer, chat template,
-    a model's own code. For a training loop of one's own: ``publisher.publish(weights,
+    """Make the files that ``save_pretrained`` writes in addition to the weights.
+
+    For a training loop without a Trainer: ``publisher.publish(model,
     files=checkpoint_files(model, tokenizer), dtype="BF16")``.
 
-    ``dtype`` is the compute dtype to which wider weights are published; the config names it. Of
-    what is no model of transformers there is no config. Raises what ``save_pretrained`` raises, and
-    InputError for too many or too large files.
+    Args:
+        model: The model. Without one of transformers there is no config.
+        processors: A tokenizer, an image processor.
+        dtype: The compute dtype to which wider weights are published; the config names it.
+
+    Returns:
+        The bytes by name: config, generation config, tokenizer, chat template, a model's own code.
+
+    Raises:
+        InputError: There are too many files, or they are too large.
+        Exception: Whatever ``save_pretrained`` raises.
     """
     core: Any = base_of(model)
     with TemporaryDirectory() as folder:
@@ -103,43 +117,52 @@ def checkpoint_files(
 
 
 class PulseCallback(TrainerCallback):
-    """Publishes the policy as a new version of a stream before the first step, after each ``every``
-    steps, and at the end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run",
-    stream="policy")])``.
+    """Publishes the policy as versions of a stream while a Trainer trains it:
+    ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run", stream="policy")])``.
 
-    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords, such as
-    ``signer`` and ``keep``. Versions have the tensors that ``save_pretrained`` of the base model
-    writes (see `checkpoint_weights`): DDP's and torch.compile's parts of names are taken off,
-    shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a time, and published by the
-    first, PEFT adapters are merged into copies. Floats are cast to the compute dtype ``dtype`` as
-    `Publisher.publish` does; None publishes them as they are. With ``quantize``, as
-    `Publisher.publish` takes it, a version has codes and scales in the place of weights. A version
-    carries what ``save_pretrained`` of the model and of the trainer's tokenizer or processor writes
-    beside the weights (`checkpoint_files`), as it was when the training began, so that what
-    `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With ``adapter``
-    a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is one that
-    PEFT and engines load.
+    A version is published before the first step, after each ``every`` steps, and at the end. It has
+    the tensors that ``save_pretrained`` of the base model writes (see `checkpoint_weights`): all
+    ranks gather the shards of FSDP and ZeRO-3, one tensor at a time, and the first publishes them;
+    PEFT adapters are merged into copies. A version carries what ``save_pretrained`` of the model
+    and of the trainer's tokenizer or processor writes in addition (`checkpoint_files`), as it was
+    when the training began, so that what `Subscriber.save` or ``pulse follow`` writes is a
+    checkpoint that engines load.
 
-    The training is held up for merging, gathering and copying; the rest is done behind it
-    (`Publisher.submit`). Where the store is slower than the steps, the newest weights ``replace``
-    those that still wait, which then get no version; with ``replace=False`` the training waits
-    instead. The metadata of a version are its ``step``, ``epoch``, and the numbers that the trainer
-    has last logged, at ``logged_step``. The trainer's log, and so TensorBoard, W&B and whatever
-    else it reports to, gets the newest ``pulse/version``, and of the versions since the last log
-    ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and ``pulse/blocked_seconds``,
-    each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts, if not 0. Where a trainer
-    has several of these callbacks, the names are ``pulse/STREAM/version`` and so on.
-
-    With ``optimizer_every`` the Trainer saves a checkpoint at the first and at each so many steps,
-    optimizer and all, whatever its own ``save_strategy``, and `restart` makes of the newest one a
-    checkpoint with the weights of the newest version.
+    The training waits for merging, gathering and copying; the rest is done in the background
+    (`Publisher.submit`). The metadata of a version are its ``step``, ``epoch``, and the numbers
+    that the trainer has last logged, at ``logged_step``. The trainer's log, and so TensorBoard, W&B
+    and whatever else it reports to, gets the newest ``pulse/version``, and of the versions since
+    the last log ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and
+    ``pulse/blocked_seconds``, each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts,
+    if not 0. Where a trainer has several of these callbacks, the names are
+    ``pulse/STREAM/version`` and so on.
 
     The first version is committed before the first step, and any error is raised, so that a wrong
     address, model or permission is found at once. After it a store that is away
     (`PulseError.retryable`) is logged as a warning, and the training goes on: the next version has
     it all. Other errors (PublisherConflict, UnsupportedTensor) end the training at its next step.
     At its end all errors are logged and kept in `error`, so that the program can still save its
-    model. Raises InputError and StoreError.
+    model.
+
+    Args:
+        store: As for `Publisher`.
+        stream: The stream's name.
+        dtype: Compute dtype to which wider floats are cast, as by `Publisher.publish`. None: as
+            they are.
+        every: Steps from one version to the next.
+        optimizer_every: The Trainer saves a checkpoint, optimizer and all, at the first step and at
+            each so many, whatever its own ``save_strategy``. `restart` makes of the newest one a
+            checkpoint with the weights of the newest version. None: it does not.
+        replace: Where the store is slower than the steps, whether the newest weights replace those
+            that still wait, which then get no version; else the training waits.
+        adapter: A version is the PEFT adapter alone, by PEFT's names, with its config: the folder
+            is one that PEFT and engines load.
+        quantize: As for `Publisher.publish`: a version has codes and scales in place of weights.
+        publisher: All other keywords are those of `Publisher`, such as ``signer`` and ``keep``.
+
+    Raises:
+        InputError: A setting makes no sense.
+        StoreError: The store cannot be opened.
     """
 
     def __init__(
@@ -192,16 +215,25 @@ class PulseCallback(TrainerCallback):
         return self._error
 
     def restart(self, output_dir: str | Path) -> str | None:
-        """The folder to go on from after a crash, None for a new run, on all ranks:
+        """Make the folder to go on from after a crash, on all ranks:
         ``trainer.train(resume_from_checkpoint=callback.restart(args.output_dir))``.
 
-        It is made in ``output_dir``, as ``checkpoint-STEP`` of the newest version's step: the
-        version's weights, bit for bit, and of the Trainer's newest checkpoint the optimizer and all
-        else (hard links). A weight that the Trainer holds in FP32 and that has had the version's
-        BF16 bits since that checkpoint has its number from there. Where the Trainer's checkpoint is
-        no older than the version, it is that one. Raises StateMismatch where the checkpoint has
-        other weights than the stream (a merged PEFT adapter, a quantized stream, shards of FSDP and
-        DeepSpeed), and what `Subscriber.sync` raises.
+        The folder has the newest version's weights, bit for bit, and of the Trainer's newest
+        checkpoint the optimizer and all else (hard links). A weight that the Trainer holds in FP32
+        and that has had the version's BF16 bits since that checkpoint has its number from there.
+
+        Args:
+            output_dir: The Trainer's. The folder is made there as ``checkpoint-STEP`` of the newest
+                version's step.
+
+        Returns:
+            The folder; the Trainer's own checkpoint where that is no older than the version; None
+            for a new run.
+
+        Raises:
+            StateMismatch: The checkpoint has other weights than the stream: a merged PEFT adapter,
+                a quantized stream, shards of FSDP and DeepSpeed.
+            PulseError: Whatever `Subscriber.sync` raises.
         """
         return of_first_rank(lambda first: self._restart(Path(output_dir)) if first else None)
 
@@ -241,23 +273,13 @@ class PulseCallback(TrainerCallback):
         self._collect()
         self._committed_step = self._fatal = None
         first, model = state.is_world_process_zero, kwargs["model"]
-        if first:
-            if not self._adapter:
-                for words in advice(
-                    model, kwargs.get("optimizer"), args.learning_rate, self._dtype
-                ):
-                    _log.warning("stream %s: %s", self._stream, words)
-            self._files = None if self._adapter else self._beside(model, kwargs)
+        if first and not self._adapter:
+            for words in advice(model, kwargs.get("optimizer"), args.learning_rate, self._dtype):
+                _log.warning("stream %s: %s", self._stream, words)
+            self._files = self._checkpoint_files(model, kwargs)
         weights = self._take(model, first)
         if first:
-            metadata = _metadata(state)
-            done = self._publisher.publish(
-                weights,
-                metadata=metadata,
-                dtype=self._dtype,
-                files=self._files,
-                quantize=self._quantize,
-            )
+            done = self._publisher.publish(weights, **self._arguments(state))
             self._committed(state.global_step, done)
 
     def on_step_end(
@@ -347,34 +369,34 @@ class PulseCallback(TrainerCallback):
         self._files = {"adapter_config.json": config.encode()}
         return weights
 
-    def _beside(self, model: nn.Module, given: dict[str, Any]) -> dict[str, bytes] | None:
-        """The files beside the weights, of what the Trainer has ``given``; None, and a warning,
-        where there are none to be had."""
+    def _checkpoint_files(self, model: nn.Module, given: dict[str, Any]) -> dict[str, bytes] | None:
+        """Those of what the Trainer has ``given``; None, and a warning, where there are none to be
+        had."""
         processor = given.get("processing_class") or given.get("tokenizer")
         processors = [processor] if hasattr(processor, "save_pretrained") else []
         try:
             return checkpoint_files(model, *processors, dtype=self._dtype)
-        except (
-            Exception
-        ) as error:  # of somebody's own tokenizer or config: the weights are worth more than it
+        except Exception as error:
+            # Of somebody's own tokenizer or config: the weights are worth more than it.
             _log.warning(
                 "stream %s: config and tokenizer are not published: %s", self._stream, error
             )
             return None
 
+    def _arguments(self, state: TrainerState) -> dict[str, Any]:
+        """Those of `Publisher.publish`, for the weights of now."""
+        return {
+            "metadata": _metadata(state),
+            "dtype": self._dtype,
+            "files": self._files,
+            "quantize": self._quantize,
+        }
+
     def _hand_over(
         self, weights: dict[str, torch.Tensor], state: TrainerState, *, replace: bool
     ) -> None:
         self._raise_fatal()
-        metadata = _metadata(state)
-        submission = self._publisher.submit(
-            weights,
-            metadata=metadata,
-            dtype=self._dtype,
-            files=self._files,
-            replace=replace,
-            quantize=self._quantize,
-        )
+        submission = self._publisher.submit(weights, replace=replace, **self._arguments(state))
         step = state.global_step
 
         def ended(done: Any) -> None:
@@ -385,7 +407,7 @@ class PulseCallback(TrainerCallback):
         submission.add_done_callback(ended)
 
     def _collect(self) -> None:
-        """Looks at the versions that have ended since. What is not for the store to mend ends the
+        """Takes the versions that have ended since. An error that a retry cannot repair ends the
         training at its next step."""
         while self._ended:
             step, submission = self._ended.popleft()

@@ -222,11 +222,9 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
 
 def _computed(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
     """``target`` for a float that is wider, anything else as it is."""
-    return (
-        target
-        if target is not None and dtype.is_floating_point and dtype.itemsize > target.itemsize
-        else dtype
-    )
+    if target is not None and dtype.is_floating_point and dtype.itemsize > target.itemsize:
+        return target
+    return dtype
 
 
 # -- transformers: it is looked at only where the program has imported it
@@ -293,11 +291,7 @@ def _shards_as_saved(
                 f"{name!r} is computed from shards when the model is saved", hint=_GATHERS
             )
         tensor = tensors[source]
-        if (part.shape, part.stride(), part.storage_offset()) == (
-            tensor.shape,
-            whole[source].stride(),
-            0,
-        ):
+        if part.shape == tensor.shape and part.is_contiguous():
             found[name] = tensor
             continue
         first = part.storage_offset()
