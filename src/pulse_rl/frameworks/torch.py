@@ -47,12 +47,7 @@ _DENSE = "Updates go into dense tensors; load a quantized model through its own 
 
 
 def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) -> None:
-    """Writes ``update`` into ``model``, a live module or a mapping of names to its tensors, in
-    place.
-
-    The names must be the update's: those of a wrapped model (DDP, FSDP, torch.compile) are made so
-    by `pulse_rl.unwrapped`; those of a model of transformers that fuses tensors in memory by
-    `pulse_rl.frameworks.transformers.checkpoint_weights`.
+    """Write an update into a live model, in place.
 
     Only the changed elements travel to the model's device and are written. A tied tensor is written
     once; a model that holds a tied tensor under several storages, or under an alias only, gets all
@@ -64,13 +59,23 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     up to four million of them, of all tensors of one width, by one transfer and one kernel launch.
     This returns before they are written, as torch's own operations do.
 
-    Everything is checked before the first write. Raises InputError for an update made elsewhere
-    that does not fit its own tensors. Raises StateMismatch for a tensor that is missing, of another
-    dtype or shape, or expanded, so that its elements share memory; and for an update that does not
-    follow what this function wrote into the module before. Raises UnsupportedTensor for one without
-    dense memory of its own: sparse, a DTensor that is a sum still to be made, on the meta device,
-    not initialized yet, freed. torch does not know memory that is mapped read-only from other
-    memory: writing there ends the process.
+    Everything is checked before the first write. torch does not know memory that is mapped
+    read-only from other memory: writing there ends the process.
+
+    Args:
+        model: A module, or a mapping of names to its tensors. The names must be the update's: those
+            of a wrapped model (DDP, FSDP, torch.compile) are made so by `pulse_rl.unwrapped`, those
+            of a model of transformers that fuses tensors in memory by
+            `pulse_rl.frameworks.transformers.checkpoint_weights`.
+        update: What `Subscriber.sync` has returned.
+
+    Raises:
+        InputError: It is no update, or does not fit its own tensors.
+        StateMismatch: A tensor is missing, of another dtype or shape, or expanded, so that its
+            elements share memory; or the update does not follow what this function wrote into the
+            module before.
+        UnsupportedTensor: A tensor has no dense memory of its own: sparse, a DTensor that is a sum
+            still to be made, on the meta device, not initialized yet, freed.
     """
     if not isinstance(update, Update):
         raise InputError(
@@ -160,12 +165,19 @@ def _note_version(model: object, update: Update, least: int | None, most: int) -
 
 
 def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """The host state ``state`` as torch tensors on ``device``, under all of its names, aliases
-    included.
+    """Make torch tensors of a host state.
 
-    On the CPU the tensors may share the state's memory, unless that is read-only as in
-    `Subscriber.state`. Raises UnsupportedTensor for a dtype that this version of torch lacks, and
-    InputError for a device that it does not know.
+    Args:
+        state: The state, such as `Subscriber.state`.
+        device: Where the tensors are. On the CPU they may share the state's memory, unless that is
+            read-only as in `Subscriber.state`.
+
+    Returns:
+        The tensors under all of the state's names, aliases included.
+
+    Raises:
+        InputError: torch does not know the device.
+        UnsupportedTensor: This version of torch lacks a dtype.
     """
     if not isinstance(state, State):
         raise InputError(f"{type(state).__name__} is not a State", hint="Pass subscriber.state.")

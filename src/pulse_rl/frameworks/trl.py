@@ -111,8 +111,15 @@ class PulseWeightTransfer:
         there."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publishes all pairs of name and weights of ``iterator``, and returns when they are live.
-        The iterator is consumed first, since each of its steps may be a collective."""
+        """Publish the weights, and return when they are live.
+
+        Args:
+            iterator: Pairs of name and weights. It is consumed first, since each of its steps may
+                be a collective.
+
+        Raises:
+            PulseError: They cannot be published or made live.
+        """
         target = torch_dtype(self._link.dtype())
         weights = {name: cast_to_host(tensor, target) for name, tensor in iterator}
         self._syncs += 1
@@ -447,9 +454,9 @@ class ServerLink:
         self._handle: EngineHandle | None = None
         self._dtype: tuple[str | None] | None = None
 
-    def open(self) -> None:
-        """Finds wrong settings before the first step: opens the store, and waits for the server.
-        Does nothing if it is open."""
+    def open(self) -> tuple[Publisher, EngineHandle]:
+        """Finds wrong settings before the first step: opens the store, and waits for the server,
+        where they are not open."""
         if self._publisher is None:
             publisher = Publisher(self._store, **self._settings)
             self.patiently(publisher.head)
@@ -460,6 +467,7 @@ class ServerLink:
                 lambda: connect(self.url, store=self._store, stream=self.stream, **self._engine)
             )
             self._handle.follow(on_sync=self._note, poll_seconds=_POLL_SECONDS)
+        return self._publisher, self._handle
 
     def push(
         self, weights: Mapping[str, torch.Tensor], metadata: Metadata, *, patient: bool = True
@@ -467,10 +475,7 @@ class ServerLink:
         """Publishes ``weights`` and makes them live. Their version is the tag of outputs from then
         on. The server is paused for the write alone, after the upload and its own fetch. If not
         ``patient``, nothing is repeated."""
-        self.open()
-        publisher, handle = self._publisher, self._handle
-        assert publisher is not None
-        assert handle is not None
+        publisher, handle = self.open()
         done = self.patiently(
             lambda: publisher.publish(weights, metadata=metadata, dtype=self.dtype()), patient
         )
