@@ -208,11 +208,8 @@ def _path(keys: Any) -> str:
     """``layers.0.kernel``. An NNX variable's own part of it, ``value``, is left out."""
     import jax
 
-    if (
-        len(keys) > 1
-        and isinstance(keys[-1], jax.tree_util.GetAttrKey)
-        and keys[-1].name == "value"
-    ):
+    is_attribute = len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey)
+    if is_attribute and keys[-1].name == "value":
         keys = keys[:-1]
     return str(jax.tree_util.keystr(keys, simple=True, separator="."))
 
@@ -225,11 +222,8 @@ def _strides(
     once."""
     probe = np.empty(shape, np.uint8)  # never touched: the system gives no memory for it
     seen = view(probe)
-    if (
-        not isinstance(seen, np.ndarray)
-        or seen.size != probe.size
-        or not np.may_share_memory(seen, probe)
-    ):
+    whole = isinstance(seen, np.ndarray) and seen.size == probe.size
+    if not (whole and np.may_share_memory(seen, probe)):
         raise InputError(
             f"the view for {path!r} must return a view of all of its array",
             hint="reshape, transpose and [...] do; what computes or copies does not.",
@@ -347,19 +341,10 @@ def _scatter(donate: bool) -> Any:
 
     def write(shard: Any, at: Any, values: Any) -> Any:
         # Bits are written, not numbers: a NaN keeps its payload.
-        bits = (
-            shard
-            if values.dtype == shard.dtype
-            else jax.lax.bitcast_convert_type(shard, values.dtype)
-        )
-        rows = (
-            bits.reshape(-1, shard.shape[-1] if shard.ndim else 1)
-            .at[at[0], at[1]]
-            .set(values, mode="drop")
-        )
-        bits = rows.reshape(shard.shape)
-        return (
-            bits if bits.dtype == shard.dtype else jax.lax.bitcast_convert_type(bits, shard.dtype)
-        )
+        cast = jax.lax.bitcast_convert_type
+        bits = shard if values.dtype == shard.dtype else cast(shard, values.dtype)
+        rows = bits.reshape(-1, shard.shape[-1] if shard.ndim else 1)
+        bits = rows.at[at[0], at[1]].set(values, mode="drop").reshape(shard.shape)
+        return bits if bits.dtype == shard.dtype else cast(bits, shard.dtype)
 
     return jax.jit(write, donate_argnums=(0,) if donate else ())

@@ -65,11 +65,8 @@ class MegatronWeights:
         self._parameters: list[_Parameter] = []
 
     def __repr__(self) -> str:
-        known = (
-            "not learned"
-            if self._sources is None
-            else f"slices of {len(self._sources)} tensors here"
-        )
+        sources = self._sources
+        known = "not learned" if sources is None else f"slices of {len(sources)} tensors here"
         return f"<MegatronWeights of {len(self._model)} model chunks, {known}>"
 
     def gathered(
@@ -420,9 +417,8 @@ def _pieces(offsets: Places) -> list[_Piece]:
     while at < len(offsets):
         while turn < len(turns) and turns[turn] <= at:
             turn += 1
-        last = (
-            turns[turn] if turn < len(turns) and steps[at] >= 0 else at
-        )  # torch has no strides below zero
+        # torch has no strides below zero.
+        last = turns[turn] if turn < len(turns) and steps[at] >= 0 else at
         walks.append((int(offsets[at]), last - at + 1, int(steps[at]) if last > at else 1))
         at = last + 1
     found: list[_Piece] = []

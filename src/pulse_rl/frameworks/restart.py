@@ -161,11 +161,10 @@ def step_of(metadata: Metadata) -> int:
 
 def _tensors(weights: Weights) -> dict[str, torch.Tensor]:
     """Raises UnsupportedTensor for what is not whole here."""
-    named = (
-        weights.state_dict(keep_vars=True)
-        if isinstance(weights, torch.nn.Module)
-        else dict(weights)
-    )
+    if isinstance(weights, torch.nn.Module):
+        named = weights.state_dict(keep_vars=True)
+    else:
+        named = dict(weights)
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "full_tensor"):
             raise UnsupportedTensor(

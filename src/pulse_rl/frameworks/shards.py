@@ -177,12 +177,10 @@ def _of_unit(handle: Any) -> Iterator[tuple[str, Any]]:
         raise UnsupportedTensor("FSDP1 over tensor parallelism is not supported", hint=_FSDP2)
     if not all(flat._contiguities):
         raise UnsupportedTensor("FSDP1 holds a parameter that is not contiguous", hint=_FSDP2)
-    ranks, rank = (
-        (dist.get_world_size(group), dist.get_rank(group))
-        if handle.uses_sharded_strategy
-        else (1, 0)
-    )
-    local = (flat._local_shard if handle.uses_sharded_strategy else flat).detach()
+    ranks, rank, local = 1, 0, flat.detach()
+    if handle.uses_sharded_strategy:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        local = flat._local_shard.detach()
     chunk, at, number = local.numel(), 0, 0
     of: dict[tuple[str, str], Any] = {}
     for elements, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
@@ -199,10 +197,8 @@ def _of_unit(handle: Any) -> Iterator[tuple[str, Any]]:
             number += 1
         at += elements
     for shared in flat._shared_param_infos:
-        name = (
-            f"{shared.module_name}.{shared.param_name}" if shared.module_name else shared.param_name
-        )
-        yield name, of[shared.prim_module_name, shared.prim_param_name]
+        prefix = f"{shared.module_name}." if shared.module_name else ""
+        yield prefix + shared.param_name, of[shared.prim_module_name, shared.prim_param_name]
 
 
 # -- DTensors

@@ -97,9 +97,8 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     _note_version(model, update, held, update.version)
     scattered = []
     for whole, (attached, box) in plan:
-        target = (
-            attached.detach()
-        )  # and not within no_grad(): an interrupt there would leave gradients off
+        # Not within no_grad(): an interrupt there would leave gradients off.
+        target = attached.detach()
         tensor = whole if box is None else _share(whole, box)
         changes = changes_of(tensor)
         # Many small writes to a device are gathered, and sent at once.
@@ -207,24 +206,24 @@ def _targets(
 ) -> list[_Target]:
     spec = update.spec
     names = [spec.name, *(alias for alias, name in aliases.items() if name == spec.name)]
-    targets: dict[tuple[str, int], _Target] = {}
-    for name in names:
-        if name in tensors:
-            tensor = tensors[name]
-            _require_dense(name, tensor)
-            if tensor.dtype != _TORCH.get(spec.dtype.name) or tuple(tensor.shape) != spec.shape:
-                raise StateMismatch(
-                    f"the model's {name!r} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"the update's is {spec.dtype.name} {list(spec.shape)}"
-                )
-            if (target := _of_this_rank(name, tensor)) is None:
-                continue
-            _require_memory(name, target.tensor)
-            targets.setdefault((str(target.tensor.device), target.tensor.data_ptr()), target)
-    if not any(name in tensors for name in names):
+    present = [name for name in names if name in tensors]
+    if not present:
         raise StateMismatch(
             f"the model has no tensor {spec.name!r}", hint=_names_hint(spec.name, tensors)
         )
+    targets: dict[tuple[str, int], _Target] = {}
+    for name in present:
+        tensor = tensors[name]
+        _require_dense(name, tensor)
+        if tensor.dtype != _TORCH.get(spec.dtype.name) or tuple(tensor.shape) != spec.shape:
+            raise StateMismatch(
+                f"the model's {name!r} is {tensor.dtype} {list(tensor.shape)}, "
+                f"the update's is {spec.dtype.name} {list(spec.shape)}"
+            )
+        if (target := _of_this_rank(name, tensor)) is None:
+            continue
+        _require_memory(name, target.tensor)
+        targets.setdefault((str(target.tensor.device), target.tensor.data_ptr()), target)
     return list(targets.values())
 
 
@@ -271,8 +270,7 @@ def _names_hint(missing: str, tensors: Mapping[str, torch.Tensor]) -> str | None
     if "transformers" in sys.modules:
         return (
             "A stream has a checkpoint's names, and transformers fuses some tensors in memory: "
-            "call "
-            "apply_(pulse_rl.frameworks.transformers.checkpoint_weights(model), update)."
+            "call apply_(pulse_rl.frameworks.transformers.checkpoint_weights(model), update)."
         )
     return None
 
@@ -290,18 +288,11 @@ def _require_dense(name: str, tensor: object) -> None:
         )
     if is_sharded(tensor):
         return
+    dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
     foreign = hasattr(tensor, "full_tensor")  # a sharded tensor of another kind
-    if (
-        foreign
-        or tensor.layout != torch.strided
-        or tensor.is_nested
-        or tensor.is_quantized
-        or tensor.is_meta
-    ):
-        kind = (
-            f"{type(tensor).__name__}, {tensor.dtype}, layout {tensor.layout}, device "
-            f"{tensor.device}"
-        )
+    if foreign or tensor.is_meta or not dense:
+        place = f"layout {tensor.layout}, device {tensor.device}"
+        kind = f"{type(tensor).__name__}, {tensor.dtype}, {place}"
         raise UnsupportedTensor(f"the model's {name!r} has no dense memory ({kind})", hint=_DENSE)
 
 
@@ -322,15 +313,10 @@ def _require_memory(name: str, tensor: torch.Tensor) -> None:
             )
         last += stride * (size - 1)
     try:
-        storage, end = (
-            tensor.untyped_storage(),
-            (tensor.storage_offset() + last + 1) * tensor.element_size(),
-        )
+        storage = tensor.untyped_storage()
+        end = (tensor.storage_offset() + last + 1) * tensor.element_size()
         held = storage.device.type != "meta" and storage.nbytes() >= end and storage.data_ptr() != 0
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # a wrapper of other tensors, or a kind that is not known yet
+    except RuntimeError:  # a wrapper of other tensors, or a kind that is not known yet
         held = False
     if not held:
         raise UnsupportedTensor(
@@ -342,11 +328,10 @@ def _require_memory(name: str, tensor: torch.Tensor) -> None:
 def _require_fitting(update: TensorUpdate) -> None:
     """Raises InputError for what no subscriber has made."""
     changes, spec = changes_of(update), update.spec
-    fits = (
-        update.values.size == spec.elements
-        if changes is None
-        else changes.fits(spec.elements, spec.dtype.width)
-    )
+    if changes is None:
+        fits = update.values.size == spec.elements
+    else:
+        fits = changes.fits(spec.elements, spec.dtype.width)
     if not fits:
         raise InputError(
             f"the update of {spec.name!r} does not fit its {spec.elements} elements of "
@@ -505,9 +490,8 @@ def _tried_out(device: torch.device) -> Launch:
             _try_out(by_kernel, width, device)
     except torch.cuda.OutOfMemoryError:
         raise
-    except (
-        Exception
-    ) as error:  # no Triton, none for this device, no compiler, or a failure not known yet
+    except Exception as error:
+        # No Triton, none for this device, no compiler, or a failure not known yet.
         warnings.warn(
             f"updates are written tensor by tensor on {device}: {type(error).__name__}: {error}",
             stacklevel=5,

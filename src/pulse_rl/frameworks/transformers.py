@@ -475,25 +475,18 @@ def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps
     """Puts into the folder ``made`` the Trainer's checkpoint ``newest``, moved on by ``steps`` to
     ``version``."""
     saved, weights = dict(host_tensors(load(newest)[0])), dict(host_tensors(version))
-    if {(name, t.shape) for name, t in saved.items()} != {
-        (name, t.shape) for name, t in weights.items()
-    }:
+    shapes = [{name: t.shape for name, t in of.items()} for of in (saved, weights)]
+    if shapes[0] != shapes[1]:
         raise StateMismatch(
             f"{newest} has other weights than the stream",
             hint="An adapter restarts from a stream of its own (adapter=True).",
         )
     weights = {name: moved_to(saved[name], tensor) for name, tensor in weights.items()}
-    save(
-        made / (ADAPTER_NAME if (newest / ADAPTER_NAME).is_file() else FILE_NAME),
-        State.of(weights),
-        {"format": "pt"},
-    )
+    file_name = ADAPTER_NAME if (newest / ADAPTER_NAME).is_file() else FILE_NAME
+    save(made / file_name, State.of(weights), {"format": "pt"})
+    remade = (TRAINER_STATE, SCHEDULER, INDEX_NAME)
     for file in newest.iterdir():
-        if (
-            file.is_file()
-            and file.suffix != ".safetensors"
-            and file.name not in (TRAINER_STATE, SCHEDULER, INDEX_NAME)
-        ):
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in remade:
             try:
                 (made / file.name).hardlink_to(file)
             except OSError:  # a file system without hard links

@@ -211,10 +211,9 @@ def of_first_rank(work: Callable[[bool], T]) -> T:
 def _without_wrappers(model: nn.Module) -> nn.Module:
     """The model inside of DDP, DeepSpeed and torch.compile."""
     deepspeed: Any = sys.modules.get("deepspeed")
-    parallel = (
-        nn.parallel.DistributedDataParallel,
-        *((deepspeed.DeepSpeedEngine,) if deepspeed else ()),
-    )
+    parallel: tuple[type, ...] = (nn.parallel.DistributedDataParallel,)
+    if deepspeed:
+        parallel = (*parallel, deepspeed.DeepSpeedEngine)
     while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
         model = getattr(model, "module" if isinstance(model, parallel) else "_orig_mod")
     return model
@@ -408,14 +407,13 @@ def _merged(
                 f"{path!r} has adapters over {tensor.dtype} weights",
                 hint="Merging needs a base that is not quantized.",
             )
-        whole = (
-            zero3_shard(path, tensor).whole(keep=keep)
-            if hasattr(tensor, "ds_id")
-            else tensor.detach()
-        )
-        whole = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).to(
-            wide, copy=True
-        )
+        if hasattr(tensor, "ds_id"):
+            whole = zero3_shard(path, tensor).whole(keep=keep)
+        elif hasattr(tensor, "full_tensor"):
+            whole = tensor.detach().full_tensor()
+        else:
+            whole = tensor.detach()
+        whole = whole.to(wide, copy=True)
         copies[id(tensor)] = (
             nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
         )
@@ -489,11 +487,8 @@ def advice(model: nn.Module, optimizer: Any, lr: float, dtype: DTypeLike | None)
         return []
     groups = getattr(optimizer, "param_groups", [])
     peak = max((float(group.get("initial_lr", group["lr"])) for group in groups), default=lr)
-    density = (
-        0.0
-        if any(hasattr(m, "base_layer") for m in model.modules())
-        else expected_density(model, peak)
-    )
+    adapted = any(hasattr(module, "base_layer") for module in model.modules())
+    density = 0.0 if adapted else expected_density(model, peak)
     if density <= _DENSE:
         return []
     return [

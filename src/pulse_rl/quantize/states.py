@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import InputError, UnsupportedTensor
 from ..state.cast import CastTensor, compute_dtype, is_float, to_f32
-from ..state.tensors import DTYPES, DType, State, TensorSpec, UIntArray, stored_tensor
+from ..state.tensors import DTYPES, DType, Readable, State, TensorSpec, UIntArray, stored_tensor
 from .formats import (
     FORMATS,
     TILE,
@@ -72,12 +72,7 @@ class QuantizedState(State):
                 target = spec.dtype
                 if dtype is not None and not spec.name.endswith("_scale"):
                     target = compute_dtype(spec, dtype)
-                as_it_is = (
-                    stored_tensor(state, spec.name)
-                    if target == spec.dtype
-                    else CastTensor(state, spec.name, target)
-                )
-                made = [Made(spec.name, target.name, spec.shape, as_it_is)]
+                made = [Made(spec.name, target.name, spec.shape, cast_tensor(state, spec, target))]
             self.made[spec.name] = made
             for each in made:
                 if each.name in data:
@@ -94,6 +89,13 @@ class QuantizedState(State):
         self.kept = kept + [
             alias.removesuffix(".weight") for alias, name in state.aliases.items() if name in whole
         ]
+
+
+def cast_tensor(state: State, spec: TensorSpec, dtype: DType) -> UIntArray | Readable:
+    """A tensor of a state, as it is or in another ``dtype``."""
+    if dtype == spec.dtype:
+        return stored_tensor(state, spec.name)
+    return CastTensor(state, spec.name, dtype)
 
 
 def check_quantize(quantize: Any) -> None:

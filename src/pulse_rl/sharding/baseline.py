@@ -241,9 +241,8 @@ def _apply(
     """Makes the changes of the ``chosen`` blocks; what a history is to remember of them, in
     ``most`` bytes."""
     header, payloads = patch.header, patch.payloads(chosen)
-    needed = (
-        header.history if any(header.blocks[k].codec_id == codecs.HISTORY for k in chosen) else None
-    )
+    by_history = any(header.blocks[k].codec_id == codecs.HISTORY for k in chosen)
+    needed = header.history if by_history else None
     known, recorder = history.named(needed, header.cuts), Recorder(most)
 
     def run(index: int) -> None:

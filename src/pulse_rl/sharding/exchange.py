@@ -99,9 +99,9 @@ class ColumnExchange:
                 if low < high:
                     sent[rank] = self._read(chunk.name, low, high, width)
         mine = chunk.targets.get(me)
-        places = (
-            {} if mine is None else {rank: _inside(box, mine) for rank, box in chunk.boxes.items()}
-        )
+        places: dict[int, tuple[int, int]] = {}
+        if mine is not None:
+            places = {rank: _inside(box, mine) for rank, box in chunk.boxes.items()}
         lengths = {rank: (high - low) * width for rank, (low, high) in places.items() if low < high}
         try:
             received = self._ranks.exchange(sent, lengths)

@@ -154,11 +154,8 @@ class Box:
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         """Which of these ``places`` in the flattened tensor are in the box, and the numbers there
         of those that are."""
-        inside, numbers, stride = (
-            np.ones(len(places), np.bool_),
-            np.zeros(len(places), np.int64),
-            math.prod(self.shape),
-        )
+        inside, numbers = np.ones(len(places), np.bool_), np.zeros(len(places), np.int64)
+        stride = math.prod(self.shape)
         for runs, size, local in zip(self.of, self.sizes, self.local_shape, strict=True):
             stride //= size
             index = places // stride % size
@@ -366,10 +363,9 @@ def whole_leaves(layout: Layout, rank: int) -> Iterable[tuple[str, int]]:
     for segment in layout.segments(rank):
         width = segment.spec.dtype.width
         # A leaf that another rank continues ends there; a tensor's last leaf may be short.
+        ends = segment.stop == segment.spec.elements
         last = (
-            -(-segment.stop * width // LEAF_BYTES)
-            if segment.stop == segment.spec.elements
-            else (segment.stop * width // LEAF_BYTES)
+            -(-segment.stop * width // LEAF_BYTES) if ends else segment.stop * width // LEAF_BYTES
         )
         for leaf in range(segment.start * width // LEAF_BYTES, last):
             yield segment.spec.name, leaf

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from .._util.collective import RankGroup
 from ..errors import InputError
 from ..quantize.formats import Computed, Shared
-from ..quantize.states import KEPT_KEYS, QuantizedState, config_of
-from ..state.cast import CastTensor
+from ..quantize.states import KEPT_KEYS, QuantizedState, cast_tensor, config_of
 from ..state.tensors import Readable, State, TensorSpec, UIntArray, stored_tensor
 from ..sync.request import LocalState
 from .layout import Box, Runs, Spread
@@ -59,11 +58,7 @@ def quantized(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
                 data[each.name] = stored_tensor(made, each.name)
             elif len(become) == 1:  # it stays as it is
                 parts[each.name] = box
-                dtype = made.spec(each.name).dtype
-                same = dtype == source.spec(name).dtype
-                data[each.name] = (
-                    stored_tensor(source, name) if same else CastTensor(source, name, dtype)
-                )
+                data[each.name] = cast_tensor(source, source.spec(name), made.spec(name).dtype)
             else:
                 part = parts[each.name] = _scaled_down(box, name, each.per, each.shape)
                 data[each.name] = Computed(partial(part.take, partial(made.read, each.name)))

@@ -18,7 +18,7 @@ from ..errors import InputError, RankLost
 from ..patch.blocks import Block
 from ..patch.tree import hashed_together
 from ..quantize.formats import Shared
-from ..state.tensors import Segment, SlicedState, State, TensorSpec
+from ..state.tensors import SlicedState, State, TensorSpec
 from ..stream.manifest import Manifest
 from ..sync.host_state import HostState
 from ..sync.pending import Baseline, Layout, PublishState
@@ -190,7 +190,10 @@ class ShardedRank(RankPublisher):
         segments = layout.segments(self._ranks.rank)
         columns = ColumnExchange(layout, self._ranks, local)
         try:
-            source = _sliced(tuple(s for s in segments if s.spec.name not in layout.moved), local)
+            here = tuple(s for s in segments if s.spec.name not in layout.moved)
+            # A segment is read by its place in the whole tensor.
+            whole = all(segment.is_whole for segment in here)
+            source = local if whole else SlicedState(here, local)
             yield columns.tasks(hashed_together(blocks, self._threads), blocks, source)
         finally:
             columns.finish()  # other ranks wait for this rank's columns, whatever failed here
@@ -235,11 +238,6 @@ def _held(local: LocalState) -> list[Held]:
         storage = storages[state.aliases.get(name, name)] if spec.elements else None
         found.append(Held(TensorSpec(name, spec.dtype, box.shape), box, storage))
     return found
-
-
-def _sliced(segments: tuple[Segment, ...], local: State) -> State:
-    """The segments of what a rank has, by their places in the whole tensors."""
-    return local if all(segment.is_whole for segment in segments) else SlicedState(segments, local)
 
 
 def unlike(given: Sequence[Mapping[str, Any]]) -> str:
