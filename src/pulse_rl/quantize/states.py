@@ -229,7 +229,8 @@ def _by_function(
         return None
     again = _Again(function, source, made.specs)
     return [
-        # What is small beside the weight is kept; the rest is made again when it is read.
+        # Tensors that are small next to the weight are kept; others are made again when they are
+        # read.
         Made(
             s.name,
             s.dtype.name,

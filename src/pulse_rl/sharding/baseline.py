@@ -132,9 +132,9 @@ def _restore_slices(
     """``segments`` of the version to which ``path`` leads, a path from an anchor with the payloads
     of each link, and what is remembered there of the blocks that were read.
 
-    ``specs`` are the tensors of the state. A block is decoded as a whole, so some elements beside
-    the segments are read, and forgotten. Each block is checked against its SHA-256; whoever calls
-    this compares the root. Raises StateMismatch where the version has other tensors, ChainGap, and
+    ``specs`` are the tensors of the state. A block is decoded as a whole, so some elements around
+    the segments are read, and dropped. Each block is checked against its SHA-256; the caller
+    compares the root. Raises StateMismatch where the version has other tensors, ChainGap, and
     what reading raises.
     """
     if not path or path[0].link.base is not None:
@@ -168,7 +168,7 @@ def _restore_slices(
             if records is not None:
                 window = Window(patch.header.base_root, records, patch.header.cuts)
             history = history.after(window, step.remembers, most)
-        # 3. The segments are kept; what lay beside them in their blocks is let go.
+        # 3. The segments are kept; what lay around them in their blocks is dropped.
         histories.append(history)
         for segment in batch:
             state.read(*segment.place)[:] = pieces.read(*segment.place)
@@ -196,7 +196,7 @@ def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iter
     size = 0
     for block in cut(specs):
         held = [mine.pop(s.spec.name) for s in block.segments if s.spec.name in mine]
-        # Beside a segment about a block is read, too.
+        # Around a segment about a block is read, too.
         cost = sum(s.nbytes for s in held) + (BLOCK_ELEMENTS * block.dtype.width if held else 0)
         if batch and size + cost > _BATCH_BYTES:
             yield batch
