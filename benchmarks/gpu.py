@@ -112,7 +112,7 @@ def scatter() -> str:
     of both."""
     from benchmarks.device import seconds
     from benchmarks.synthetic import SHAPES
-    from pulse_rl.frameworks.device_scatter import Scatter, by_indices, write
+    from pulse_rl.frameworks.torch import Scatter, by_indices, write_group
     from pulse_rl.patch.apply import TensorChanges
 
     gpu = torch.cuda.is_available()
@@ -132,7 +132,7 @@ def scatter() -> str:
             for change, n in changes
         ]
         took[name] = median(
-            seconds(device, lambda g=group, by=launch: write(g, by)) for _ in range(5)
+            seconds(device, lambda g=group, by=launch: write_group(g, by)) for _ in range(5)
         )  # type: ignore[misc]
         roots.add(state_root({str(n): one.flat for n, one in enumerate(group)}))
     assert len(roots) == 1, "the two ways wrote different bits"

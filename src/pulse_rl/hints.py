@@ -11,7 +11,7 @@ from .errors import EmptyStream, PulseError
 from .events import Hint, Listener, hint_to
 from .follow.checkpoint import fused_experts, is_wrapped
 from .state.tensors import State
-from .store.base import Store
+from .store.base import BoundedStore, Store
 from .store.local import LocalStore
 from .sync.pending import NO_SMALLER, PublishState
 

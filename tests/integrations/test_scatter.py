@@ -16,10 +16,8 @@ import torch
 
 from pulse_rl import MemoryStore, Publisher, Subscriber, Update, state_root
 from pulse_rl.errors import InputError
-from pulse_rl.frameworks import device_scatter as launch
 from pulse_rl.frameworks import torch as integration
-from pulse_rl.frameworks.device_scatter import Scatter, Sent, by_indices, scatter
-from pulse_rl.frameworks.torch import apply_
+from pulse_rl.frameworks.torch import Scatter, Sent, apply_, by_indices, scatter
 from pulse_rl.patch.apply import Piece, TensorChanges
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from pulse_rl.sync.update import TensorUpdate
@@ -54,9 +52,11 @@ def test_pieces_are_put_together() -> None:
 
 def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Sent] = []
-    monkeypatch.setattr(launch, "_GROUP_ELEMENTS", 100)
+    monkeypatch.setattr(integration, "_GROUP_ELEMENTS", 100)
     monkeypatch.setattr(
-        launch, "_launch_of", lambda device: lambda group: sent.append(group) or by_indices(group)
+        integration,
+        "_launch_of",
+        lambda device: lambda group: sent.append(group) or by_indices(group),
     )
     tensors = [torch.zeros(200, dtype=torch.int16) for _ in range(7)]
     counts = [40, 40, 40, 150, 1, 0, 49]
@@ -74,7 +74,7 @@ def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_update_is_written(rng: Rng, monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
     """As on a device, whose tensors these say they are: all dtypes, strided ones, tied ones."""
     monkeypatch.setattr(integration, "_is_on_cuda", lambda target: True)
-    monkeypatch.setattr(launch, "_launch_of", lambda device: how)
+    monkeypatch.setattr(integration, "_launch_of", lambda device: how)
     old, strided = all_dtypes(rng, 100), False
     store = MemoryStore()
     with (
@@ -110,17 +110,17 @@ def test_a_way_of_writing_is_tried_out(dtype: torch.dtype) -> None:
         kernel_of_numpy(sent._replace(programs=sent.programs[::2]))
 
     for how in (by_indices, kernel_of_numpy):
-        launch._try_out(how, dtype, torch.device("cpu"))
+        integration._try_out(how, dtype, torch.device("cpu"))
     for wrong in (half, lambda sent: None):
         with pytest.raises(AssertionError, match="something else"):
-            launch._try_out(wrong, dtype, torch.device("cpu"))
+            integration._try_out(wrong, dtype, torch.device("cpu"))
 
 
 def test_without_triton_tensors_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller of `apply_` is told where. Nor is a kernel used that does not do what it
     should."""
     monkeypatch.setattr(integration, "_is_on_cuda", lambda target: True)
-    monkeypatch.setattr(launch, "_launch_of", lambda device: launch._tried_out(device))
+    monkeypatch.setattr(integration, "_launch_of", lambda device: integration._tried_out(device))
     kernel = types.ModuleType("kernel")
     model = {"w": torch.zeros(10, dtype=torch.bfloat16)}
     changed = TensorUpdate(
@@ -139,7 +139,7 @@ def test_without_triton_tensors_are_written_one_by_one(monkeypatch: pytest.Monke
         assert told[0].filename == __file__
         assert model["w"].view(torch.int16).tolist() == [0, 0, 0, 5, 0, 0, 0, 0, 0, 0]
     kernel.by_kernel = kernel_of_numpy  # type: ignore[attr-defined]
-    assert launch._tried_out(torch.device("cpu")) is kernel_of_numpy
+    assert integration._tried_out(torch.device("cpu")) is kernel_of_numpy
 
 
 def test_a_device_without_memory_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,15 +149,15 @@ def test_a_device_without_memory_is_asked_again(monkeypatch: pytest.MonkeyPatch)
     kernel = types.ModuleType("kernel")
     kernel.by_kernel = kernel_of_numpy  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pulse_rl.frameworks.scatter_kernel", kernel)
-    monkeypatch.setattr(launch, "_LAUNCHES", {})
+    monkeypatch.setattr(integration, "_LAUNCHES", {})
     device = torch.device("cuda", 0)
     with monkeypatch.context() as crowded:
-        crowded.setattr(launch, "_try_out", full)
-        assert launch._launch_of(device) is by_indices
-    monkeypatch.setattr(launch, "_try_out", lambda *_: None)
-    assert launch._launch_of(device) is kernel_of_numpy
-    monkeypatch.setattr(launch, "_try_out", full)
-    assert launch._launch_of(device) is kernel_of_numpy, "tried out once"
+        crowded.setattr(integration, "_try_out", full)
+        assert integration._launch_of(device) is by_indices
+    monkeypatch.setattr(integration, "_try_out", lambda *_: None)
+    assert integration._launch_of(device) is kernel_of_numpy
+    monkeypatch.setattr(integration, "_try_out", full)
+    assert integration._launch_of(device) is kernel_of_numpy, "tried out once"
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])

@@ -1,4 +1,4 @@
-"""A launch of `pulse_rl.frameworks.device_scatter` against what numpy writes."""
+"""A launch of `pulse_rl.frameworks.torch` against what numpy writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pulse_rl.frameworks.device_scatter import PROGRAM_ELEMENTS, Launch, Scatter, Sent, write
+from pulse_rl.frameworks.torch import PROGRAM_ELEMENTS, Launch, Scatter, Sent, write_group
 from pulse_rl.patch.apply import TensorChanges
 
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,7 +46,7 @@ def cases(width: int, seed: int = 0) -> tuple[list[Scatter], list[np.ndarray[Any
 def check(width: int, launch: Launch) -> None:
     """Raises AssertionError unless ``launch`` writes exactly what it should."""
     group, expected = cases(width)
-    write(group, launch)
+    write_group(group, launch)
     for changed, after in zip(group, expected, strict=True):
         assert changed.flat.numpy().view(after.dtype).tolist() == after.tolist()
 

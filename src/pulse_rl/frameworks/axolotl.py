@@ -36,12 +36,26 @@ class PulsePlugin(BasePlugin):
         return f"{__name__}.{PulsePluginArgs.__name__}"
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Looks whether ``cfg``, the config as it was written, has a store and a stream."""
+        """Check that the config has a store and a stream.
+
+        Args:
+            cfg: The config as it was written.
+
+        Raises:
+            InputError: It has not.
+        """
         _arguments(cfg.get("pulse"))
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """The callback, for ``cfg``, the whole config. ``model`` is not needed: the Trainer hands
-        it over."""
+        """Make the callback.
+
+        Args:
+            cfg: The whole config.
+            model: Not needed: the Trainer hands it over.
+
+        Raises:
+            InputError: Arguments are missing or unknown.
+        """
         arguments = _arguments(cfg.pulse)
         try:
             return [PulseCallback(**arguments)]

@@ -30,10 +30,8 @@ from ..store import Store
 from ..stream.signing import Signer
 from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import LocalState, require_weights
-from .dtensor import local_box
-from .flat import FlatShard
 from .jax import local_part
-from .positions import RankSlice
+from .shards import FlatShard, RankSlice, local_box
 from .weights import policy_weights
 
 __all__ = ["ShardedPublisher"]
@@ -99,7 +97,7 @@ class ShardedPublisher(Publisher):
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
-        # Whatever is wrong on one rank, it comes to where the others can be told.
+        # Whatever is wrong on one rank, it is raised where the others hear of it.
         try:
             seconds = checked_number("timeout_seconds", timeout_seconds)
         except InputError:
@@ -142,37 +140,31 @@ class ShardedPublisher(Publisher):
         )
 
     def _read(self, source: Any, dtype: DTypeLike | None, quantize: Quantize | None) -> LocalState:
-        return local_state(source, dtype)._replace(quantize=quantize)
-
-
-def local_state(source: Mapping[str, Any] | nn.Module, dtype: DTypeLike | None) -> LocalState:
-    """The elements that this rank has of ``source``, a ``state_dict`` or a module, cast to the
-    compute dtype ``dtype``: each shard under its tensor's name, with the shape that it has here.
-    Raises InputError and UnsupportedTensor."""
-    if isinstance(source, nn.Module):
-        source = policy_weights(source, gather=False)
-    if not isinstance(source, Mapping):
-        raise InputError(
-            f"a {type(source).__name__} is not a mapping",
-            hint="Pass the model, or model.state_dict().",
+        """The elements that this rank has of ``source``, a ``state_dict`` or a module: each shard
+        under its tensor's name, with the shape that it has here."""
+        if isinstance(source, nn.Module):
+            source = policy_weights(source, gather=False)
+        if not isinstance(source, Mapping):
+            raise InputError(
+                f"a {type(source).__name__} is not a mapping",
+                hint="Pass the model, or model.state_dict().",
+            )
+        require_weights(
+            (n, tuple(v.shape)) for n, v in source.items() if isinstance(v, torch.Tensor)
         )
-    require_weights((n, tuple(v.shape)) for n, v in source.items() if isinstance(v, torch.Tensor))
-    shards: dict[str, Any] = {}
-    boxes: dict[str, Box] = {}
-    for name, value in source.items():
-        if isinstance(value, FlatShard | RankSlice):
-            shards[name], boxes[name] = value.local, value.box
-        elif _is_of_jax(value):
-            shards[name], boxes[name] = local_part(name, value)
-        elif not isinstance(value, DTensor):
-            shards[name] = value
-        elif value.device_mesh.get_coordinate() is not None:
-            shards[name] = value.to_local()
-            if (box := local_box(name, value)) != Box.whole(box.shape):
-                boxes[name] = box
-    return LocalState.of(State.of(shards), dtype)._replace(boxes=boxes)
-
-
-def _is_of_jax(value: object) -> bool:
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(value, jax.Array)
+        jax = sys.modules.get("jax")
+        shards: dict[str, Any] = {}
+        boxes: dict[str, Box] = {}
+        for name, value in source.items():
+            if isinstance(value, FlatShard | RankSlice):
+                shards[name], boxes[name] = value.local, value.box
+            elif jax is not None and isinstance(value, jax.Array):
+                shards[name], boxes[name] = local_part(name, value)
+            elif not isinstance(value, DTensor):
+                shards[name] = value
+            elif value.device_mesh.get_coordinate() is not None:
+                shards[name] = value.to_local()
+                if (box := local_box(name, value)) != Box.whole(box.shape):
+                    boxes[name] = box
+        local = LocalState.of(State.of(shards), dtype)
+        return local._replace(boxes=boxes, quantize=quantize)

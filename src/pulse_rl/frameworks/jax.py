@@ -29,20 +29,23 @@ _LEAST = 1 << 10
 
 
 def weights(tree: Any, names: Mapping[str, Any] | Callable[[str], Any] | None = None) -> State:
-    """The arrays of ``tree``, a pytree (nested dicts, Linen's ``params``, ``nnx.state(model,
-    nnx.Param)`` of NNX), for `Publisher.publish` and `pulse_rl.state_root`. On CPUs nothing is
-    copied, and sharded arrays are not gathered: what is compared and stored is read slice by slice
-    from the shards. What other devices hold is copied to the host.
+    """Read the arrays of a pytree, for `Publisher.publish` and `pulse_rl.state_root`.
 
-    Tensors are called by their paths, ``params.Dense_0.kernel``. ``names`` maps these to the names
-    of the stream, a checkpoint's: a dictionary, or a function, whose None leaves an array out. In
-    place of a name, ``(name, view)`` also says how the checkpoint's tensor lies in the array:
-    ``view`` gets a numpy array of its shape, and returns a view of it, such as ``lambda kernel:
-    kernel.reshape(64, -1).T``.
+    On CPUs nothing is copied, and sharded arrays are not gathered: what is compared and stored is
+    read slice by slice from the shards. What other devices hold is copied to the host. The arrays
+    must not be donated before `publish` or `submit` has returned.
 
-    The arrays must not be donated before `publish` or `submit` has returned. Raises InputError for
-    names that are missing or given twice; UnsupportedTensor for what is no array of a known dtype,
-    and for one of which other processes have a part.
+    Args:
+        tree: Nested dicts, Linen's ``params``, or ``nnx.state(model, nnx.Param)`` of NNX.
+        names: The names of the stream, a checkpoint's, by the paths of the arrays
+            (``params.Dense_0.kernel``): a dictionary, or a function, whose None leaves an array
+            out. None: the paths are the names. In place of a name, ``(name, view)`` also says how
+            the checkpoint's tensor lies in the array: ``view`` gets a numpy array of its shape, and
+            returns a view of it, such as ``lambda kernel: kernel.reshape(64, -1).T``.
+
+    Raises:
+        InputError: A name is missing, or given twice.
+        UnsupportedTensor: It is no array of a known dtype, or other processes have a part of it.
     """
     with extra("jax"):
         import jax
@@ -85,16 +88,27 @@ def apply(
     *,
     donate: bool = False,
 ) -> Any:
-    """A pytree as ``tree`` with ``update`` in it: of what changed new arrays with the same
-    shardings, otherwise the same arrays. ``names`` are those of `weights`.
+    """Write an update into a pytree, and return the new one.
 
     Of a sharded array each device gets the changed elements of its own shard, also where other
-    processes hold the rest. With ``donate`` the new arrays take the memory of the old ones, which
-    are deleted, where the backend can do so. Compiled once for each shape of a shard, device, and
-    power of four in the number of changes.
+    processes hold the rest. Compiled once for each shape of a shard, device, and power of four in
+    the number of changes. Everything is checked first.
 
-    Everything is checked first. Raises StateMismatch for a tensor that is missing or of another
-    dtype or shape, and as `weights` does.
+    Args:
+        tree: The pytree. It keeps its own arrays, unless they are donated.
+        update: What `Subscriber.sync` has returned.
+        names: As for `weights`.
+        donate: Whether the new arrays take the memory of the old ones, which are deleted, where the
+            backend can do so.
+
+    Returns:
+        A pytree like ``tree``: of what changed new arrays with the same shardings, otherwise the
+        same arrays.
+
+    Raises:
+        StateMismatch: A tensor of the update is missing in the tree, or of another dtype or shape.
+        InputError: As by `weights`, and for what is no update.
+        UnsupportedTensor: As by `weights`, and for an array that is none of JAX.
     """
     with extra("jax"):
         import jax
@@ -103,46 +117,39 @@ def apply(
             f"{type(update).__name__} is not an Update",
             hint="Pass what subscriber.sync() has returned.",
         )
-    leaves, structure = _named(tree, names)
-    arrays = [leaf.array for leaf in leaves]
+    leaves, arrays, structure = _named(tree, names)
     # 1. Everything that can be wrong is, before anything is written.
-    plan: list[tuple[int, TensorUpdate]] = []
+    plan: list[tuple[_Leaf, TensorUpdate]] = []
     for tensor in update.tensors:
-        tied = {
-            tensor.spec.name,
-            *(alias for alias, name in update.aliases.items() if name == tensor.spec.name),
-        }
-        found = [number for number, leaf in enumerate(leaves) if leaf.name in tied]
+        comes = tensor.spec
+        tied = {comes.name, *(a for a, name in update.aliases.items() if name == comes.name)}
+        found = [leaf for leaf in leaves if leaf.name in tied]
         if not found:
             raise StateMismatch(
-                f"the tree has no tensor {tensor.spec.name!r}",
+                f"the tree has no tensor {comes.name!r}",
                 hint="Give names=: which path has which tensor.",
             )
-        plan += [(number, tensor) for number in found]
-    for number, tensor in plan:
-        held, comes = leaves[number].spec, tensor.spec
-        if (held.dtype, held.shape) != (comes.dtype, comes.shape):
-            raise StateMismatch(
-                f"the tree's {held.name!r} is {held.dtype.name} {list(held.shape)}, "
-                f"the update's is {comes.dtype.name} {list(comes.shape)}"
-            )
-        if not isinstance(arrays[number], jax.Array):
-            raise UnsupportedTensor(
-                f"{held.name!r} is a {type(arrays[number]).__name__}, not a jax.Array"
-            )
+        for leaf in found:
+            held = leaf.spec
+            if (held.dtype, held.shape) != (comes.dtype, comes.shape):
+                raise StateMismatch(
+                    f"the tree's {held.name!r} is {held.dtype.name} {list(held.shape)}, "
+                    f"the update's is {comes.dtype.name} {list(comes.shape)}"
+                )
+            if not isinstance(leaf.array, jax.Array):
+                raise UnsupportedTensor(
+                    f"{held.name!r} is a {type(leaf.array).__name__}, not a jax.Array"
+                )
+            plan.append((leaf, tensor))
     # 2. New arrays; one that stands in several places of the tree stays one.
     made: dict[int, Any] = {}
-    for number, tensor in plan:
-        leaf = leaves[number]
+    for leaf, tensor in plan:
         if id(leaf.array) not in made:
             made[id(leaf.array)] = _written(leaf, tensor, donate=donate)
-        arrays[number] = made[id(leaf.array)]
+        arrays[leaf.number] = made[id(leaf.array)]
     # 3. The caller holds the version; the next `sync` starts from there.
     update.acknowledge()
-    result = list(structure.leaves)
-    for leaf, array in zip(leaves, arrays, strict=True):
-        result[leaf.number] = array
-    return jax.tree_util.tree_unflatten(structure.tree, result)
+    return jax.tree_util.tree_unflatten(structure, arrays)
 
 
 class _Leaf(NamedTuple):
@@ -159,13 +166,8 @@ class _Leaf(NamedTuple):
         return self.spec.name
 
 
-class _Structure(NamedTuple):
-    leaves: list[Any]
-    tree: Any
-
-
-def _named(tree: Any, names: Names | None) -> tuple[list[_Leaf], _Structure]:
-    """The arrays of a tree that have a name, and what makes a tree again."""
+def _named(tree: Any, names: Names | None) -> tuple[list[_Leaf], list[Any], Any]:
+    """The arrays of a tree that have a name; all of its arrays, and what makes a tree of them."""
     import jax
 
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -173,7 +175,17 @@ def _named(tree: Any, names: Names | None) -> tuple[list[_Leaf], _Structure]:
     taken: set[str] = set()
     for number, (keys, array) in enumerate(paths):
         path = _path(keys)
-        target = _target(path, names)
+        if names is None:
+            target: Target | None = path
+        elif callable(names):
+            target = names(path)
+        elif path in names:
+            target = names[path]
+        else:
+            raise InputError(
+                f"names has no {path!r}",
+                hint="A function as names may leave arrays out, with None.",
+            )
         if target is None:
             continue
         name, view = target if isinstance(target, tuple) else (target, None)
@@ -187,7 +199,7 @@ def _named(tree: Any, names: Names | None) -> tuple[list[_Leaf], _Structure]:
         dtype = dtype_named(path, str(array.dtype))
         shape = tuple(array.shape) if view is None else _strides(tuple(array.shape), view, path)[0]
         leaves.append(_Leaf(number, array, TensorSpec(name, dtype, shape), view))
-    return leaves, _Structure([array for _, array in paths], structure)
+    return leaves, [array for _, array in paths], structure
 
 
 _HINT = "Leave out what is no weight: nnx.state(model, nnx.Param), or names= with None for it."
@@ -197,25 +209,10 @@ def _path(keys: Any) -> str:
     """``layers.0.kernel``. An NNX variable's own part of it, ``value``, is left out."""
     import jax
 
-    if (
-        len(keys) > 1
-        and isinstance(keys[-1], jax.tree_util.GetAttrKey)
-        and keys[-1].name == "value"
-    ):
+    is_attribute = len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey)
+    if is_attribute and keys[-1].name == "value":
         keys = keys[:-1]
     return str(jax.tree_util.keystr(keys, simple=True, separator="."))
-
-
-def _target(path: str, names: Names | None) -> Target | None:
-    if names is None:
-        return path
-    if callable(names):
-        return names(path)
-    if path not in names:
-        raise InputError(
-            f"names has no {path!r}", hint="A function as names may leave arrays out, with None."
-        )
-    return names[path]
 
 
 def _strides(
@@ -226,11 +223,8 @@ def _strides(
     once."""
     probe = np.empty(shape, np.uint8)  # never touched: the system gives no memory for it
     seen = view(probe)
-    if (
-        not isinstance(seen, np.ndarray)
-        or seen.size != probe.size
-        or not np.may_share_memory(seen, probe)
-    ):
+    whole = isinstance(seen, np.ndarray) and seen.size == probe.size
+    if not (whole and np.may_share_memory(seen, probe)):
         raise InputError(
             f"the view for {path!r} must return a view of all of its array",
             hint="reshape, transpose and [...] do; what computes or copies does not.",
@@ -348,19 +342,10 @@ def _scatter(donate: bool) -> Any:
 
     def write(shard: Any, at: Any, values: Any) -> Any:
         # Bits are written, not numbers: a NaN keeps its payload.
-        bits = (
-            shard
-            if values.dtype == shard.dtype
-            else jax.lax.bitcast_convert_type(shard, values.dtype)
-        )
-        rows = (
-            bits.reshape(-1, shard.shape[-1] if shard.ndim else 1)
-            .at[at[0], at[1]]
-            .set(values, mode="drop")
-        )
-        bits = rows.reshape(shard.shape)
-        return (
-            bits if bits.dtype == shard.dtype else jax.lax.bitcast_convert_type(bits, shard.dtype)
-        )
+        cast = jax.lax.bitcast_convert_type
+        bits = shard if values.dtype == shard.dtype else cast(shard, values.dtype)
+        rows = bits.reshape(-1, shard.shape[-1] if shard.ndim else 1)
+        bits = rows.at[at[0], at[1]].set(values, mode="drop").reshape(shard.shape)
+        return bits if bits.dtype == shard.dtype else cast(bits, shard.dtype)
 
     return jax.jit(write, donate_argnums=(0,) if donate else ())

@@ -23,17 +23,23 @@ class PulseEngine(CheckpointEngine):
     """Makes each refit of NeMo-RL a version of a stream, which every rollout worker syncs to and
     verifies.
 
-    NeMo-RL makes one in each process, from ``policy.generation.refit_cfg`` under this class's path;
-    ``bucket_size`` (bytes: the most that a batch for vLLM has, or one tensor) and
-    ``release_after_refit`` are its own. ``store``: the address of a store that all nodes reach, a
-    folder by its absolute path. ``stream``: its name, one for each run. ``dtype``: the compute
-    dtype of the rollout ("BF16", "F16"); wider floats are cast to it, None leaves them as they are.
-    ``cache``, ``trusted_keys``: as for `Subscriber`. ``signing_key``: the file of the trainer's
-    private key (`Signer.load`). ``timeout_seconds``: how long a rollout worker waits for the
-    trainer's version.
-
+    NeMo-RL makes one in each process, from ``policy.generation.refit_cfg`` under this class's path.
     A refit is found by the run's number, which the first policy rank has drawn, and its own; so one
-    of a restarted trainer is not mistaken for another. Raises InputError and StoreError.
+    of a restarted trainer is not mistaken for another.
+
+    Args:
+        bucket_size: NeMo-RL's own: the most bytes that a batch for vLLM has, or one tensor.
+        release_after_refit: NeMo-RL's own; not used.
+        settings: ``store``: the address of a store that all nodes reach, a folder by its absolute
+            path. ``stream``: its name, one for each run. ``dtype``: the compute dtype of the
+            rollout ("BF16", "F16"), to which wider floats are cast; None leaves them as they are.
+            ``cache``, ``trusted_keys``: as for `Subscriber`. ``signing_key``: the file of the
+            trainer's private key (`Signer.load`). ``timeout_seconds``: how long a rollout worker
+            waits for the trainer's version.
+
+    Raises:
+        InputError: A setting makes no sense.
+        StoreError: The store cannot be opened.
     """
 
     def __init__(
@@ -67,10 +73,13 @@ class PulseEngine(CheckpointEngine):
         rollout_world_size: int,
         metadata: list[Any],
     ) -> None:
-        """Makes the policy's first rank, of ``worker_rank`` 0, the one that publishes.
+        """Make the policy's first rank the one that publishes.
 
-        ``metadata`` is what `prepare` has returned on the policy's ranks, ``train_world_size`` of
-        them, and behind them on the ``rollout_world_size`` rollout ranks.
+        Args:
+            worker_rank: 0 for the first one.
+            train_world_size: How many policy ranks there are.
+            rollout_world_size: How many rollout ranks there are.
+            metadata: What `prepare` has returned on the policy's ranks, and then on the rollout's.
         """
         if worker_rank == 0 and not self._updates.publishes:
             self._updates.open_publisher()
@@ -84,10 +93,13 @@ class PulseEngine(CheckpointEngine):
         rollout_world_size: int,
         metadata: list[Any],
     ) -> None:
-        """Takes the run's number from ``metadata``.
+        """Take the run's number. All rollout ranks are alike.
 
-        The arguments are those of `init_policy_process_group`; all rollout ranks are alike,
-        whatever the ``rollout_rank``, ``train_world_size`` and ``rollout_world_size``.
+        Args:
+            rollout_rank: Not needed.
+            train_world_size: As for `init_policy_process_group`.
+            rollout_world_size: As for `init_policy_process_group`.
+            metadata: As for `init_policy_process_group`.
         """
         self._begin(metadata)
 
@@ -106,20 +118,25 @@ class PulseEngine(CheckpointEngine):
     # -- each refit
 
     async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Takes ``weights`` on all policy ranks, since to gather one is a collective, and publishes
+        """Take the weights on all policy ranks, since to gather one is a collective, and publish
         them on the first.
 
-        Raises what `Publisher.publish` raises; the next refit then has it all.
+        Args:
+            weights: Pairs of name and tensor.
+
+        Raises:
+            PulseError: Whatever `Publisher.publish` raises; the next refit then has it all.
         """
         number = self._next()
         await self._updates.publish(weights, number, {"refit": self._refits})
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
-        """Yields all tensors of this refit's version, whole, in batches: copies of what was
-        verified, on the accelerator if there is one.
+        """Yield all tensors of this refit's version in batches, whole: copies of what was verified,
+        on the accelerator if there is one.
 
-        Raises EngineError when no such version comes within ``timeout_seconds``, and what
-        `Subscriber.sync` raises.
+        Raises:
+            EngineError: No such version comes within ``timeout_seconds``.
+            PulseError: Whatever `Subscriber.sync` raises.
         """
         await self._updates.arrive(self._next(), lambda: None)
         batch: list[tuple[str, torch.Tensor]] = []

@@ -33,12 +33,22 @@ Weights = torch.nn.Module | Mapping[str, torch.Tensor]
 def save_training(
     file: str | os.PathLike[str], weights: Weights, *, step: int, **states: Any
 ) -> None:
-    """Writes what a restart needs beside the stream to ``file``, which it replaces whole or not at
-    all: ``weights`` (a module, or the mapping of names to tensors that is published) in their own
-    dtypes, and the ``state_dict()`` of each of ``states``: ``optimizer=optimizer``, a scheduler,
-    whatever has one. ``step``: that of the version with these weights. Call it every few hundred
-    steps, after the version is published. Raises InputError, UnsupportedTensor for a DTensor,
-    StoreFull and StoreError.
+    """Write to a file what a restart needs in addition to the stream.
+
+    Call it every few hundred steps, after the version is published.
+
+    Args:
+        file: The file, which is replaced whole or not at all.
+        weights: A module, or the mapping of names to tensors that is published. They are saved in
+            their own dtypes.
+        step: The step of the version with these weights.
+        states: What has a ``state_dict()``, by name: ``optimizer=optimizer``, a scheduler.
+
+    Raises:
+        InputError: ``step`` or ``file`` makes no sense.
+        UnsupportedTensor: A tensor is a DTensor.
+        StoreFull: The disk is full.
+        StoreError: The file cannot be written.
     """
     checked_count("step", step, 0)
     path = checked_path(file)
@@ -53,20 +63,30 @@ def save_training(
 def restore_training(
     file: str | os.PathLike[str], subscriber: Subscriber, weights: Weights, **states: Any
 ) -> tuple[int, int | None] | None:
-    """Makes ``weights``, in place, those of the newest version of the stream that ``subscriber``
-    follows, bit for bit in the version's dtypes, and loads the newest ``states`` from ``file``,
-    where `save_training` has put them.
+    """Go back to the weights of a stream's newest version, and to the states that were saved last.
 
-    Returns (the ``step`` in the version's metadata, with which the training goes on; the step at
-    which the states were saved, None where there is no ``file`` yet), or None where the stream has
-    no version.
+    The weights are the version's bit for bit, in its dtypes. Where they are wider, FP32 behind
+    BF16, an element that has had the version's bits since it was saved gets its saved number, any
+    other the version's. If the file is newer than the stream, as after a time without a store, the
+    weights are the file's. Everything is checked before the first write.
 
-    Weights wider than the version's, FP32 behind BF16: an element that has had the version's bits
-    since it was saved gets its saved number, any other the version's. If the file is newer than the
-    stream, as after a time without a store, the weights are the file's. Everything is checked
-    before the first write. Raises StateMismatch for other names or shapes, InputError for a version
-    without a ``step``, FormatError for a damaged file, UnsupportedTensor for a DTensor, and what
-    `Subscriber.sync` raises.
+    Args:
+        file: The file that `save_training` writes.
+        subscriber: Follows the stream.
+        weights: The module, or the mapping of names to tensors, that is written in place.
+        states: What has a ``load_state_dict()``, by the names under which it was saved.
+
+    Returns:
+        (the ``step`` in the version's metadata, with which the training goes on; the step at which
+        the states were saved, None where there is no ``file`` yet), or None where the stream has no
+        version.
+
+    Raises:
+        StateMismatch: Names or shapes differ from the version's.
+        InputError: The version has no ``step``, or the file not all of ``states``.
+        FormatError: The file is damaged.
+        UnsupportedTensor: A tensor is a DTensor.
+        PulseError: Whatever `Subscriber.sync` raises.
     """
     subscriber.sync()
     if subscriber.version is None:
@@ -141,11 +161,10 @@ def step_of(metadata: Metadata) -> int:
 
 def _tensors(weights: Weights) -> dict[str, torch.Tensor]:
     """Raises UnsupportedTensor for what is not whole here."""
-    named = (
-        weights.state_dict(keep_vars=True)
-        if isinstance(weights, torch.nn.Module)
-        else dict(weights)
-    )
+    if isinstance(weights, torch.nn.Module):
+        named = weights.state_dict(keep_vars=True)
+    else:
+        named = dict(weights)
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "full_tensor"):
             raise UnsupportedTensor(
@@ -162,9 +181,8 @@ def _load(path: Path, names: set[str]) -> Any:
         found, _, _ = set(saved["states"]), saved["weights"], saved["step"]
     except FileNotFoundError:
         return None
-    except (
-        Exception
-    ) as error:  # torch raises many kinds for a file that is none of its own, or is damaged
+    except Exception as error:
+        # torch raises many kinds for a file that is none of its own, or is damaged.
         raise FormatError(
             f"{path} is not what save_training writes: {error}",
             hint="Delete it to restart without.",

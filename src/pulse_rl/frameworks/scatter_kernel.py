@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device_scatter import PROGRAM_ELEMENTS, Sent
+from .torch import PROGRAM_ELEMENTS, Sent
 
 
 def by_kernel(sent: Sent) -> None:

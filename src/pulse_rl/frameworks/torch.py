@@ -1,14 +1,21 @@
-"""torch: scatter an update into a live model, and host states as torch tensors."""
+"""torch: scatter an update into a live model, and host states as torch tensors.
+
+Changed elements of many tensors on a CUDA device are sent in groups: one transfer and, with Triton,
+one kernel launch for all of a group.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
 from .._util import extra
 
@@ -17,52 +24,31 @@ with extra("torch"):
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from ..follow.checkpoint import is_wrapped
+from ..patch.apply import TensorChanges
 from ..sharding.layout import Box
-from ..state.bits import UIntArray
+from ..state.bits import LINE, UIntArray
 from ..state.tensors import DTYPES, State, is_sharded
+from ..submit import page_locked
 from ..sync.update import TensorUpdate, Update, changes_of
-from .device_scatter import Scatter, scatter
 
 __all__ = ["apply_", "to_torch"]
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TORCH = {
-    name: getattr(torch, torch_name)
-    for name, torch_name in {
-        "BOOL": "bool",
-        "U8": "uint8",
-        "I8": "int8",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E8M0": "float8_e8m0fnu",
-        "F8_E5M2FNUZ": "float8_e5m2fnuz",
-        "F8_E4M3FNUZ": "float8_e4m3fnuz",
-        "U16": "uint16",
-        "I16": "int16",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "U32": "uint32",
-        "I32": "int32",
-        "F32": "float32",
-        "U64": "uint64",
-        "I64": "int64",
-        "F64": "float64",
-        "C64": "complex64",
-    }.items()
-    if hasattr(torch, torch_name)
+    dtype.name: getattr(torch, dtype.library)
+    for dtype in DTYPES.values()
+    if hasattr(torch, dtype.library)
 }
-assert _TORCH.keys() <= DTYPES.keys()
 _SHARED_AT_ONCE = 1 << 22
+PROGRAM_ELEMENTS = 1024
+"""What one program of the kernel writes."""
+_GROUP_ELEMENTS = 1 << 22
+_LAUNCHES: dict[torch.device, Launch] = {}
 _DENSE = "Updates go into dense tensors; load a quantized model through its own loader."
 
 
 def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) -> None:
-    """Writes ``update`` into ``model``, a live module or a mapping of names to its tensors, in
-    place.
-
-    The names must be the update's: those of a wrapped model (DDP, FSDP, torch.compile) are made so
-    by `pulse_rl.unwrapped`; those of a model of transformers that fuses tensors in memory by
-    `pulse_rl.frameworks.transformers.checkpoint_weights`.
+    """Write an update into a live model, in place.
 
     Only the changed elements travel to the model's device and are written. A tied tensor is written
     once; a model that holds a tied tensor under several storages, or under an alias only, gets all
@@ -74,13 +60,23 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     up to four million of them, of all tensors of one width, by one transfer and one kernel launch.
     This returns before they are written, as torch's own operations do.
 
-    Everything is checked before the first write. Raises InputError for an update made elsewhere
-    that does not fit its own tensors. Raises StateMismatch for a tensor that is missing, of another
-    dtype or shape, or expanded, so that its elements share memory; and for an update that does not
-    follow what this function wrote into the module before. Raises UnsupportedTensor for one without
-    dense memory of its own: sparse, a DTensor that is a sum still to be made, on the meta device,
-    not initialized yet, freed. torch does not know memory that is mapped read-only from other
-    memory: writing there ends the process.
+    Everything is checked before the first write. torch does not know memory that is mapped
+    read-only from other memory: writing there ends the process.
+
+    Args:
+        model: A module, or a mapping of names to its tensors. The names must be the update's: those
+            of a wrapped model (DDP, FSDP, torch.compile) are made so by `pulse_rl.unwrapped`, those
+            of a model of transformers that fuses tensors in memory by
+            `pulse_rl.frameworks.transformers.checkpoint_weights`.
+        update: What `Subscriber.sync` has returned.
+
+    Raises:
+        InputError: It is no update, or does not fit its own tensors.
+        StateMismatch: A tensor is missing, of another dtype or shape, or expanded, so that its
+            elements share memory; or the update does not follow what this function wrote into the
+            module before.
+        UnsupportedTensor: A tensor has no dense memory of its own: sparse, a DTensor that is a sum
+            still to be made, on the meta device, not initialized yet, freed.
     """
     if not isinstance(update, Update):
         raise InputError(
@@ -102,9 +98,8 @@ def apply_(model: torch.nn.Module | Mapping[str, torch.Tensor], update: Update) 
     _note_version(model, update, held, update.version)
     scattered = []
     for whole, (attached, box) in plan:
-        target = (
-            attached.detach()
-        )  # and not within no_grad(): an interrupt there would leave gradients off
+        # Not within no_grad(): an interrupt there would leave gradients off.
+        target = attached.detach()
         tensor = whole if box is None else _share(whole, box)
         changes = changes_of(tensor)
         # Many small writes to a device are gathered, and sent at once.
@@ -170,12 +165,19 @@ def _note_version(model: object, update: Update, least: int | None, most: int) -
 
 
 def to_torch(state: State, *, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """The host state ``state`` as torch tensors on ``device``, under all of its names, aliases
-    included.
+    """Make torch tensors of a host state.
 
-    On the CPU the tensors may share the state's memory, unless that is read-only as in
-    `Subscriber.state`. Raises UnsupportedTensor for a dtype that this version of torch lacks, and
-    InputError for a device that it does not know.
+    Args:
+        state: The state, such as `Subscriber.state`.
+        device: Where the tensors are. On the CPU they may share the state's memory, unless that is
+            read-only as in `Subscriber.state`.
+
+    Returns:
+        The tensors under all of the state's names, aliases included.
+
+    Raises:
+        InputError: torch does not know the device.
+        UnsupportedTensor: This version of torch lacks a dtype.
     """
     if not isinstance(state, State):
         raise InputError(f"{type(state).__name__} is not a State", hint="Pass subscriber.state.")
@@ -205,24 +207,24 @@ def _targets(
 ) -> list[_Target]:
     spec = update.spec
     names = [spec.name, *(alias for alias, name in aliases.items() if name == spec.name)]
-    targets: dict[tuple[str, int], _Target] = {}
-    for name in names:
-        if name in tensors:
-            tensor = tensors[name]
-            _require_dense(name, tensor)
-            if tensor.dtype != _TORCH.get(spec.dtype.name) or tuple(tensor.shape) != spec.shape:
-                raise StateMismatch(
-                    f"the model's {name!r} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"the update's is {spec.dtype.name} {list(spec.shape)}"
-                )
-            if (target := _of_this_rank(name, tensor)) is None:
-                continue
-            _require_memory(name, target.tensor)
-            targets.setdefault((str(target.tensor.device), target.tensor.data_ptr()), target)
-    if not any(name in tensors for name in names):
+    present = [name for name in names if name in tensors]
+    if not present:
         raise StateMismatch(
             f"the model has no tensor {spec.name!r}", hint=_names_hint(spec.name, tensors)
         )
+    targets: dict[tuple[str, int], _Target] = {}
+    for name in present:
+        tensor = tensors[name]
+        _require_dense(name, tensor)
+        if tensor.dtype != _TORCH.get(spec.dtype.name) or tuple(tensor.shape) != spec.shape:
+            raise StateMismatch(
+                f"the model's {name!r} is {tensor.dtype} {list(tensor.shape)}, "
+                f"the update's is {spec.dtype.name} {list(spec.shape)}"
+            )
+        if (target := _of_this_rank(name, tensor)) is None:
+            continue
+        _require_memory(name, target.tensor)
+        targets.setdefault((str(target.tensor.device), target.tensor.data_ptr()), target)
     return list(targets.values())
 
 
@@ -233,7 +235,7 @@ def _of_this_rank(name: str, tensor: torch.Tensor) -> _Target | None:
         return _Target(tensor, None)
     from torch.distributed.tensor import DTensor
 
-    from .dtensor import local_box
+    from .shards import local_box
 
     assert isinstance(tensor, DTensor)
     if tensor.device_mesh.get_coordinate() is None:
@@ -269,8 +271,7 @@ def _names_hint(missing: str, tensors: Mapping[str, torch.Tensor]) -> str | None
     if "transformers" in sys.modules:
         return (
             "A stream has a checkpoint's names, and transformers fuses some tensors in memory: "
-            "call "
-            "apply_(pulse_rl.frameworks.transformers.checkpoint_weights(model), update)."
+            "call apply_(pulse_rl.frameworks.transformers.checkpoint_weights(model), update)."
         )
     return None
 
@@ -288,18 +289,11 @@ def _require_dense(name: str, tensor: object) -> None:
         )
     if is_sharded(tensor):
         return
+    dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
     foreign = hasattr(tensor, "full_tensor")  # a sharded tensor of another kind
-    if (
-        foreign
-        or tensor.layout != torch.strided
-        or tensor.is_nested
-        or tensor.is_quantized
-        or tensor.is_meta
-    ):
-        kind = (
-            f"{type(tensor).__name__}, {tensor.dtype}, layout {tensor.layout}, device "
-            f"{tensor.device}"
-        )
+    if foreign or tensor.is_meta or not dense:
+        place = f"layout {tensor.layout}, device {tensor.device}"
+        kind = f"{type(tensor).__name__}, {tensor.dtype}, {place}"
         raise UnsupportedTensor(f"the model's {name!r} has no dense memory ({kind})", hint=_DENSE)
 
 
@@ -320,15 +314,10 @@ def _require_memory(name: str, tensor: torch.Tensor) -> None:
             )
         last += stride * (size - 1)
     try:
-        storage, end = (
-            tensor.untyped_storage(),
-            (tensor.storage_offset() + last + 1) * tensor.element_size(),
-        )
+        storage = tensor.untyped_storage()
+        end = (tensor.storage_offset() + last + 1) * tensor.element_size()
         held = storage.device.type != "meta" and storage.nbytes() >= end and storage.data_ptr() != 0
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # a wrapper of other tensors, or a kind that is not known yet
+    except RuntimeError:  # a wrapper of other tensors, or a kind that is not known yet
         held = False
     if not held:
         raise UnsupportedTensor(
@@ -340,11 +329,10 @@ def _require_memory(name: str, tensor: torch.Tensor) -> None:
 def _require_fitting(update: TensorUpdate) -> None:
     """Raises InputError for what no subscriber has made."""
     changes, spec = changes_of(update), update.spec
-    fits = (
-        update.values.size == spec.elements
-        if changes is None
-        else changes.fits(spec.elements, spec.dtype.width)
-    )
+    if changes is None:
+        fits = update.values.size == spec.elements
+    else:
+        fits = changes.fits(spec.elements, spec.dtype.width)
     if not fits:
         raise InputError(
             f"the update of {spec.name!r} does not fit its {spec.elements} elements of "
@@ -381,3 +369,152 @@ def _from_numpy(bits: UIntArray, width: int) -> torch.Tensor:
     memory."""
     ints = bits.view(np.dtype(f"i{width}")) if width > 1 else bits
     return torch.from_numpy(ints if ints.flags.writeable else ints.copy())
+
+
+# -- changed elements of many tensors on a device
+
+
+class Scatter(NamedTuple):
+    """``changes`` of a live tensor whose elements are ``flat``, integers of their width [n], all
+    within it."""
+
+    changes: TensorChanges
+    flat: torch.Tensor
+
+
+class Sent(NamedTuple):
+    """What is on the device of a group: ``positions`` (int32 or int64) and ``values`` one after
+    another, for each of ``tensors`` those from its number in ``firsts`` to the next one's.
+    ``programs``: int64 [n, 3], for each program of the kernel the address of a tensor, and the
+    first and the last of what it writes there."""
+
+    tensors: Sequence[torch.Tensor]
+    firsts: Sequence[int]
+    positions: torch.Tensor
+    values: torch.Tensor
+    programs: torch.Tensor
+
+
+Launch = Callable[[Sent], None]
+
+
+def write_group(group: Sequence[Scatter], launch: Launch) -> None:
+    """Sends a group, of one device and one width, and launches what writes it."""
+    flats = [one.flat for one in group]
+    firsts = [0, *accumulate(len(one.changes) for one in group)]
+    programs = _programs(flats, firsts)
+    position = np.dtype(np.int32 if max(map(len, flats)) < 1 << 31 else np.int64)
+    value = np.dtype(f"u{flats[0].element_size()}")
+    sizes = [programs.nbytes, firsts[-1] * position.itemsize, firsts[-1] * value.itemsize]
+    ends = list(
+        accumulate(size + -size % LINE for size in sizes)
+    )  # aligned alike, which Triton compiles for
+    host = page_locked(ends[-1])
+    host[: programs.nbytes].view(np.int64)[:] = programs.reshape(-1)
+    indices, values = host[ends[0] : ends[1]].view(position), host[ends[1] :].view(value)
+    for one, (first, stop) in zip(group, pairwise(firsts), strict=True):
+        one.changes.write_into(indices[first:stop], values[first:stop])
+    sent = flats[0].new_empty(len(host), dtype=torch.uint8)
+    sent.copy_(torch.from_numpy(host), non_blocking=True)
+    launch(
+        Sent(
+            flats,
+            firsts,
+            sent[ends[0] : ends[1]].view(torch.from_numpy(indices).dtype),
+            sent[ends[1] :].view(flats[0].dtype),
+            sent[: programs.nbytes].view(torch.int64).view(-1, 3),
+        )
+    )
+    for flat in flats:
+        torch.autograd.graph.increment_version(flat)
+
+
+def by_indices(sent: Sent) -> None:
+    """One launch for each tensor."""
+    for flat, (start, stop) in zip(sent.tensors, pairwise(sent.firsts), strict=True):
+        flat.index_copy_(0, sent.positions[start:stop].long(), sent.values[start:stop])
+
+
+def _programs(flats: Sequence[torch.Tensor], firsts: Sequence[int]) -> npt.NDArray[np.int64]:
+    parts = []
+    for flat, (start, stop) in zip(flats, pairwise(firsts), strict=True):
+        begins = np.arange(start, stop, PROGRAM_ELEMENTS, dtype=np.int64)
+        ends = np.minimum(begins + PROGRAM_ELEMENTS, stop)
+        parts.append(np.stack([np.full_like(begins, flat.data_ptr()), begins, ends], axis=1))
+    return np.concatenate(parts)
+
+
+def scatter(changed: Iterable[Scatter]) -> None:
+    """Writes all of it, on the current streams of the tensors' devices. Returns when it is given to
+    these, before they have done it."""
+    kinds: dict[tuple[torch.device, int], list[Scatter]] = {}
+    for one in changed:
+        if len(one.changes):
+            kinds.setdefault((one.flat.device, one.flat.element_size()), []).append(one)
+    for (device, _), alike in kinds.items():
+        launch = _launch_of(device)
+        for group in _groups(alike):
+            write_group(group, launch)
+
+
+def _groups(changed: Iterable[Scatter]) -> Iterator[list[Scatter]]:
+    group: list[Scatter] = []
+    elements = 0
+    for changes, flat in changed:
+        for part in changes.cut(_GROUP_ELEMENTS):
+            if group and elements + len(part) > _GROUP_ELEMENTS:
+                yield group
+                group, elements = [], 0
+            group.append(Scatter(part, flat))
+            elements += len(part)
+    if group:
+        yield group
+
+
+def _launch_of(device: torch.device) -> Launch:
+    """The kernel where it is there and does what it should, else one launch for each tensor."""
+    if device.type != "cuda":
+        return by_indices
+    if device not in _LAUNCHES:
+        try:
+            _LAUNCHES[device] = _tried_out(device)
+        except torch.cuda.OutOfMemoryError:  # of now
+            return by_indices
+    return _LAUNCHES[device]
+
+
+def _tried_out(device: torch.device) -> Launch:
+    try:
+        from .scatter_kernel import by_kernel
+
+        for width in (torch.uint8, torch.int16, torch.int32, torch.int64):
+            _try_out(by_kernel, width, device)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # No Triton, none for this device, no compiler, or a failure not known yet.
+        warnings.warn(
+            f"updates are written tensor by tensor on {device}: {type(error).__name__}: {error}",
+            stacklevel=5,
+        )
+        return by_indices
+    return by_kernel
+
+
+def _try_out(launch: Launch, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises unless ``launch`` writes two tensors of ``dtype`` as it should."""
+    size = 3 * PROGRAM_ELEMENTS
+    tensors = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
+    expected = [torch.zeros(size, dtype=dtype, device="cpu") for _ in range(2)]
+    group = []
+    for k, step in enumerate((1, 7)):
+        indices = np.arange(k, size, step, dtype=np.int64)
+        values = (indices % 100 + 1).astype(f"<u{expected[k].element_size()}")
+        expected[k][torch.from_numpy(indices)] = torch.from_numpy(indices % 100 + 1).to(dtype)
+        group.append(Scatter(TensorChanges.at(indices, values), tensors[k]))
+    write_group(group, launch)
+    if any(
+        not torch.equal(found.cpu(), wanted)
+        for found, wanted in zip(tensors, expected, strict=True)
+    ):
+        raise AssertionError("the kernel wrote something else")

@@ -11,8 +11,8 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -48,7 +48,7 @@ from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 from .restart import moved_to, step_of
 from .torch import host_tensors
-from .weights import adapter_weights, advice, base_of, logged, policy_weights
+from .weights import adapter_weights, advice, base_of, logged, of_first_rank, policy_weights
 
 __all__ = ["PulseCallback", "checkpoint_files", "checkpoint_weights"]
 
@@ -59,17 +59,23 @@ TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
 
 def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of ``model`` as its ``save_pretrained`` would write them, for a training loop of
-    one's own: ``publisher.publish(checkpoint_weights(model), dtype="BF16")``.
+    """Name a model's weights as its ``save_pretrained`` writes them.
 
-    A plain ``model.state_dict()`` has other tensors: transformers 5 fuses experts in memory, and
-    tied tensors come under all of their names. The conversion is transformers' own. The tensors are
-    the model's, or views of parts of them, without a copy; PEFT adapters are merged into copies. Of
-    a model that FSDP or DeepSpeed ZeRO-3 has sharded, each rank gets its own shards, for
-    `pulse_rl.frameworks.fsdp.ShardedPublisher`. Names lose what DDP and torch.compile add.
+    For `pulse_rl.frameworks.torch.apply_`, and for what a training loop publishes
+    (``publisher.publish(module)`` does it by itself). A plain ``model.state_dict()`` has other
+    tensors: transformers 5 fuses experts in memory, and tied tensors come under all of their names.
+    The conversion is transformers' own.
 
-    Raises UnsupportedTensor for adapters over shards, and fused tensors that are not sharded by
-    expert.
+    Args:
+        model: The model. DDP, torch.compile, FSDP or DeepSpeed ZeRO-3 may have wrapped it.
+
+    Returns:
+        The model's own tensors, or views of parts of them, by name. PEFT adapters are merged into
+        copies. Of a sharded model each rank gets its own shards, for
+        `pulse_rl.frameworks.fsdp.ShardedPublisher`.
+
+    Raises:
+        UnsupportedTensor: Adapters lie over shards, or fused tensors are not sharded by expert.
     """
     return policy_weights(model, gather=False)
 
@@ -77,14 +83,22 @@ def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def checkpoint_files(
     model: nn.Module, *processors: Any, dtype: DTypeLike | None = "BF16"
 ) -> dict[str, bytes]:
-    """The files that ``save_pretrained`` of ``model`` and of its ``processors`` (a tokenizer, an
-    image processor) writes beside the weights: config, generation config, tokenizer, chat template,
-    a model's own code. For a training loop of one's own: ``publisher.publish(weights,
+    """Make the files that ``save_pretrained`` writes in addition to the weights.
+
+    For a training loop without a Trainer: ``publisher.publish(model,
     files=checkpoint_files(model, tokenizer), dtype="BF16")``.
 
-    ``dtype`` is the compute dtype to which wider weights are published; the config names it. Of
-    what is no model of transformers there is no config. Raises what ``save_pretrained`` raises, and
-    InputError for too many or too large files.
+    Args:
+        model: The model. Without one of transformers there is no config.
+        processors: A tokenizer, an image processor.
+        dtype: The compute dtype to which wider weights are published; the config names it.
+
+    Returns:
+        The bytes by name: config, generation config, tokenizer, chat template, a model's own code.
+
+    Raises:
+        InputError: There are too many files, or they are too large.
+        Exception: Whatever ``save_pretrained`` raises.
     """
     core: Any = base_of(model)
     with TemporaryDirectory() as folder:
@@ -103,43 +117,52 @@ def checkpoint_files(
 
 
 class PulseCallback(TrainerCallback):
-    """Publishes the policy as a new version of a stream before the first step, after each ``every``
-    steps, and at the end: ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run",
-    stream="policy")])``.
+    """Publishes the policy as versions of a stream while a Trainer trains it:
+    ``GRPOTrainer(..., callbacks=[PulseCallback("s3://bucket/run", stream="policy")])``.
 
-    ``store`` and ``stream`` are those of `Publisher`, which also takes all other keywords, such as
-    ``signer`` and ``keep``. Versions have the tensors that ``save_pretrained`` of the base model
-    writes (see `checkpoint_weights`): DDP's and torch.compile's parts of names are taken off,
-    shards of FSDP and ZeRO-3 are gathered by all ranks, one tensor at a time, and published by the
-    first, PEFT adapters are merged into copies. Floats are cast to the compute dtype ``dtype`` as
-    `Publisher.publish` does; None publishes them as they are. With ``quantize``, as
-    `Publisher.publish` takes it, a version has codes and scales in the place of weights. A version
-    carries what ``save_pretrained`` of the model and of the trainer's tokenizer or processor writes
-    beside the weights (`checkpoint_files`), as it was when the training began, so that what
-    `Subscriber.save` or ``pulse follow`` writes is a checkpoint that engines load. With ``adapter``
-    a version is the PEFT adapter alone, by PEFT's names, with its config: the folder is one that
-    PEFT and engines load.
+    A version is published before the first step, after each ``every`` steps, and at the end. It has
+    the tensors that ``save_pretrained`` of the base model writes (see `checkpoint_weights`): all
+    ranks gather the shards of FSDP and ZeRO-3, one tensor at a time, and the first publishes them;
+    PEFT adapters are merged into copies. A version carries what ``save_pretrained`` of the model
+    and of the trainer's tokenizer or processor writes in addition (`checkpoint_files`), as it was
+    when the training began, so that what `Subscriber.save` or ``pulse follow`` writes is a
+    checkpoint that engines load.
 
-    The training is held up for merging, gathering and copying; the rest is done behind it
-    (`Publisher.submit`). Where the store is slower than the steps, the newest weights ``replace``
-    those that still wait, which then get no version; with ``replace=False`` the training waits
-    instead. The metadata of a version are its ``step``, ``epoch``, and the numbers that the trainer
-    has last logged, at ``logged_step``. The trainer's log, and so TensorBoard, W&B and whatever
-    else it reports to, gets the newest ``pulse/version``, and of the versions since the last log
-    ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and ``pulse/blocked_seconds``,
-    each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts, if not 0. Where a trainer
-    has several of these callbacks, the names are ``pulse/STREAM/version`` and so on.
-
-    With ``optimizer_every`` the Trainer saves a checkpoint at the first and at each so many steps,
-    optimizer and all, whatever its own ``save_strategy``, and `restart` makes of the newest one a
-    checkpoint with the weights of the newest version.
+    The training waits for merging, gathering and copying; the rest is done in the background
+    (`Publisher.submit`). The metadata of a version are its ``step``, ``epoch``, and the numbers
+    that the trainer has last logged, at ``logged_step``. The trainer's log, and so TensorBoard, W&B
+    and whatever else it reports to, gets the newest ``pulse/version``, and of the versions since
+    the last log ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and
+    ``pulse/blocked_seconds``, each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts,
+    if not 0. Where a trainer has several of these callbacks, the names are
+    ``pulse/STREAM/version`` and so on.
 
     The first version is committed before the first step, and any error is raised, so that a wrong
     address, model or permission is found at once. After it a store that is away
     (`PulseError.retryable`) is logged as a warning, and the training goes on: the next version has
     it all. Other errors (PublisherConflict, UnsupportedTensor) end the training at its next step.
     At its end all errors are logged and kept in `error`, so that the program can still save its
-    model. Raises InputError and StoreError.
+    model.
+
+    Args:
+        store: As for `Publisher`.
+        stream: The stream's name.
+        dtype: Compute dtype to which wider floats are cast, as by `Publisher.publish`. None: as
+            they are.
+        every: Steps from one version to the next.
+        optimizer_every: The Trainer saves a checkpoint, optimizer and all, at the first step and at
+            each so many, whatever its own ``save_strategy``. `restart` makes of the newest one a
+            checkpoint with the weights of the newest version. None: it does not.
+        replace: Where the store is slower than the steps, whether the newest weights replace those
+            that still wait, which then get no version; else the training waits.
+        adapter: A version is the PEFT adapter alone, by PEFT's names, with its config: the folder
+            is one that PEFT and engines load.
+        quantize: As for `Publisher.publish`: a version has codes and scales in place of weights.
+        publisher: All other keywords are those of `Publisher`, such as ``signer`` and ``keep``.
+
+    Raises:
+        InputError: A setting makes no sense.
+        StoreError: The store cannot be opened.
     """
 
     def __init__(
@@ -192,32 +215,27 @@ class PulseCallback(TrainerCallback):
         return self._error
 
     def restart(self, output_dir: str | Path) -> str | None:
-        """The folder to go on from after a crash, None for a new run, on all ranks:
+        """Make the folder to go on from after a crash, on all ranks:
         ``trainer.train(resume_from_checkpoint=callback.restart(args.output_dir))``.
 
-        It is made in ``output_dir``, as ``checkpoint-STEP`` of the newest version's step: the
-        version's weights, bit for bit, and of the Trainer's newest checkpoint the optimizer and all
-        else (hard links). A weight that the Trainer holds in FP32 and that has had the version's
-        BF16 bits since that checkpoint has its number from there. Where the Trainer's checkpoint is
-        no older than the version, it is that one. Raises StateMismatch where the checkpoint has
-        other weights than the stream (a merged PEFT adapter, a quantized stream, shards of FSDP and
-        DeepSpeed), and what `Subscriber.sync` raises.
+        The folder has the newest version's weights, bit for bit, and of the Trainer's newest
+        checkpoint the optimizer and all else (hard links). A weight that the Trainer holds in FP32
+        and that has had the version's BF16 bits since that checkpoint has its number from there.
+
+        Args:
+            output_dir: The Trainer's. The folder is made there as ``checkpoint-STEP`` of the newest
+                version's step.
+
+        Returns:
+            The folder; the Trainer's own checkpoint where that is no older than the version; None
+            for a new run.
+
+        Raises:
+            StateMismatch: The checkpoint has other weights than the stream: a merged PEFT adapter,
+                a quantized stream, shards of FSDP and DeepSpeed.
+            PulseError: Whatever `Subscriber.sync` raises.
         """
-        found: list[Any] = [None]
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not ranks or torch.distributed.get_rank() == 0:
-            try:
-                found = [self._restart(Path(output_dir))]
-            except Exception as error:
-                if not ranks:
-                    raise
-                found = [error]  # to be raised by all: the others wait for it
-        if ranks:
-            torch.distributed.broadcast_object_list(found)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        folder: str | None = found[0]
-        return folder
+        return of_first_rank(lambda first: self._restart(Path(output_dir)) if first else None)
 
     def _restart(self, output: Path) -> str | None:
         newest = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
@@ -255,23 +273,13 @@ class PulseCallback(TrainerCallback):
         self._collect()
         self._committed_step = self._fatal = None
         first, model = state.is_world_process_zero, kwargs["model"]
-        if first:
-            if not self._adapter:
-                for words in advice(
-                    model, kwargs.get("optimizer"), args.learning_rate, self._dtype
-                ):
-                    _log.warning("stream %s: %s", self._stream, words)
-            self._files = None if self._adapter else self._beside(model, kwargs)
+        if first and not self._adapter:
+            for words in advice(model, kwargs.get("optimizer"), args.learning_rate, self._dtype):
+                _log.warning("stream %s: %s", self._stream, words)
+            self._files = self._checkpoint_files(model, kwargs)
         weights = self._take(model, first)
         if first:
-            metadata = _metadata(state)
-            done = self._publisher.publish(
-                weights,
-                metadata=metadata,
-                dtype=self._dtype,
-                files=self._files,
-                quantize=self._quantize,
-            )
+            done = self._publisher.publish(weights, **self._arguments(state))
             self._committed(state.global_step, done)
 
     def on_step_end(
@@ -286,10 +294,14 @@ class PulseCallback(TrainerCallback):
             state.global_step == 1 or state.global_step % self._optimizer_every == 0
         ):
             control.should_save = True
-        if state.global_step % self._every == 0:
-            self._submit(kwargs["model"], state)
-        else:
+        if state.global_step % self._every:
             self._raise_fatal()
+            return
+        began = time.perf_counter()
+        weights = self._take(kwargs["model"], state.is_world_process_zero)
+        if state.is_world_process_zero:
+            self._hand_over(weights, state, replace=self._replace)
+            self._blocked.append(time.perf_counter() - began)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -348,14 +360,6 @@ class PulseCallback(TrainerCallback):
 
     # -- on the first rank, after the gathering
 
-    def _submit(self, model: nn.Module, state: TrainerState) -> None:
-        first = state.is_world_process_zero
-        began = time.perf_counter()
-        weights = self._take(model, first)
-        if first:
-            self._hand_over(weights, state, replace=self._replace)
-            self._blocked.append(time.perf_counter() - began)
-
     def _take(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
         """What is published. A collective where `is_sharded`."""
         if not self._adapter:
@@ -365,34 +369,34 @@ class PulseCallback(TrainerCallback):
         self._files = {"adapter_config.json": config.encode()}
         return weights
 
-    def _beside(self, model: nn.Module, given: dict[str, Any]) -> dict[str, bytes] | None:
-        """The files beside the weights, of what the Trainer has ``given``; None, and a warning,
-        where there are none to be had."""
+    def _checkpoint_files(self, model: nn.Module, given: dict[str, Any]) -> dict[str, bytes] | None:
+        """Those of what the Trainer has ``given``; None, and a warning, where there are none to be
+        had."""
         processor = given.get("processing_class") or given.get("tokenizer")
         processors = [processor] if hasattr(processor, "save_pretrained") else []
         try:
             return checkpoint_files(model, *processors, dtype=self._dtype)
-        except (
-            Exception
-        ) as error:  # of somebody's own tokenizer or config: the weights are worth more than it
+        except Exception as error:
+            # Of somebody's own tokenizer or config: the weights are worth more than it.
             _log.warning(
                 "stream %s: config and tokenizer are not published: %s", self._stream, error
             )
             return None
 
+    def _arguments(self, state: TrainerState) -> dict[str, Any]:
+        """Those of `Publisher.publish`, for the weights of now."""
+        return {
+            "metadata": _metadata(state),
+            "dtype": self._dtype,
+            "files": self._files,
+            "quantize": self._quantize,
+        }
+
     def _hand_over(
         self, weights: dict[str, torch.Tensor], state: TrainerState, *, replace: bool
     ) -> None:
         self._raise_fatal()
-        metadata = _metadata(state)
-        submission = self._publisher.submit(
-            weights,
-            metadata=metadata,
-            dtype=self._dtype,
-            files=self._files,
-            replace=replace,
-            quantize=self._quantize,
-        )
+        submission = self._publisher.submit(weights, replace=replace, **self._arguments(state))
         step = state.global_step
 
         def ended(done: Any) -> None:
@@ -403,7 +407,7 @@ class PulseCallback(TrainerCallback):
         submission.add_done_callback(ended)
 
     def _collect(self) -> None:
-        """Looks at the versions that have ended since. What is not for the store to mend ends the
+        """Takes the versions that have ended since. An error that a retry cannot repair ends the
         training at its next step."""
         while self._ended:
             step, submission = self._ended.popleft()
@@ -448,54 +452,41 @@ class PulseCallback(TrainerCallback):
         self._since_log.append(published)
 
     def _figures(self) -> dict[str, float]:
-        """What the trainer's log gets since its last call."""
-        newest, since = self._published, self._since_log
-        figures = _costs(newest, since)
+        """What the trainer's log gets: the newest version, and the means of the versions since the
+        last call."""
+        since, newest = self._since_log, self._published
+        figures: dict[str, float] = {} if newest is None else {"version": newest.version}
+        # Of the same versions as the density: the first one is an anchor, and no measure of what
+        # follows.
+        patches = [each for each in since if each.changed is not None]
+        if patches:
+            figures["density"] = fmean(each.density for each in patches)
+        fetched = [each.patch_bytes for each in patches] or [each.anchor_bytes for each in since]
+        if fetched:
+            figures["bytes"] = fmean(fetched)
         if self._blocked:
-            figures["blocked_seconds"] = sum(self._blocked) / len(self._blocked)
+            figures["blocked_seconds"] = fmean(self._blocked)
         figures |= {name: count for name, count in self._counts.items() if count}
-        figures = {self._prefix + name: value for name, value in figures.items()}
         self._since_log, self._blocked, self._counts = [], [], dict.fromkeys(self._counts, 0)
-        return figures
-
-
-def _costs(newest: Published | None, since: Sequence[Published]) -> dict[str, float]:
-    """The figures of a stream: its newest version, and the means of those since the last log."""
-    figures: dict[str, float] = {} if newest is None else {"version": newest.version}
-    # Of the same versions as the density: the first one is an anchor, and no measure of what
-    # follows.
-    patches = [each for each in since if each.changed is not None]
-    if patches:
-        figures["density"] = sum(each.density for each in patches) / len(patches)
-    fetched = [each.patch_bytes for each in patches] or [each.anchor_bytes for each in since]
-    if fetched:
-        figures["bytes"] = sum(fetched) / len(fetched)
-    return figures
+        return {self._prefix + name: value for name, value in figures.items()}
 
 
 def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps: int) -> None:
     """Puts into the folder ``made`` the Trainer's checkpoint ``newest``, moved on by ``steps`` to
     ``version``."""
     saved, weights = dict(host_tensors(load(newest)[0])), dict(host_tensors(version))
-    if {(name, t.shape) for name, t in saved.items()} != {
-        (name, t.shape) for name, t in weights.items()
-    }:
+    shapes = [{name: t.shape for name, t in of.items()} for of in (saved, weights)]
+    if shapes[0] != shapes[1]:
         raise StateMismatch(
             f"{newest} has other weights than the stream",
             hint="An adapter restarts from a stream of its own (adapter=True).",
         )
     weights = {name: moved_to(saved[name], tensor) for name, tensor in weights.items()}
-    save(
-        made / (ADAPTER_NAME if (newest / ADAPTER_NAME).is_file() else FILE_NAME),
-        State.of(weights),
-        {"format": "pt"},
-    )
+    file_name = ADAPTER_NAME if (newest / ADAPTER_NAME).is_file() else FILE_NAME
+    save(made / file_name, State.of(weights), {"format": "pt"})
+    remade = (TRAINER_STATE, SCHEDULER, INDEX_NAME)
     for file in newest.iterdir():
-        if (
-            file.is_file()
-            and file.suffix != ".safetensors"
-            and file.name not in (TRAINER_STATE, SCHEDULER, INDEX_NAME)
-        ):
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in remade:
             try:
                 (made / file.name).hardlink_to(file)
             except OSError:  # a file system without hard links
@@ -513,29 +504,19 @@ def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps
 def _put_in_front(callback: PulseCallback) -> str:
     """Moves the callback before those that report the trainer's log: a log that they have reported
     cannot be added to. Returns what its figures' names begin with."""
-    handler = _handler_of(callback)
-    if (
-        handler is None
-    ):  # somebody calls the callback by other means, and has the figures in the log all the same
+    # Callbacks are not given the Trainer's list of them, but its handler is what calls them.
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            break
+        frame = frame.f_back
+    else:  # called by other means: it has the figures in the log all the same
         return _OURS
     ours = [one for one in handler.callbacks if isinstance(one, PulseCallback)]
     # A new list: the handler is going through the old one.
-    handler.callbacks = [
-        *ours,
-        *(one for one in handler.callbacks if not isinstance(one, PulseCallback)),
-    ]
+    handler.callbacks = [*ours, *(one for one in handler.callbacks if one not in ours)]
     return _OURS if len(ours) == 1 else f"{_OURS}{callback._stream}/"
-
-
-def _handler_of(callback: PulseCallback) -> CallbackHandler | None:
-    """The Trainer's list of callbacks. Callbacks are not given it, but it is what calls them."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, CallbackHandler) and callback in caller.callbacks:
-            return caller
-        frame = frame.f_back
-    return None
 
 
 def _metadata(state: TrainerState) -> Metadata:

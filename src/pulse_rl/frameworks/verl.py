@@ -26,18 +26,25 @@ class PulseCheckpointEngine(CheckpointEngine):
     """Makes each weight update of verl a version of a stream, which every rollout worker syncs to
     and verifies.
 
-    verl makes one in each process, from ``checkpoint_engine.engine_kwargs.pulse``; ``bucket_size``
-    (bytes, unused) and ``is_master`` (the actor's first rank, which publishes) are its own.
-    ``store``: the address of a store that all nodes reach, a folder by its absolute path.
-    ``stream``: its name, one for each run. ``dtype``: the compute dtype of the rollout ("BF16",
-    "F16"); wider floats are cast to it, None leaves them as they are. ``cache``, ``trusted_keys``:
-    as for `Subscriber`. ``signing_key``: the file of the actor's private key (`Signer.load`).
-    ``timeout_seconds``: how long a rollout worker waits for the actor's version.
+    verl makes one in each process, from ``checkpoint_engine.engine_kwargs.pulse``. The version of
+    an update is found by a number that the manager hands to all ranks, so neither a retried update
+    nor one of a restarted actor is mistaken for another. A worker that joins late or restarts
+    fetches what it lacks. The metadata of a version has verl's ``global_steps``. Errors carry their
+    hint as a note, which Ray prints.
 
-    The version of an update is found by a number that the manager hands to all ranks, so neither a
-    retried update nor one of a restarted actor is mistaken for another. A worker that joins late or
-    restarts fetches what it lacks. The metadata of a version has verl's ``global_steps``. Errors
-    carry their hint as a note, which Ray prints. Raises InputError and StoreError.
+    Args:
+        bucket_size: verl's own, in bytes; not used.
+        is_master: verl's own: whether this is the actor's first rank, which publishes.
+        settings: ``store``: the address of a store that all nodes reach, a folder by its absolute
+            path. ``stream``: its name, one for each run. ``dtype``: the compute dtype of the
+            rollout ("BF16", "F16"), to which wider floats are cast; None leaves them as they are.
+            ``cache``, ``trusted_keys``: as for `Subscriber`. ``signing_key``: the file of the
+            actor's private key (`Signer.load`). ``timeout_seconds``: how long a rollout worker
+            waits for the actor's version.
+
+    Raises:
+        InputError: A setting makes no sense.
+        StoreError: The store cannot be opened.
     """
 
     wire_format = "named_tensors"
@@ -63,10 +70,15 @@ class PulseCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, str]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Hands the number of the update, from the actor's first rank, to all ranks.
+        """Hand the number of the update, from the actor's first rank, to all ranks.
 
-        There are ``actor_wg_world_size`` and ``rollout_world_size`` of them; ``metadata`` is what
-        `prepare` has returned on each, the actor's first.
+        Args:
+            actor_wg_world_size: How many ranks the actor has.
+            rollout_world_size: How many ranks the rollout has.
+            metadata: What `prepare` has returned on each rank, the actor's first.
+
+        Returns:
+            The arguments of `init_process_group` on the actor's ranks, and on the rollout's.
         """
         sync = metadata[0]["sync"]
         return {"sync": [sync] * actor_wg_world_size}, {"sync": [sync] * rollout_world_size}
@@ -84,11 +96,18 @@ class PulseCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Takes ``weights`` on all ranks, since to gather one is a collective, and publishes them
-        on the first.
+        """Take the weights on all ranks, since to gather one is a collective, and publish them on
+        the first.
 
-        Returns the metrics of the update on that rank. ``global_steps`` becomes metadata. Raises
-        what `Publisher.publish` raises; the next update then has it all.
+        Args:
+            weights: Pairs of name and tensor.
+            global_steps: Becomes metadata of the version.
+
+        Returns:
+            The metrics of the update on the first rank, nothing on the others.
+
+        Raises:
+            PulseError: Whatever `Publisher.publish` raises; the next update then has it all.
         """
         metadata: Metadata = {} if global_steps is None else {"global_steps": global_steps}
         published = await self._updates.publish(weights, self._sync, metadata)
@@ -106,11 +125,15 @@ class PulseCheckpointEngine(CheckpointEngine):
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields all tensors of this update's version, whole: copies of what was verified, on the
+        """Yield all tensors of this update's version, whole: copies of what was verified, on the
         accelerator if there is one.
 
-        ``global_steps`` is not needed to find it. Raises EngineError when no such version comes
-        within ``timeout_seconds`` or another update begins, and what `Subscriber.sync` raises.
+        Args:
+            global_steps: verl's own; the version is found without it.
+
+        Raises:
+            EngineError: No such version comes within ``timeout_seconds``, or another update begins.
+            PulseError: Whatever `Subscriber.sync` raises.
         """
         sync = self._sync
         async with self._turn:

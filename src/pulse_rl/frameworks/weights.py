@@ -10,38 +10,20 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedTensor
 from ..events import BaselineRestored, Event, FallbackUsed, Hint, Listener
 from ..follow.checkpoint import unwrapped
 from ..state.cast import DTypeLike, compute_dtype_named
-from .flat import FlatShard, has_flat_shards, is_fsdp1, named_tensors, zero3_shard
+from .shards import FlatShard, has_flat_shards, is_fsdp1, named_tensors, zero3_shard
+from .torch import _TORCH
 
-__all__ = [
-    "adapter_weights",
-    "advice",
-    "as_saved",
-    "base_of",
-    "cast_to_host",
-    "host_copy",
-    "is_sharded",
-    "policy_weights",
-    "torch_dtype",
-    "whole_weights",
-]
-
-_TORCH = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-
+T = TypeVar("T")
 _SAMPLE = 1 << 16  # elements of a tensor
 _MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 _DEFAULT = torch.bfloat16
@@ -83,25 +65,27 @@ def policy_weights(
     target = torch_dtype(dtype)
     if not (keep or is_sharded(model)):
         return {}
-    core = base_of(model)
-    adapters = _adapters(model, core)
+    core, fsdp1 = base_of(model), any(map(is_fsdp1, model.modules()))
+    # 1. Adapters: each adapted layer is merged by itself.
+    peft: Any = sys.modules.get("peft")
+    if fsdp1 and peft and any(isinstance(module, peft.PeftModel) for module in model.modules()):
+        raise UnsupportedTensor(
+            "adapters under FSDP1 are not merged",
+            hint="Set fsdp_version: 2 in accelerate's config.",
+        )
+    adapters = _Adapters(core)
     if adapters.modules and not gather and is_sharded(model):
         raise UnsupportedTensor(
             "adapters over shards are merged on whole tensors",
             hint="Use PulseCallback, which gathers them.",
         )
     taken: dict[str, Any] = {}
+    for path, layer in adapters.modules.items():
+        taken |= _merged(path, layer, target, keep)
+    # 2. All other tensors. The units of FSDP1 know their parameters' names, the outermost one among
+    # them.
     known: dict[int, Any] = {}
-    # The units of FSDP1 know their parameters' names, the outermost one among them.
-    for name, tensor in named_tensors(
-        _without_wrappers(model) if _has_fsdp1(model) else core
-    ).items():
-        layer = adapters.layer_of(name)
-        if layer is not None:
-            if layer not in adapters.done:
-                adapters.done.add(layer)
-                taken |= _merged(layer, adapters.modules[layer], target, keep)
-            continue
+    for name, tensor in named_tensors(_without_wrappers(model) if fsdp1 else core).items():
         plain = adapters.plain(name)
         if plain is None:
             continue
@@ -194,32 +178,52 @@ def base_of(model: nn.Module) -> nn.Module:
     while is_fsdp1(model):
         inner: Any = model.module
         model = _without_wrappers(inner)
-    return _base_model(model)
+    peft: Any = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise UnsupportedTensor(
+            "a prompt-learning adapter has no merged weights",
+            hint="Use LoRA, or publish the adapter's own weights.",
+        )
+    base: nn.Module = model.get_base_model()
+    return base
+
+
+def of_first_rank(work: Callable[[bool], T]) -> T:
+    """What ``work`` returns or raises on the first rank, on all of them: the others wait for it,
+    and must hear of its error. All call it, with whether they are the first."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return work(True)
+    outcome: Any
+    try:
+        outcome = work(distributed.get_rank() == 0)
+    except Exception as error:
+        outcome = error
+    held = [outcome]
+    distributed.broadcast_object_list(held)
+    if isinstance(held[0], Exception):
+        raise held[0]
+    found: T = held[0]
+    return found
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:
     """The model inside of DDP, DeepSpeed and torch.compile."""
     deepspeed: Any = sys.modules.get("deepspeed")
-    parallel = (
-        nn.parallel.DistributedDataParallel,
-        *((deepspeed.DeepSpeedEngine,) if deepspeed else ()),
-    )
+    parallel: tuple[type, ...] = (nn.parallel.DistributedDataParallel,)
+    if deepspeed:
+        parallel = (*parallel, deepspeed.DeepSpeedEngine)
     while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
         model = getattr(model, "module" if isinstance(model, parallel) else "_orig_mod")
     return model
 
 
-def _has_fsdp1(model: nn.Module) -> bool:
-    return any(map(is_fsdp1, model.modules()))
-
-
 def _computed(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
     """``target`` for a float that is wider, anything else as it is."""
-    return (
-        target
-        if target is not None and dtype.is_floating_point and dtype.itemsize > target.itemsize
-        else dtype
-    )
+    if target is not None and dtype.is_floating_point and dtype.itemsize > target.itemsize:
+        return target
+    return dtype
 
 
 # -- transformers: it is looked at only where the program has imported it
@@ -286,11 +290,7 @@ def _shards_as_saved(
                 f"{name!r} is computed from shards when the model is saved", hint=_GATHERS
             )
         tensor = tensors[source]
-        if (part.shape, part.stride(), part.storage_offset()) == (
-            tensor.shape,
-            whole[source].stride(),
-            0,
-        ):
+        if part.shape == tensor.shape and part.is_contiguous():
             found[name] = tensor
             continue
         first = part.storage_offset()
@@ -341,41 +341,11 @@ def _rows_here(name: str, tensor: Any) -> tuple[torch.Tensor, int, int]:
 # -- PEFT: it is looked at only where the program has imported it
 
 
-def _base_model(model: nn.Module) -> nn.Module:
-    """The model that a PeftModel adapts."""
-    peft: Any = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
-        return model
-    if model.active_peft_config.is_prompt_learning:
-        raise UnsupportedTensor(
-            "a prompt-learning adapter has no merged weights",
-            hint="Use LoRA, or publish the adapter's own weights.",
-        )
-    base: nn.Module = model.get_base_model()
-    return base
-
-
-def _adapters(model: nn.Module, core: nn.Module) -> _Adapters:
-    peft: Any = sys.modules.get("peft")
-    if (
-        peft
-        and _has_fsdp1(model)
-        and any(isinstance(module, peft.PeftModel) for module in model.modules())
-    ):
-        raise UnsupportedTensor(
-            "adapters under FSDP1 are not merged",
-            hint="Set fsdp_version: 2 in accelerate's config.",
-        )
-    return _Adapters(core)
-
-
 class _Adapters:
-    """Where a model has adapters. ``modules`` are its adapted layers by name, ``done`` those that
-    were merged."""
+    """Where a model has adapters. ``modules`` are its adapted layers by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, Any] = {}
-        self.done: set[str] = set()
         self._saved: dict[str, str] = {}
         peft: Any = sys.modules.get("peft")
         if peft is None:
@@ -391,7 +361,7 @@ class _Adapters:
             elif (
                 isinstance(module, tuned)
                 and hasattr(module, "base_layer")
-                and self.layer_of(name + ".") is None
+                and not any(path in self.modules for path in _prefixes(name + "."))
             ):
                 if any(isinstance(inner, tuned) for inner in module.get_base_layer().modules()):
                     raise UnsupportedTensor(
@@ -399,14 +369,12 @@ class _Adapters:
                     )
                 self.modules[name] = module
 
-    def layer_of(self, name: str) -> str | None:
-        """The adapted layer that the tensor ``name`` belongs to."""
-        return next((path for path in _prefixes(name) if path in self.modules), None)
-
     def plain(self, name: str) -> str | None:
-        """The base model's name of a tensor outside of adapted layers; None for one that the
+        """The base model's name of a tensor; None for one of an adapted layer, and one that the
         forward pass ignores."""
         for path in _prefixes(name):
+            if path in self.modules:
+                return None
             if path in self._saved:
                 adapter, rest = self._saved[path], name.removeprefix(path + ".")
                 used = f"modules_to_save.{adapter}." if adapter else "original_module."
@@ -439,14 +407,13 @@ def _merged(
                 f"{path!r} has adapters over {tensor.dtype} weights",
                 hint="Merging needs a base that is not quantized.",
             )
-        whole = (
-            zero3_shard(path, tensor).whole(keep=keep)
-            if hasattr(tensor, "ds_id")
-            else tensor.detach()
-        )
-        whole = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).to(
-            wide, copy=True
-        )
+        if hasattr(tensor, "ds_id"):
+            whole = zero3_shard(path, tensor).whole(keep=keep)
+        elif hasattr(tensor, "full_tensor"):
+            whole = tensor.detach().full_tensor()
+        else:
+            whole = tensor.detach()
+        whole = whole.to(wide, copy=True)
         copies[id(tensor)] = (
             nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole
         )
@@ -520,11 +487,8 @@ def advice(model: nn.Module, optimizer: Any, lr: float, dtype: DTypeLike | None)
         return []
     groups = getattr(optimizer, "param_groups", [])
     peak = max((float(group.get("initial_lr", group["lr"])) for group in groups), default=lr)
-    density = (
-        0.0
-        if any(hasattr(m, "base_layer") for m in model.modules())
-        else expected_density(model, peak)
-    )
+    adapted = any(hasattr(module, "base_layer") for module in model.modules())
+    density = 0.0 if adapted else expected_density(model, peak)
     if density <= _DENSE:
         return []
     return [

@@ -142,15 +142,10 @@ def _edges(mantissa: int, step: float, count: int) -> npt.NDArray[np.int32]:
     ``mantissa`` bits, whose subnormal numbers are a ``step`` apart: halfway to the next, or just
     below if that one's code is even."""
     codes, unit = np.arange(count), 1 << mantissa
-    numbers = (
-        np.where(
-            codes < unit, codes, np.ldexp(unit + codes % unit, np.maximum(codes // unit - 1, 0))
-        )
-        * step
-    )
-    return ((numbers[:-1] + numbers[1:]) / 2).astype(np.float32).view(np.int32) - (
-        codes[:-1] % 2
-    ).astype(np.int32)
+    normal = np.ldexp(unit + codes % unit, np.maximum(codes // unit - 1, 0))
+    numbers = np.where(codes < unit, codes, normal) * step
+    halfway = ((numbers[:-1] + numbers[1:]) / 2).astype(np.float32).view(np.int32)
+    return halfway - (codes[:-1] % 2).astype(np.int32)
 
 
 _E4M3_EDGES, _E2M1_EDGES = _edges(3, 2**-9, 127), _edges(1, 0.5, 8)

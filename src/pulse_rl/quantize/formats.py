@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +103,19 @@ class Part:
         return on_host(self.bits.view(np.uint8), self.bits.itemsize, *arguments)
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A tensor whose elements [start, stop) ``compute`` makes whenever they are read."""
+
+    compute: Callable[[int, int], UIntArray]
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        return self.compute(start, stop)
+
+
 class _Tiles:
-    """The scales of blocks of 128 x 128, by bands of 128 rows as they are asked for."""
+    """A weight in blocks of 128 x 128. The scales are computed by bands of 128 rows, as they are
+    asked for."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.name = source, source.spec.name
@@ -112,21 +123,24 @@ class _Tiles:
         self.rows, self.bands = rows, -(-rows // TILE)
         self.blocks = self.columns, TILE, TILE
         self.across = -(-self.columns // TILE)
-        self.scales = np.empty((count * self.bands, self.across), np.float32)
-        self._known = np.zeros(len(self.scales), bool)
+        self._scales = np.empty((count * self.bands, self.across), np.float32)
+        self._known = np.zeros(len(self._scales), bool)
         self._elsewhere: dict[int, UIntArray] = {}
 
-    def of(self, first: int, last: int) -> Floats:
-        """The scales of the bands [``first``, ``last``), counted through all matrices. Two threads
-        may compute the same ones."""
+    def _scales_of(self, first: int, last: int) -> Floats:
+        """Those of the bands [``first``, ``last``), counted through all matrices. Two threads may
+        compute the same ones."""
         for band in range(first, last):
             if not self._known[band]:
                 most = self._maxima(band)
                 if band in self._elsewhere:
                     most = np.maximum(most.view(np.uint32), self._elsewhere[band]).view(np.float32)
-                self.scales[band] = _scaled(most, _E4M3_MOST, _EPSILON)
+                with np.errstate(invalid="ignore"):  # of a signalling NaN
+                    scales = most / _E4M3_MOST
+                scales[scales == 0] = _EPSILON
+                self._scales[band] = scales
                 self._known[band] = True
-        return self.scales[first:last]
+        return self._scales[first:last].reshape(-1)
 
     def maxima(self, blocks: npt.NDArray[np.int64]) -> UIntArray:
         bands = {
@@ -149,55 +163,33 @@ class _Tiles:
         rows = min(TILE, self.rows - row * TILE)
         return self.source.part(start, start + rows * self.columns).maxima(self.blocks)
 
-
-@dataclass(frozen=True, slots=True)
-class _TileScales:
-    tiles: _Tiles
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        first, last = start // self.tiles.across, -(-stop // self.tiles.across)
-        scales = self.tiles.of(first, last).reshape(-1)[start - first * self.tiles.across :][
-            : stop - start
-        ]
+    def scales(self, start: int, stop: int) -> UIntArray:
+        """FP32."""
+        first, last = start // self.across, -(-stop // self.across)
+        scales = self._scales_of(first, last)[start - first * self.across :][: stop - start]
         return scales.copy().view(np.uint32)
 
-
-@dataclass(frozen=True, slots=True)
-class _TileCodes:
-    tiles: _Tiles
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        tiles, out = self.tiles, np.empty(stop - start, np.uint8)
-        size = tiles.rows * tiles.columns
+    def codes(self, start: int, stop: int) -> UIntArray:
+        """E4M3."""
+        out = np.empty(stop - start, np.uint8)
+        size = self.rows * self.columns
         for matrix in range(start // size, -(-stop // size)):
             low, high = max(start, matrix * size), min(stop, (matrix + 1) * size)
             if low == high:
                 continue
             begin, end = low - matrix * size, high - matrix * size
-            band = begin // tiles.columns // TILE
-            last = (end - 1) // tiles.columns // TILE + 1
-            scales = tiles.of(matrix * tiles.bands + band, matrix * tiles.bands + last)
-            within = begin - band * TILE * tiles.columns
+            band = begin // self.columns // TILE
+            last = (end - 1) // self.columns // TILE + 1
+            scales = self._scales_of(matrix * self.bands + band, matrix * self.bands + last)
+            within = begin - band * TILE * self.columns
             into = out[low - start : high - start]
-            tiles.source.part(low, high).to_e4m3(within, tiles.blocks, scales.reshape(-1), into)
+            self.source.part(low, high).to_e4m3(within, self.blocks, scales, into)
         return out
 
 
-class _Group(Protocol):
-    """A format whose blocks are ``size`` elements of a row."""
-
-    size: int
-
-    def stored(self, most: Floats) -> npt.NDArray[np.uint8]:
-        """What a checkpoint has of the scales of groups with these maxima."""
-
-    def divisors(self, stored: npt.NDArray[np.uint8]) -> Floats:
-        """What elements are divided by."""
-
-
 class PowersOfTwo:
-    """The scales of MX formats: E8M0, of the maximum rounded to a power of two (1.75 and more
-    upwards), over the power of two in the largest code."""
+    """The scales of MX formats, of groups of ``size`` elements of a row: E8M0, of the maximum
+    rounded to a power of two (1.75 and more upwards), over the power of two in the largest code."""
 
     size = 32
 
@@ -205,6 +197,7 @@ class PowersOfTwo:
         self._offset = offset
 
     def stored(self, most: Floats) -> npt.NDArray[np.uint8]:
+        """What a checkpoint has of the scales of groups with these maxima."""
         bits = most.view(np.uint32)
         exponents = ((bits + np.uint32(1 << 21)) >> np.uint32(23)).astype(np.int32) - self._offset
         stored = np.clip(exponents, 0, _MX_NAN - 1).astype(np.uint8)
@@ -212,6 +205,7 @@ class PowersOfTwo:
         return stored
 
     def divisors(self, stored: npt.NDArray[np.uint8]) -> Floats:
+        """What elements are divided by."""
         scales = (stored.astype(np.uint32) << np.uint32(23)).view(np.float32)
         scales[stored == 0] = np.float32(2**-127)
         scales[stored == _MX_NAN] = np.nan
@@ -267,6 +261,12 @@ class OfTensor:
                     self._found = self._whole_of(most)
             return self._found
 
+    def stored_whole(self) -> Computed:
+        """`whole`, as a tensor of one element."""
+        return Computed(
+            lambda start, stop: np.full(1, self.whole, np.float32).view(np.uint32)[start:stop]
+        )
+
     def _whole_of(self, most: np.float32) -> np.float32:
         found = np.float32(1) / np.maximum(most, _TINY) * (_E4M3_MOST * _E2M1_MOST)
         return found if np.isfinite(found) else np.float32(1)
@@ -299,17 +299,21 @@ class _ModelOpt(OfTensor):
         return _E4M3_VALUES[stored] * self.whole
 
 
-@dataclass(slots=True)
-class _GroupScales:
-    """The scales of groups. What was ``made`` for codes, by the first group, waits until it is
-    read."""
+_Group = PowersOfTwo | OfTensor
+
+
+@dataclass(frozen=True, slots=True)
+class _RowGroups:
+    """A weight in groups of a row. ``packed``: two codes of four bits a byte; else E4M3. The scales
+    that were ``made`` for codes, by the first group, wait until they are read."""
 
     source: Source
     group: _Group
+    packed: bool
     made: dict[int, UIntArray] = field(default_factory=dict)
 
-    def read(self, start: int, stop: int) -> UIntArray:
-        parts, at = list[UIntArray](), start
+    def scales(self, start: int, stop: int) -> UIntArray:
+        size, parts, at = self.group.size, list[UIntArray](), start
         for first, piece in sorted(self.made.copy().items()):
             if first <= at < first + len(piece) and at < stop:
                 parts.append(piece[at - first : stop - first])
@@ -317,24 +321,15 @@ class _GroupScales:
                 if start <= first and first + len(piece) <= stop:
                     self.made.pop(first, None)
         if at < stop or not parts:
-            return self.group.stored(_group_maxima(self.source, self.group.size, start, stop))
+            part = self.source.part(start * size, stop * size)
+            return self.group.stored(part.maxima((size, 1, size)))
         return np.concatenate(parts)
 
-
-@dataclass(frozen=True, slots=True)
-class _GroupCodes:
-    """``packed``: two codes of four bits a byte; else E4M3."""
-
-    source: Source
-    group: _Group
-    packed: bool
-    scales: _GroupScales
-
-    def read(self, start: int, stop: int) -> UIntArray:
+    def codes(self, start: int, stop: int) -> UIntArray:
         size, per_byte = self.group.size, 1 + self.packed
         first, last = start * per_byte // size, -(-stop * per_byte // size)
         part = self.source.part(first * size, last * size)
-        self.scales.made[first] = stored = self.group.stored(part.maxima((size, 1, size)))
+        self.made[first] = stored = self.group.stored(part.maxima((size, 1, size)))
         scales = self.group.divisors(stored)
         out = np.empty((last - first) * size // per_byte, np.uint8)
         if self.packed:
@@ -379,26 +374,10 @@ class _ColumnGroups:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class _WholeScale:
-    group: OfTensor
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        return np.full(1, self.group.whole, np.float32).view(np.uint32)[start:stop]
-
-
-class Shared(Protocol):
-    """The scales of weights of which several ranks have a part each, and those may have parts of a
-    block. ``name``: the same on all ranks."""
-
-    name: str
-
-    def maxima(self, blocks: npt.NDArray[np.int64]) -> UIntArray:
-        """The largest magnitudes in these blocks, as bits."""
-
-    def agree(self, blocks: npt.NDArray[np.int64], maxima: UIntArray) -> None:
-        """Takes the maxima that another rank has found of blocks. To be called before anything is
-        read."""
+Shared = _Tiles | OfTensor
+"""The scales of weights of which several ranks have a part each, and those may have parts of a
+block. The ``name`` is the same on all ranks; ``maxima`` are the largest magnitudes in blocks, as
+bits; ``agree`` takes those that another rank has found, and is called before anything is read."""
 
 
 class Made(NamedTuple):
@@ -418,8 +397,8 @@ def _fp8_block(source: Source) -> list[Made]:
     tiles, name = _Tiles(source), source.spec.name
     shape = (*source.spec.shape[:-2], tiles.bands, tiles.across)
     return [
-        Made(name, "F8_E4M3", source.spec.shape, _TileCodes(tiles)),
-        Made(f"{name}_scale_inv", "F32", shape, _TileScales(tiles), (TILE, TILE), tiles),
+        Made(name, "F8_E4M3", source.spec.shape, Computed(tiles.codes)),
+        Made(f"{name}_scale_inv", "F32", shape, Computed(tiles.scales), (TILE, TILE), tiles),
     ]
 
 
@@ -427,8 +406,8 @@ def _grouped(source: Source, group: _Group, name: str, *, packed: bool, scales: 
     """Codes called ``name``, and their scales."""
     *leading, columns = source.spec.shape
     _require_filled("rows", columns, source, group)
-    of_scales = _GroupScales(source, group)
-    codes = _GroupCodes(source, group, packed, of_scales)
+    groups = _RowGroups(source, group, packed)
+    codes, per_group = Computed(groups.codes), (*leading, columns // group.size)
     return [
         Made(name, "U8", (*leading, columns // 2), codes, (1, 2))
         if packed
@@ -436,8 +415,8 @@ def _grouped(source: Source, group: _Group, name: str, *, packed: bool, scales: 
         Made(
             f"{source.spec.name}_scale",
             scales,
-            (*leading, columns // group.size),
-            of_scales,
+            per_group,
+            Computed(groups.scales),
             (1, group.size),
         ),
     ]
@@ -464,7 +443,7 @@ def _nvfp4(source: Source) -> list[Made]:
     group, name = OfTensor(source.spec.name), source.spec.name
     group.sources.append(source)
     made = _grouped(source, group, f"{name}_packed", packed=True, scales="F8_E4M3")
-    return [*made, Made(f"{name}_global_scale", "F32", (1,), _WholeScale(group), None, group)]
+    return [*made, Made(f"{name}_global_scale", "F32", (1,), group.stored_whole(), None, group)]
 
 
 def modelopt_nvfp4() -> Format:
@@ -484,7 +463,7 @@ def modelopt_nvfp4() -> Format:
         group = groups.setdefault(fused, _ModelOpt(fused))
         group.sources.append(source)
         made = _grouped(source, group, name, packed=True, scales="F8_E4M3")
-        return [*made, Made(f"{name}_scale_2", "F32", (), _WholeScale(group), None, group)]
+        return [*made, Made(f"{name}_scale_2", "F32", (), group.stored_whole(), None, group)]
 
     return make
 
@@ -536,17 +515,6 @@ def _e4m3_codes(wanted: Floats) -> npt.NDArray[np.uint8]:
         codes,
     )
     return codes
-
-
-def _scaled(most: Floats, largest: np.float32, epsilon: np.float32) -> Floats:
-    with np.errstate(invalid="ignore"):  # of a signalling NaN
-        scales = most / largest
-    scales[scales == 0] = epsilon
-    return scales
-
-
-def _group_maxima(source: Source, size: int, first: int, last: int) -> Floats:
-    return source.part(first * size, last * size).maxima((size, 1, size))
 
 
 def _e4m3_values() -> Floats:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -20,10 +21,11 @@ import numpy as np
 from ..errors import InputError, UnsupportedTensor
 from ..state.bits import UIntArray
 from ..state.cast import CastTensor, compute_dtype, is_float, to_f32
-from ..state.tensors import DTYPES, DType, State, TensorSpec, stored_tensor
+from ..state.tensors import DTYPES, DType, Readable, State, TensorSpec, stored_tensor
 from .formats import (
     FORMATS,
     TILE,
+    Computed,
     Format,
     Made,
     OfTensor,
@@ -68,14 +70,10 @@ class QuantizedState(State):
                 if len(spec.shape) == 2:
                     kept.append(spec.name.removesuffix(".weight"))
                 # A scale that came with the state, of a layer's inputs say, is FP32 in all formats.
-                stays = dtype is None or spec.name.endswith("_scale")
-                target = spec.dtype if stays or dtype is None else compute_dtype(spec, dtype)
-                as_it_is = (
-                    stored_tensor(state, spec.name)
-                    if target == spec.dtype
-                    else CastTensor(state, spec.name, target)
-                )
-                made = [Made(spec.name, target.name, spec.shape, as_it_is)]
+                target = spec.dtype
+                if dtype is not None and not spec.name.endswith("_scale"):
+                    target = compute_dtype(spec, dtype)
+                made = [Made(spec.name, target.name, spec.shape, cast_tensor(state, spec, target))]
             self.made[spec.name] = made
             for each in made:
                 if each.name in data:
@@ -92,6 +90,13 @@ class QuantizedState(State):
         self.kept = kept + [
             alias.removesuffix(".weight") for alias, name in state.aliases.items() if name in whole
         ]
+
+
+def cast_tensor(state: State, spec: TensorSpec, dtype: DType) -> UIntArray | Readable:
+    """A tensor of a state, as it is or in another ``dtype``."""
+    if dtype == spec.dtype:
+        return stored_tensor(state, spec.name)
+    return CastTensor(state, spec.name, dtype)
 
 
 def check_quantize(quantize: Any) -> None:
@@ -225,12 +230,15 @@ def _by_function(
         return None
     again = _Again(function, source, made.specs)
     return [
-        # What is small beside the weight is kept; the rest is made again when it is read.
+        # Tensors that are small next to the weight are kept; others are made again when they are
+        # read.
         Made(
             s.name,
             s.dtype.name,
             s.shape,
-            made.read(s.name) if 16 * s.nbytes <= spec.nbytes else _Part(again, s.name),
+            made.read(s.name)
+            if 16 * s.nbytes <= spec.nbytes
+            else Computed(partial(again.read, s.name)),
         )
         for s in made.specs
     ]
@@ -271,12 +279,3 @@ class _Again:
             if self.left <= 0:
                 self.made = None
             return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    again: _Again
-    name: str
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        return self.again.read(self.name, start, stop)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,14 +27,13 @@ from ..stream.stream import Stream
 from ..sync.host_state import most_remembered
 from ..sync.pending import Baseline
 from ..sync.planner import BROKEN_LINK, Planner
-from .layout import ShardedLayout, SlicedState
-from .leaves import gather_tree, hash_shared
+from .exchange import gather_tree, hash_shared
+from .layout import Runs, ShardedLayout, SlicedState, union
 
-R = TypeVar("R")
 _BATCH_BYTES = 64 << 20
 _LINKS_AT_ONCE = 4
 
-_Ranges = dict[str, list[tuple[int, int]]]
+_Ranges = dict[str, Runs]
 """Elements of tensors by name: ascending ranges [start, stop) that do not touch."""
 
 
@@ -44,30 +43,27 @@ def restore_baseline(
     """What this rank publishes of ``head``, read from the store, once all ranks have theirs and
     these have its root; or why that fails. A collective: raises what `RankGroup.each` does,
     StoreUnavailable, say."""
-    version, root = head.version, head.root
-    # 1. Rank 0 plans one path for all.
-    path = ranks.from_first(lambda: _or_reason(lambda: _path_to(stream, version)), _said, _heard)
-    if isinstance(path, str):
-        return path
-    steps = _steps_of(path)
 
-    # 2. Each rank reads its slices.
     def restore() -> Baseline:
         segments = layout.segments(ranks.rank)
-        state, history = _restore_slices(stream, steps, layout.specs, segments, threads=threads)
+        state, history = _restore_slices(stream, path, layout.specs, segments, threads=threads)
         blocks = cut(layout.specs, segments)
         leaves = inner_leaves(blocks, lambda segment: state.read(*segment.place))
-        return Baseline(version, root, layout, segments, blocks, state, leaves, history.of(blocks))
+        return Baseline(
+            head.version, head.root, layout, segments, blocks, state, leaves, history.of(blocks)
+        )
 
-    own = ranks.together(lambda: _or_reason(restore))
-    windows = ranks.each(
-        lambda: own if isinstance(own, str) else b"%d" % len(own.history.windows), _said, _heard
-    )
-    for said in windows:
-        if isinstance(said, str):
-            return said
-    assert not isinstance(own, str)
-    baseline = own
+    try:
+        # 1. Rank 0 plans one path for all.
+        path = ranks.from_first(
+            lambda: _path_to(stream, head.version), _path_to_message, _path_from_message
+        )
+        # 2. Each rank reads its slices.
+        baseline = ranks.together(restore)
+    except BROKEN_LINK as error:  # on all ranks alike
+        ranks.common_error = None  # it would keep what was restored
+        return str(error)
+    windows = ranks.each(lambda: len(baseline.history.windows), lambda n: b"%d" % n, int)
 
     # 3. Together they must have the root.
     def elements(segment: Segment) -> UIntArray:
@@ -78,12 +74,12 @@ def restore_baseline(
             list(layout.shared.values()), ranks, elements, threads
         )
         tree = gather_tree(layout, ranks, leaves)
-    if ranks.from_first(lambda: tree.root if tree else "", str.encode, bytes.decode) != root:
+    root = ranks.from_first(lambda: tree.root if tree else "", str.encode, bytes.decode)
+    if root != head.root:
         return "what was restored has another root"
     # A rank whose records took too much memory remembers less: a patch names one history for all of
     # them.
-    remembered = min(int(said) for said in windows)
-    return baseline._replace(leaves=leaves, history=baseline.history.last(remembered))
+    return baseline._replace(leaves=leaves, history=baseline.history.last(min(windows)))
 
 
 class _Step(NamedTuple):
@@ -93,56 +89,38 @@ class _Step(NamedTuple):
     remembers: int
 
 
-def _path_to(stream: Stream, version: int) -> bytes:
-    """The steps from an anchor to ``version``, as `_steps_of` reads them. Raises ChainGap."""
+def _path_to(stream: Stream, version: int) -> list[_Step]:
+    """The steps from an anchor to ``version``, with the payloads of each link. Raises ChainGap."""
     planner = Planner(stream, version)
-    steps: list[tuple[Link, Manifest]] = []
-    while not steps:
+    while True:
+        path: list[_Step] = []
         for planned in planner.plan(None):
             try:
-                steps.append((stream.resolved(planned), stream.manifest(planned.version)))
+                link, manifest = stream.resolved(planned), stream.manifest(planned.version)
             except BROKEN_LINK as error:
                 planner.avoid(planned, planned, error)
-                steps = []
                 break
-    said = [
+            path.append(_Step(link, manifest.remembers))
+        else:
+            return path
+
+
+def _path_to_message(path: list[_Step]) -> bytes:
+    return json.dumps(
         [
-            link.base,
-            link.version,
-            [[p.sha256, p.bytes] for p in link.payloads or ()],
-            link.is_fold,
-            manifest.remembers,
+            [of.base, of.version, [[p.sha256, p.bytes] for p in of.payloads or ()], of.is_fold, n]
+            for of, n in path
         ]
-        for link, manifest in steps
-    ]
-    return json.dumps(said).encode()
+    ).encode()
 
 
-def _steps_of(message: bytes) -> list[_Step]:
+def _path_from_message(message: bytes) -> list[_Step]:
     found = []
     for base, version, said, is_fold, remembers in json.loads(message):
         payloads = tuple(Payload(*payload) for payload in said)
         nbytes = sum(payload.bytes for payload in payloads)
         found.append(_Step(Link(base, version, nbytes, payloads, is_fold=is_fold), remembers))
     return found
-
-
-def _or_reason(work: Callable[[], R]) -> R | str:
-    """What ``work()`` returns, or why the version cannot be restored. Raises what is worth a
-    retry."""
-    try:
-        return work()
-    except BROKEN_LINK as error:
-        return str(error)
-
-
-def _said(found: bytes | str) -> bytes:
-    """A message, marked as one or as a reason."""
-    return b"-" + found.encode() if isinstance(found, str) else b"+" + found
-
-
-def _heard(message: bytes) -> bytes | str:
-    return message[1:] if message[:1] == b"+" else message[1:].decode()
 
 
 def _restore_slices(
@@ -156,9 +134,9 @@ def _restore_slices(
     """``segments`` of the version to which ``path`` leads, a path from an anchor with the payloads
     of each link, and what is remembered there of the blocks that were read.
 
-    ``specs`` are the tensors of the state. A block is decoded as a whole, so some elements beside
-    the segments are read, and forgotten. Each block is checked against its SHA-256; whoever calls
-    this compares the root. Raises StateMismatch where the version has other tensors, ChainGap, and
+    ``specs`` are the tensors of the state. A block is decoded as a whole, so some elements around
+    the segments are read, and dropped. Each block is checked against its SHA-256; the caller
+    compares the root. Raises StateMismatch where the version has other tensors, ChainGap, and
     what reading raises.
     """
     if not path or path[0].link.base is not None:
@@ -175,7 +153,7 @@ def _restore_slices(
     for batch in _batches(specs, state.segments):
         # 1. Backwards: which blocks of each patch have to be read for these elements.
         # What a patch needs of the version before is known from its end.
-        wanted: _Ranges = {s.spec.name: [(s.start, s.stop)] for s in batch}
+        wanted: _Ranges = {s.spec.name: ((s.start, s.stop),) for s in batch}
         touched: list[list[int]] = []
         for patch in reversed(patches):
             touched.append(_touching(patch, wanted))
@@ -192,7 +170,7 @@ def _restore_slices(
             if records is not None:
                 window = Window(patch.header.base_root, records, patch.header.cuts)
             history = history.after(window, step.remembers, most)
-        # 3. The segments are kept; what lay beside them in their blocks is let go.
+        # 3. The segments are kept; what lay around them in their blocks is dropped.
         histories.append(history)
         for segment in batch:
             state.read(*segment.place)[:] = pieces.read(*segment.place)
@@ -220,7 +198,7 @@ def _batches(specs: tuple[TensorSpec, ...], segments: Sequence[Segment]) -> Iter
     size = 0
     for block in cut(specs):
         held = [mine.pop(s.spec.name) for s in block.segments if s.spec.name in mine]
-        # Beside a segment about a block is read, too.
+        # Around a segment about a block is read, too.
         cost = sum(s.nbytes for s in held) + (BLOCK_ELEMENTS * block.dtype.width if held else 0)
         if batch and size + cost > _BATCH_BYTES:
             yield batch
@@ -251,15 +229,7 @@ def _joined(wanted: _Ranges, blocks: Sequence[Block]) -> _Ranges:
     for block in blocks:
         for spec, start, stop in block.segments:
             found.setdefault(spec.name, []).append((start, stop))
-    for name, ranges in found.items():
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted(ranges):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-            else:
-                merged.append((start, stop))
-        found[name] = merged
-    return found
+    return {name: union(ranges) for name, ranges in found.items()}
 
 
 def _apply(
@@ -273,9 +243,8 @@ def _apply(
     """Makes the changes of the ``chosen`` blocks; what a history is to remember of them, in
     ``most`` bytes."""
     header, payloads = patch.header, patch.payloads(chosen)
-    needed = (
-        header.history if any(header.blocks[k].codec_id == codecs.HISTORY for k in chosen) else None
-    )
+    by_history = any(header.blocks[k].codec_id == codecs.HISTORY for k in chosen)
+    needed = header.history if by_history else None
     known, recorder = history.named(needed, header.cuts), Recorder(most)
 
     def run(index: int) -> None:

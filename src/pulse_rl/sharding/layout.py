@@ -25,6 +25,17 @@ Runs = tuple[tuple[int, int], ...]
 """Indices of one dimension: ascending ranges [start, stop)."""
 
 
+def union(runs: Iterable[tuple[int, int]]) -> Runs:
+    """The same indices in as few ranges."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Box:
     """The elements of a tensor that one rank has: of each dimension some indices, in row-major
@@ -144,11 +155,8 @@ class Box:
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
         """Which of these ``places`` in the flattened tensor are in the box, and the numbers there
         of those that are."""
-        inside, numbers, stride = (
-            np.ones(len(places), np.bool_),
-            np.zeros(len(places), np.int64),
-            math.prod(self.shape),
-        )
+        inside, numbers = np.ones(len(places), np.bool_), np.zeros(len(places), np.int64)
+        stride = math.prod(self.shape)
         for runs, size, local in zip(self.of, self.sizes, self.local_shape, strict=True):
             stride //= size
             index = places // stride % size
@@ -346,10 +354,8 @@ def make_layout(ranks: Sequence[Sequence[Held]], known: Collection[str] = ()) ->
         if any(box.flat() is None for box in boxes.values()):
             moved[spec.name] = boxes
     shared = _shared_leaves(specs, published)
-    said = json.dumps(
-        [[[rank, s.start, s.stop] for rank, s in of.items()] for of in published.values()]
-    )
-    digest = sha256(said.encode()).hexdigest()
+    said = _to_message([_of_segments(of.items()) for of in published.values()])
+    digest = sha256(said).hexdigest()
     of_shared = dict(enumerate(shared))
     return ShardedLayout(tuple(specs), aliases, digest, published, moved, of_shared, len(shared))
 
@@ -438,10 +444,9 @@ def whole_leaves(layout: ShardedLayout, rank: int) -> Iterable[tuple[str, int]]:
     for segment in layout.segments(rank):
         width = segment.spec.dtype.width
         # A leaf that another rank continues ends there; a tensor's last leaf may be short.
+        ends = segment.stop == segment.spec.elements
         last = (
-            -(-segment.stop * width // LEAF_BYTES)
-            if segment.stop == segment.spec.elements
-            else (segment.stop * width // LEAF_BYTES)
+            -(-segment.stop * width // LEAF_BYTES) if ends else segment.stop * width // LEAF_BYTES
         )
         for leaf in range(segment.start * width // LEAF_BYTES, last):
             yield segment.spec.name, leaf
@@ -455,7 +460,7 @@ _HINT = (
 
 def held_to_bytes(held: Sequence[Held]) -> bytes:
     """What a rank has."""
-    return _said([[*_spec(h.spec), h.box.of, h.storage] for h in held])
+    return _to_message([(*_of_spec(of.spec), of.box.of, of.storage) for of in held])
 
 
 def held_from_bytes(message: bytes) -> list[Held]:
@@ -469,66 +474,55 @@ def held_from_bytes(message: bytes) -> list[Held]:
 
 def layout_to_bytes(layout: ShardedLayout) -> bytes:
     """A layout, whole or what one rank needs of it."""
-    number = {spec.name: k for k, spec in enumerate(layout.specs)}
-    return _said(
-        {
-            "specs": [_spec(spec) for spec in layout.specs],
-            "aliases": layout.aliases,
-            "published": [
-                [number[name], [[rank, s.start, s.stop] for rank, s in of.items()]]
-                for name, of in layout.published.items()
-            ],
-            "moved": [
-                [number[name], [[rank, box.of] for rank, box in boxes.items()]]
-                for name, boxes in layout.moved.items()
-            ],
-            "shared": [
-                [
-                    k,
-                    number[of[0].segment.spec.name],
-                    of[0].leaf,
-                    [[rank, s.start, s.stop] for rank, _, s in of],
-                ]
-                for k, of in layout.shared.items()
-            ],
-            "shares": layout.shares,
-            "digest": layout.digest,
-        }
+    published = {name: _of_segments(of.items()) for name, of in layout.published.items()}
+    moved = {
+        name: [(rank, box.of) for rank, box in boxes.items()]
+        for name, boxes in layout.moved.items()
+    }
+    shared = [
+        (k, of[0].segment.spec.name, of[0].leaf, _of_segments((f.rank, f.segment) for f in of))
+        for k, of in layout.shared.items()
+    ]
+    specs = [_of_spec(spec) for spec in layout.specs]
+    return _to_message(
+        (specs, layout.aliases, published, moved, shared, layout.shares, layout.digest)
     )
 
 
 def layout_from_bytes(message: bytes) -> ShardedLayout:
     """What `layout_to_bytes` said."""
-    said: dict[str, Any] = json.loads(message)
-    specs = tuple(_to_spec(*spec) for spec in said["specs"])
+    said, aliases, published, moved, shared, shares, digest = json.loads(message)
+    specs = {name: _to_spec(name, dtype, shape) for name, dtype, shape in said}
     return ShardedLayout(
-        specs,
-        said["aliases"],
-        said["digest"],
+        tuple(specs.values()),
+        aliases,
+        digest,
         {
-            specs[k].name: {rank: Segment(specs[k], start, stop) for rank, start, stop in of}
-            for k, of in said["published"]
+            name: {rank: Segment(specs[name], start, stop) for rank, start, stop in of}
+            for name, of in published.items()
         },
         {
-            specs[k].name: {rank: _to_box(of, specs[k]) for rank, of in boxes}
-            for k, boxes in said["moved"]
+            name: {rank: _to_box(of, specs[name]) for rank, of in boxes}
+            for name, boxes in moved.items()
         },
         {
-            number: tuple(
-                Fragment(rank, leaf, Segment(specs[k], start, stop)) for rank, start, stop in of
-            )
-            for number, k, leaf, of in said["shared"]
+            k: tuple(Fragment(rank, leaf, Segment(specs[name], *place)) for rank, *place in of)
+            for k, name, leaf, of in shared
         },
-        said["shares"],
+        shares,
     )
 
 
-def _said(what: Any) -> bytes:
+def _to_message(what: Any) -> bytes:
     return json.dumps(what, separators=(",", ":")).encode()
 
 
-def _spec(spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:
+def _of_spec(spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:
     return spec.name, spec.dtype.name, spec.shape
+
+
+def _of_segments(segments: Iterable[tuple[int, Segment]]) -> list[tuple[int, int, int]]:
+    return [(rank, segment.start, segment.stop) for rank, segment in segments]
 
 
 def _to_spec(name: str, dtype: str, shape: list[int]) -> TensorSpec:

@@ -9,7 +9,6 @@ element of its block.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,10 +16,9 @@ import numpy.typing as npt
 
 from .._util.collective import RankGroup
 from ..errors import InputError
-from ..quantize.formats import Shared
-from ..quantize.states import KEPT_KEYS, QuantizedState, config_of
+from ..quantize.formats import Computed, Shared
+from ..quantize.states import KEPT_KEYS, QuantizedState, cast_tensor, config_of
 from ..state.bits import UIntArray
-from ..state.cast import CastTensor
 from ..state.tensors import Readable, State, TensorSpec, stored_tensor
 from ..sync.request import LocalState
 from .layout import Box, Runs, Spread
@@ -61,14 +59,10 @@ def quantized(local: LocalState) -> tuple[LocalState, dict[str, tuple[Shared, Bl
                 data[each.name] = stored_tensor(made, each.name)
             elif len(become) == 1:  # it stays as it is
                 parts[each.name] = box
-                dtype = made.spec(each.name).dtype
-                same = dtype == source.spec(name).dtype
-                data[each.name] = (
-                    stored_tensor(source, name) if same else CastTensor(source, name, dtype)
-                )
+                data[each.name] = cast_tensor(source, source.spec(name), made.spec(name).dtype)
             else:
-                parts[each.name] = _scaled_down(box, name, each.per, each.shape)
-                data[each.name] = _Cut(made, each.name, parts[each.name])
+                part = parts[each.name] = _scaled_down(box, name, each.per, each.shape)
+                data[each.name] = Computed(partial(part.take, partial(made.read, each.name)))
             scales = each.shared
             if scales is not None and each.per is None:
                 if scales.name not in shared or not len(shared[scales.name][1]):
@@ -118,18 +112,6 @@ def agree(
             if name in shared and count:
                 shared[name][0].agree(blocks, maxima)
     return local._replace(config=config)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """The elements in ``box`` of the tensor ``name`` of ``whole``."""
-
-    whole: State
-    name: str
-    box: Box
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        return self.box.take(partial(self.whole.read, self.name), start, stop)
 
 
 def _scaled_down(box: Box, name: str, per: tuple[int, int], shape: tuple[int, ...]) -> Box:

@@ -25,7 +25,7 @@ from ..sync.pending import Baseline, Layout, PublishState
 from ..sync.rank import RankPublisher
 from ..sync.request import LocalState, PublishRequest
 from .baseline import restore_baseline
-from .columns import ColumnExchange
+from .exchange import ColumnExchange, gather_tree, hash_shared
 from .layout import (
     Box,
     Fragment,
@@ -38,7 +38,6 @@ from .layout import (
     layout_to_bytes,
     make_layout,
 )
-from .leaves import gather_tree, hash_shared
 from .quantized import Blocks, agree, quantized
 
 if TYPE_CHECKING:
@@ -197,7 +196,10 @@ class ShardedRank(RankPublisher):
         assert isinstance(layout, ShardedLayout)
         columns = ColumnExchange(layout, self._ranks, local)
         try:
-            source = _sliced(tuple(s for s in segments if s.spec.name not in layout.moved), local)
+            here = tuple(s for s in segments if s.spec.name not in layout.moved)
+            # A segment is read by its place in the whole tensor.
+            whole = all(segment.is_whole for segment in here)
+            source = local if whole else SlicedState(here, local)
             yield columns.tasks(hashed_together(blocks, self._threads), blocks, source)
         finally:
             columns.finish()  # other ranks wait for this rank's columns, whatever failed here
@@ -253,11 +255,6 @@ def _held(local: LocalState) -> list[Held]:
         storage = storages[state.aliases.get(name, name)] if spec.elements else None
         found.append(Held(TensorSpec(name, spec.dtype, box.shape), box, storage))
     return found
-
-
-def _sliced(segments: tuple[Segment, ...], local: State) -> State:
-    """The segments of what a rank has, by their places in the whole tensors."""
-    return local if all(segment.is_whole for segment in segments) else SlicedState(segments, local)
 
 
 def unlike(given: Sequence[Mapping[str, Any]]) -> str:

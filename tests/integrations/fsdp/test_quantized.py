@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pulse_rl import LocalStore, MemoryStore, Publisher, Store, Subscriber
 from pulse_rl.errors import InputError
-from pulse_rl.frameworks.flat import FlatShard
 from pulse_rl.frameworks.fsdp import ShardedPublisher
+from pulse_rl.frameworks.shards import FlatShard
 from tests.support.sharded import policy, step
 from tests.support.trainers import Trainer, together
 

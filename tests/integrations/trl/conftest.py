@@ -11,7 +11,7 @@ from .server import PretendedServer, listening
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedServer]:
-    from pulse_rl.frameworks.trl import transfer as link
+    from pulse_rl.frameworks import trl as link
 
     monkeypatch.setattr(link, "_FIRST_WAIT_SECONDS", 0.01)
     with listening(PretendedServer()) as pretended:

@@ -15,8 +15,7 @@ from torch import nn
 from pulse_rl import Subscriber
 from pulse_rl.engines.rollouts import Rollout
 from pulse_rl.errors import EngineUnavailable, InputError
-from pulse_rl.frameworks.trl import pulse_rollout
-from pulse_rl.frameworks.trl.rollout import PulseRollout
+from pulse_rl.frameworks.trl import PulseRollout, pulse_rollout
 
 from .server import PretendedServer
 

@@ -1,23 +1,33 @@
-"""Parameters whose flattened elements are cut into ranges, one a rank: those of FSDP1 and of
-DeepSpeed ZeRO-3."""
+"""What a rank has of a parameter: a part of a DTensor (rows, columns, or what FSDP2 over tensor
+parallelism leaves of both), or a range of a flattened parameter of FSDP1 and DeepSpeed ZeRO-3."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..errors import UnsupportedTensor
-from ..sharding.layout import Box
+from ..sharding.layout import Box, Runs, union
 
-__all__ = ["FlatShard", "has_flat_shards", "is_fsdp1", "named_tensors", "zero3_shard"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
+_PLACEMENTS = "Shard and Replicate placements are supported; finish a sum first."
 _FSDP2 = "Use FSDP2: fsdp_version: 2 in accelerate's config."
+
+
+class RankSlice(NamedTuple):
+    """This rank's elements ``box`` of a checkpoint's tensor, in that order: ``local``."""
+
+    local: torch.Tensor
+    box: Box
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,12 +177,10 @@ def _of_unit(handle: Any) -> Iterator[tuple[str, Any]]:
         raise UnsupportedTensor("FSDP1 over tensor parallelism is not supported", hint=_FSDP2)
     if not all(flat._contiguities):
         raise UnsupportedTensor("FSDP1 holds a parameter that is not contiguous", hint=_FSDP2)
-    ranks, rank = (
-        (dist.get_world_size(group), dist.get_rank(group))
-        if handle.uses_sharded_strategy
-        else (1, 0)
-    )
-    local = (flat._local_shard if handle.uses_sharded_strategy else flat).detach()
+    ranks, rank, local = 1, 0, flat.detach()
+    if handle.uses_sharded_strategy:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        local = flat._local_shard.detach()
     chunk, at, number = local.numel(), 0, 0
     of: dict[tuple[str, str], Any] = {}
     for elements, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
@@ -189,7 +197,86 @@ def _of_unit(handle: Any) -> Iterator[tuple[str, Any]]:
             number += 1
         at += elements
     for shared in flat._shared_param_infos:
-        name = (
-            f"{shared.module_name}.{shared.param_name}" if shared.module_name else shared.param_name
+        prefix = f"{shared.module_name}." if shared.module_name else ""
+        yield prefix + shared.param_name, of[shared.prim_module_name, shared.prim_param_name]
+
+
+# -- DTensors
+
+
+def local_box(name: str, tensor: DTensor) -> Box:
+    """The elements of a DTensor that this rank, which is in its mesh, has. Raises
+    UnsupportedTensor."""
+    from torch.distributed.tensor import Replicate, Shard  # which takes seconds to import
+
+    local_shape = tuple(tensor.to_local().shape)
+    placements = list(enumerate(tensor.placements))
+    for _, placement in placements:
+        if (
+            not isinstance(placement, Replicate | Shard)
+            and getattr(placement, "split_factor", None) is None
+        ):
+            raise UnsupportedTensor(f"tensor {name!r} is placed as {placement!r}", hint=_PLACEMENTS)
+    # FSDP2 over tensor parallelism along one dimension cuts what the mesh's later dimensions have
+    # cut. A DTensor says so by a split factor, whose rule is another where ranks are left without a
+    # row.
+    strided = [(k, placement) for k, placement in placements if _splits(tensor, k)]
+    boxes = [_cut(tensor, placements, strided=True)]
+    if strided:
+        boxes.insert(
+            0,
+            _cut(
+                tensor, [p for p in placements if p not in strided] + strided[::-1], strided=False
+            ),
         )
-        yield name, of[shared.prim_module_name, shared.prim_param_name]
+    for box in boxes:
+        if box.local_shape == local_shape:
+            return box
+    raise UnsupportedTensor(
+        f"the shard of tensor {name!r} is {list(local_shape)}, but {list(boxes[-1].local_shape)} "
+        "by its placements "
+        f"{tensor.placements}",
+        hint=_PLACEMENTS,
+    )
+
+
+def _splits(tensor: DTensor, mesh_dim: int) -> bool:
+    """Whether a placement has a split factor that stands for the later ones of its dimension."""
+    placement = tensor.placements[mesh_dim]
+    split, dim = getattr(placement, "split_factor", None), getattr(placement, "dim", None)
+    later = [
+        k
+        for k, other in enumerate(tensor.placements)
+        if k > mesh_dim and getattr(other, "dim", None) == dim
+    ]
+    return split is not None and split == math.prod(tensor.device_mesh.size(k) for k in later)
+
+
+def _cut(tensor: DTensor, placements: Sequence[tuple[int, Placement]], *, strided: bool) -> Box:
+    """The elements that are left on this rank by ``placements`` of the mesh's dimensions, one after
+    another."""
+    of: list[Runs] = [((0, n),) if n else () for n in tensor.shape]
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for mesh_dim, placement in placements:
+        dim: int | None = getattr(placement, "dim", None)
+        if dim is None:
+            continue
+        index, size = coordinate[mesh_dim], tensor.device_mesh.size(mesh_dim)
+        split: int | None = getattr(placement, "split_factor", None) if strided else None
+        pieces = [of[dim]] if split is None else [_chunk(of[dim], split, k) for k in range(split)]
+        of[dim] = union(run for piece in pieces for run in _chunk(piece, size, index))
+    return Box(tuple(of), tuple(tensor.shape))
+
+
+def _chunk(runs: Runs, chunks: int, index: int) -> Runs:
+    """The indices in the chunk of this number, as torch.chunk cuts them."""
+    total = sum(stop - start for start, stop in runs)
+    step = -(-total // chunks)
+    low, high, at, found = min(index * step, total), min((index + 1) * step, total), 0, []
+    for start, stop in runs:
+        first, last = max(low, at), min(high, at + stop - start)
+        if first < last:
+            found.append((start + first - at, start + last - at))
+        at += stop - start
+    return tuple(found)
