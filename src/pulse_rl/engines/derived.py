@@ -22,9 +22,8 @@ from ..frameworks.torch import _INTS
 from ..state.tensors import State
 from .live import Change, Scattered, WholeRectangle, as_flat
 from .loader_map import LoaderMap, Rectangle
-from .node import Node
+from .node import Node, Staging
 from .proof import broadcast
-from .staging import Staging
 
 SLICE_ELEMENTS = 1 << 24
 """How much is derived between two steps of the engine, at least one layer."""
@@ -116,6 +115,8 @@ class DerivedLayers:
 
     def changes(self, loader_map: LoaderMap, live: int | None, target: int) -> list[Change]:
         """What has to be written for the step from the live version to ``target``."""
+        if not self._forms.layers:
+            return []
         self.advance(loader_map, live, sys.maxsize)
         step = self._step_to(target, live)
         if step is None:
@@ -143,7 +144,7 @@ class DerivedLayers:
         for layer, boxes in self._touched(loader_map, None):
             if any(self._node.gathered(bool(_changes(self._node, layer, boxes, state)))):
                 wrong |= boxes.keys()
-        return sorted({name for names in self._node.gathered(sorted(wrong)) for name in names})
+        return self._node.union(wrong)
 
     def _step_to(self, target: int, live: int | None) -> _Step | None:
         step = self._step
@@ -152,15 +153,12 @@ class DerivedLayers:
     def _changed_names(self, target: int, live: int | None) -> list[str] | None:
         """The tensors that differ between the live version and ``target``, None if unknown; leader
         only."""
-        prepared = self._staging.prepared
-        if prepared is None or live is None or prepared.staged.version != target:
+        staged = self._staging.prepared.staged if self._staging.prepared is not None else None
+        if staged is None or live is None or staged.version != target:
             return None
-        staged = prepared.staged
-        return (
-            list(staged.changes)
-            if staged.previous is not None and staged.previous <= live
-            else None
-        )
+        if staged.previous is None or staged.previous > live:
+            return None
+        return list(staged.changes)
 
     def _touched(
         self, loader_map: LoaderMap, names: Collection[str] | None
@@ -210,8 +208,7 @@ def _difference(name: str, live: torch.Tensor, derived: torch.Tensor) -> list[Ch
     if (live.shape, live.dtype) != (derived.shape, derived.dtype):
         raise UnsupportedTensor(
             f"the engine derives {tuple(derived.shape)} {derived.dtype} for {name!r}, which is "
-            f"{tuple(live.shape)} "
-            f"{live.dtype}"
+            f"{tuple(live.shape)} {live.dtype}"
         )
     width = live.element_size()
     old, new = live.detach().view(_INTS[width]), derived.detach().view(_INTS[width])

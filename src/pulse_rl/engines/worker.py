@@ -194,15 +194,15 @@ class Worker:
                 "engine": list(self._engine),
                 "held": staging.subscriber.version if staging.subscriber is not None else None,
                 "staged": prepared.staged.version if prepared is not None else None,
-                "asked": staging.state.asked,
-                "answered": staging.state.answered,
+                "asked": staging.asked,
+                "answered": staging.answered,
                 "left": session.left,
                 "derives": session.derives,
                 "proof": session.proof,
-                "report": session.live.report,
+                "report": session.report,
             }
             status["failed"] = error is not None
-            error = error or staging.state.error
+            error = error or staging.error
         return status | {"error": described(error) if error is not None else None}
 
     # -- the parts

@@ -100,7 +100,7 @@ def test_updates_write_what_is_derived(
             if early and number > 1:  # the first update is audited, which derives all
                 patched.setattr(derived, "_changes", None)
             session.update(None)
-        report = session.live.report
+        report = session.report
         assert (report["version"], report["previous"], report["full"]) == (
             number,
             number - 1,
@@ -133,7 +133,7 @@ def test_a_flipped_bit_of_a_derived_parameter_is_found_and_repaired(world: World
     world.step()
     stage(session)
     session.update(None)
-    assert session.live.report["full"]
+    assert session.report["full"]
     assert world.live()
 
 
@@ -167,7 +167,7 @@ def test_a_failure_while_deriving_leaves_the_version_before(world: World) -> Non
     with pytest.raises(PulseError, match="the device is lost"):
         session.update(None)
     assert all(torch.equal(a, b) for a, b in zip(before, world.model.parameters(), strict=True))
-    assert session.live.version == 1
+    assert session.live_version == 1
     world.model.derived_as = quantized
     session.update(None)
     assert world.live()
@@ -184,7 +184,7 @@ def test_the_host_state_is_held_while_layers_are_derived(world: World) -> None:
     session.staging._wake.set()
     assert session.staging._look(None) is False
     session.update(None)
-    assert session.live.version == 1
+    assert session.live_version == 1
     stage(session)
     session.update(None)
     assert world.live()
