@@ -9,8 +9,8 @@ from the live bits is written.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,17 +33,16 @@ Rectangles = dict[str, tuple[Rectangle, ...]]
 
 
 class DerivedLayer(Protocol):
-    """A layer of the engine's model."""
+    """A layer of the engine's model that is processed after loading.
 
-    @property
-    def loaded(self) -> dict[str, torch.Tensor]:
-        """The form in which it is loaded: meta tensors by their full names."""
-        ...
+    ``plain``: whether it computes with its weights just as they are loaded. ``loaded``: the form in
+    which it is loaded, meta tensors by their full names. ``live``: the parameters that it computes
+    with, by their full names.
+    """
 
-    @property
-    def live(self) -> dict[str, torch.Tensor]:
-        """The parameters that it computes with, by their full names."""
-        ...
+    plain: bool
+    loaded: dict[str, torch.Tensor]
+    live: dict[str, torch.Tensor]
 
     def derive(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the engine makes of ``loaded``, by the names of `live`, aside of the live layer. All
@@ -51,14 +50,35 @@ class DerivedLayer(Protocol):
         UnsupportedTensor."""
         ...
 
+    def put_loaded(self) -> None:
+        """Gives the live layer parameters of the loaded form, whose memory must not be touched."""
+        ...
 
-@dataclass(frozen=True, slots=True)
+    def put_live(self) -> None:
+        """Gives the layer its live parameters back."""
+        ...
+
+
 class PreQuantLayers:
-    """A model's derived ``layers``. Within ``within()`` these have the parameters of the loaded
-    form, whose memory must not be touched."""
+    """The layers of a model that are processed after loading: ``layers`` are those that are not
+    plain."""
 
-    layers: Sequence[DerivedLayer] = ()
-    within: Callable[[], AbstractContextManager[None]] = nullcontext
+    def __init__(self, processed: Sequence[DerivedLayer] = ()) -> None:
+        self._processed = processed
+        self.layers = [layer for layer in processed if not layer.plain]
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """All layers can be loaded within."""
+        given = []
+        try:
+            for layer in self._processed:
+                given.append(layer)
+                layer.put_loaded()
+            yield
+        finally:
+            for layer in reversed(given):
+                layer.put_live()
 
     @property
     def names(self) -> frozenset[str]:

@@ -4,7 +4,6 @@ quantized layers."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class QuantizedModel(Model):
     """Of "fused" there are int8 values and scales once it is loaded."""
 
+    plain = False
+
     def __init__(self) -> None:
         super().__init__()
         self.derived_as: Any = quantized
@@ -45,17 +46,15 @@ class QuantizedModel(Model):
             self.scale = torch.nn.Parameter(scale, requires_grad=False)
 
     def forms(self) -> PreQuantLayers:
-        return PreQuantLayers([self], self.within)
+        return PreQuantLayers([self])
 
-    @contextmanager
-    def within(self) -> Iterator[None]:
-        live = dict(self._parameters)
+    def put_loaded(self) -> None:
+        self.held = dict(self._parameters)
         del self._parameters["scale"]
         self.fused = torch.nn.Parameter(torch.empty(8, 6, dtype=torch.bfloat16))
-        try:
-            yield
-        finally:
-            self._parameters.update(live)
+
+    def put_live(self) -> None:
+        self._parameters.update(self.held)
 
     @property
     def loaded(self) -> Tensors:

@@ -15,7 +15,6 @@ from pulse_rl.engines.derived import PreQuantLayers
 from pulse_rl.engines.processed import (
     Group,
     ProcessedLayer,
-    pre_quant_layers,
     remember,
     tensor_names,
 )
@@ -121,7 +120,7 @@ class Processed(Model):
         return ProcessedLayer(self, Group("", {"": self}, [self.method], process), self.before)
 
     def forms(self) -> PreQuantLayers:
-        return pre_quant_layers([self.layer()])
+        return PreQuantLayers([self.layer()])
 
     def reachable(self) -> dict[str, torch.Tensor]:
         """All that it computes with."""

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...errors import EngineError, InputError, PulseError, UnsupportedTensor
+from ..derived import PreQuantLayers
 from ..node import Node
 from ..processed import (
     HOOK,
@@ -24,7 +25,7 @@ from ..processed import (
     Group,
     ProcessedLayer,
     group_of,
-    pre_quant_layers,
+    module_names,
     remember,
     tensor_names,
 )
@@ -46,18 +47,19 @@ def register() -> None:
     """Called by SGLang once in each of its processes, before its hooks are applied."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(f"{_MANAGER}.check_weights", check_weights, HookType.AROUND)
-    HookRegistry.register(f"{_MANAGER}.release_memory_occupation", release_memory, HookType.AROUND)
-    HookRegistry.register(f"{_MANAGER}.resume_memory_occupation", resume_memory, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.begin_weight_update", begin_weight_update, HookType.AROUND)
-    HookRegistry.register(
-        f"{_UPDATER}.update_weights_from_tensor", update_weights_from_tensor, HookType.AROUND
-    )
-    HookRegistry.register(
-        f"{_UPDATER}.load_weights_from_distributed", load_weights, HookType.AROUND
-    )
-    HookRegistry.register(f"{_UPDATER}.end_weight_update", end_weight_update, HookType.AROUND)
-    HookRegistry.register(f"{_LOADER}.postprocess_weights", postprocess_weights, HookType.AROUND)
+    hooked = {
+        _MANAGER: (check_weights, release_memory_occupation, resume_memory_occupation),
+        _UPDATER: (
+            begin_weight_update,
+            update_weights_from_tensor,
+            load_weights_from_distributed,
+            end_weight_update,
+        ),
+        _LOADER: (postprocess_weights,),
+    }
+    for owner, hooks in hooked.items():
+        for hook in hooks:  # each has the name of the method that it surrounds
+            HookRegistry.register(f"{owner}.{hook.__name__}", hook, HookType.AROUND)
 
 
 def postprocess_weights(
@@ -65,9 +67,7 @@ def postprocess_weights(
 ) -> Any:
     """Notes the state of the modules before their weights are processed for the first time."""
     if model not in _before:
-        subjects = [
-            part for group in _groups(model) for part in (*group.modules.values(), *group.owners)
-        ]
+        subjects = [subject for group in _groups(model) for subject in group.subjects]
         _before[model] = remember(subjects, tensor_names(model))
     return original(model, *args, **kwargs)
 
@@ -91,7 +91,9 @@ def end_weight_update(original: Callable[..., None], updater: Any, **kwargs: Any
         followed.undo = None
 
 
-def load_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+def load_weights_from_distributed(
+    original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Somebody else's update."""
     followed = _models.get(updater.get_model())
     if followed is not None and followed.undo is not None:
@@ -117,7 +119,7 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         )
 
 
-def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+def release_memory_occupation(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Notes what is taken away: weights come back with what they had only under some of SGLang's
     options."""
     parts = request.tags or _PARTS
@@ -125,7 +127,7 @@ def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> 
     return original(manager, request)
 
 
-def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+def resume_memory_occupation(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     result = original(manager, request)
     _followed(manager.tp_worker.model_runner).worker.wake_up(request.tags or None)
     return result
@@ -137,7 +139,7 @@ def update_weights_from_tensor(
     """(whether the weights were updated, a message): with what `load` made of it. Leaves other
     updates to SGLang."""
     if LOADER not in (kwargs.get("load_format"), *args[1:]):
-        answer: tuple[bool, str] = load_weights(original, updater, *args, **kwargs)
+        answer: tuple[bool, str] = load_weights_from_distributed(original, updater, *args, **kwargs)
         return answer
     if LOADER not in updater.custom_weight_loaders:  # SGLang would end
         return False, f"start the server with --custom-weight-loader {LOADER}"
@@ -221,7 +223,7 @@ def _open_session(runner: Any, info: InitInfo, node: Node, known: ProvedMap) -> 
     _require_own_weights(model)
     base = info.base or local_checkpoint(config.model_path, config.revision)
     loaded = runner.server_args.load_format != "dummy"
-    forms = pre_quant_layers(node.together(lambda: _processed_layers(model, config.dtype)))
+    forms = PreQuantLayers(node.together(lambda: _processed_layers(model, config.dtype)))
     return Session(model, info, node, known, base, nullcontext, forms, loaded=loaded)
 
 
@@ -241,10 +243,7 @@ def _processed_layers(model: torch.nn.Module, dtype: torch.dtype) -> list[Proces
 
 def _groups(model: torch.nn.Module) -> Iterator[Group]:
     """The modules whose method processes their weights."""
-    names = {
-        id(module): name
-        for name, module in reversed(list(model.named_modules(remove_duplicate=False)))
-    }
+    names = module_names(model)
     for module in model.modules():
         if _processes(method := getattr(module, "quant_method", None)):
             yield group_of(names, [module, *(m for m in module.modules() if m is method)], [module])

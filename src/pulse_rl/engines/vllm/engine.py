@@ -28,18 +28,18 @@ from vllm.v1.worker.worker_base import WorkerBase
 from ...errors import PulseError
 from ..derived import PreQuantLayers
 from ..node import Node
-from ..processed import pre_quant_layers
 from ..proof import Fresh
 from ..session import ProvedMap, Session, local_checkpoint
 from ..transport import WEIGHTS, InitInfo
 from ..worker import Worker
 from .plugin import (
+    processed_layers,
+    quantized_layers,
     require_caches_that_empty,
     require_fixed_places,
     require_known,
     require_plain_weights,
 )
-from .processing import processed_layers, quantized_layers
 
 require_known(WeightTransferEngine, vllm.__version__)
 _TOKENS = 16
@@ -118,7 +118,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         quantized = quantized_layers(self.model, self.model_config.quantization, self._as_at_load)
         known = [layer.module for layer in quantized]
         processed = processed_layers(self.model, self.model_config.dtype, self._as_at_load, known)
-        return pre_quant_layers([*quantized, *processed])
+        return PreQuantLayers([*quantized, *processed])
 
     @contextmanager
     def _as_at_load(self) -> Iterator[None]:
