@@ -20,8 +20,7 @@ import torch
 from ..errors import StateMismatch, UnsupportedTensor
 from ..frameworks.torch import _INTS
 from ..state.tensors import State
-from .live import Change, Scattered, WholeRectangle, as_flat
-from .loader_map import LoaderMap, Rectangle
+from .live import Change, LoaderMap, Rectangle, Scattered, WholeRectangle, as_flat
 from .node import Node, Staging
 from .proof import broadcast
 

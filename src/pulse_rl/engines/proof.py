@@ -29,8 +29,7 @@ from ..errors import PulseError, UnsupportedTensor
 from ..frameworks.torch import _INTS
 from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests
 from ..state.tensors import State, TensorSpec, UIntArray
-from .live import Journal, LiveWeights, as_ints
-from .loader_map import LoaderMap, Rectangle, torch_dtype
+from .live import Journal, LiveWeights, LoaderMap, Rectangle, as_ints, torch_dtype
 from .node import Node
 
 _WINDOW_BYTES = 64 * LEAF_BYTES

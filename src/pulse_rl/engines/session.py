@@ -22,8 +22,7 @@ from ..state.checkpoint import FILE_NAME, INDEX_NAME
 from ..state.digest import StateDigest
 from ..state.tensors import State, TensorSpec
 from .derived import DerivedLayers, PreQuantLayers
-from .live import Change, Journal, LiveWeights, located
-from .loader_map import LoaderMap, trace_loader
+from .live import Change, Journal, LiveWeights, LoaderMap, located, trace_loader
 from .node import Node, Prepared, Staged, Staging, Version
 from .proof import (
     Fresh,
