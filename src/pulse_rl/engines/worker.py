@@ -118,9 +118,8 @@ class Worker:
             if version is not None and wait_seconds > 0:
                 session.stage(version, wait_seconds)
             session.update(version)
-            self._heard_of_owner = (
-                time.monotonic()
-            )  # its owner waited for it, and could not renew the lease
+            # Its owner waited for it, and could not renew the lease.
+            self._heard_of_owner = time.monotonic()
 
         return self._noting(work)
 
@@ -161,7 +160,7 @@ class Worker:
         not every transport carries errors.
         """
         actions: dict[str, Callable[[], object]] = {
-            "hello": lambda: _raise(self._refused(owner)),
+            "hello": lambda: self._require_free(owner),
             "status": lambda: None,
             "stage": lambda: self._stage(version),
             "prepare": lambda: self._awake().prepare(),
@@ -211,9 +210,7 @@ class Worker:
         if not info.store or not info.stream:
             raise InputError("init_info needs a store and a stream")
         require_allowed(info)
-        refusal = self.node.common(self._refused(info.owner))  # not each by its own clock
-        if refusal is not None:
-            raise refusal
+        self.node.together(lambda: self._require_free(info.owner))  # not each by its own clock
         self._require_awake()
         self.close()
         self._error = None
@@ -236,17 +233,17 @@ class Worker:
         if WEIGHTS in self._asleep:
             raise asleep()
 
-    def _refused(self, owner: str) -> ConcurrentUse | None:
-        """Why ``owner`` may not take the engine: each call of its owner renews a lease."""
+    def _require_free(self, owner: str) -> None:
+        """Raises ConcurrentUse unless ``owner`` may take the engine: each call of its owner renews
+        a lease."""
         if self._info is None or self._info.owner == owner:
-            return None
-        if time.monotonic() - self._heard_of_owner >= LEASE_SECONDS:
-            return None
-        return ConcurrentUse(
-            f"another handle drives this engine along {self._info.stream!r}",
-            hint=f"Close the other handle; one that died is forgotten after {LEASE_SECONDS:.0f} "
-            "seconds.",
-        )
+            return
+        if time.monotonic() - self._heard_of_owner < LEASE_SECONDS:
+            raise ConcurrentUse(
+                f"another handle drives this engine along {self._info.stream!r}",
+                hint="Close the other handle; one that died is forgotten after "
+                f"{LEASE_SECONDS:.0f} seconds.",
+            )
 
     def _hear(self, owner: str) -> None:
         """Raises ConcurrentUse unless ``owner`` drives the engine."""
@@ -279,8 +276,3 @@ def described(error: PulseError) -> dict[str, Any]:
         "hint": error.hint,
         "retryable": error.retryable,
     }
-
-
-def _raise(error: PulseError | None) -> None:
-    if error is not None:
-        raise error

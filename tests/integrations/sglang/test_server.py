@@ -215,7 +215,7 @@ def test_one_handle_drives_a_server(served: Served) -> None:
 
 def test_a_server_that_lacks_a_part_says_so_and_goes_on(served: Served) -> None:
     served.server.plugged = False
-    with pytest.raises(EngineError, match="without the plugin pulse") as refusal:
+    with pytest.raises(EngineError, match="not started with the plugin pulse") as refusal:
         served.connect()
     assert "--custom-weight-loader pulse_rl.engines.sglang.load" in refusal.value.hint
     served.server.plugged = True
