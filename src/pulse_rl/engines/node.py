@@ -66,11 +66,8 @@ class Node:
         if world is not None and world.world_size > 1:
             self._engine = _group(world.ranks)
             places = self.gathered((socket.gethostname(), _boot()))
-            here = [
-                rank
-                for rank, place in zip(world.ranks, places, strict=True)
-                if place == places[self._engine.rank]
-            ]
+            mine = places[self._engine.rank]
+            here = [rank for rank, place in zip(world.ranks, places, strict=True) if place == mine]
             if len(here) == self._engine.size:
                 self._node = self._engine
             elif len(here) > 1:
@@ -243,13 +240,9 @@ class Staged:
         changes: dict[str, tuple[npt.NDArray[np.int64] | None, UIntArray]] = {}
         for tensor in update.tensors if not update.full else ():
             name, indices, values = tensor.spec.name, tensor.indices, tensor.values
-            if (
-                indices is None
-                and before is not None
-                and name in before
-                and before.spec(name) == tensor.spec
-            ):
-                indices = _differing(before, tensor)
+            known = before if before is not None and name in before else None
+            if indices is None and known is not None and known.spec(name) == tensor.spec:
+                indices = _differing(known, tensor)
                 values = values[indices]
             elif indices is None:
                 values = values.copy()  # a view of the host state, which moves on

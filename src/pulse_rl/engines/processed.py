@@ -111,9 +111,13 @@ def group_of(
         if at_last is not None:
             at_last(copy_of)
 
-    return Group(
-        names[id(modules[0])], {names[id(module)]: module for module in modules}, owners, process
-    )
+    named = {names[id(module)]: module for module in modules}
+    return Group(names[id(modules[0])], named, owners, process)
+
+
+def with_method(module: nn.Module) -> list[nn.Module]:
+    """``module`` and the method that processes its weights, if that is a module under it."""
+    return [module, *(inner for inner in module.modules() if inner is module.quant_method)]
 
 
 def remember(subjects: Sequence[Any], names: dict[int, str]) -> dict[int, Before]:
@@ -238,9 +242,8 @@ class ProcessedLayer:
         """Learns from random weights which tensors depend on them; whether these are just the
         weights."""
         own = (t for m in self._group.modules.values() for t in m.parameters(recurse=False))
-        device = next(
-            (tensor.device for tensor in (*own, *self._tensors.values())), torch.device("cpu")
-        )
+        devices = (tensor.device for tensor in (*own, *self._tensors.values()))
+        device = next(devices, torch.device("cpu"))
         probe = {name: _random(meta, device) for name, meta in self.loaded.items()}
         given = {name: tensor.detach().clone() for name, tensor in probe.items()}
         plain, places = True, set()

@@ -45,7 +45,7 @@ _CGROUPS = (
 """Where a container's limit of memory is. What it has used counts its cache of files, so that less
 seems free."""
 _SLACK = 1 << 28
-"""What making a model takes beside its weights: one weight twice while it is processed, code,
+"""What a model takes in addition to its weights: one weight twice while it is processed, code,
 outputs."""
 
 
@@ -79,10 +79,8 @@ def differing(
         node.barrier()
         try:
             shared = node.size > 1 or len(parts) > 1
-            if shared and any(
-                not torch.equal(_in_window(here, part, start), live.view(part).cpu())
-                for part in parts
-            ):
+            pairs = ((_in_window(here, part, start), live.view(part).cpu()) for part in parts)
+            if shared and not all(torch.equal(there, own) for there, own in pairs):
                 wrong.add(spec.name)
             if digest is not None and node.leader:
                 first = start * width // LEAF_BYTES
@@ -185,10 +183,8 @@ def load_all(
             if state is not None:
                 window[: spec.nbytes] = state.read(name).view(np.uint8)
             node.barrier()
-            yield (
-                name,
-                torch.from_numpy(window[: spec.nbytes]).view(torch_dtype(spec)).reshape(spec.shape),
-            )
+            tensor = torch.from_numpy(window[: spec.nbytes]).view(torch_dtype(spec))
+            yield name, tensor.reshape(spec.shape)
             node.barrier()
 
     supply, failure = tensors(), None
@@ -244,9 +240,8 @@ def shortage(weights: Iterable[torch.Tensor], workers: int) -> str | None:
         tensor.untyped_storage().data_ptr(): (tensor.device, tensor.untyped_storage().nbytes())
         for tensor in weights
     }
-    needed: dict[torch.device, int] = {
-        torch.device("cpu"): 2 * workers * sum(size for _, size in sizes.values())
-    }
+    old_bits = 2 * workers * sum(size for _, size in sizes.values())
+    needed: dict[torch.device, int] = {torch.device("cpu"): old_bits}
     for device, size in sizes.values():
         needed[device] = needed.get(device, 0) + size * (workers if device.type == "cpu" else 1)
     for device, size in needed.items():

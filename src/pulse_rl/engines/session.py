@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +89,7 @@ class Session:
         known: ProvedMap,
         base: str | None,
         reloading: Callable[[], AbstractContextManager[None]],
-        forms: PreQuantLayers | None = None,
+        forms: PreQuantLayers,
         *,
         loaded: bool = True,
         fresh: Fresh | None = None,
@@ -97,17 +99,15 @@ class Session:
         self.live: Version | None = None
         self.report: dict[str, Any] = {}
         self._updates = 0
-        self._forms = forms or PreQuantLayers()
+        self._forms = forms
         self._model = model
         self._reloading = reloading
         self._node = node
         self._map = known
-        self._weights = LiveWeights(
-            model, {n: t for layer in self._forms.layers for n, t in layer.live.items()}
-        )
+        derived = {name: t for layer in forms.layers for name, t in layer.live.items()}
+        self._weights = LiveWeights(model, derived)
         self._audit_every = max(1, info.audit_every)
         node.open_folder()
-
         try:
             self.staging = Staging(node, info, base, self._lay_out)
         except BaseException:
@@ -215,11 +215,10 @@ class Session:
             )
         # 4. What is live: the version that the checkpoint is, if it is one.
         self._map.held, self._map.proved = held, comparable and not wrong
-        number = self._node.shared(self._base_version()) if self._map.proved else None
-        if number is not None:
-            subscriber = self.staging.subscriber
+        if self._map.proved:
+            number, subscriber = self._node.shared(self._base_version()), self.staging.subscriber
             stream_id = subscriber.stream_id if subscriber is not None else None
-            self.live = Version(number, base, stream_id=stream_id)
+            self.live = None if number is None else Version(number, base, stream_id=stream_id)
 
     def _pad(self) -> None:
         """Where all that was in the parameters is lost, or they never had what a loader leaves,
@@ -262,9 +261,8 @@ class Session:
             write_all(self._node, journal, loader_map, leading)
             self._node.together(lambda: journal.apply(derived))
             weights = padded(loader_map, self._model)
-            wrong, failed = self._node.together(
-                lambda: unlike(self._model, other, fresh.run, weights)
-            )
+            compare = partial(unlike, self._model, other, fresh.run, weights)
+            wrong, failed = self._node.together(compare)
         finally:
             journal.roll_back()
         failed = self._node.first(failed)
@@ -311,11 +309,8 @@ class Session:
         loader_map = self._map.loader_map
         if loader_map is None:
             return None
-        return [
-            change
-            for name, (indices, values) in staged.changes.items()
-            for change in located(loader_map, name, indices, values)
-        ]
+        changes = [located(loader_map, name, *found) for name, found in staged.changes.items()]
+        return [*chain.from_iterable(changes)]
 
     def stage(self, version: int, seconds: float) -> None:
         """Waits until ``version`` is staged, for at most ``seconds``. Collective; raises
@@ -327,17 +322,16 @@ class Session:
     def update(self, version: int | None) -> None:
         """Moves the live parameters to ``version``, None: what is staged. They are at the version
         before when this raises. Collective."""
-        started = time.perf_counter()
         self._trace_map()
         with self._steady():
-            self._update(version, started)
+            self._update(version)
         self.staging.release()
 
     def _steady(self) -> AbstractContextManager[Any]:
         """Within, the host state does not move, where layers are derived from it."""
         return self.staging.lock if self._forms.layers else nullcontext()
 
-    def _update(self, version: int | None, started: float) -> None:
+    def _update(self, version: int | None) -> None:
         # 1. All workers agree on the step, which the leader decides.
         with self.staging.gate:
             step: LeaderStep = self._node.shared(self._node.together(lambda: self._decide(version)))

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ from ..processed import (
     module_names,
     remember,
     tensor_names,
+    with_method,
 )
 from ..session import ProvedMap, Session, local_checkpoint
 from ..transport import WEIGHTS, InitInfo, Status
@@ -114,9 +116,8 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         statuses = answer(manager.tp_worker.model_runner, asked)
         return CheckWeightsReqOutput(success=True, message=json.dumps(statuses))
     except Exception as error:  # whatever is raised here ends the server
-        return CheckWeightsReqOutput(
-            success=False, message=f"pulse: {type(error).__name__}: {error}"
-        )
+        message = f"pulse: {type(error).__name__}: {error}"
+        return CheckWeightsReqOutput(success=False, message=message)
 
 
 def release_memory_occupation(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -163,16 +164,12 @@ class _Followed:
 def _followed(runner: Any) -> _Followed:
     followed = _models.get(runner.model)
     if followed is None:
-        followed = _models[runner.model] = _Followed(_worker(runner))
+        import sglang
+
+        open_session = partial(_open_session, runner)
+        worker = Worker(open_session, _workers, ("sglang", sglang.__version__))
+        followed = _models[runner.model] = _Followed(worker)
     return followed
-
-
-def _worker(runner: Any) -> Worker:
-    import sglang
-
-    return Worker(
-        lambda *parts: _open_session(runner, *parts), _workers, ("sglang", sglang.__version__)
-    )
 
 
 def answer(runner: Any, asked: dict[str, Any]) -> list[Status]:
@@ -245,8 +242,8 @@ def _groups(model: torch.nn.Module) -> Iterator[Group]:
     """The modules whose method processes their weights."""
     names = module_names(model)
     for module in model.modules():
-        if _processes(method := getattr(module, "quant_method", None)):
-            yield group_of(names, [module, *(m for m in module.modules() if m is method)], [module])
+        if _processes(getattr(module, "quant_method", None)):
+            yield group_of(names, with_method(module), [module])
 
 
 def _processes(method: object) -> bool:
@@ -292,9 +289,8 @@ def _require_own_weights(model: torch.nn.Module) -> None:
                 f"the engine computes {name!r} with matrices that it derived from its weights",
                 hint="Multi-head latent attention cannot follow a stream yet.",
             )
-        if getattr(layer, "use_intel_amx_backend", False) and not _processes(
-            getattr(layer, "quant_method", None)
-        ):
+        packed = getattr(layer, "use_intel_amx_backend", False)
+        if packed and not _processes(getattr(layer, "quant_method", None)):
             raise UnsupportedTensor(
                 f"the engine computes {name!r} with a packed copy of its weight",
                 hint="SGLang packs weights for AMX on CPUs; such a server cannot follow a stream.",

@@ -87,9 +87,8 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PulseUpdateInfo) -> None:
-        self._raise_on_the_last(
-            self.worker.update(update_info.version, update_info.owner, update_info.wait_seconds)
-        )
+        asked = (update_info.version, update_info.owner, update_info.wait_seconds)
+        self._raise_on_the_last(self.worker.update(*asked))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: `update_weights` returns when the device has the bits."""

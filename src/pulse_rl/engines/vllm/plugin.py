@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +32,7 @@ from ..processed import (
     module_names,
     remember,
     tensor_names,
+    with_method,
 )
 
 BACKEND = "pulse"
@@ -64,9 +65,8 @@ def register() -> None:
         return
 
     if BACKEND not in Factory._registry:
-        Factory.register_engine(
-            BACKEND, "pulse_rl.engines.vllm.engine", "PulseWeightTransferEngine"
-        )
+        engine = "pulse_rl.engines.vllm.engine"
+        Factory.register_engine(BACKEND, engine, "PulseWeightTransferEngine")
     register_trainer()
     keep_plain_weights()
     remember_before_processing()
@@ -231,12 +231,8 @@ def _groups(model: nn.Module, act_dtype: Any) -> Iterator[Group]:
     from vllm.model_executor.layers.attention import is_deferred_attention_layer as is_deferred
 
     names = module_names(model)
-    within = {
-        id(inner): outer
-        for outer in model.modules()
-        if is_deferred(outer)
-        for inner in outer.modules()
-    }
+    deferred = [module for module in model.modules() if is_deferred(module)]
+    within = {id(inner) for outer in deferred for inner in outer.modules()}
     for module in model.modules():
         if is_deferred(module):
 
@@ -246,8 +242,7 @@ def _groups(model: nn.Module, act_dtype: Any) -> Iterator[Group]:
             inner = list(module.modules())
             yield group_of(names, inner, [m for m in inner if _processes(m)], at_last)
         elif _processes(module) and id(module) not in within:
-            method = module.quant_method
-            yield group_of(names, [module, *(m for m in module.modules() if m is method)], [module])
+            yield group_of(names, with_method(module), [module])
 
 
 def _processes(module: nn.Module) -> bool:
@@ -271,7 +266,7 @@ def _scales_caches(method: object) -> bool:
 def quantized_layers(
     model: nn.Module,
     quantization: str | None,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    context: Callable[[], AbstractContextManager[Any]],
 ) -> list[QuantizedLayer]:
     """The layers of a vLLM model that quantize what they load; ``context`` surrounds what their
     methods do. Raises UnsupportedTensor for a layer whose scheme is not known to derive its weights
@@ -368,9 +363,8 @@ class QuantizedLayer:
             for owner, old in zip(owners, before, strict=True):
                 vars(owner).clear()
                 vars(owner).update(old)
-        changed += [
-            key for key in _changed(vars(shadow), vars(self.module)) if key != "_parameters"
-        ]
+        own = _changed(vars(shadow), vars(self.module))
+        changed += [key for key in own if key != "_parameters"]
         if changed:
             raise _unsupported(
                 f"the engine's {self._prefix[:-1]!r} keeps what it derived in {', '.join(changed)}"
