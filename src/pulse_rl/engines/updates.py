@@ -19,7 +19,6 @@ from ..frameworks.torch import host_tensors
 from ..frameworks.weights import host_copy, torch_dtype
 from ..state.cast import DTypeLike
 from ..stream.signing import Signer
-from ..sync.polling import Backoff
 from ..sync.publisher import Publisher
 from ..sync.subscriber import Subscriber
 
@@ -69,8 +68,9 @@ class NumberedUpdates:
                 f"{framework}'s transfer by pulse needs a store and a stream",
                 hint=f"Set {settings}.store and .stream.",
             )
-        named = "://" in store or Path(store).expanduser().is_absolute()
-        if store.startswith("memory:") or not named:
+        if store.startswith("memory:") or not (
+            "://" in store or Path(store).expanduser().is_absolute()
+        ):
             raise InputError(
                 f"{store} is another place in every process of {framework}",
                 hint="Use s3://, gs://, az://, or the absolute path of a folder that all nodes "
@@ -130,10 +130,9 @@ class NumberedUpdates:
 
     async def arrive(self, number: str, require_current: Callable[[], None]) -> None:
         """Follows the stream until its newest version is the update ``number``. ``require_current``
-        is asked before each poll. Raises EngineError when it does not come in time, and what
+        is asked before each look. Raises EngineError when it does not come in time, and what
         `Subscriber.sync` raises."""
-        deadline = time.monotonic() + self._timeout
-        backoff = Backoff(_FIRST_POLL, _LONGEST_POLL)
+        deadline, pause = time.monotonic() + self._timeout, _FIRST_POLL
         while not await asyncio.to_thread(self._holds, number):
             require_current()
             if time.monotonic() > deadline:
@@ -143,7 +142,8 @@ class NumberedUpdates:
                     hint="See the trainer's log. A folder must be on a file system that all "
                     "nodes share.",
                 )
-            await asyncio.sleep(backoff.wait())
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL)
         self._doubt = ""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,9 +161,10 @@ class NumberedUpdates:
                 raise
             self._doubt = str(error)
             return False
-        if self._subscriber.version is None:
-            return False
-        return self._subscriber.manifest.metadata.get(self._key) == number
+        return (
+            self._subscriber.version is not None
+            and self._subscriber.manifest.metadata.get(self._key) == number
+        )
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Hint):
