@@ -106,9 +106,9 @@ class DerivedLayers:
     def left(self, live: int | None) -> int:
         """Layers to derive before the live version can become that of the host; leader only."""
         held = self._staging.held
-        if not self._forms.layers or held is None or held.version == live:
+        if not self._forms.layers or held is None or held.number == live:
             return 0
-        step = self._step_to(held.version, live)
+        step = self._step_to(held.number, live)
         return len(step.left) if step is not None else len(self._forms.layers)
 
     def advance(self, loader_map: LoaderMap, live: int | None, most: int = SLICE_ELEMENTS) -> None:

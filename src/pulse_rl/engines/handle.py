@@ -506,11 +506,11 @@ class EngineHandle(Closing):
         return True
 
     def _stage(self, version: int | None) -> Status:
-        """Lets the engine's workers look at the store, and waits for what they find."""
+        """Lets the engine's workers poll the store, and waits for what they find."""
         return self._staged(self._leader(self._ask("stage", version))["asked"])
 
     def _staged(self, asked: int) -> Status:
-        """Waits until the engine's workers have looked ``asked`` times at the store, and hold what
+        """Waits until the engine's workers have polled the store ``asked`` times, and hold what
         they found."""
         deadline = time.monotonic() + self._timeout
         while True:
@@ -552,7 +552,7 @@ class EngineHandle(Closing):
     @contextmanager
     def _pause(self) -> Iterator[None]:
         """Nothing is generated within. An engine that could not be resumed is by the next sync."""
-        if self._asleep:  # it generates nothing until whoever put it to sleep wakes it up
+        if self._asleep:  # it generates nothing until it is woken up
             yield
             return
         self._paused = True

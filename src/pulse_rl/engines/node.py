@@ -31,7 +31,7 @@ from ..events import Metadata, Synced
 from ..state.bits import differing
 from ..state.checkpoint import as_state
 from ..state.digest import StateDigest, state_digest
-from ..state.tensors import State, TensorSpec, UIntArray
+from ..state.tensors import State, UIntArray
 from ..sync.subscriber import Subscriber
 from ..sync.update import Receipt, TensorUpdate, Update
 from .live import Change
@@ -318,6 +318,7 @@ class Version(NamedTuple):
     digest: StateDigest | None = None
     metadata: Metadata | None = None
     stream_id: str | None = None
+    aliases: dict[str, str] | None = None
 
 
 class Prepared(NamedTuple):
@@ -327,15 +328,6 @@ class Prepared(NamedTuple):
     staged: Staged
     target: Version
     changes: list[Change] | None
-
-
-class HeldVersion(NamedTuple):
-    """What the host state is, for callers that must not wait for the thread."""
-
-    version: int
-    root: str
-    specs: tuple[TensorSpec, ...]
-    aliases: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -353,7 +345,7 @@ class Staging:
 
     ``info``: which stream, and how; ``base``: the path of the checkpoint that the engine loaded.
     ``lay_out`` turns a staged update into this rank's changes, None while the map is unknown.
-    ``asked``: how often the thread was asked to look at the store; ``answered``: how many of these
+    ``asked``: how often the thread was asked to poll the store; ``answered``: how many of these
     it has done; ``error``: that of the last time; ``cost``: that of the staged update.
     """
 
@@ -374,7 +366,7 @@ class Staging:
         self.asked, self.answered = 1, 0
         self.error: PulseError | None = None
         self.prepared: Prepared | None = None
-        self.held: HeldVersion | None = None
+        self.held: Version | None = None
         self.base_digest: StateDigest | None = None
         self.lock = threading.RLock()
         """Held while the host state moves."""
@@ -403,18 +395,18 @@ class Staging:
         self._thread.start()
 
     def ask(self, version: int | None) -> None:
-        """Lets the thread look at once: for ``version``, or the newest."""
+        """Lets the thread poll at once: for ``version``, or the newest."""
         self._wanted = version
         self.release()
         self.asked += 1
         self._wake.set()
 
     def wait_for(self, version: int, seconds: float) -> None:
-        """Lets the thread look until it holds ``version``; returns at once where another process of
+        """Lets the thread poll until it holds ``version``; returns at once where another process of
         the node leads. Raises what it last met in the store, or EngineError, once ``seconds`` have
         passed."""
         deadline, again = time.monotonic() + seconds, 0.0
-        while self.subscriber is not None and (self.held is None or self.held.version != version):
+        while self.subscriber is not None and (self.held is None or self.held.number != version):
             now, answered = time.monotonic(), self.answered >= self.asked
             failure = self.error
             if now > deadline or (answered and failure is not None and not failure.retryable):
@@ -429,6 +421,16 @@ class Staging:
     def host_state(self) -> State | None:
         """The state that the host holds; leader only."""
         return self.subscriber.state if self.subscriber is not None else None
+
+    def host_version(self) -> Version | None:
+        """The version that the host holds; leader only. `held` is that for callers that must not
+        wait for the thread."""
+        host = self.subscriber
+        if host is None or host.version is None:
+            return None
+        return Version(
+            host.version, host.digest, host.manifest.metadata, host.stream_id, host.state.aliases
+        )
 
     def base_state(self) -> State | None:
         """The checkpoint that the engine loaded; leader only."""
@@ -466,14 +468,14 @@ class Staging:
                 self._take_over()
             elif (self._follow or self.asked > self.answered) and not self._held:
                 asked = self.asked
-                if self._look(self._wanted):
+                if self._poll(self._wanted):
                     self.answered = asked
             self._wake.wait(_LOCAL_POLL_SECONDS if self.subscriber is None else POLL_SECONDS)
             self._wake.clear()
         if self.subscriber is not None:
             self.subscriber.close()
 
-    def _look(self, version: int | None) -> bool:
+    def _poll(self, version: int | None) -> bool:
         """Whether the thread has looked: the host state may be held."""
         assert self.subscriber is not None
         try:
@@ -482,14 +484,10 @@ class Staging:
             with self.lock:
                 if self._held:
                     return False
-                update = self.subscriber.sync(version)
-                if update is not None and not self._has(update):
-                    self._stage(update)
-                if self.subscriber.version is not None:
-                    state = self.subscriber.state
-                    self.held = HeldVersion(
-                        self.subscriber.version, self.subscriber.root, state.specs, state.aliases
-                    )
+                update, target = self.subscriber.sync(version), self.host_version()
+                if update is not None and target is not None and not self._has(target):
+                    self._stage(update, target)
+                self.held = target
             self.error = None
         except PulseError as error:
             self.error = error
@@ -502,24 +500,20 @@ class Staging:
     def _held(self) -> bool:
         return time.monotonic() < self._held_until
 
-    def _has(self, update: Update) -> bool:
-        target = self.prepared.target if self.prepared is not None else None
-        if target is None or target.digest is None:
+    def _has(self, target: Version) -> bool:
+        """By the root as well: a stream that was recreated counts from 0 again."""
+        known = self.prepared.target if self.prepared is not None else None
+        if known is None or known.digest is None or target.digest is None:
             return False
-        # By the root as well: a stream that was recreated counts from 0 again.
-        return (target.number, target.digest.root) == (update.version, update.root)
+        return (known.number, known.digest.root) == (target.number, target.digest.root)
 
-    def _stage(self, update: Update) -> None:
-        assert self.subscriber is not None
+    def _stage(self, update: Update, target: Version) -> None:
         self._sequence += 1
         started = time.perf_counter()
         staged, file = Staged.of(update, self._sequence, self._base_at(update.previous)), None
         if self._folder is not None:
             file = staged.write(self._folder)
             staged = Staged.load(file)  # so that all workers hold one copy
-        target = Version(
-            update.version, self.subscriber.digest, update.metadata, self.subscriber.stream_id
-        )
         prepared = Prepared(staged, target, self._lay_out(staged))
         with self.gate:
             if file is not None:

@@ -548,7 +548,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _random(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Finite values whose places can be told apart."""
+    """Finite values that differ from place to place."""
     generator = torch.Generator().manual_seed(meta.numel())
     size = min(_TILE, max(1, meta.numel()))
     if meta.dtype.is_floating_point:

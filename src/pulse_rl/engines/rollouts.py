@@ -45,8 +45,8 @@ sees none of it."""
 @dataclass(frozen=True, slots=True)
 class Weights:
     """The weights of one part of a generation: the ``version`` of its stream, and its ``root``.
-    ``start`` is the index of the first token that they generated; None, if the engine has not said
-    from which token on."""
+    ``start`` is the index of the first token that they generated; None, if the engine has not
+    reported it."""
 
     version: int
     root: str

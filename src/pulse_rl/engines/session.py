@@ -289,21 +289,21 @@ class Session:
         staging = self.staging
         if staging.subscriber is None:
             return None
-        if staging.held is None:
+        if staging.held is None or staging.held.digest is None:
             raise staging.error or InputError(
                 "nothing is staged yet", hint="Wait until the status shows a staged version."
             )
-        return staging.held.specs, staging.held.aliases
+        return staging.held.digest.specs, staging.held.aliases
 
     def _base_version(self) -> int | None:
         """The version of the stream that the engine's checkpoint is, None if it is none of them;
         leader only."""
-        staging = self.staging
-        if staging.base_digest is None or staging.held is None:
+        base, held, prepared = self.staging.base_digest, self.staging.held, self.staging.prepared
+        if base is None or held is None or held.digest is None:
             return None
-        if staging.prepared is not None:
-            return staging.prepared.staged.previous
-        return staging.held.version if staging.held.root == staging.base_digest.root else None
+        if prepared is not None:
+            return prepared.staged.previous
+        return held.number if held.digest.root == base.root else None
 
     def _lay_out(self, staged: Staged) -> list[Change] | None:
         loader_map = self._map.loader_map
@@ -314,7 +314,7 @@ class Session:
 
     def stage(self, version: int, seconds: float) -> None:
         """Waits until ``version`` is staged, for at most ``seconds``. Collective; raises
-        EngineError after that, or what the look at the store raised."""
+        EngineError after that, or what the poll of the store raised."""
         self._node.together(lambda: self.staging.wait_for(version, seconds))
 
     # -- in the pause
@@ -480,17 +480,15 @@ class Session:
         map by that."""
         # The version is the one that the host holds now, which may have moved on since.
         with self.staging.lock:
-            follower, state = self.staging.subscriber, self.staging.host_state()
+            now, state = self.staging.host_version(), self.staging.host_state()
             if self._map.proved or self._forms.layers:
                 self._node.together(self._pad)
                 write_all(self._node, journal, self._loader_map, state)
             else:
                 load_all(self._node, journal, self._model, self._reloading, state)
-            number = self._node.shared(follower.version if follower is not None else None)
+            number = self._node.shared(now.number if now is not None else None)
             assert number is not None
-            if follower is None:
-                return Version(number)
-            return Version(number, follower.digest, follower.manifest.metadata, follower.stream_id)
+            return now or Version(number)
 
     def _differing(
         self, digest: StateDigest | None, state: Callable[[], State | None]

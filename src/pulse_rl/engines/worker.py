@@ -26,8 +26,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9._:/-]*")
 def require_allowed(info: InitInfo) -> None:
     """Raises InputError where a client names a store, a cache or a checkpoint that the operator did
     not allow: another than the addresses in `ALLOWED`, and what lies below them. Where that is not
-    set, any store may be read, and no folder of this machine be written or loaded: whoever reaches
-    the engine may not be its operator."""
+    set, any store may be read, and no folder of this machine be written or loaded: a client that
+    reaches the engine may not be its operator."""
     allowed = os.environ.get(ALLOWED)
     roots = [_place(address) for address in (allowed or "").split()]
     named = {
@@ -156,7 +156,7 @@ class Worker:
         """One of the actions "hello", "status", "stage", "prepare", "audit", "prove" and "close".
 
         The answer is the status: "failure" is the error of this call, if it has one; "error" that
-        of the last update, or of the last look at the store. They are part of the answer because
+        of the last update, or of the last poll of the store. They are part of the answer because
         not every transport carries errors.
         """
         actions: dict[str, Callable[[], object]] = {

@@ -181,7 +181,7 @@ def test_the_host_state_is_held_while_layers_are_derived(world: World) -> None:
     prepared(session)
     world.step()
     session.staging._wake.set()
-    assert session.staging._look(None) is False
+    assert session.staging._poll(None) is False
     session.update(None)
     assert session.live_version == 1
     stage(session)

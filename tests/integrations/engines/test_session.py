@@ -201,7 +201,7 @@ def test_a_stream_recreated_is_another_one_where_its_numbers_meet(
     world.step()
     stage(session)
     assert session.staging.held is not None
-    assert session.staging.held.version == 1
+    assert session.staging.held.number == 1
     assert session.live_version is None
     with pytest.raises(InputError, match="no version is live"):
         session.audit()

@@ -134,7 +134,7 @@ class Async(Offline):
         if handler is None:
             raise InputError(
                 "the AsyncLLM has no event loop yet",
-                hint="Make it inside of the running loop that it shall use.",
+                hint="Make it inside of the running loop that it is to use.",
             )
         self._timeout = timeout_seconds
         self._loop: asyncio.AbstractEventLoop = handler.get_loop()

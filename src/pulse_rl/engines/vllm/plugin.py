@@ -264,9 +264,7 @@ def _scales_caches(method: object) -> bool:
 
 
 def quantized_layers(
-    model: nn.Module,
-    quantization: str | None,
-    context: Callable[[], AbstractContextManager[Any]],
+    model: nn.Module, quantization: str | None, context: Callable[[], AbstractContextManager[Any]]
 ) -> list[QuantizedLayer]:
     """The layers of a vLLM model that quantize what they load; ``context`` surrounds what their
     methods do. Raises UnsupportedTensor for a layer whose scheme is not known to derive its weights
