@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -712,7 +712,6 @@ def switch_together(handles: Sequence[EngineHandle], version: int) -> list[Engin
     with ThreadPoolExecutor(max(len(handles), 1)) as pool:
         # 1. Stage everywhere. After a failure, let the engines stage the newest version again.
         staged = [pool.submit(handle._make_ready, version) for handle in handles]
-        wait(staged)
         failures = [error for each in staged if (error := each.exception())]
         if failures:
             for handle in handles:
@@ -721,15 +720,17 @@ def switch_together(handles: Sequence[EngineHandle], version: int) -> list[Engin
             raise failures[0]
 
         # 2. Switch everywhere. After a failure, move those back that have switched.
-        due = [handle for handle, ready in zip(handles, staged, strict=True) if ready.result()]
-        switched = {id(handle): pool.submit(handle._switch, version) for handle in due}
-        wait(switched.values())
-        failures = [error for each in switched.values() if (error := each.exception())]
+        due = [ready.result() for ready in staged]
+        moves = [
+            pool.submit(handle._switch, version) if ready else None
+            for handle, ready in zip(handles, due, strict=True)
+        ]
+        failures = [error for move in moves if move and (error := move.exception())]
         if failures:
-            for handle in due:
-                done = None if switched[id(handle)].exception() else switched[id(handle)].result()
+            for handle, move in zip(handles, moves, strict=True):
+                done = None if move is None or move.exception() else move.result()
                 if done is not None and done.previous is not None:
                     with suppress(PulseError):
                         handle.sync(done.previous)
             raise failures[0]
-        return [switched[id(h)].result() if id(h) in switched else None for h in handles]
+        return [move.result() if move else None for move in moves]

@@ -215,18 +215,8 @@ class LiveWeights:
     def __init__(
         self, model: torch.nn.Module, others: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        self.flat: dict[str, torch.Tensor] = {}
-        self._host: dict[str, UIntArray] = {}
-        for name, tensor in {
-            **(others or {}),
-            **dict(model.named_parameters()),
-            **dict(model.named_buffers()),
-        }.items():
-            if not tensor.numel():
-                continue
-            flat = self.flat[name] = as_flat(tensor)
-            if flat.device.type == "cpu":
-                self._host[name] = flat.numpy().view(f"<u{flat.element_size()}")
+        tensors = dict(others or {}) | dict(model.named_parameters()) | dict(model.named_buffers())
+        self.flat = {name: as_flat(tensor) for name, tensor in tensors.items() if tensor.numel()}
 
     def view(self, box: Rectangle) -> torch.Tensor:
         """The live elements of ``box``, as integers, in the order of its axes."""
@@ -234,20 +224,19 @@ class LiveWeights:
 
     def take(self, parameter: str, positions: Indices) -> UIntArray:
         """The bits at ``positions``."""
-        host = self._host.get(parameter)
-        if host is not None:
-            return host[positions]
         flat = self.flat[parameter]
-        taken: UIntArray = flat[torch.from_numpy(positions).to(flat.device)].cpu().numpy()
+        if flat.device.type == "cpu":  # four times as fast as by torch
+            taken = flat.numpy()[positions]
+        else:
+            taken = flat[torch.from_numpy(positions).to(flat.device)].cpu().numpy()
         return taken.view(f"<u{taken.itemsize}")
 
     @torch.no_grad()
     def put(self, scatter: Scattered) -> None:
-        host = self._host.get(scatter.parameter)
-        if host is not None:
-            host[scatter.positions] = scatter.values
-            return
         flat = self.flat[scatter.parameter]
+        if flat.device.type == "cpu":
+            flat.numpy().view(scatter.values.dtype)[scatter.positions] = scatter.values
+            return
         positions = torch.from_numpy(scatter.positions).to(flat.device)
         flat.index_copy_(0, positions, as_ints(scatter.values).to(flat.device))
 

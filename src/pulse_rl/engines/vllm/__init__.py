@@ -104,10 +104,8 @@ class Offline(EngineTransport):
     def update(self, version: int | None, owner: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        self._call(
-            "update_weights",
-            WeightTransferUpdateRequest(update_info={"version": version, "owner": owner}),
-        )
+        request = WeightTransferUpdateRequest(update_info={"version": version, "owner": owner})
+        self._call("update_weights", request)
 
     def finish(self, weight_version: str) -> None:
         # No tag in vLLM 0.26 and 0.27.
@@ -167,9 +165,8 @@ class Async(Offline):
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         async def last() -> Any:
-            outputs = self._engine.generate(
-                {"prompt_token_ids": prompt}, _sampling(sampling), uuid.uuid4().hex
-            )
+            asked = ({"prompt_token_ids": prompt}, _sampling(sampling), uuid.uuid4().hex)
+            outputs = self._engine.generate(*asked)
             return [output async for output in outputs][-1]
 
         return _generated(self._wait(last))
@@ -185,13 +182,11 @@ def _generated(output: Any) -> Generated:
     """Of the one completion that a RequestOutput has."""
     found = output.outputs[0]
     tokens = list(found.token_ids)
-    logprobs = [
-        plain(step[token].logprob) for step, token in zip(found.logprobs, tokens, strict=True)
-    ]
+    steps = zip(found.logprobs, tokens, strict=True)
+    logprobs = [plain(step[token].logprob) for step, token in steps]
     spans = getattr(found, "weight_versions", None)  # older ones have none
-    return Generated(
-        tokens, logprobs, None if spans is None else [(span.version, span.start) for span in spans]
-    )
+    tags = None if spans is None else [(span.version, span.start) for span in spans]
+    return Generated(tokens, logprobs, tags)
 
 
 def require() -> Any:
@@ -208,12 +203,10 @@ def require() -> Any:
 
 def start(checkpoint: str) -> Any:
     """A `vllm.LLM` within this process, which answers one request at a time."""
-    options = {
-        "weight_transfer_config": {"backend": "pulse"},
-        "enforce_eager": True,
-        "max_num_seqs": 1,
-    }
-    return require().LLM(checkpoint, **options)
+    transfer = {"backend": "pulse"}
+    return require().LLM(
+        checkpoint, weight_transfer_config=transfer, enforce_eager=True, max_num_seqs=1
+    )
 
 
 COMPLETED = {"n": 1, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
