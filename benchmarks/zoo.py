@@ -242,7 +242,7 @@ class Row:
 
 def forget(worker: Any) -> None:
     """The worker does not know its live version any more: its next update writes everything."""
-    worker.weight_transfer_engine.worker._session.live.version = None
+    worker.weight_transfer_engine.worker._session.live = None
 
 
 def measure(

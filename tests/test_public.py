@@ -60,7 +60,8 @@ MAX_PARAMETERS, MAX_CONSTRUCTOR_PARAMETERS = 10, 11
 
 HANDED_OUT = {
     "pulse_rl.engines.handle.EngineSync",
-    "pulse_rl.engines.replay.Replay",
+    "pulse_rl.engines.rollouts.Replay",
+    "pulse_rl.engines.rollouts.Weights",
     "pulse_rl.engines.handle.Generation",
     "pulse_rl.frameworks.shards.RankSlice",
     "pulse_rl.frameworks.trl.PulseRollout",

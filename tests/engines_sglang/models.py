@@ -20,8 +20,7 @@ from safetensors.torch import load_file  # noqa: E402
 from sglang.srt.model_loader.utils import set_default_torch_dtype  # noqa: E402
 
 from pulse_rl import State  # noqa: E402
-from pulse_rl.engines.live import Journal, LiveWeights, located  # noqa: E402
-from pulse_rl.engines.loader_map import trace_loader  # noqa: E402
+from pulse_rl.engines.live import Journal, LiveWeights, located, trace_loader  # noqa: E402
 from pulse_rl.errors import UnsupportedTensor  # noqa: E402
 
 from .package import bits, join  # noqa: E402

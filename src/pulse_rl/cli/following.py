@@ -17,8 +17,7 @@ from .._util.retry import Backoff, jittered
 from .._util.settings import format_bytes
 from ..engines import sglang, vllm
 from ..engines.handle import EngineHandle, EngineSync
-from ..engines.replay import Replay
-from ..engines.rollouts import Rollout
+from ..engines.rollouts import Replay, Rollout
 from ..engines.sglang import is_sglang
 from ..engines.transport import SubscriberOptions
 from ..errors import (

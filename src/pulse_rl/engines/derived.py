@@ -9,8 +9,8 @@ from the live bits is written.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,11 +20,9 @@ import torch
 from ..errors import StateMismatch, UnsupportedTensor
 from ..frameworks.torch import _INTS
 from ..state.tensors import State
-from .live import Change, Scattered, WholeRectangle, as_flat
-from .loader_map import LoaderMap, Rectangle
-from .node import Node
+from .live import Change, LoaderMap, Rectangle, Scattered, WholeRectangle, as_flat
+from .node import Node, Staging
 from .proof import broadcast
-from .staging import Staging
 
 SLICE_ELEMENTS = 1 << 24
 """How much is derived between two steps of the engine, at least one layer."""
@@ -34,17 +32,16 @@ Rectangles = dict[str, tuple[Rectangle, ...]]
 
 
 class DerivedLayer(Protocol):
-    """A layer of the engine's model."""
+    """A layer of the engine's model that is processed after loading.
 
-    @property
-    def loaded(self) -> dict[str, torch.Tensor]:
-        """The form in which it is loaded: meta tensors by their full names."""
-        ...
+    ``plain``: whether it computes with its weights just as they are loaded. ``loaded``: the form in
+    which it is loaded, meta tensors by their full names. ``live``: the parameters that it computes
+    with, by their full names.
+    """
 
-    @property
-    def live(self) -> dict[str, torch.Tensor]:
-        """The parameters that it computes with, by their full names."""
-        ...
+    plain: bool
+    loaded: dict[str, torch.Tensor]
+    live: dict[str, torch.Tensor]
 
     def derive(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the engine makes of ``loaded``, by the names of `live`, aside of the live layer. All
@@ -52,14 +49,35 @@ class DerivedLayer(Protocol):
         UnsupportedTensor."""
         ...
 
+    def put_loaded(self) -> None:
+        """Gives the live layer parameters of the loaded form, whose memory must not be touched."""
+        ...
 
-@dataclass(frozen=True, slots=True)
+    def put_live(self) -> None:
+        """Gives the layer its live parameters back."""
+        ...
+
+
 class PreQuantLayers:
-    """A model's derived ``layers``. Within ``within()`` these have the parameters of the loaded
-    form, whose memory must not be touched."""
+    """The layers of a model that are processed after loading: ``layers`` are those that are not
+    plain."""
 
-    layers: Sequence[DerivedLayer] = ()
-    within: Callable[[], AbstractContextManager[None]] = nullcontext
+    def __init__(self, processed: Sequence[DerivedLayer] = ()) -> None:
+        self._processed = processed
+        self.layers = [layer for layer in processed if not layer.plain]
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """All layers can be loaded within."""
+        given = []
+        try:
+            for layer in self._processed:
+                given.append(layer)
+                layer.put_loaded()
+            yield
+        finally:
+            for layer in reversed(given):
+                layer.put_live()
 
     @property
     def names(self) -> frozenset[str]:
@@ -88,9 +106,9 @@ class DerivedLayers:
     def left(self, live: int | None) -> int:
         """Layers to derive before the live version can become that of the host; leader only."""
         held = self._staging.held
-        if not self._forms.layers or held is None or held.version == live:
+        if not self._forms.layers or held is None or held.number == live:
             return 0
-        step = self._step_to(held.version, live)
+        step = self._step_to(held.number, live)
         return len(step.left) if step is not None else len(self._forms.layers)
 
     def advance(self, loader_map: LoaderMap, live: int | None, most: int = SLICE_ELEMENTS) -> None:
@@ -116,6 +134,8 @@ class DerivedLayers:
 
     def changes(self, loader_map: LoaderMap, live: int | None, target: int) -> list[Change]:
         """What has to be written for the step from the live version to ``target``."""
+        if not self._forms.layers:
+            return []
         self.advance(loader_map, live, sys.maxsize)
         step = self._step_to(target, live)
         if step is None:
@@ -143,7 +163,7 @@ class DerivedLayers:
         for layer, boxes in self._touched(loader_map, None):
             if any(self._node.gathered(bool(_changes(self._node, layer, boxes, state)))):
                 wrong |= boxes.keys()
-        return sorted({name for names in self._node.gathered(sorted(wrong)) for name in names})
+        return self._node.union(wrong)
 
     def _step_to(self, target: int, live: int | None) -> _Step | None:
         step = self._step
@@ -152,15 +172,12 @@ class DerivedLayers:
     def _changed_names(self, target: int, live: int | None) -> list[str] | None:
         """The tensors that differ between the live version and ``target``, None if unknown; leader
         only."""
-        prepared = self._staging.prepared
-        if prepared is None or live is None or prepared.staged.version != target:
+        staged = self._staging.prepared.staged if self._staging.prepared is not None else None
+        if staged is None or live is None or staged.version != target:
             return None
-        staged = prepared.staged
-        return (
-            list(staged.changes)
-            if staged.previous is not None and staged.previous <= live
-            else None
-        )
+        if staged.previous is None or staged.previous > live:
+            return None
+        return list(staged.changes)
 
     def _touched(
         self, loader_map: LoaderMap, names: Collection[str] | None
@@ -210,8 +227,7 @@ def _difference(name: str, live: torch.Tensor, derived: torch.Tensor) -> list[Ch
     if (live.shape, live.dtype) != (derived.shape, derived.dtype):
         raise UnsupportedTensor(
             f"the engine derives {tuple(derived.shape)} {derived.dtype} for {name!r}, which is "
-            f"{tuple(live.shape)} "
-            f"{live.dtype}"
+            f"{tuple(live.shape)} {live.dtype}"
         )
     width = live.element_size()
     old, new = live.detach().view(_INTS[width]), derived.detach().view(_INTS[width])

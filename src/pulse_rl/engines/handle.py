@@ -6,9 +6,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, Self
 
 from .._util.retry import LONGEST_POLL, Backoff, jittered
@@ -23,13 +24,12 @@ from ..errors import (
     StateMismatch,
 )
 from ..events import Metadata
-from .replay import Replay, replay
-from .rollouts import Rollout, Weights, new_seed
+from .rollouts import Replay, Rollout, Weights, new_seed, replay
 from .transport import WEIGHTS, EngineTransport, Generated, InitInfo, Status, asleep, raise_reported
 
 InFlight = Literal["keep", "abort", "wait"]
 _POLL_SECONDS = 0.02
-_LONGEST_LOOK = 1.0
+_LONGEST_WAIT = 1.0
 _MAX_BACKOFF = 30.0
 _MOST_ROOTS = 1024
 """Of versions that requests in flight may come from."""
@@ -37,14 +37,20 @@ _MOST_ROOTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class EngineSync:
-    """An engine moved from version ``previous`` (None: from weights that are no version of the
-    stream) to ``version``, with its ``root`` and the publisher's ``metadata``.
+    """The move of an engine from one version to another.
 
-    ``pause_seconds``: during which nothing was generated; of these, ``apply_seconds`` wrote the
-    live parameters and ``audit_seconds`` (None: not this time) read them back. Before the pause,
-    while the engine generated: ``fetch_seconds`` were spent waiting for the store, for
-    ``fetched_bytes``, and ``verify_seconds`` on decoding, hashing and laying out. ``full``: all
-    elements were written, not only those that changed.
+    Args:
+        version: The version that is live now.
+        previous: The version that was live before. None: the weights were no version of the stream.
+        root: The root of ``version``.
+        metadata: The publisher's metadata of ``version``.
+        full: All elements were written, not only those that changed.
+        pause_seconds: The time during which the engine generated nothing.
+        apply_seconds: The part of the pause that wrote the live parameters.
+        audit_seconds: The part of the pause that read them back. None: not this time.
+        fetch_seconds: The wait for the store, before the pause.
+        verify_seconds: The time to decode, hash and lay out, before the pause.
+        fetched_bytes: What was fetched from the store.
     """
 
     version: int
@@ -58,6 +64,9 @@ class EngineSync:
     fetch_seconds: float
     verify_seconds: float
     fetched_bytes: int
+
+
+_REPORTED = {field.name for field in fields(EngineSync)} - {"version", "pause_seconds"}
 
 
 @dataclass(slots=True, repr=False)
@@ -86,7 +95,11 @@ class Generation:
         return self.restarted or None in start or start != end
 
     def end(self) -> None:
-        """Asks the engine which version is live now. Raises EngineError, and EngineUnavailable."""
+        """Asks the engine which version is live now.
+
+        Raises:
+            EngineError: The engine refused the call; EngineUnavailable if it did not answer.
+        """
         session, self.end_version, self.end_root = self._handle._live()
         self.restarted = session != self._session
 
@@ -102,8 +115,10 @@ class Generation:
 
 
 class EngineHandle(Closing):
-    """Made by `connect`. A context manager; see `close`. May be used by several threads, one call
-    at a time."""
+    """A live engine that follows a stream. Made by `connect`.
+
+    A context manager; see `close`. Several threads may use it, one call at a time.
+    """
 
     @classmethod
     def _on(
@@ -160,24 +175,36 @@ class EngineHandle(Closing):
             return version
 
     def sync(self, version: int | None = None) -> EngineSync | None:
-        """Moves the engine to ``version``, or to the newest one; None if that is live already.
+        """Moves the engine to a version.
 
         Fetches and verifies while the engine generates, then pauses it, writes what changed,
         empties the prefix cache, tags later outputs with the version, and resumes. An engine that
-        sleeps in part, its weights awake, is neither paused nor resumed. An older ``version`` is
-        restored from the engine's checkpoint or an anchor, and written as a whole; the engine stays
-        at a ``version`` until another call.
+        sleeps in part, its weights awake, is neither paused nor resumed. An older version is
+        restored from the engine's checkpoint or an anchor, and written as a whole.
 
-        When this raises, the engine goes on with the weights that it has; what is kept in the
-        prefix cache was then computed with these. If the error is that the engine refuses to empty
-        it, the next sync begins with that.
+        Args:
+            version: The version, at which the engine stays until another call. Default: the newest.
+
+        Returns:
+            The move. None: the version was live already.
+
+        Raises:
+            PulseError: The engine goes on with the weights that it has, and its prefix cache was
+                computed with these. If the engine refuses to empty the cache, the next sync begins
+                with that.
         """
         with self._lock:
             return self._switch(version) if self._make_ready(version) else None
 
     def wait_for_version(self, poll_seconds: float = 1.0) -> None:
-        """Sleeps between two calls of `sync`: for ``poll_seconds``, a quarter more or less, or
-        until `close`. Raises InputError."""
+        """Sleeps between two calls of `sync`, or until `close`.
+
+        Args:
+            poll_seconds: For so long, a quarter more or less.
+
+        Raises:
+            InputError: ``poll_seconds`` is no such number.
+        """
         checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
         self._closing.wait(jittered(poll_seconds))
 
@@ -188,28 +215,36 @@ class EngineHandle(Closing):
         minimum: int | None = None,
         timeout_seconds: float = 60.0,
     ) -> Generation:
-        """Waits until ``version`` is live, or one of at least the number ``minimum``; without
-        either, for nothing. Returns what notes the versions at the start and at the end of the
-        caller's generation::
+        """Waits for a version, and notes which versions are live around a generation::
 
             with handle.admit(minimum=trained - 2) as generation:
                 outputs = llm.generate(prompts)
             if generation.straddles: ...
 
-        Where no thread follows (`follow`), it syncs by itself meanwhile: where the handle has
-        ``follow=False``, to just that ``version``. The engine is not kept from moving on before the
-        end: with ``in_flight="wait"`` of `connect` requests end first. Asks the engine's workers
-        twice, so that many requests are better admitted together. May be called by several threads,
-        also during a sync.
+        If no thread follows (`follow`), this call syncs meanwhile; a handle with ``follow=False``
+        syncs to just that ``version``. The engine may move on before the generation ends: with
+        ``in_flight="wait"`` of `connect` requests end first. Each call asks the engine's workers
+        twice, so admit many requests together. Several threads may call it, also during a sync.
 
-        Raises StateMismatch where the engine is past ``version``, EngineUnavailable where it is not
-        there within ``timeout_seconds``, InputError, and what `sync` raises that does not pass.
+        Args:
+            version: Wait until this version is live.
+            minimum: Wait until a version of at least this number is live.
+            timeout_seconds: Wait for at most so long.
+
+        Returns:
+            The notes, to be ended after the generation.
+
+        Raises:
+            StateMismatch: The engine is past ``version``.
+            EngineUnavailable: The version is not live within ``timeout_seconds``.
+            InputError: ``version`` and ``minimum`` were both given, or the handle was closed.
+            PulseError: What `sync` raises, if it is not retryable.
         """
         if version is not None and minimum is not None:
             raise InputError("give a version or a minimum, not both")
         least = version if version is not None else minimum
         deadline = time.monotonic() + checked_number("timeout_seconds", timeout_seconds)
-        backoff, doubt = Backoff(_POLL_SECONDS, _LONGEST_LOOK), ""
+        backoff, doubt = Backoff(_POLL_SECONDS, _LONGEST_WAIT), ""
         while True:
             live = None
             try:
@@ -240,17 +275,23 @@ class EngineHandle(Closing):
 
     def audit(self, *, functional: bool = False) -> tuple[str, ...]:
         """Reads all live parameters back and compares them with the digests of the live version.
-        Returns the names of the tensors that differ: none, if all is well. Otherwise the next sync
-        writes all of them again. The engine generates nothing meanwhile. Raises InputError before
-        the first sync.
 
-        What an engine derives from its weights is compared with what it derives from its host
-        state: such an engine is moved to the newest version first.
+        The engine generates nothing meanwhile. An engine that derives parameters from its weights
+        is moved to the newest version first: these are compared with what it derives from its host
+        state.
 
-        ``functional``: the names of modules are returned as well that do not compute with the live
-        parameters. For that the engine makes another model, for which it needs the memory, and both
-        get weights of trial; the live ones are restored then. Done once by itself, by `connect` or
-        before the first update; the next sync mends nothing of it."""
+        Args:
+            functional: Also compare what the modules compute. The engine makes a second model, for
+                which it needs the memory; both get weights of trial, and the live ones are restored
+                then. `connect` or the first update does it once; no sync repairs what it finds.
+
+        Returns:
+            The names of the tensors that differ, which the next sync writes again, and of the
+            modules that do not compute with the live parameters. Empty if all is well.
+
+        Raises:
+            InputError: Nothing was synced yet.
+        """
         with self._lock:
             if self._leader(self._ask("status"))["derives"]:
                 self.sync()
@@ -267,14 +308,25 @@ class EngineHandle(Closing):
         seed: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Generates one completion of the token ids ``prompt``, and returns its record, with the
-        weights of each part: a sync may come between.
+        """Generates one completion, and returns its record.
 
-        ``sampling``: parameters in the engine's terms, but for "max_tokens", which every engine
-        takes. ``seed``: of the request; drawn where it is None and tokens are sampled.
-        ``metadata``: goes into the record. May be called by several threads, but on a ``vllm.LLM``.
-        Raises InputError, EngineUnavailable, and EngineError, also where some tokens come from
-        weights that are no known version: of an engine that another handle, or nobody, has synced.
+        The record has the weights of each part, since a sync may come between. Several threads may
+        call it, except on a ``vllm.LLM``.
+
+        Args:
+            prompt: The prompt's token ids.
+            sampling: Parameters in the engine's terms, and "max_tokens", which every engine takes.
+            seed: The request's seed. Default: a random one if tokens are sampled.
+            metadata: Anything to keep in the record.
+
+        Returns:
+            The record.
+
+        Raises:
+            InputError: More than one completion was asked for, or nothing to complete was given.
+            EngineError: The engine refused, or some tokens come from weights that are no known
+                version: of an engine that another handle, or nobody, has synced. EngineUnavailable
+                if it did not answer.
         """
         wanted = {name: value for name, value in (sampling or {}).items() if value is not None}
         if wanted.pop("n", 1) != 1 or "seed" in wanted or not prompt:
@@ -301,8 +353,8 @@ class EngineHandle(Closing):
         )
 
     def _weights_of(self, found: Generated, before: int | None) -> tuple[Weights, ...]:
-        """Which weights have generated it. An engine that does not tell has had those of ``before``
-        first, and those of now last; it does not tell from which token on."""
+        """Which weights have generated it. An engine that does not report them has had those of
+        ``before`` first, and those of now last; from which token on is unknown."""
         after = self._tagged
         tags: list[tuple[str, int | None]] = [*(found.tags or [(str(before), 0)])]
         if not found.tags and after != before:
@@ -315,18 +367,27 @@ class EngineHandle(Closing):
         if len(weights) < len(tags):
             raise EngineError(
                 f"tokens come from weights with the tag {', '.join(tag for tag, _ in tags)!r}, "
-                "no known version of "
-                f"{self._info.stream!r}",
+                f"no known version of {self._info.stream!r}",
                 hint="Call sync() first. One handle drives an engine, and knows the versions "
                 "that it has made live.",
             )
         return tuple(weights)
 
     def replay(self, rollout: Rollout) -> Replay:
-        """Moves the engine to the exact weights of ``rollout``, generates it again, each part with
-        its own, and compares (docs/replay.md). The engine stays at the last of these weights.
-        Nothing else should be generated meanwhile. Raises what `sync` and `generate` raise; why
-        something cannot be repeated is a `Replay.reason`."""
+        """Generates a rollout again, each part with its exact weights, and compares
+        (docs/replay.md).
+
+        The engine stays at the last of these weights. Generate nothing else meanwhile.
+
+        Args:
+            rollout: The record.
+
+        Returns:
+            What differs. If something cannot be repeated, `Replay.reason` says why.
+
+        Raises:
+            PulseError: What `sync` and `generate` raise.
+        """
         return replay(self, rollout)
 
     def follow(
@@ -336,11 +397,16 @@ class EngineHandle(Closing):
         on_error: Callable[[PulseError], None] | None = None,
         poll_seconds: float = 1.0,
     ) -> None:
-        """Starts a thread that keeps the engine at the newest version, until `close`. Between looks
-        it pauses as `wait_for_version` does, with ``poll_seconds``.
+        """Starts a thread that keeps the engine at the newest version, until `close`.
 
-        ``on_sync`` is called after each step, ``on_error`` with errors; the thread goes on after
-        those that may pass (`PulseError.retryable`), and ends with any other.
+        Args:
+            on_sync: Called after each move.
+            on_error: Called with each error. The thread goes on after retryable errors
+                (`PulseError.retryable`), and ends with any other.
+            poll_seconds: The time between two polls, as of `wait_for_version`.
+
+        Raises:
+            InputError: The handle was closed, or follows already.
         """
         if self._closing.is_set():
             raise InputError("the handle was closed")
@@ -348,10 +414,8 @@ class EngineHandle(Closing):
             raise InputError("the handle follows already")
         if poll_seconds <= 0:
             raise InputError(f"poll_seconds must be more than 0, not {poll_seconds}")
-        arguments = (on_sync, on_error, poll_seconds)
-        self._follower = threading.Thread(
-            target=self._keep_up, args=arguments, name="pulse-follow", daemon=True
-        )
+        keep_up = partial(self._keep_up, on_sync, on_error, poll_seconds)
+        self._follower = threading.Thread(target=keep_up, name="pulse-follow", daemon=True)
         self._follower.start()
 
     def close(self) -> None:
@@ -376,13 +440,10 @@ class EngineHandle(Closing):
         None in an engine that was restarted, until the next sync. Needs no lock: nothing is
         changed."""
         session = self._sessions
-        statuses = self._ask("status")
-        leader = next((status for status in statuses if status.get("leader")), None)
-        return (
-            (session, None, None)
-            if leader is None
-            else (session, leader["version"], leader["root"])
-        )
+        for status in self._ask("status"):
+            if status.get("leader"):
+                return session, status["version"], status["root"]
+        return session, None, None
 
     def _open(self, version: int | None = None) -> None:
         """Starts a session in the engine, unless another handle has one. It stages ``version``
@@ -445,11 +506,11 @@ class EngineHandle(Closing):
         return True
 
     def _stage(self, version: int | None) -> Status:
-        """Lets the engine's workers look at the store, and waits for what they find."""
+        """Lets the engine's workers poll the store, and waits for what they find."""
         return self._staged(self._leader(self._ask("stage", version))["asked"])
 
     def _staged(self, asked: int) -> Status:
-        """Waits until the engine's workers have looked ``asked`` times at the store, and hold what
+        """Waits until the engine's workers have polled the store ``asked`` times, and hold what
         they found."""
         deadline = time.monotonic() + self._timeout
         while True:
@@ -471,7 +532,8 @@ class EngineHandle(Closing):
         with self._pause():
             try:
                 transport.start()
-                self._stale = self._untagged = True  # from here on, whatever becomes of the answers
+                # From here on, whatever becomes of the answers.
+                self._stale = self._untagged = True
                 transport.update(version, self._owner)
             except Exception as error:
                 raise self._reason(error) from error
@@ -481,20 +543,16 @@ class EngineHandle(Closing):
             transport.finish(str(status["version"]))
             self._untagged = False
             self._reset_cache()
-        report = status["report"]
-        pause = time.perf_counter() - started
-        names = ("previous", "root", "metadata", "full", "apply_seconds", "audit_seconds")
-        costs = ("fetch_seconds", "verify_seconds", "fetched_bytes")
         return EngineSync(
             version=status["version"],
-            pause_seconds=pause,
-            **{name: report[name] for name in (*names, *costs)},
+            pause_seconds=time.perf_counter() - started,
+            **{name: status["report"][name] for name in _REPORTED},
         )
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
         """Nothing is generated within. An engine that could not be resumed is by the next sync."""
-        if self._asleep:  # it generates nothing until whoever put it to sleep wakes it up
+        if self._asleep:  # it generates nothing until it is woken up
             yield
             return
         self._paused = True
@@ -556,9 +614,8 @@ class EngineHandle(Closing):
             del self._roots[next(iter(self._roots))]
 
     def _reset_cache(self) -> None:
-        if not self._transport.reset_prefix_cache(False) and not self._transport.reset_prefix_cache(
-            True
-        ):
+        reset = self._transport.reset_prefix_cache
+        if not reset(False) and not reset(True):
             raise EngineError(
                 "the engine did not empty its prefix cache, which was filled by the old weights",
                 hint="The new weights are live. The next sync tries again.",
@@ -576,11 +633,7 @@ class EngineHandle(Closing):
             if any(status.get("failed") for status in statuses):
                 self._stale = self._untagged = False
             return known
-        return (
-            error
-            if isinstance(error, PulseError)
-            else EngineError(f"{type(error).__name__}: {error}")
-        )
+        return as_known(error)
 
     def _ask(self, action: str, version: int | None = None) -> list[Status]:
         statuses = self._transport.pulse(action, self._owner, version)
@@ -608,14 +661,9 @@ class EngineHandle(Closing):
         while not self._closing.is_set():
             try:
                 done = self.sync()
-            except (
-                Exception
-            ) as error:  # of the engine as well: a thread that ends in silence would go unnoticed
-                known = (
-                    error
-                    if isinstance(error, PulseError)
-                    else EngineError(f"{type(error).__name__}: {error}")
-                )
+            # Errors of the engine as well: a thread that ends in silence would go unnoticed.
+            except Exception as error:
+                known = as_known(error)
                 if on_error is not None:
                     on_error(known)
                 if not known.retryable:
@@ -626,6 +674,13 @@ class EngineHandle(Closing):
                 if done is not None and on_sync is not None:
                     on_sync(done)
                 self.wait_for_version(poll_seconds)
+
+
+def as_known(error: Exception) -> PulseError:
+    """``error`` itself, or an EngineError for what else an engine raises."""
+    if isinstance(error, PulseError):
+        return error
+    return EngineError(f"{type(error).__name__}: {error}")
 
 
 def switch_together(handles: Sequence[EngineHandle], version: int) -> list[EngineSync | None]:
@@ -657,7 +712,6 @@ def switch_together(handles: Sequence[EngineHandle], version: int) -> list[Engin
     with ThreadPoolExecutor(max(len(handles), 1)) as pool:
         # 1. Stage everywhere. After a failure, let the engines stage the newest version again.
         staged = [pool.submit(handle._make_ready, version) for handle in handles]
-        wait(staged)
         failures = [error for each in staged if (error := each.exception())]
         if failures:
             for handle in handles:
@@ -666,15 +720,17 @@ def switch_together(handles: Sequence[EngineHandle], version: int) -> list[Engin
             raise failures[0]
 
         # 2. Switch everywhere. After a failure, move those back that have switched.
-        due = [handle for handle, ready in zip(handles, staged, strict=True) if ready.result()]
-        switched = {id(handle): pool.submit(handle._switch, version) for handle in due}
-        wait(switched.values())
-        failures = [error for each in switched.values() if (error := each.exception())]
+        due = [ready.result() for ready in staged]
+        moves = [
+            pool.submit(handle._switch, version) if ready else None
+            for handle, ready in zip(handles, due, strict=True)
+        ]
+        failures = [error for move in moves if move and (error := move.exception())]
         if failures:
-            for handle in due:
-                done = None if switched[id(handle)].exception() else switched[id(handle)].result()
+            for handle, move in zip(handles, moves, strict=True):
+                done = None if move is None or move.exception() else move.result()
                 if done is not None and done.previous is not None:
                     with suppress(PulseError):
                         handle.sync(done.previous)
             raise failures[0]
-        return [switched[id(h)].result() if id(h) in switched else None for h in handles]
+        return [move.result() if move else None for move in moves]

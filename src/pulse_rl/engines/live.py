@@ -1,20 +1,187 @@
-"""The live parameters of one rank as flat bits: gathered from, scattered into, and rolled back."""
+"""The live parameters of one rank: where the elements of checkpoint tensors lie in them, traced
+through the model's own loader; and their bits, gathered, scattered and rolled back.
+
+A loader copies rectangles: a tensor-parallel slice, one part of a fused parameter, a transpose.
+Each is a `Rectangle`, however many elements it has. To learn them, the loader is given empty
+tensors of the checkpoint's names and shapes. Its copies into live parameters are noted as boxes and
+not carried out: nothing is read or written, whatever the size of the model, and the engine may go
+on generating.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+import math
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..frameworks.torch import _INTS
-from ..state import bits
+from ..errors import InputError, StateMismatch, UnsupportedTensor
+from ..frameworks.torch import _INTS, _TORCH
 from ..state.bits import UIntArray
-from .loader_map import Indices, LoaderMap, Rectangle
+from ..state.tensors import State, TensorSpec
 
-_NATIVE_LIMIT = 1 << 32
+Indices = npt.NDArray[np.int64]
+_OTHER_MODEL = (
+    "Is the stream that of this model? Compare `pulse digest --tensors` of both checkpoints. Of "
+    "a model of transformers the trainer publishes checkpoint_weights(model): its state_dict has "
+    "fused experts and more names."
+)
+_CAST = "Let the trainer publish what the engine computes in: publish(state, dtype='BF16')."
+_QUANTIZE = (
+    "Let the trainer publish what the engine has loaded: publish(state, quantize=…), "
+    "docs/quantized.md."
+)
+_ALIASES = {"clone", "_to_copy", "contiguous"}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """``size`` elements that lie ``source`` elements apart in the checkpoint tensor, ``target`` in
+    the parameter."""
+
+    size: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """The elements ``source + sum(c * axis.source)`` of a flattened checkpoint tensor go to the
+    elements ``target + sum(c * axis.target)`` of the memory of ``parameter``, for all ``0 <= c <
+    axis.size``.
+
+    ``axes`` go from the widest step in the source to the narrowest. No two elements share a place.
+    Made by `make`.
+    """
+
+    parameter: str
+    source: int
+    target: int
+    axes: tuple[Axis, ...]
+
+    @classmethod
+    def make(
+        cls,
+        parameter: str,
+        sizes: Sequence[int],
+        source: tuple[int, Sequence[int]],
+        target: tuple[int, Sequence[int]],
+    ) -> Rectangle:
+        """The box of a copy between two views of ``sizes``, of which ``source`` and ``target`` are
+        (offset, strides).
+
+        Raises ValueError where elements of a view share a place.
+        """
+        axes = [
+            Axis(n, s, t) for n, s, t in zip(sizes, source[1], target[1], strict=True) if n != 1
+        ]
+        axes.sort(key=lambda axis: -axis.source)
+        joined: list[Axis] = []
+        for axis in axes:
+            whole = (axis.size * axis.source, axis.size * axis.target)
+            if joined and (joined[-1].source, joined[-1].target) == whole:
+                joined[-1] = Axis(joined[-1].size * axis.size, axis.source, axis.target)
+            else:
+                joined.append(axis)
+        for steps in ([(a.source, a.size) for a in joined], [(a.target, a.size) for a in joined]):
+            reach = 0
+            for step, size in sorted(steps):
+                if step <= reach:
+                    raise ValueError(f"elements of a view of {list(sizes)} share a place")
+                reach += step * (size - 1)
+        return cls(parameter, source[0], target[0], tuple(joined))
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def source_strides(self) -> tuple[int, ...]:
+        return tuple(axis.source for axis in self.axes)
+
+    @property
+    def target_strides(self) -> tuple[int, ...]:
+        return tuple(axis.target for axis in self.axes)
+
+    def locate(self, indices: Indices) -> tuple[npt.NDArray[np.bool_] | slice, Indices]:
+        """Which of ``indices``, ascending flat positions in the checkpoint tensor, lie in the box,
+        and the positions in the parameter's memory to which those go."""
+        first, last = np.searchsorted(indices, [self.source, self.source + _reach(self.axes) + 1])
+        within = slice(int(first), int(last))
+        rest = indices[within] - self.source
+        if len(self.axes) == 1 and self.axes[0].source == 1:
+            return within, rest * self.axes[0].target + self.target
+        targets = np.full(len(rest), self.target, np.int64)
+        inside = np.ones(len(rest), bool)
+        for axis in self.axes:
+            count = rest // axis.source
+            rest = rest - count * axis.source
+            inside &= count < axis.size
+            targets += count * axis.target
+        inside &= rest == 0
+        chosen = np.zeros(len(indices), bool)
+        chosen[within] = inside
+        return chosen, targets[inside]
+
+    def within(self, start: int, stop: int) -> Iterator[Rectangle]:
+        """The parts of the box whose source lies in [``start``, ``stop``)."""
+        if start <= self.source and self.source + _reach(self.axes) < stop:
+            yield self
+            return
+        if not self.axes or start > self.source + _reach(self.axes) or self.source >= stop:
+            return
+        first = self.axes[0]
+        inner = _reach(self.axes[1:])
+        most = first.size
+        low = max(0, -((self.source - start) // first.source))
+        high = min(most, (stop - 1 - inner - self.source) // first.source + 1)
+        if low < high:
+            yield self._part(low, high)
+        touched = range(
+            max(0, -((self.source + inner - start) // first.source)),
+            min(most, (stop - 1 - self.source) // first.source + 1),
+        )
+        for group in touched:
+            if not low <= group < high:
+                yield from self._part(group, group + 1).within(start, stop)
+
+    def _part(self, low: int, high: int) -> Rectangle:
+        first, *inner = self.axes
+        if high - low > 1:
+            inner.insert(0, Axis(high - low, first.source, first.target))
+        source, target = self.source + low * first.source, self.target + low * first.target
+        return Rectangle(self.parameter, source, target, tuple(inner))
+
+
+def _reach(axes: Sequence[Axis]) -> int:
+    return sum(axis.source * (axis.size - 1) for axis in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderMap:
+    """Where the elements of the checkpoint tensors go on this rank.
+
+    ``boxes`` by the tensor's name; ``derived``: such that lead into parameters which the engine
+    then derives others from (`derived`); ``padding``: the constants with which the loader fills
+    elements, by parameter; ``unused``: tensors of which this rank holds nothing.
+    """
+
+    boxes: dict[str, tuple[Rectangle, ...]]
+    derived: dict[str, tuple[Rectangle, ...]]
+    padding: dict[str, frozenset[float]]
+    unused: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +216,8 @@ class LiveWeights:
     def __init__(
         self, model: torch.nn.Module, others: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        self.flat: dict[str, torch.Tensor] = {}
-        self._host: dict[str, UIntArray] = {}
-        for name, tensor in {
-            **(others or {}),
-            **dict(model.named_parameters()),
-            **dict(model.named_buffers()),
-        }.items():
-            if not tensor.numel():
-                continue
-            flat = self.flat[name] = as_flat(tensor)
-            if flat.device.type == "cpu" and len(flat) < _NATIVE_LIMIT:
-                self._host[name] = flat.numpy().view(f"<u{flat.element_size()}")
+        tensors = dict(others or {}) | dict(model.named_parameters()) | dict(model.named_buffers())
+        self.flat = {name: as_flat(tensor) for name, tensor in tensors.items() if tensor.numel()}
 
     def view(self, box: Rectangle) -> torch.Tensor:
         """The live elements of ``box``, as integers, in the order of its axes."""
@@ -68,20 +225,19 @@ class LiveWeights:
 
     def take(self, parameter: str, positions: Indices) -> UIntArray:
         """The bits at ``positions``."""
-        host = self._host.get(parameter)
-        if host is not None:
-            return bits.take(host, positions.astype(np.uint32))
         flat = self.flat[parameter]
-        taken: UIntArray = flat[torch.from_numpy(positions).to(flat.device)].cpu().numpy()
+        if flat.device.type == "cpu":  # four times as fast as by torch
+            taken = flat.numpy()[positions]
+        else:
+            taken = flat[torch.from_numpy(positions).to(flat.device)].cpu().numpy()
         return taken.view(f"<u{taken.itemsize}")
 
     @torch.no_grad()
     def put(self, scatter: Scattered) -> None:
-        host = self._host.get(scatter.parameter)
-        if host is not None:
-            bits.put(host, scatter.positions.astype(np.uint32), scatter.values)
-            return
         flat = self.flat[scatter.parameter]
+        if flat.device.type == "cpu":
+            flat.numpy().view(scatter.values.dtype)[scatter.positions] = scatter.values
+            return
         positions = torch.from_numpy(scatter.positions).to(flat.device)
         flat.index_copy_(0, positions, as_ints(scatter.values).to(flat.device))
 
@@ -104,7 +260,8 @@ class Journal:
         """Writes ``changes``, each after its old bits were taken."""
         for change in changes:
             if isinstance(change, WholeRectangle):
-                self.write(change.box, as_ints(change.values).as_strided(*_source_view(change.box)))
+                box, source = change.box, as_ints(change.values)
+                self.write(box, source.as_strided(box.sizes, box.source_strides, box.source))
                 continue
             old = self._live.take(change.parameter, change.positions)
             self._taken.append(Scattered(change.parameter, change.positions, old))
@@ -122,8 +279,8 @@ class Journal:
 
     @torch.no_grad()
     def keep_all(self) -> None:
-        """Copies all live parameters, to the host: a device has no room for them beside the keys of
-        its requests."""
+        """Copies all live parameters, to the host: a device has no room for them next to the keys
+        of its requests."""
         self._whole = {name: flat.to("cpu", copy=True) for name, flat in self._live.flat.items()}
 
     @torch.no_grad()
@@ -169,5 +326,245 @@ def as_ints(values: UIntArray) -> torch.Tensor:
     return torch.from_numpy(ints if ints.flags.writeable else ints.copy())
 
 
-def _source_view(box: Rectangle) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return box.sizes, box.source_strides, box.source
+def trace_loader(model: torch.nn.Module, state: State, derived: Collection[str] = ()) -> LoaderMap:
+    """The map of ``state``'s names and shapes into the parameters and buffers of ``model``, by its
+    ``load_weights``.
+
+    Raises StateMismatch if the model does not take the tensors or needs others as well, and
+    UnsupportedTensor for parameters that hold something else than elements of the checkpoint
+    (packed, quantized, derived).
+    """
+    tracer = _Tracer(model, state)
+    held = [(tensor, tensor.data) for tensor in tracer.tensors.values()]
+    try:
+        with torch.no_grad(), _in_this_thread(), tracer:
+            model.load_weights(tracer.sources())  # type: ignore[operator]
+    except InputError:
+        raise
+    except Exception as error:  # a loader raises whatever its author chose
+        where = f" at {tracer.last!r}" if tracer.last else ""
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise StateMismatch(
+            f"the engine's model does not take the stream's tensors{where}: {reason}",
+            hint=_OTHER_MODEL,
+        ) from error
+    finally:
+        for tensor, data in held:
+            if tensor.data.data_ptr() != data.data_ptr():
+                tensor.data = data
+    return tracer.result(model, derived)
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """What a loader gives to a pool of threads is done at once: the tracer does not see what other
+    threads copy."""
+    submit, here = ThreadPoolExecutor.submit, threading.get_ident()
+
+    def at_once(
+        pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        if threading.get_ident() != here:
+            return submit(pool, work, *args, **kwargs)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args, **kwargs))
+        except Exception as error:  # the loader's, which asks the future for it
+            future.set_exception(error)
+        return future
+
+    ThreadPoolExecutor.submit = at_once  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+
+
+@dataclass(slots=True)
+class _Written:
+    """What the loader wrote into one piece of memory."""
+
+    boxes: dict[Rectangle, str] = field(default_factory=dict)
+    padding: int = 0
+    constants: set[float] = field(default_factory=set)
+    odd: str = ""
+
+
+class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, model: torch.nn.Module, state: State) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.state = state
+        self.tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+        self.tensors |= dict(model.named_buffers())
+        self.last = ""
+        self._names: dict[int, str] = {}
+        for name, tensor in self.tensors.items():
+            if (place := _place(tensor)) is not None:
+                self._names.setdefault(place, name)
+        self._written: dict[str, _Written] = {}
+        self._sources: dict[int, str] = {}
+        self._given: list[torch.Tensor] = []
+        self._copied: set[str] = set()
+        self._constant: dict[str, float] = {}
+        self._altered: dict[str, str] = {}
+
+    def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors under all of their names, in memory that is reserved and never touched."""
+        for name in self.state.names:
+            spec = self.state.spec(name)
+            tensor = torch.empty(spec.shape, dtype=torch_dtype(spec))
+            self._sources[tensor.untyped_storage().data_ptr()] = spec.name
+            self._given.append(tensor)  # no other one gets its memory
+            self.last = name
+            yield name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operation = func._schema.name.removeprefix("aten::")
+        # 1. An operation that writes (copy_, fill_, zero_ …), by its schema: noted, not carried
+        # out, where it writes into the model or into a tensor that the loader was given. All views
+        # (narrow, view, transpose …) come through here as well, and write nothing; their results
+        # share the storage, by which tensors are recognized.
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[position] if position < len(args) else kwargs.get(argument.name)
+                name = self._name(written)
+                if name is not None:
+                    self._note(name, written, operation, args)
+                    return written
+                if source := self._source(written):
+                    self._alter(source, written, operation, args)
+                    return written
+        # 2. Anything else runs, on memory that is reserved and never touched.
+        result = func(*args, **kwargs)
+        # 3. A copy in the same dtype (loaders call contiguous(), to() and clone()) stands for its
+        # source, so that a later copy_ from it is still known to come from the checkpoint.
+        source = self._source(args[0]) if operation in _ALIASES else None
+        if source is not None and result.dtype == args[0].dtype:
+            self._copied.add(source)
+            return args[0].view(args[0].shape)
+        return result
+
+    def _name(self, tensor: object) -> str | None:
+        place = _place(tensor)
+        return None if place is None else self._names.get(place)
+
+    def _source(self, tensor: object) -> str | None:
+        place = _place(tensor)
+        return None if place is None else self._sources.get(place)
+
+    def _note(self, name: str, target: torch.Tensor, operation: str, args: Any) -> None:
+        written = self._written.setdefault(name, _Written())
+        # 1. Constants: the padding of a vocabulary, say, or a source that the loader has filled.
+        if operation in ("fill_", "zero_"):
+            written.padding += target.numel()
+            written.constants.add(_constant(args))
+            return
+        source = self._source(args[1]) if operation == "copy_" else None
+        if source in self._constant:
+            written.padding += target.numel()
+            written.constants.add(self._constant[source])
+            return
+        # 2. What is computed, not copied: `result` refuses the parameter.
+        odd = ""
+        if source in self._altered:
+            odd = f"{self._altered[source]} changes {source!r} before it is copied"
+        elif source is None:
+            odd = f"{operation} of something else than a checkpoint tensor"
+        if odd or source is None:
+            written.odd = written.odd or odd
+            return
+        # 3. A copy: a strided box of the source goes to one of the parameter. A cast on the way is
+        # refused, since an update writes bits.
+        value = args[1].expand(target.shape)
+        if value.dtype != target.dtype:
+            computes = target.dtype.is_floating_point and target.element_size() > 1
+            raise UnsupportedTensor(
+                f"the stream's {source!r} is {_short(value.dtype)}, the engine's {name!r} "
+                f"{_short(target.dtype)}",
+                hint=_CAST if computes else _QUANTIZE,
+            )
+        taken = (int(value.storage_offset()), value.stride())
+        put = (int(target.storage_offset()), target.stride())
+        try:
+            box = Rectangle.make(name, tuple(target.shape), taken, put)
+        except ValueError as error:
+            written.odd = str(error)
+            return
+        if written.boxes.setdefault(box, source) != source:
+            written.odd = f"{source!r} and {written.boxes[box]!r} go to the same place"
+
+    def _alter(
+        self, source: str, written: torch.Tensor, operation: str, args: Sequence[Any]
+    ) -> None:
+        """Notes that the loader writes into what it was given: all of it becomes a constant, as a
+        bias that only one of several ranks may add, or it is no part of the checkpoint any more. A
+        copy that the loader made of it stands for the tensor itself here, so that it is not known
+        which of the two is written."""
+        whole = written.untyped_storage().nbytes() == written.numel() * written.element_size()
+        if operation in ("fill_", "zero_") and whole and source not in self._copied:
+            self._constant[source] = _constant(args)
+        else:
+            self._altered[source] = operation
+
+    def result(self, model: torch.nn.Module, derived: Collection[str]) -> LoaderMap:
+        plain: dict[str, tuple[Rectangle, ...]] = {}
+        into_derived: dict[str, tuple[Rectangle, ...]] = {}
+        missing = []
+        for name, written in self._written.items():
+            if written.odd:
+                raise UnsupportedTensor(
+                    f"the loader does not copy into the engine's {name!r} but computes it: "
+                    f"{written.odd}",
+                    hint="Packed and quantized parameters cannot follow a stream yet; load the "
+                    "model unquantized.",
+                )
+        for name, parameter in model.named_parameters():
+            stored = self._name(parameter)
+            if stored is None or stored != name:
+                continue
+            written = self._written.get(name, _Written())
+            filled = sum(box.elements for box in written.boxes) + written.padding
+            if filled != parameter.numel():
+                missing.append(f"{name!r} ({filled} of {parameter.numel()} elements)")
+        if missing:
+            raise StateMismatch(
+                f"the stream does not fill {len(missing)} of the engine's parameters: {missing[0]}",
+                hint=_OTHER_MODEL,
+            )
+        for written in self._written.values():
+            for box, source in written.boxes.items():
+                boxes = into_derived if box.parameter in derived else plain
+                boxes[source] = (*boxes.get(source, ()), box)
+        padding = {name: frozenset(w.constants) for name, w in self._written.items() if w.padding}
+        held = plain.keys() | into_derived.keys()
+        unused = tuple(
+            spec.name for spec in self.state.specs if spec.name not in held and spec.elements
+        )
+        return LoaderMap(plain, into_derived, padding, unused)
+
+
+def _constant(args: Sequence[Any]) -> float:
+    """Of the arguments of ``fill_`` or ``zero_``."""
+    return float(args[1]) if len(args) > 1 else 0.0
+
+
+def _place(tensor: object) -> int | None:
+    """Where the memory of ``tensor`` begins; None: it has none."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.numel():
+        return None
+    return tensor.untyped_storage().data_ptr()
+
+
+def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    """torch's dtype of the tensor; raises UnsupportedTensor."""
+    if spec.dtype.name not in _TORCH:
+        raise UnsupportedTensor(
+            f"this version of torch has no dtype for {spec.dtype.name} ({spec.name!r})"
+        )
+    dtype: torch.dtype = _TORCH[spec.dtype.name]
+    return dtype
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -14,17 +14,16 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import PulseError, UnsupportedTensor
 from ..frameworks.torch import _INTS
-from .derived import DerivedLayer, PreQuantLayers
 
 Process = Callable[[Callable[[Any], Any]], None]
 """Processes the copies that the given function returns for live modules."""
@@ -70,6 +69,11 @@ class Group:
     owners: Sequence[Any]
     process: Process
 
+    @property
+    def subjects(self) -> list[Any]:
+        """All that the processing may change."""
+        return [*self.modules.values(), *self.owners]
+
 
 def group_of(
     names: dict[int, str],
@@ -107,9 +111,13 @@ def group_of(
         if at_last is not None:
             at_last(copy_of)
 
-    return Group(
-        names[id(modules[0])], {names[id(module)]: module for module in modules}, owners, process
-    )
+    named = {names[id(module)]: module for module in modules}
+    return Group(names[id(modules[0])], named, owners, process)
+
+
+def with_method(module: nn.Module) -> list[nn.Module]:
+    """``module`` and the method that processes its weights, if that is a module under it."""
+    return [module, *(inner for inner in module.modules() if inner is module.quant_method)]
 
 
 def remember(subjects: Sequence[Any], names: dict[int, str]) -> dict[int, Before]:
@@ -119,7 +127,7 @@ def remember(subjects: Sequence[Any], names: dict[int, str]) -> dict[int, Before
     def kept(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and id(value) in names:
             return _Parameter(names[id(value)])
-        return copy.copy(value) if type(value) in (dict, list, set) else value
+        return _copied(value)
 
     found = {}
     for subject in subjects:
@@ -142,13 +150,17 @@ def remember(subjects: Sequence[Any], names: dict[int, str]) -> dict[int, Before
 
 def tensor_names(model: nn.Module) -> dict[int, str]:
     """The first name of each parameter and buffer, by the tensor's id."""
-    names: dict[int, str] = {}
-    for name, tensor in (
+    tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
-    ):
-        names.setdefault(id(tensor), name)
-    return names
+    ]
+    return {id(tensor): name for name, tensor in reversed(tensors)}
+
+
+def module_names(model: nn.Module) -> dict[int, str]:
+    """The first name of each module, by its id."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    return {id(module): name for name, module in reversed(modules)}
 
 
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,28 +192,20 @@ class ProcessedLayer:
         self._group, self._context = group, context
         self._names = tensor_names(model)
         self._tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        subjects = [*group.modules.values(), *group.owners]
+        self._module_names = {id(module): name for name, module in group.modules.items()}
         self._before = {
-            id(s): before.get(id(s)) or remember([s], self._names)[id(s)] for s in subjects
+            id(s): before.get(id(s)) or remember([s], self._names)[id(s)] for s in group.subjects
         }
         self._swapped: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._forms = self._pre_quant_layers()
         self._paths: dict[str, str] = {}
-        self._live: dict[str, torch.Tensor] = {}
+        self.loaded = self._loaded_forms()
+        self.live: dict[str, torch.Tensor] = {}
         self.plain = self._probe()
         """Whether the module computes with its weights just as they are loaded."""
 
-    @property
-    def loaded(self) -> dict[str, torch.Tensor]:
-        return self._forms
-
-    @property
-    def live(self) -> dict[str, torch.Tensor]:
-        return self._live
-
     def derive(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         pairs = self._processed(
-            {name: like(meta, loaded[name]) for name, meta in self._forms.items()}
+            {name: like(meta, loaded[name]) for name, meta in self.loaded.items()}
         )
         missing = self._paths.keys() - pairs.keys()
         if missing:
@@ -238,10 +242,9 @@ class ProcessedLayer:
         """Learns from random weights which tensors depend on them; whether these are just the
         weights."""
         own = (t for m in self._group.modules.values() for t in m.parameters(recurse=False))
-        device = next(
-            (tensor.device for tensor in (*own, *self._tensors.values())), torch.device("cpu")
-        )
-        probe = {name: _random(meta, device) for name, meta in self._forms.items()}
+        devices = (tensor.device for tensor in (*own, *self._tensors.values()))
+        device = next(devices, torch.device("cpu"))
+        probe = {name: _random(meta, device) for name, meta in self.loaded.items()}
         given = {name: tensor.detach().clone() for name, tensor in probe.items()}
         plain, places = True, set()
         for path, (live, derived) in self._processed(probe).items():
@@ -257,17 +260,17 @@ class ProcessedLayer:
                 and self._in_order(name, live)
                 and _same_bits(given[name], derived)
             )
-            self._paths[path], self._live[key] = key, live
-        for name in self._forms.keys() - self._live.keys():
+            self._paths[path], self.live[key] = key, live
+        for name in self.loaded.keys() - self.live.keys():
             plain = plain and name in self._tensors  # else it was replaced by others
         return plain
 
     def _in_order(self, name: str, live: torch.Tensor) -> bool:
         """Whether what the loader writes into the loaded form has the same places in the live
         parameter."""
-        return (live.is_contiguous() and not live.storage_offset()) or _loads_as(
-            live, self._forms[name]
-        )
+        if live.is_contiguous() and not live.storage_offset():
+            return True
+        return _loads_as(live, self.loaded[name])
 
     def _unloadable(self) -> bool:
         """Whether a parameter is not what its loader expects."""
@@ -283,22 +286,18 @@ class ProcessedLayer:
         live = module._parameters.get(key)
         if live is not None and id(live) in self._names:
             return self._names[id(live)]
-        path = next(path for path, held in self._group.modules.items() if held is module)
+        path = self._module_names[id(module)]
         return f"{path}.{key}" if path else key
 
-    def _pre_quant_layers(self) -> dict[str, torch.Tensor]:
+    def _loaded_forms(self) -> dict[str, torch.Tensor]:
         forms = {}
         for module in self._group.modules.values():
             for key, meta in self._before[id(module)].forms.items():
                 forms[self._parameter_name(module, key)] = meta
         for before in self._before.values():
             for value in before.attributes.values():
-                if (
-                    isinstance(value, _Parameter)
-                    and value.name in self._tensors
-                    and value.name not in forms
-                ):
-                    forms[value.name] = as_meta(self._tensors[value.name])
+                if isinstance(value, _Parameter) and value.name in self._tensors:
+                    forms.setdefault(value.name, as_meta(self._tensors[value.name]))
         return forms
 
     def _name_of(self, live: torch.Tensor) -> str | None:
@@ -306,11 +305,8 @@ class ProcessedLayer:
         if id(live) in self._names:
             return self._names[id(live)]
         for name, tensor in self._tensors.items():
-            if (
-                tensor.numel()
-                and tensor.data_ptr() == live.data_ptr()
-                and _same_layout(tensor, live)
-            ):
+            same_place = tensor.numel() and tensor.data_ptr() == live.data_ptr()
+            if same_place and _same_layout(tensor, live):
                 return name
         return None
 
@@ -319,7 +315,7 @@ class ProcessedLayer:
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """The parameters of the live group and of a copy that has processed ``loaded``, and all
         tensors that the processing made or changed, by path."""
-        subjects = [*self._group.modules.values(), *self._group.owners]
+        subjects = self._group.subjects
         copies: dict[int, Any] = {id(subject): copy.copy(subject) for subject in subjects}
         begun = {id(subject): self._begin(subject, copies, loaded) for subject in subjects}
         try:
@@ -327,22 +323,18 @@ class ProcessedLayer:
                 self._group.process(lambda live: copies.get(id(live), live))
         except PulseError:
             raise
-        except (
-            Exception
-        ) as error:  # an engine's own: what it processes only once, or needs of its surroundings
+        # An engine's own: what it processes only once, or needs of its surroundings.
+        except Exception as error:
             raise UnsupportedTensor(
                 f"the engine's {self._group.name!r} cannot process its weights again: "
                 f"{type(error).__name__}: {error}"
             ) from error
         walk = _Walk()
         for subject in subjects:
-            if isinstance(subject, nn.Module) and subject in self._group.modules.values():
-                path = next(
-                    path for path, module in self._group.modules.items() if module is subject
-                )
-                path = path.removeprefix(self._group.name)
-            else:
-                path = f".{type(subject).__name__}"
+            name = self._module_names.get(id(subject))
+            path = f".{type(subject).__name__}"
+            if name is not None:
+                path = name.removeprefix(self._group.name)
             walk.subject(subject, copies[id(subject)], begun[id(subject)], path)
         if walk.odd:
             raise self._unsupported(walk.odd)
@@ -358,12 +350,10 @@ class ProcessedLayer:
             if isinstance(value, _Parameter):
                 if value.name in loaded:
                     return loaded[value.name]
-                return like(self._tensors[value.name], self._tensors[value.name].detach().clone())
+                value = self._tensors[value.name]
             if isinstance(value, torch.Tensor):
                 return like(value, value.detach().clone())
-            if id(value) in copies:
-                return copies[id(value)]
-            return copy.copy(value) if type(value) in (dict, list, set) else value
+            return copies[id(value)] if id(value) in copies else _copied(value)
 
         now = {key: fresh(value) for key, value in before.attributes.items()}
         if isinstance(subject, nn.Module):
@@ -373,14 +363,8 @@ class ProcessedLayer:
             now["_modules"] = {
                 key: copies.get(id(value), value) for key, value in before.modules.items()
             }
-        shadow = copies[id(subject)]
-        shadow.__dict__ = dict(now)
-        for key in _REGISTERED if isinstance(subject, nn.Module) else ():
-            shadow.__dict__[key] = dict(now[key])
-        now = {
-            key: copy.copy(value) if type(value) in (dict, list, set) else value
-            for key, value in now.items()
-        }
+        # Containers of its own, so that what the processing does to them shows.
+        copies[id(subject)].__dict__ = {key: _copied(value) for key, value in now.items()}
         values = [*now.values(), *now.get("_buffers", {}).values()]
         now[_BITS] = {
             id(value): value.detach().clone()
@@ -398,35 +382,6 @@ class ProcessedLayer:
         )
 
 
-class Layer(DerivedLayer, Protocol):
-    """A `DerivedLayer` that may be ``plain``, and that can be given the loaded form for a while."""
-
-    plain: bool
-
-    def put_loaded(self) -> None: ...
-
-    def put_live(self) -> None: ...
-
-
-def pre_quant_layers(layers: Sequence[Layer]) -> PreQuantLayers:
-    """Those of ``layers`` that are not plain; all of them can be loaded within."""
-    derived = [layer for layer in layers if not layer.plain]
-
-    @contextmanager
-    def within() -> Iterator[None]:
-        given = []
-        try:
-            for layer in layers:
-                given.append(layer)
-                layer.put_loaded()
-            yield
-        finally:
-            for layer in reversed(given):
-                layer.put_live()
-
-    return PreQuantLayers(derived, within)
-
-
 class _Walk:
     """Compares live objects with copies that were processed aside. ``pairs``: (live, copy) of the
     tensors that are not the same object, by path; ``odd``: what else differs."""
@@ -435,36 +390,32 @@ class _Walk:
         self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.odd: list[str] = []
         self._seen: set[tuple[int, int]] = set()
+        self._bits: dict[int, torch.Tensor] = {}
 
     def subject(self, live: Any, made: Any, begun: dict[str, Any], path: str) -> None:
         """Compares what the processing has changed in ``made``, whose attributes were ``begun``."""
         self._seen.add((id(live), id(made)))
+        self._bits = begun[_BITS]
         # Parameters are compared in any case: the update writes them. Of buffers, submodules and
         # plain attributes only what the processing has changed: the rest is shared or was copied.
         if isinstance(live, nn.Module):
             self._dict(live._parameters, made._parameters, path)
             for key in ("_buffers", "_modules"):
-                self._changed(
-                    getattr(live, key), getattr(made, key), begun[key], begun[_BITS], path
-                )
+                self._changed(getattr(live, key), getattr(made, key), begun[key], path)
         own, now = (
             {k: v for k, v in vars(one).items() if k not in _REGISTERED} for one in (live, made)
         )
-        self._changed(own, now, begun, begun[_BITS], path)
+        self._changed(own, now, begun, path)
 
     def _changed(
-        self,
-        live: dict[str, Any],
-        made: dict[str, Any],
-        begun: dict[str, Any],
-        bits: dict[int, Any],
-        path: str,
+        self, live: dict[str, Any], made: dict[str, Any], begun: dict[str, Any], path: str
     ) -> None:
         for key, value in made.items():
             was = begun.get(key, _MISSING)
             # The same object is unchanged, but a tensor may have been written in place.
             if isinstance(value, torch.Tensor) and value is was:
-                if id(value) not in bits or _same_bits(bits[id(value)], value):
+                old = self._bits.get(id(value))
+                if old is None or _same_bits(old, value):
                     continue
             # A container that was made anew and holds the same objects is unchanged, too.
             elif value is was or (type(value) in (dict, list, set) and _same_parts(value, was)):
@@ -530,6 +481,11 @@ class _Walk:
             self.compare(live[key], made[key], label)
 
 
+def _copied(value: Any) -> Any:
+    """A container of its own, with the same objects; anything else as it is."""
+    return copy.copy(value) if type(value) in (dict, list, set) else value
+
+
 def _attributes(value: Any) -> dict[str, Any]:
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
@@ -548,16 +504,16 @@ def _cell(cell: Any) -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, nn.Module) or (hasattr(one, "__dict__") and "__eq__" in _defined(type(one))):
-        return False  # compared part by part: an equality of its own may pass over tensors
+    # Compared part by part: an equality of its own may pass over tensors.
+    if isinstance(one, nn.Module):
+        return False
+    equality: Any = type(one).__eq__
+    if hasattr(one, "__dict__") and equality is not object.__eq__:
+        return False
     try:
         return bool(one == other)
     except Exception:  # whatever an object's own comparison raises: then its parts are compared
         return False
-
-
-def _defined(kind: type) -> set[str]:
-    return {name for base in kind.__mro__[:-1] for name in vars(base)}
 
 
 def _same_parts(one: Any, other: Any) -> bool:
@@ -565,25 +521,19 @@ def _same_parts(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, dict):
         return all(key in other and one[key] is other[key] for key in one)
-    return (
-        one == other
-        if isinstance(one, set)
-        else all(a is b for a, b in zip(one, other, strict=True))
-    )
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _loads_as(live: torch.Tensor, meta: torch.Tensor) -> bool:
     """Whether a loader treats both the same."""
-    if (
-        live.storage_offset()
-        or live.untyped_storage().nbytes() != live.numel() * live.element_size()
-    ):
+    if live.storage_offset():
         return False
-    return (
-        _same_layout(live, meta)
-        and isinstance(live, type(meta))
-        and vars(meta).keys() <= vars(live).keys()
-    )
+    if live.untyped_storage().nbytes() != live.numel() * live.element_size():
+        return False
+    alike = _same_layout(live, meta) and isinstance(live, type(meta))
+    return alike and vars(meta).keys() <= vars(live).keys()
 
 
 def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -598,16 +548,15 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _random(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Finite values whose places can be told apart."""
+    """Finite values that differ from place to place."""
     generator = torch.Generator().manual_seed(meta.numel())
+    size = min(_TILE, max(1, meta.numel()))
     if meta.dtype.is_floating_point:
-        tile = torch.randn(min(_TILE, max(1, meta.numel())), generator=generator).to(meta.dtype)
+        tile = torch.randn(size, generator=generator)
     else:
-        tile = torch.randint(0, 100, (min(_TILE, max(1, meta.numel())),), generator=generator).to(
-            meta.dtype
-        )
+        tile = torch.randint(0, 100, (size,), generator=generator)
+    tile = tile.to(meta.dtype).to(device)
     flat = torch.empty(meta.numel(), dtype=meta.dtype, device=device)
-    tile = tile.to(device)
     for start in range(0, flat.numel(), len(tile)):
         part = flat[start : start + len(tile)]
         part.copy_(tile[: len(part)])

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,7 @@ from ..frameworks.torch import _INTS
 from ..state.bits import UIntArray
 from ..state.digest import LEAF_BYTES, StateDigest, leaf_digests
 from ..state.tensors import State, TensorSpec
-from .live import Journal, LiveWeights, as_ints
-from .loader_map import LoaderMap, Rectangle, torch_dtype
+from .live import Journal, LiveWeights, LoaderMap, Rectangle, as_ints, torch_dtype
 from .node import Node
 
 _WINDOW_BYTES = 64 * LEAF_BYTES
@@ -45,7 +46,7 @@ _CGROUPS = (
 """Where a container's limit of memory is. What it has used counts its cache of files, so that less
 seems free."""
 _SLACK = 1 << 28
-"""What making a model takes beside its weights: one weight twice while it is processed, code,
+"""What a model takes in addition to its weights: one weight twice while it is processed, code,
 outputs."""
 
 
@@ -65,9 +66,9 @@ def differing(
     wrong: set[str] = set()
     failure: Exception | None = None
     for spec, start, stop in _pieces(specs, held):
-        here = torch.from_numpy(window[: (stop - start) * spec.dtype.width]).view(
-            _INTS[spec.dtype.width]
-        )
+        width = spec.dtype.width
+        raw = window[: (stop - start) * width]
+        here = torch.from_numpy(raw).view(_INTS[width])
         parts = [
             part for box in loader_map.boxes.get(spec.name, ()) for part in box.within(start, stop)
         ]
@@ -79,14 +80,11 @@ def differing(
         node.barrier()
         try:
             shared = node.size > 1 or len(parts) > 1
-            if shared and any(
-                not torch.equal(_in_window(here, part, start), live.view(part).cpu())
-                for part in parts
-            ):
+            pairs = ((_in_window(here, part, start), live.view(part).cpu()) for part in parts)
+            if shared and not all(torch.equal(there, own) for there, own in pairs):
                 wrong.add(spec.name)
             if digest is not None and node.leader:
-                first = start * spec.dtype.width // LEAF_BYTES
-                raw = window[: (stop - start) * spec.dtype.width]
+                first = start * width // LEAF_BYTES
                 tasks = [raw[at : at + _TASK_BYTES] for at in range(0, len(raw), _TASK_BYTES)]
                 found = b"".join(ordered_map(leaf_digests, tasks))
                 if found != digest.leaves[spec.name][32 * first :][: len(found)]:
@@ -95,7 +93,7 @@ def differing(
             failure = failure or error
         node.barrier()
     raise_first(node, failure)
-    return sorted({name for names in node.gathered(sorted(wrong)) for name in names})
+    return node.union(wrong)
 
 
 def require_whole(
@@ -104,11 +102,8 @@ def require_whole(
     """Raises UnsupportedTensor where the ``workers`` of a node, given by their boxes, hold a part
     of a tensor only: no digest of it could be computed there."""
     for spec in specs:
-        boxes = {box for boxes in workers for box in boxes.get(spec.name, ())}
-        parts = {
-            (box.source, *((axis.size, axis.source) for axis in box.axes)): box.elements
-            for box in boxes
-        }
+        boxes = [box for boxes in workers for box in boxes.get(spec.name, ())]
+        parts = {(box.source, box.sizes, box.source_strides): box.elements for box in boxes}
         if parts and sum(parts.values()) < spec.elements:
             raise UnsupportedTensor(
                 f"the workers of this node hold only a part of {spec.name!r}",
@@ -124,10 +119,8 @@ def require_scales_taken(specs: tuple[TensorSpec, ...], unused: Sequence[Collect
     used = {spec.name for spec in specs} - left
     modules = {name[: at.start()] for name in used for at in re.finditer(r"\.", name)}
     for name in sorted(left):
-        if (
-            re.search(r"scale(s|_inv|_2)?$|zero_point$", name)
-            and name.rpartition(".")[0] in modules
-        ):
+        is_scale = re.search(r"scale(s|_inv|_2)?$|zero_point$", name)
+        if is_scale and name.rpartition(".")[0] in modules:
             raise UnsupportedTensor(
                 f"the engine does not take the stream's {name!r}",
                 hint="Scales of keys and values become numbers when an engine loads them, and "
@@ -191,10 +184,8 @@ def load_all(
             if state is not None:
                 window[: spec.nbytes] = state.read(name).view(np.uint8)
             node.barrier()
-            yield (
-                name,
-                torch.from_numpy(window[: spec.nbytes]).view(torch_dtype(spec)).reshape(spec.shape),
-            )
+            tensor = torch.from_numpy(window[: spec.nbytes]).view(torch_dtype(spec))
+            yield name, tensor.reshape(spec.shape)
             node.barrier()
 
     supply, failure = tensors(), None
@@ -250,9 +241,8 @@ def shortage(weights: Iterable[torch.Tensor], workers: int) -> str | None:
         tensor.untyped_storage().data_ptr(): (tensor.device, tensor.untyped_storage().nbytes())
         for tensor in weights
     }
-    needed: dict[torch.device, int] = {
-        torch.device("cpu"): 2 * workers * sum(size for _, size in sizes.values())
-    }
+    old_bits = 2 * workers * sum(size for _, size in sizes.values())
+    needed: dict[torch.device, int] = {torch.device("cpu"): old_bits}
     for device, size in sizes.values():
         needed[device] = needed.get(device, 0) + size * (workers if device.type == "cpu" else 1)
     for device, size in needed.items():
@@ -318,27 +308,26 @@ def unlike(
     """The modules of ``live`` whose parameters or outputs are not those of ``other``; and why
     outputs could not be compared, None if they were. ``weights``: which elements of parameters, by
     name, are no padding. Collective."""
+    # 1. The bits of all parameters.
     wrong = _unlike_bits(live, other, weights)
+    # 2. The outputs of all modules that run. Those of the live model twice: what differs from one
+    # call to the next is no proof.
     try:
-        first, again, expected = (_observed(model, run) for model in (live, live, other))
-    except _CannotRun as error:
-        return sorted(set(wrong)), " ".join(
-            f"{type(error.__cause__).__name__}: {error.__cause__}".split()
-        )[:200]
+        first, again, expected = (_outputs(model, run) for model in (live, live, other))
+    except Exception as error:  # a model's own: it may need what only the engine's steps have
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return sorted(set(wrong)), reason
     for name, outputs in first.items():
         steady = _apart(outputs, again.get(name, [])) == 0
         if steady and _apart(outputs, expected.get(name, [])) > _NOISE:
             wrong.append(name)
+    # 3. The innermost modules only: what contains them differs as well.
     innermost = {
         name
         for name in wrong
         if not any(other.startswith(f"{name}.") for other in wrong) or not name
     }
     return sorted(innermost), None
-
-
-class _CannotRun(Exception):
-    """A model does not compute outside of the engine's own steps."""
 
 
 def padded(loader_map: LoaderMap, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -361,78 +350,49 @@ def _unlike_bits(
         found = expected.get(name)
         same = found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
         if same:
-            apart = tensor.detach().view(
-                ints := _INTS[tensor.element_size()]
-            ) != found.detach().view(ints)  # type: ignore[union-attr]
+            ints = _INTS[tensor.element_size()]
+            apart = tensor.detach().view(ints) != found.detach().view(ints)  # type: ignore[union-attr]
             same = not bool((apart & weights[name] if name in weights else apart).any())
         if not same:
             wrong.append(name.rpartition(".")[0])
     return wrong
 
 
-@dataclass(slots=True)
-class _Observed:
-    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
-
-
-def _observed(
+def _outputs(
     model: nn.Module, run: Callable[[nn.Module], torch.Tensor | None]
 ) -> dict[str, list[torch.Tensor]]:
-    with _noise_as_input(model) as observed, torch.no_grad():
-        try:
-            last = run(model)
-        except Exception as error:  # a model's own: it may need what only the engine's steps have
-            raise _CannotRun from error
-    if last is not None:
-        observed.outputs[""] = [last.float().cpu()]
-    return observed.outputs
+    """What each module gives, by its name, and ``run`` in the end. Each module that has weights
+    gets noise in place of its floating-point arguments, the same noise for the same name, so that a
+    difference stays where it arises."""
+    outputs: dict[str, list[torch.Tensor]] = {}
+    calls: Counter[str] = Counter()
 
-
-@contextmanager
-def _noise_as_input(model: nn.Module) -> Iterator[_Observed]:
-    """Within, each module that has weights gets noise in place of its floating-point arguments, the
-    same noise for the same name, so that a difference stays where it arises. Yields the outputs."""
-    observed, handles = _Observed(), []
-    for name, module in model.named_modules():
-        if name and any(True for _ in module.parameters()):
-            handles.append(
-                module.register_forward_pre_hook(_noisy(observed, name), with_kwargs=True)
-            )
-            handles.append(module.register_forward_hook(_noting(observed, name)))
-    try:
-        yield observed
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _noisy(observed: _Observed, name: str) -> Callable[..., Any]:
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = observed.calls[name] = observed.calls.get(name, 0) + 1
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {call}".encode()))
+    def noisy(name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        calls[name] += 1
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {calls[name]}".encode()))
 
         def noise(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 return torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
             return value
 
-        return tuple(noise(value) for value in args), {
-            key: noise(value) for key, value in kwargs.items()
-        }
+        return tuple(map(noise, args)), {key: noise(value) for key, value in kwargs.items()}
 
-    return before
-
-
-def _noting(observed: _Observed, name: str) -> Callable[..., None]:
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def note(name: str, _: nn.Module, args: Any, output: Any) -> None:
         flat = output if isinstance(output, (tuple, list)) else [output]
-        tensors = [
-            value.detach().float().cpu() for value in flat if isinstance(value, torch.Tensor)
-        ]
-        observed.outputs.setdefault(name, []).extend(tensors)
+        tensors = [value.detach().float().cpu() for value in flat if torch.is_tensor(value)]
+        outputs.setdefault(name, []).extend(tensors)
 
-    return after
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in model.named_modules():
+            if name and any(True for _ in module.parameters()):
+                before, after = partial(noisy, name), partial(note, name)
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after))
+        last = run(model)
+    if last is not None:
+        outputs[""] = [last.float().cpu()]
+    return outputs
 
 
 def _apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:

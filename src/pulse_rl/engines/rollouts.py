@@ -1,8 +1,9 @@
-"""Rollout records: what was generated, and by which weights, so that it can be generated again
+"""Rollout records: what was generated, and by which weights; and how it is generated again
 (docs/replay.md).
 
 One JSON object a line. Any engine's output can carry it; `EngineHandle.generate` and
-`pulse_rollout` write it.
+`pulse_rollout` write it. A replay goes back to the weights of a record, and compares token by
+token.
 """
 
 from __future__ import annotations
@@ -11,29 +12,41 @@ import json
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .._util.files import disk_error, open_regular
-from ..errors import InputError
+from ..errors import InputError, StateMismatch
 
-__all__ = ["Rollout", "Weights"]
+if TYPE_CHECKING:
+    from .handle import EngineHandle
+
+__all__ = ["Rollout"]
 
 SCHEMA = 1
 _HEX = frozenset("0123456789abcdef")
 _SHOWN = 80
+_OF_THE_OUTPUT = (
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop",
+    "structured_outputs",
+)
+"""Parameters that look at what was generated so far, or may: a request that begins in the middle
+sees none of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """The weights of one part of a generation: the ``version`` of its stream, and its ``root``.
-    ``start`` is the index of the first token that they generated; None, if the engine has not said
-    from which token on."""
+    ``start`` is the index of the first token that they generated; None, if the engine has not
+    reported it."""
 
     version: int
     root: str
@@ -42,16 +55,24 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One generation. ``stream``: the stream's name. ``weights``: which ones generated it, in their
-    order: the first are those at its start, the last those at its end; one entry where no sync came
-    between.
+    """One generation, and the weights that it came from.
 
-    ``engine`` and ``engine_version``: such as "vllm" and "0.32.0". ``sampling``: the parameters in
-    the engine's terms, what it has not been given left out. ``seed``: that of the request, None
-    without one. ``prompt_sha256``: of the prompt's token ids as little-endian uint32;
-    ``prompt_token_ids``: these, None where they are kept elsewhere. ``token_ids``: what was
-    generated. ``logprobs``: one for each token, as the engine computed it (None: not a number).
-    ``metadata``: anything else, by name. Raises InputError where this is no record.
+    Args:
+        stream: The stream's name.
+        weights: The weights that generated it, in their order: the first are those at its start,
+            the last those at its end. One entry if no sync came between.
+        engine: The engine's name, such as "vllm".
+        engine_version: The engine's version, such as "0.32.0".
+        sampling: The parameters in the engine's terms, without those that it was not given.
+        seed: The request's seed, None without one.
+        prompt_sha256: The digest of the prompt's token ids as little-endian uint32.
+        prompt_token_ids: The prompt's token ids, None if they are kept elsewhere.
+        token_ids: The tokens that were generated.
+        logprobs: One for each token, as the engine computed it. None: not a number.
+        metadata: Anything else, by name.
+
+    Raises:
+        InputError: This is no record.
     """
 
     stream: str
@@ -84,9 +105,7 @@ class Rollout:
         """The record, as one line without its end. Raises InputError for what JSON does not
         have."""
         facts = {name: getattr(self, name) for name in self.__slots__}
-        facts["weights"] = [
-            {"version": w.version, "root": w.root, "start": w.start} for w in self.weights
-        ]
+        facts["weights"] = [asdict(weights) for weights in self.weights]
         facts |= {"sampling": dict(self.sampling), "metadata": dict(self.metadata)}
         try:
             return json.dumps({"rollout": SCHEMA} | facts, allow_nan=False, separators=(",", ":"))
@@ -136,6 +155,91 @@ class Rollout:
                             ) from None
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """How a ``rollout`` came out when it was generated again. ``token_ids`` and ``logprobs`` have
+    one entry for each of its tokens, None where none was generated. ``differing``: the indices at
+    which the token, or any bit of its logprob, is another one. ``reason``: why some could not be
+    generated; empty, if all were. ``engine_version``: of the engine that has done it."""
+
+    rollout: Rollout
+    token_ids: tuple[int | None, ...]
+    logprobs: tuple[float | None, ...]
+    differing: tuple[int, ...]
+    reason: str
+    engine_version: str
+
+    @property
+    def same(self) -> bool:
+        """Whether all tokens and logprobs are the same, to the last bit."""
+        return not self.reason and not self.differing
+
+
+def replay(handle: EngineHandle, rollout: Rollout) -> Replay:
+    """See `EngineHandle.replay`."""
+    count = len(rollout.token_ids)
+    tokens: list[int | None] = [None] * count
+    logprobs: list[float | None] = [None] * count
+    differing: list[int] = []
+    reason, version = _hindrance(rollout, handle.stream), ""
+    ends = [*(weights.start or 0 for weights in rollout.weights[1:]), count]
+    for weights, end in zip(rollout.weights, ends, strict=True):
+        start = weights.start
+        if reason or start is None:
+            break
+        reason = _hindrance_within(rollout) if start else ""
+        if reason or rollout.prompt_token_ids is None:
+            break
+        # 1. The exact weights: what sync has verified is a version's root, which must be the
+        # record's.
+        handle.sync(weights.version)
+        prompt = rollout.prompt_token_ids + rollout.token_ids[:start]
+        sampling = dict(rollout.sampling) | {"max_tokens": end - start}
+        if least := sampling.get("min_tokens"):
+            sampling["min_tokens"] = max(0, least - start)
+        again = handle.generate(prompt, sampling, seed=rollout.seed)
+        if [found.root for found in again.weights] != [weights.root]:
+            raise StateMismatch(
+                f"version {weights.version} of {rollout.stream!r} has the root "
+                f"{again.weights[-1].root[:16]}…, not {weights.root[:16]}…",
+                hint="The record is of another stream of this name, or the engine was synced "
+                "meanwhile.",
+            )
+        # 2. Token by token: one that is missing differs, and so does one more bit of a logprob.
+        version = again.engine_version
+        made = list(zip(again.token_ids, again.logprobs, strict=True))[: end - start]
+        for index, found in enumerate(made, start):
+            tokens[index], logprobs[index] = found
+        for index in range(start, end):
+            expected = (rollout.token_ids[index], rollout.logprobs[index])
+            if (tokens[index], logprobs[index]) != expected:
+                differing.append(index)
+    return Replay(rollout, tuple(tokens), tuple(logprobs), tuple(differing), reason, version)
+
+
+def _hindrance(rollout: Rollout, stream: str) -> str:
+    """Why nothing of it can be generated again; empty, if something can."""
+    if rollout.stream != stream:
+        return f"it is of stream {rollout.stream!r}"
+    if rollout.prompt_token_ids is None:
+        return "the record has no prompt"
+    if any(weights.start is None for weights in rollout.weights):
+        return "the engine has not said which tokens came from which weights"
+    if rollout.seed is None and rollout.sampling.get("temperature", 1.0) != 0:
+        return "it was sampled without a seed"
+    return ""
+
+
+def _hindrance_within(rollout: Rollout) -> str:
+    """Why a part that begins after a sync cannot be generated by a request of its own."""
+    if rollout.sampling.get("temperature", 1.0) != 0:
+        return "a sync came between, and the random numbers after it are not those of a new request"
+    found = next((name for name in _OF_THE_OUTPUT if rollout.sampling.get(name)), None)
+    if found is not None:
+        return f"a sync came between, and {found} looks at the tokens before it"
+    return ""
 
 
 def append(path: str | Path, rollouts: Iterable[Rollout]) -> None:

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
-from ..events import Metadata
 from ..follow.checkpoint import FILE_NAME, INDEX_NAME
 from ..state.digest import StateDigest
 from ..state.tensors import State, TensorSpec
-from ..sync.subscriber import Subscriber
 from .derived import DerivedLayers, PreQuantLayers
-from .live import Change, Journal, LiveWeights, located
-from .loader_map import LoaderMap, trace_loader
-from .node import Node
+from .live import Change, Journal, LiveWeights, LoaderMap, located, trace_loader
+from .node import Node, Prepared, Staged, Staging, Version
 from .proof import (
     Fresh,
     as_tensors,
@@ -40,37 +39,26 @@ from .proof import (
     unlike,
     write_all,
 )
-from .staging import Prepared, Staged, Staging
 from .transport import InitInfo
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 _TAKE_OVER_SECONDS = 60.0
 
 
 @dataclass(slots=True)
 class ProvedMap:
-    """What a worker knows of its model beyond one session: the map for the tensors ``specs``,
+    """What a worker knows of its model beyond one session: the map for the tensors ``held``,
     whether it has been proved by the checkpoint that the model's own loader had read, and whether
     an update, or something else, has ``written`` to it. ``lost``: whether the engine has dropped
     what was in the parameters. ``proof``: how far that by a second model went: "computed", "bits
     only: ...", "left out: ..."; empty before it."""
 
     loader_map: LoaderMap | None = None
-    specs: object = None
+    held: object = None
     proved: bool = False
     written: bool = False
     lost: bool = False
     proof: str = ""
-
-
-class _Version(NamedTuple):
-    """What the live parameters were moved to; the leader alone has more than the number."""
-
-    number: int
-    digest: StateDigest | None = None
-    metadata: Metadata | None = None
-    stream_id: str | None = None
 
 
 class LeaderStep(NamedTuple):
@@ -83,23 +71,15 @@ class LeaderStep(NamedTuple):
     sequence: int = 0
 
 
-@dataclass(slots=True)
-class Live:
-    """``version`` is None while the live parameters are not proved to be one. The leader alone has
-    ``digest``, of that version, and ``stream_id``, of its stream. See `Session.live_version`."""
-
-    version: int | None = None
-    stream_id: str | None = None
-    digest: StateDigest | None = None
-    updates: int = 0
-    report: dict[str, Any] = field(default_factory=dict)
-
-
 class Session:
     """``base``: the path of the checkpoint that the engine was started from, None if unknown;
     ``loaded``: whether it has loaded that, and not dummy weights; ``reloading``: see
     `proof.load_all`; ``forms``: the layers that compute with what they derive from the checkpoint;
-    ``fresh``: how to make another model, for a proof by that."""
+    ``fresh``: how to make another model, for a proof by that.
+
+    ``live`` is None while the live parameters are not proved to be a version; ``report``: on the
+    last update.
+    """
 
     def __init__(
         self,
@@ -109,46 +89,27 @@ class Session:
         known: ProvedMap,
         base: str | None,
         reloading: Callable[[], AbstractContextManager[None]],
-        forms: PreQuantLayers | None = None,
+        forms: PreQuantLayers,
         *,
         loaded: bool = True,
         fresh: Fresh | None = None,
     ) -> None:
         self._fresh = fresh
         self._loaded = loaded
-        self.live = Live()
-        self._forms = forms or PreQuantLayers()
+        self.live: Version | None = None
+        self.report: dict[str, Any] = {}
+        self._updates = 0
+        self._forms = forms
         self._model = model
         self._reloading = reloading
         self._node = node
         self._map = known
-        self._weights = LiveWeights(
-            model, {n: t for layer in self._forms.layers for n, t in layer.live.items()}
-        )
+        derived = {name: t for layer in forms.layers for name, t in layer.live.items()}
+        self._weights = LiveWeights(model, derived)
         self._audit_every = max(1, info.audit_every)
         node.open_folder()
-
-        def make(listener: Any) -> Subscriber:
-            return Subscriber(
-                info.store,
-                stream=info.stream,
-                base=base,
-                cache=info.cache,
-                trusted_keys=info.trusted_keys or None,
-                stream_id=info.stream_id,
-                allow_recreated=info.allow_recreated,
-                on_event=listener,
-            )
-
         try:
-            self.staging = Staging(
-                node,
-                make,
-                base=base,
-                follow=info.follow,
-                lay_out=self._lay_out,
-                version=info.version,
-            )
+            self.staging = Staging(node, info, base, self._lay_out)
         except BaseException:
             node.close_folder()
             raise
@@ -158,16 +119,19 @@ class Session:
     def live_version(self) -> int | None:
         """The version that is live, None while none is proved to be. To the leader, a version of
         another stream of the name, which was recreated since, is none."""
-        subscriber = self.staging.subscriber
-        if subscriber is not None and self.live.stream_id not in (None, subscriber.stream_id):
+        live, subscriber = self.live, self.staging.subscriber
+        if live is None:
             return None
-        return self.live.version
+        if subscriber is not None and live.stream_id not in (None, subscriber.stream_id):
+            return None
+        return live.number
 
     @property
     def live_root(self) -> str | None:
         """The root of the version that is live, on the leader."""
-        digest = self.live.digest
-        return None if digest is None or self.live_version is None else digest.root
+        if self.live is None or self.live.digest is None or self.live_version is None:
+            return None
+        return self.live.digest.root
 
     @property
     def derives(self) -> bool:
@@ -188,7 +152,7 @@ class Session:
 
     def forget(self) -> None:
         """The live parameters are no known version any more."""
-        self.live.version = None
+        self.live = None
         self._derived.forget()
 
     def close(self) -> None:
@@ -201,51 +165,70 @@ class Session:
         """Learns the map, if that has not been done, and derives some of the layers that are
         derived. May return with something `left`. Collective."""
         self._trace_map()
-        if self._map.loader_map is not None:
-            self._derived.advance(self._map.loader_map, self._node.common(self.live_version))
+        self._derived.advance(self._loader_map, self._node.common(self.live_version))
+
+    @property
+    def _loader_map(self) -> LoaderMap:
+        """The map, which was traced."""
+        assert self._map.loader_map is not None
+        return self._map.loader_map
 
     def _trace_map(self) -> None:
         """Once for the tensors of the stream; and proves the map by the checkpoint that the engine
         loaded. Without such a checkpoint the version of the live parameters is unknown, and the
         next update writes all. Raises UnsupportedTensor where the engine computes with something
         else than the checkpoint that it has loaded."""
-        specs = self._node.common(self._node.together(self._held_tensors))
-        if self._map.specs == specs:
+        # 1. The map for the tensors that the leader holds.
+        held = self._node.common(self._node.together(self._held_tensors))
+        if self._map.held == held:
             return
-        loader_map = self._node.together(lambda: self._traced(State(specs[0], {}, specs[1])))
-        require_scales_taken(specs[0], self._node.gathered(loader_map.unused))
+        specs, aliases = held
+        loader_map = self._node.together(lambda: self._traced(State(specs, {}, aliases)))
+        require_scales_taken(specs, self._node.gathered(loader_map.unused))
         if not self._node.alone:
             boxes = self._node.on_node(loader_map.boxes | loader_map.derived)
-            self._node.together(lambda: require_whole(specs[0], boxes))
-        # The first proof: what the engine loaded itself, read back through the map, is its
+            self._node.together(lambda: require_whole(specs, boxes))
+        # 2. The first proof: what the engine loaded itself, read back through the map, is its
         # checkpoint.
         base = self.staging.base_digest
-        comparable = self._node.common(base is not None and _covers(base, specs[0]))
+        comparable = self._node.common(base is not None and _covers(base, specs))
         self._map.loader_map = loader_map
         wrong = self._differing(base, self.staging.base_state) if comparable else []
         if wrong and self._loaded and not self._map.written:
             self._map.loader_map = None
-            raise _not_the_checkpoint(wrong)
-        # The second proof does not go through the map.
-        strange = self._unlike_fresh(State(specs[0], {}, specs[1]))
+            raise UnsupportedTensor(
+                "the engine does not compute with the checkpoint that it was started from: "
+                f"{len(wrong)} tensors differ, {', '.join(wrong[:3])}",
+                hint="Something changes these weights when they are loaded, or has changed them "
+                "since: such an engine cannot follow a stream. If it was started from another "
+                "checkpoint, name that as base.",
+            )
+        # 3. The second proof does not go through the map.
+        strange = self._unlike_fresh(State(specs, {}, aliases))
         if strange:
             self._map.loader_map = None
-            raise _not_what_it_computes(strange)
-        self._map.specs, self._map.proved = specs, comparable and not wrong
+            raise UnsupportedTensor(
+                f"the engine's {', '.join(map(repr, strange[:3]))} do not compute with the "
+                f"weights that an update would write ({len(strange)} modules)",
+                hint="Something keeps copies of these weights, or changes them, outside of what "
+                "the engine does to each module when it is loaded: start it without.",
+            )
+        # 4. What is live: the version that the checkpoint is, if it is one.
+        self._map.held, self._map.proved = held, comparable and not wrong
         if self._map.proved:
-            self.live.version = self._node.shared(self._base_version())
-            self.live.digest, self.live.stream_id = base, self._stream_id()
+            number, subscriber = self._node.shared(self._base_version()), self.staging.subscriber
+            stream_id = subscriber.stream_id if subscriber is not None else None
+            self.live = None if number is None else Version(number, base, stream_id=stream_id)
 
     def _pad(self) -> None:
         """Where all that was in the parameters is lost, or they never had what a loader leaves,
         fills those again of which the loader fills a part with a constant, for the stream to be
         written over it."""
-        loader_map = self._map.loader_map
         dummy = not self._loaded and not self._map.proved
-        if not (self._map.lost or dummy) or loader_map is None:
+        if not self._map.lost and not dummy:
             return
         for name, parameter in self._model.named_parameters():
-            constants = loader_map.padding.get(name, frozenset())
+            constants = self._loader_map.padding.get(name, frozenset())
             if len(constants) > 1:
                 raise UnsupportedTensor(
                     f"the engine has lost its {name!r}, which its loader pads with "
@@ -259,17 +242,17 @@ class Session:
         """The modules that compute something else than those of a fresh model, once both have
         weights of trial for the tensors of ``stream``. The live weights are what they were then.
         Notes the ``proof``. Collective."""
-        loader_map = self._map.loader_map
-        if self._fresh is None or loader_map is None:
+        if self._fresh is None:
             return self._say("left out: this kind of engine makes no second model")
         # What is allocated below is bounded here, before: a process that the kernel kills takes its
         # requests with it.
         short = self._node.together(lambda: shortage(self._weights.flat.values(), self._node.size))
-        short = next((found for found in self._node.gathered(short) if found is not None), None)
+        short = self._node.first(short)
         if short is not None:
             return self._say(f"left out: no memory for a second model ({short})")
         self._node.together(self._pad)
-        fresh, trial = self._fresh, trial_state(stream.specs, stream.aliases)
+        fresh, loader_map = self._fresh, self._loader_map
+        trial = trial_state(stream.specs, stream.aliases)
         other = self._node.together(lambda: fresh.make(as_tensors(trial)))
         journal = Journal(self._weights)
         try:
@@ -278,18 +261,16 @@ class Session:
             write_all(self._node, journal, loader_map, leading)
             self._node.together(lambda: journal.apply(derived))
             weights = padded(loader_map, self._model)
-            wrong, failed = self._node.together(
-                lambda: unlike(self._model, other, fresh.run, weights)
-            )
+            compare = partial(unlike, self._model, other, fresh.run, weights)
+            wrong, failed = self._node.together(compare)
         finally:
             journal.roll_back()
-        failed = next((found for found in self._node.gathered(failed) if found is not None), None)
-        self._say(
-            "computed"
-            if failed is None
-            else f"bits only: the model does not run by itself ({failed})"
-        )
-        return sorted({name for names in self._node.gathered(wrong) for name in names})
+        failed = self._node.first(failed)
+        if failed is None:
+            self._say("computed")
+        else:
+            self._say(f"bits only: the model does not run by itself ({failed})")
+        return self._node.union(wrong)
 
     def _say(self, proof: str) -> list[str]:
         """Notes how far the proof by a second model went, in the log too unless it was whole.
@@ -308,35 +289,32 @@ class Session:
         staging = self.staging
         if staging.subscriber is None:
             return None
-        if staging.held is None:
-            raise staging.state.error or InputError(
+        if staging.held is None or staging.held.digest is None:
+            raise staging.error or InputError(
                 "nothing is staged yet", hint="Wait until the status shows a staged version."
             )
-        return staging.held.specs, staging.held.aliases
+        return staging.held.digest.specs, staging.held.aliases
 
     def _base_version(self) -> int | None:
         """The version of the stream that the engine's checkpoint is, None if it is none of them;
         leader only."""
-        staging = self.staging
-        if staging.base_digest is None or staging.held is None:
+        base, held, prepared = self.staging.base_digest, self.staging.held, self.staging.prepared
+        if base is None or held is None or held.digest is None:
             return None
-        if staging.prepared is not None:
-            return staging.prepared.staged.previous
-        return staging.held.version if staging.held.root == staging.base_digest.root else None
+        if prepared is not None:
+            return prepared.staged.previous
+        return held.number if held.digest.root == base.root else None
 
     def _lay_out(self, staged: Staged) -> list[Change] | None:
         loader_map = self._map.loader_map
         if loader_map is None:
             return None
-        return [
-            change
-            for name, (indices, values) in staged.changes.items()
-            for change in located(loader_map, name, indices, values)
-        ]
+        changes = [located(loader_map, name, *found) for name, found in staged.changes.items()]
+        return [*chain.from_iterable(changes)]
 
     def stage(self, version: int, seconds: float) -> None:
         """Waits until ``version`` is staged, for at most ``seconds``. Collective; raises
-        EngineError after that, or what the look at the store raised."""
+        EngineError after that, or what the poll of the store raised."""
         self._node.together(lambda: self.staging.wait_for(version, seconds))
 
     # -- in the pause
@@ -344,19 +322,16 @@ class Session:
     def update(self, version: int | None) -> None:
         """Moves the live parameters to ``version``, None: what is staged. They are at the version
         before when this raises. Collective."""
-        started = time.perf_counter()
         self._trace_map()
         with self._steady():
-            self._update(version, started)
+            self._update(version)
         self.staging.release()
 
-    @contextmanager
-    def _steady(self) -> Iterator[None]:
+    def _steady(self) -> AbstractContextManager[Any]:
         """Within, the host state does not move, where layers are derived from it."""
-        with self.staging.lock if self._forms.layers else nullcontext():
-            yield
+        return self.staging.lock if self._forms.layers else nullcontext()
 
-    def _update(self, version: int | None, started: float) -> None:
+    def _update(self, version: int | None) -> None:
         # 1. All workers agree on the step, which the leader decides.
         with self.staging.gate:
             step: LeaderStep = self._node.shared(self._node.together(lambda: self._decide(version)))
@@ -369,59 +344,54 @@ class Session:
             return
         # 2. What is derived is made aside; the journal keeps the old bits of all that is written
         # from here on.
-        derived = self._derived_changes(step)
+        derived = self._derived.changes(self._loader_map, step.live, step.version)
         journal = Journal(self._weights)
         self._map.written = True
-        before, self.live.version = self.live.version, None
+        before, self.live = self.live, None
         begun = time.perf_counter()
         try:
             # 3. The write: the staged changes, or the whole host state.
             if prepared is not None:
-                self._scatter(journal, prepared)
-                now = _Version(step.version, prepared.digest, prepared.metadata, prepared.stream_id)
+                now = prepared.target
+                self._node.together(lambda: journal.apply(self._changes_of(prepared)))
             else:
                 now = self._write_all(journal)
             self._node.together(lambda: journal.apply(derived))
             self._node.together(self._weights.synchronize)
             written = time.perf_counter()
             # 4. The audit, of every write of the whole state and of one update in `audit_every`.
-            due = prepared is None or self.live.updates % self._audit_every == 0
+            due = prepared is None or self._updates % self._audit_every == 0
             if due:
                 wrong = self._differing(now.digest, self.staging.host_state)
                 if wrong:
-                    before = (
-                        None  # wrong since an unknown version: the next update writes everything
+                    before = None  # wrong since an unknown version: the next writes everything
+                    raise StateMismatch(
+                        f"{len(wrong)} live tensors are not those of version {now.number}: "
+                        f"{', '.join(wrong[:3])}",
+                        hint="The update was rolled back, and the next one writes all weights. If "
+                        "no one else writes to the engine's weights, please report this.",
                     )
-                    raise _not_equal(now, wrong)
                 self._map.proved = True
         except BaseException:
             journal.roll_back()
-            self.live.version = before
+            self.live = before
             raise
         self._map.lost = self._map.lost and prepared is not None  # not after a whole state
         # 5. The version is live: the subscriber's update is acknowledged, and the report says what
         # it cost.
         self._derived.forget()
-        self.live.version, self.live.digest, self.live.stream_id = (
-            now.number,
-            now.digest,
-            now.stream_id,
-        )
-        self.live.updates += 1
+        self.live = now
+        self._updates += 1
         self.staging.acknowledge(now.number)
-        cost = self.staging.state.cost
-        self.live.report = {
+        self.report = {
             "version": now.number,
             "previous": step.live,
             "root": now.digest.root if now.digest else "",
             "metadata": dict(now.metadata or {}),
             "full": prepared is None,
-            "prepare_seconds": begun - started,
             "apply_seconds": written - begun,
             "audit_seconds": time.perf_counter() - written if due else None,
-            "fetch_seconds": cost.fetch_seconds,
-            "verify_seconds": cost.verify_seconds,
-            "fetched_bytes": cost.fetched_bytes,
+            **asdict(self.staging.cost),
         }
 
     def audit(self) -> list[str]:
@@ -431,10 +401,20 @@ class Session:
         if live is None:
             raise InputError("no version is live yet", hint="Call sync() first.")
         with self._steady():
-            self._require_host_at(live)
-            wrong = self._differing(self.live.digest, self.staging.host_state)
+            # What is derived can be compared with what the host state derives to, and so for the
+            # host's version only.
+            subscriber = self.staging.subscriber
+            host = self._node.common(subscriber.version if subscriber is not None else None)
+            if self._forms.layers and host != live:
+                raise StateMismatch(
+                    f"version {live} is live, and the host holds version {host} already",
+                    hint="Quantized layers are audited against the host state: call sync(), then "
+                    "audit().",
+                )
+            digest = self.live.digest if self.live is not None else None
+            wrong = self._differing(digest, self.staging.host_state)
         if wrong:
-            self.live.version = None
+            self.live = None
         return wrong
 
     def prove(self) -> list[str]:
@@ -442,36 +422,15 @@ class Session:
         InputError where nothing is staged, or the engine cannot make another model."""
         if self._fresh is None:
             raise InputError("this engine cannot be compared with a fresh model")
-        specs = self._node.common(self._node.together(self._held_tensors))
+        specs, aliases = self._node.common(self._node.together(self._held_tensors))
         self._trace_map()
         with self._steady():
-            wrong = self._unlike_fresh(State(specs[0], {}, specs[1]))
+            wrong = self._unlike_fresh(State(specs, {}, aliases))
         if self._map.proof.startswith("left out"):
             raise InputError(
                 f"the engine cannot be compared with a second model, which was {self._map.proof}"
             )
         return wrong
-
-    def _stream_id(self) -> str | None:
-        return self.staging.subscriber.stream_id if self.staging.subscriber is not None else None
-
-    def _derived_changes(self, step: LeaderStep) -> list[Change]:
-        loader_map = self._map.loader_map
-        if not self._forms.layers or loader_map is None:
-            return []
-        return self._derived.changes(loader_map, step.live, step.version)
-
-    def _require_host_at(self, live: int) -> None:
-        """What is derived can be compared with what the host state derives to, and so for the
-        host's version only."""
-        subscriber = self.staging.subscriber
-        host = self._node.common(subscriber.version if subscriber is not None else None)
-        if self._forms.layers and host != live:
-            raise StateMismatch(
-                f"version {live} is live, and the host holds version {host} already",
-                hint="Quantized layers are audited against the host state: call sync(), then "
-                "audit().",
-            )
 
     def _decide(self, version: int | None) -> LeaderStep:
         """What to do, on the leader; nothing on the others."""
@@ -490,12 +449,8 @@ class Session:
             )
         if live is not None and (live == version or live >= newest):
             return LeaderStep("none", live, live)
-        if (
-            staged is not None
-            and staged.previous is not None
-            and live is not None
-            and staged.previous <= live
-        ):
+        previous = staged.previous if staged is not None else None
+        if staged is not None and live is not None and previous is not None and previous <= live:
             return LeaderStep("sparse", staged.version, live, staged.sequence)
         return LeaderStep("full", newest, live)
 
@@ -508,62 +463,42 @@ class Session:
             if prepared is not None and prepared.staged.sequence == step.sequence:
                 return prepared
             if time.monotonic() > deadline:
-                raise self.staging.state.error or StateMismatch(
+                raise self.staging.error or StateMismatch(
                     "a worker did not take over what its node has staged"
                 )
             time.sleep(0.001)
         return None
 
-    def _scatter(self, journal: Journal, prepared: Prepared) -> None:
-        def write() -> None:
-            changes = (
-                prepared.changes if prepared.changes is not None else self._lay_out(prepared.staged)
-            )
-            journal.apply(changes or [])
+    def _changes_of(self, prepared: Prepared) -> list[Change]:
+        if prepared.changes is not None:
+            return prepared.changes
+        return self._lay_out(prepared.staged) or []  # it was staged before the map was known
 
-        self._node.together(write)
-
-    def _write_all(self, journal: Journal) -> _Version:
+    def _write_all(self, journal: Journal) -> Version:
         """Writes the whole host state: through the map if it is proved, or leads into forms that
         layers are derived from; else the model's loader does, and the audit that follows proves the
         map by that."""
-        assert self._map.loader_map is not None
-        with (
-            self.staging.lock
-        ):  # the version is the one that the host holds now, which may have moved on since
-            follower = self.staging.subscriber
-            state = follower.state if follower else None
+        # The version is the one that the host holds now, which may have moved on since.
+        with self.staging.lock:
+            now, state = self.staging.host_version(), self.staging.host_state()
             if self._map.proved or self._forms.layers:
                 self._node.together(self._pad)
-                write_all(self._node, journal, self._map.loader_map, state)
+                write_all(self._node, journal, self._loader_map, state)
             else:
                 load_all(self._node, journal, self._model, self._reloading, state)
-            if follower is None:
-                return _Version(self._node.shared(0))
-            assert follower.version is not None
-            number = self._node.shared(follower.version)
-            return _Version(number, follower.digest, follower.manifest.metadata, follower.stream_id)
+            number = self._node.shared(now.number if now is not None else None)
+            assert number is not None
+            return now or Version(number)
 
     def _differing(
         self, digest: StateDigest | None, state: Callable[[], State | None]
     ) -> list[str]:
         """The tensors that are not those of the version with ``digest``, of which ``state`` is;
         leader only."""
-        loader_map = self._map.loader_map
-        assert loader_map is not None
-        wrong = differing(self._node, self._weights, loader_map, digest)
+        wrong = differing(self._node, self._weights, self._loader_map, digest)
         if self._forms.layers:
-            wrong += self._derived.differing(loader_map, state())
+            wrong += self._derived.differing(self._loader_map, state())
         return wrong
-
-
-def _not_equal(now: _Version, wrong: list[str]) -> StateMismatch:
-    return StateMismatch(
-        f"{len(wrong)} live tensors are not those of version {now.number}: {', '.join(wrong[:3])}",
-        hint="The update was rolled back, and the next one writes all weights. If no one else "
-        "writes to the engine's "
-        "weights, please report this.",
-    )
 
 
 def _covers(base: StateDigest, specs: tuple[TensorSpec, ...]) -> bool:
@@ -571,28 +506,6 @@ def _covers(base: StateDigest, specs: tuple[TensorSpec, ...]) -> bool:
     return {(spec.name, spec.dtype, spec.shape) for spec in specs} <= {
         (s.name, s.dtype, s.shape) for s in base.specs
     }
-
-
-def _not_the_checkpoint(wrong: list[str]) -> UnsupportedTensor:
-    return UnsupportedTensor(
-        f"the engine does not compute with the checkpoint that it was started from: {len(wrong)} "
-        "tensors differ, "
-        f"{', '.join(wrong[:3])}",
-        hint="Something changes these weights when they are loaded, or has changed them since: "
-        "such an engine cannot "
-        "follow a stream. If it was started from another checkpoint, name that as base.",
-    )
-
-
-def _not_what_it_computes(strange: list[str]) -> UnsupportedTensor:
-    return UnsupportedTensor(
-        f"the engine's {', '.join(map(repr, strange[:3]))} do not compute with the weights that "
-        "an update would write "
-        f"({len(strange)} modules)",
-        hint="Something keeps copies of these weights, or changes them, outside of what the "
-        "engine does to each module "
-        "when it is loaded: start it without.",
-    )
 
 
 def local_checkpoint(model: str, revision: str | None) -> str | None:

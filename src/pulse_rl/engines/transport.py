@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, NamedTuple, Protocol, TypedDict
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from .. import errors
 from ..errors import EngineError, EngineUnavailable, InputError, PulseError
@@ -68,7 +68,8 @@ def tags_of(spans: Iterable[Mapping[str, Any]] | None) -> list[tuple[str, int]] 
 
 
 class EngineTransport(Protocol):
-    """An engine's calls. They raise EngineError, or whatever the engine raises."""
+    """An engine's calls, with what they are for an engine that neither pauses nor leaves anything
+    open. They raise EngineError, or whatever the engine raises."""
 
     def init(self, init_info: dict[str, Any]) -> None: ...
 
@@ -78,11 +79,15 @@ class EngineTransport(Protocol):
 
     def recover(self) -> None:
         """Ends what a handle that died has left: an update that it began, a pause."""
-        ...
+        self.resume()
 
-    def pause(self, mode: str) -> None: ...
+    def pause(self, mode: str) -> None:
+        """``mode``: what becomes of the requests in flight."""
+        return
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Ends the pause."""
+        return
 
     def start(self) -> None: ...
 
@@ -92,7 +97,8 @@ class EngineTransport(Protocol):
 
     def tag(self, weight_version: str) -> None:
         """Has later outputs carry this tag, without an update."""
-        ...
+        self.start()
+        self.finish(weight_version)
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         """One completion of the token ids ``prompt``. ``sampling``: as the engine has it, but for
@@ -117,18 +123,15 @@ def raise_reported(field: str, statuses: list[Status]) -> None:
     for status in statuses:
         found = status.get(field)
         if found:
-            raise _class_of(found["kind"])(found["message"], hint=found["hint"])
+            kind = _KINDS.get(found["kind"], PulseError)
+            raise kind(found["message"], hint=found["hint"])
 
 
-def _class_of(kind: str) -> type[PulseError]:
-    for candidate in vars(errors).values():
-        if (
-            isinstance(candidate, type)
-            and issubclass(candidate, PulseError)
-            and vars(candidate).get("kind") == kind
-        ):
-            return candidate
-    return PulseError
+_KINDS = {
+    error.kind: error
+    for error in vars(errors).values()
+    if isinstance(error, type) and issubclass(error, PulseError) and "kind" in vars(error)
+}
 
 
 class Answer(NamedTuple):
@@ -150,13 +153,10 @@ class Answer(NamedTuple):
     def words(self) -> str:
         """What a refusal says, in one line."""
         try:
-            answer = json.loads(self.body)
-            error = (
-                answer.get("error", answer.get("message", answer))
-                if isinstance(answer, dict)
-                else answer
-            )
-            message = error["message"] if isinstance(error, dict) and "message" in error else error
+            message = json.loads(self.body)
+            for key in ("error", "message"):
+                if isinstance(message, dict):
+                    message = message.get(key, message)
         except ValueError:
             message = self.body.decode(errors="replace")
         return " ".join(str(message).split())[:_MAX_WORDS]
@@ -164,9 +164,17 @@ class Answer(NamedTuple):
 
 class Client:
     """``address``: the server's URL, without a path. ``timeout_seconds`` holds for each call.
-    Raises InputError."""
+    ``part``: of pulse in the server, without which it refuses calls with one of the words
+    ``signs``; ``start``: how to start a server, for hints. Raises InputError."""
 
-    def __init__(self, address: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_seconds: float,
+        part: str = "pulse",
+        signs: Collection[str] = (),
+        start: str | None = None,
+    ) -> None:
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InputError(
@@ -174,6 +182,24 @@ class Client:
             )
         self.address = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._timeout = timeout_seconds
+        self._part, self._signs, self._start = part, signs, start
+
+    def call(self, route: str, body: object = None, query: Mapping[str, str] | None = None) -> Any:
+        """What the server answers to `post`, None for nothing. Raises EngineError and
+        EngineUnavailable."""
+        return self.read(route, self.post(f"{route}?{urlencode(query)}" if query else route, body))
+
+    def read(self, route: str, answer: Answer) -> Any:
+        """What ``answer`` to ``route`` says, None for nothing. Raises EngineError for a refusal."""
+        if answer.status in (404, 405):
+            raise EngineError(f"{self.address} has no route /{route}", hint=self._start)
+        if answer.status >= 300 and any(sign in answer.words for sign in self._signs):
+            raise EngineError(
+                f"the server at {self.address} was not started with {self._part}", hint=self._start
+            )
+        if answer.status >= 300:
+            raise EngineError(f"{self.address} refused /{route} ({answer.status}): {answer.words}")
+        return answer.json() if answer.body else None
 
     def post(self, route: str, body: object = None) -> Answer:
         """Sends ``body`` as JSON. Raises EngineUnavailable without an answer."""

@@ -130,7 +130,7 @@ class NumberedUpdates:
 
     async def arrive(self, number: str, require_current: Callable[[], None]) -> None:
         """Follows the stream until its newest version is the update ``number``. ``require_current``
-        is asked before each look. Raises EngineError when it does not come in time, and what
+        is asked before each poll. Raises EngineError when it does not come in time, and what
         `Subscriber.sync` raises."""
         deadline, pause = time.monotonic() + self._timeout, _FIRST_POLL
         while not await asyncio.to_thread(self._holds, number):

@@ -26,8 +26,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9._:/-]*")
 def require_allowed(info: InitInfo) -> None:
     """Raises InputError where a client names a store, a cache or a checkpoint that the operator did
     not allow: another than the addresses in `ALLOWED`, and what lies below them. Where that is not
-    set, any store may be read, and no folder of this machine be written or loaded: whoever reaches
-    the engine may not be its operator."""
+    set, any store may be read, and no folder of this machine be written or loaded: a client that
+    reaches the engine may not be its operator."""
     allowed = os.environ.get(ALLOWED)
     roots = [_place(address) for address in (allowed or "").split()]
     named = {
@@ -118,9 +118,8 @@ class Worker:
             if version is not None and wait_seconds > 0:
                 session.stage(version, wait_seconds)
             session.update(version)
-            self._heard_of_owner = (
-                time.monotonic()
-            )  # its owner waited for it, and could not renew the lease
+            # Its owner waited for it, and could not renew the lease.
+            self._heard_of_owner = time.monotonic()
 
         return self._noting(work)
 
@@ -157,11 +156,11 @@ class Worker:
         """One of the actions "hello", "status", "stage", "prepare", "audit", "prove" and "close".
 
         The answer is the status: "failure" is the error of this call, if it has one; "error" that
-        of the last update, or of the last look at the store. They are part of the answer because
+        of the last update, or of the last poll of the store. They are part of the answer because
         not every transport carries errors.
         """
         actions: dict[str, Callable[[], object]] = {
-            "hello": lambda: _raise(self._refused(owner)),
+            "hello": lambda: self._require_free(owner),
             "status": lambda: None,
             "stage": lambda: self._stage(version),
             "prepare": lambda: self._awake().prepare(),
@@ -194,15 +193,15 @@ class Worker:
                 "engine": list(self._engine),
                 "held": staging.subscriber.version if staging.subscriber is not None else None,
                 "staged": prepared.staged.version if prepared is not None else None,
-                "asked": staging.state.asked,
-                "answered": staging.state.answered,
+                "asked": staging.asked,
+                "answered": staging.answered,
                 "left": session.left,
                 "derives": session.derives,
                 "proof": session.proof,
-                "report": session.live.report,
+                "report": session.report,
             }
             status["failed"] = error is not None
-            error = error or staging.state.error
+            error = error or staging.error
         return status | {"error": described(error) if error is not None else None}
 
     # -- the parts
@@ -211,9 +210,7 @@ class Worker:
         if not info.store or not info.stream:
             raise InputError("init_info needs a store and a stream")
         require_allowed(info)
-        refusal = self.node.common(self._refused(info.owner))  # not each by its own clock
-        if refusal is not None:
-            raise refusal
+        self.node.together(lambda: self._require_free(info.owner))  # not each by its own clock
         self._require_awake()
         self.close()
         self._error = None
@@ -236,17 +233,17 @@ class Worker:
         if WEIGHTS in self._asleep:
             raise asleep()
 
-    def _refused(self, owner: str) -> ConcurrentUse | None:
-        """Why ``owner`` may not take the engine: each call of its owner renews a lease."""
+    def _require_free(self, owner: str) -> None:
+        """Raises ConcurrentUse unless ``owner`` may take the engine: each call of its owner renews
+        a lease."""
         if self._info is None or self._info.owner == owner:
-            return None
-        if time.monotonic() - self._heard_of_owner >= LEASE_SECONDS:
-            return None
-        return ConcurrentUse(
-            f"another handle drives this engine along {self._info.stream!r}",
-            hint=f"Close the other handle; one that died is forgotten after {LEASE_SECONDS:.0f} "
-            "seconds.",
-        )
+            return
+        if time.monotonic() - self._heard_of_owner < LEASE_SECONDS:
+            raise ConcurrentUse(
+                f"another handle drives this engine along {self._info.stream!r}",
+                hint="Close the other handle; one that died is forgotten after "
+                f"{LEASE_SECONDS:.0f} seconds.",
+            )
 
     def _hear(self, owner: str) -> None:
         """Raises ConcurrentUse unless ``owner`` drives the engine."""
@@ -279,8 +276,3 @@ def described(error: PulseError) -> dict[str, Any]:
         "hint": error.hint,
         "retryable": error.retryable,
     }
-
-
-def _raise(error: PulseError | None) -> None:
-    if error is not None:
-        raise error

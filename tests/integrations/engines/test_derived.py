@@ -4,7 +4,6 @@ quantized layers."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class QuantizedModel(Model):
     """Of "fused" there are int8 values and scales once it is loaded."""
 
+    plain = False
+
     def __init__(self) -> None:
         super().__init__()
         self.derived_as: Any = quantized
@@ -45,17 +46,15 @@ class QuantizedModel(Model):
             self.scale = torch.nn.Parameter(scale, requires_grad=False)
 
     def forms(self) -> PreQuantLayers:
-        return PreQuantLayers([self], self.within)
+        return PreQuantLayers([self])
 
-    @contextmanager
-    def within(self) -> Iterator[None]:
-        live = dict(self._parameters)
+    def put_loaded(self) -> None:
+        self.held = dict(self._parameters)
         del self._parameters["scale"]
         self.fused = torch.nn.Parameter(torch.empty(8, 6, dtype=torch.bfloat16))
-        try:
-            yield
-        finally:
-            self._parameters.update(live)
+
+    def put_live(self) -> None:
+        self._parameters.update(self.held)
 
     @property
     def loaded(self) -> Tensors:
@@ -100,7 +99,7 @@ def test_updates_write_what_is_derived(
             if early and number > 1:  # the first update is audited, which derives all
                 patched.setattr(derived, "_changes", None)
             session.update(None)
-        report = session.live.report
+        report = session.report
         assert (report["version"], report["previous"], report["full"]) == (
             number,
             number - 1,
@@ -133,7 +132,7 @@ def test_a_flipped_bit_of_a_derived_parameter_is_found_and_repaired(world: World
     world.step()
     stage(session)
     session.update(None)
-    assert session.live.report["full"]
+    assert session.report["full"]
     assert world.live()
 
 
@@ -167,7 +166,7 @@ def test_a_failure_while_deriving_leaves_the_version_before(world: World) -> Non
     with pytest.raises(PulseError, match="the device is lost"):
         session.update(None)
     assert all(torch.equal(a, b) for a, b in zip(before, world.model.parameters(), strict=True))
-    assert session.live.version == 1
+    assert session.live_version == 1
     world.model.derived_as = quantized
     session.update(None)
     assert world.live()
@@ -182,9 +181,9 @@ def test_the_host_state_is_held_while_layers_are_derived(world: World) -> None:
     prepared(session)
     world.step()
     session.staging._wake.set()
-    assert session.staging._look(None) is False
+    assert session.staging._poll(None) is False
     session.update(None)
-    assert session.live.version == 1
+    assert session.live_version == 1
     stage(session)
     session.update(None)
     assert world.live()

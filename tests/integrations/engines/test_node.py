@@ -104,8 +104,7 @@ def test_memory_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert (
+    message = f"no room for 1048576 bytes in {tmp_path.parent}: No space left on device"
+    with pytest.raises(PulseError, match=message):
         nodes._reserve(tmp_path / "window", 1 << 20)
-        == f"no room for 1048576 bytes in {tmp_path.parent}: No space left on device"
-    )
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,6 @@ from pulse_rl.engines.derived import PreQuantLayers
 from pulse_rl.engines.processed import (
     Group,
     ProcessedLayer,
-    pre_quant_layers,
     remember,
     tensor_names,
 )
@@ -121,7 +120,7 @@ class Processed(Model):
         return ProcessedLayer(self, Group("", {"": self}, [self.method], process), self.before)
 
     def forms(self) -> PreQuantLayers:
-        return pre_quant_layers([self.layer()])
+        return PreQuantLayers([self.layer()])
 
     def reachable(self) -> dict[str, torch.Tensor]:
         """All that it computes with."""
@@ -170,10 +169,10 @@ def test_what_is_processed_is_processed_again(make: Callable[[Any], World], work
     for version in range(1, 5):
         world.step()
         if version == 3:
-            session.live.version = None  # so that everything is written
+            session.live = None  # so that everything is written
         stage(session)
         session.update(None)
-        assert session.live.version == version
+        assert session.live_version == version
         fresh: Any = world.make()
         fresh.load_weights(world.tensors.items())
         live: Any = world.model

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pulse_rl import MemoryStore, Publisher, State, Subscriber
-from pulse_rl.engines import staging as staged
-from pulse_rl.engines.staging import Staged, newest, publish_staged
+from pulse_rl.engines import node as staged
+from pulse_rl.engines.node import Staged, newest, publish_staged
 
 
 def test_a_staged_update_survives_the_file(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import State
-from pulse_rl.engines.live import Journal, LiveWeights, located
-from pulse_rl.engines.loader_map import LoaderMap, Rectangle, trace_loader
+from pulse_rl.engines.live import Journal, LiveWeights, LoaderMap, Rectangle, located, trace_loader
 from pulse_rl.engines.proof import require_whole
 from pulse_rl.errors import StateMismatch, UnsupportedTensor
 

@@ -110,10 +110,10 @@ class World:
 
 def stage(session: Session, version: int | None = None) -> None:
     session.staging.ask(version)
-    asked = session.staging.state.asked
+    asked = session.staging.asked
     deadline = time.monotonic() + 30
-    while session.staging.state.answered < asked:
+    while session.staging.answered < asked:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    if session.staging.state.error is not None:
-        raise session.staging.state.error
+    if session.staging.error is not None:
+        raise session.staging.error

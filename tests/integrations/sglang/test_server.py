@@ -15,7 +15,7 @@ from pulse_rl.engines.live import LiveWeights
 from pulse_rl.engines.sglang import EngineHandle, connect, is_sglang
 from pulse_rl.engines.sglang.plugin import (
     begin_weight_update,
-    load_weights,
+    load_weights_from_distributed,
     outcome,
     postprocess_weights,
     update,
@@ -215,7 +215,7 @@ def test_one_handle_drives_a_server(served: Served) -> None:
 
 def test_a_server_that_lacks_a_part_says_so_and_goes_on(served: Served) -> None:
     served.server.plugged = False
-    with pytest.raises(EngineError, match="without the plugin pulse") as refusal:
+    with pytest.raises(EngineError, match="not started with the plugin pulse") as refusal:
         served.connect()
     assert "--custom-weight-loader pulse_rl.engines.sglang.load" in refusal.value.hint
     served.server.plugged = True
@@ -255,7 +255,7 @@ def test_what_is_made_of_weights_is_made_of_new_ones(served: Served, noted: bool
         undone: list[Any] = []
         begin_weight_update(undone.append, served.server)
         assert not undone
-        load_weights(lambda updater: None, served.server)
+        load_weights_from_distributed(lambda updater: None, served.server)
         assert undone == [served.server], "somebody else loads what a checkpoint has"
 
 

@@ -16,8 +16,8 @@ from typing import Any, Unpack
 from ...errors import EngineError
 from ..handle import EngineHandle, InFlight, switch_together
 from ..transport import (
-    Answer,
     Client,
+    EngineTransport,
     Generated,
     InitInfo,
     Status,
@@ -26,13 +26,15 @@ from ..transport import (
     tags_of,
 )
 
-__all__ = ["EngineHandle", "connect", "load", "switch_together"]
+__all__ = ["EngineHandle", "connect", "switch_together"]
 
 LOADER = "pulse_rl.engines.sglang.load"
 """The ``load_format`` of an update, and the value of ``--custom-weight-loader``."""
 ACTION = "pulse"
 """The action of ``/weights_checker`` that the plugin answers."""
-_START = f"Install pulse-rl next to SGLang, and start it with --custom-weight-loader {LOADER}."
+_START = (
+    f"Install pulse-rl next to SGLang 0.5.23, and start it with --custom-weight-loader {LOADER}."
+)
 _NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=2)).decode()
 _MODES = {"keep": "retract", "abort": "abort"}
 
@@ -62,27 +64,42 @@ def connect(
     timeout_seconds: float = 600.0,
     **subscriber: Unpack[SubscriberOptions],
 ) -> EngineHandle:
-    """A handle on an SGLang server that was started with ``--custom-weight-loader
-    pulse_rl.engines.sglang.load``.
+    """Follows a stream with a live SGLang server, and returns the handle that moves it.
 
-    ``url``: the server's. ``in_flight``: what becomes of requests in flight: they are kept, and go
-    on with the new weights from the start of their prompt; aborted; or waited for, in which case
-    new ones wait. ``store``, ``stream``, ``base``, ``follow``, ``audit_every``, ``timeout_seconds``
-    and the keywords of `pulse_rl.Subscriber` are those of `pulse_rl.engines.vllm.connect`.
+    The server was started with ``--custom-weight-loader pulse_rl.engines.sglang.load``. If the
+    stream has a version already, the server stages it and proves that it computes with what an
+    update writes (docs/sglang.md); else the first sync begins with that.
 
-    Raises InputError, EngineError, EngineUnavailable, ConcurrentUse while another handle drives the
-    server, and UnsupportedTensor for an engine that does not compute with the checkpoint that it
-    was started from.
+    Args:
+        url: The server's URL.
+        store: The address of the store, which the server's own processes open.
+        stream: The name of the stream.
+        base: The checkpoint that the server was started from. Default: its own model path.
+        follow: Fetch and verify new versions while the server generates, without being asked.
+        in_flight: What becomes of requests in flight. "keep": they start over from their prompt
+            with the new weights. "abort": they end. "wait": they are waited for, and new ones wait.
+        audit_every: Updates from one audit to the next. The first update is always audited.
+        timeout_seconds: The limit of each wait.
+        subscriber: ``trusted_keys``, ``stream_id``, ``allow_recreated`` and ``cache``, as for
+            `pulse_rl.Subscriber`, used on the server's machine.
+
+    Raises:
+        InputError: An argument is not usable.
+        EngineError: The server refused a call; EngineUnavailable if it did not answer.
+        ConcurrentUse: Another handle drives the server.
+        UnsupportedTensor: The server does not compute with the checkpoint that it was started from.
     """
     info = InitInfo(store, stream, base, follow, audit_every, **subscriber)
     return EngineHandle._on(Server(url, timeout_seconds), info, in_flight, timeout_seconds)
 
 
-class Server:
+class Server(EngineTransport):
     """``address`` and ``timeout_seconds``: as of `Client`."""
 
     def __init__(self, address: str, timeout_seconds: float) -> None:
-        self._client = Client(address, timeout_seconds)
+        signs = (f"action='{ACTION}'",)
+        self._client = Client(address, timeout_seconds, "the plugin pulse", signs, _START)
+        self._call = self._client.call
         self._owner = ""
         self._workers = 1
         self._live: int | None = None
@@ -98,7 +115,7 @@ class Server:
 
     def recover(self) -> None:
         with suppress(EngineError):
-            self._post("end_weight_update", {})
+            self._call("end_weight_update", {})
         self._paused = True
         self.resume()
 
@@ -108,16 +125,16 @@ class Server:
 
     def resume(self) -> None:
         if self._paused:
-            self._post("continue_generation", {"torch_empty_cache": False})
+            self._call("continue_generation", {"torch_empty_cache": False})
             self._paused = False
 
     def start(self) -> None:
         body = {"selector": "target"}
         try:
-            self._post("begin_weight_update", body)
+            self._call("begin_weight_update", body)
         except EngineError:  # left open by a handle that died
-            self._post("end_weight_update", {})
-            self._post("begin_weight_update", body)
+            self._call("end_weight_update", {})
+            self._call("begin_weight_update", body)
 
     def update(self, version: int | None, owner: str) -> None:
         body = {
@@ -128,37 +145,33 @@ class Server:
         }
         self._flushed, before = False, self._live
         try:
-            self._post("update_weights_from_tensor", body)
+            self._call("update_weights_from_tensor", body)
             self._flushed = True
         except EngineError:
             failed = any(status.get("failed") for status in self.pulse("status", self._owner))
             if failed or self._live == before:
                 with suppress(EngineError):
-                    self._post("end_weight_update", {})
+                    self._call("end_weight_update", {})
                 raise
             # The weights are written, and SGLang refused to flush its cache: see
             # `reset_prefix_cache`.
 
     def finish(self, weight_version: str) -> None:
-        self._post("end_weight_update", {})
+        self._call("end_weight_update", {})
         self.tag(weight_version)
 
     def tag(self, weight_version: str) -> None:
-        self._post(
-            "update_weight_version", {"new_version": weight_version, "abort_all_requests": False}
-        )
+        body = {"new_version": weight_version, "abort_all_requests": False}
+        self._call("update_weight_version", body)
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
         params = {names.get(name, name): value for name, value in sampling.items()}
-        answer = self._post(
-            "generate", {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
-        )
-        meta = answer["meta_info"]
-        tokens = [(token, logprob) for logprob, token, *_ in meta["output_token_logprobs"]]
-        return Generated(
-            [t for t, _ in tokens], [x for _, x in tokens], tags_of(meta.get("weight_versions"))
-        )
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        meta = self._call("generate", body)["meta_info"]
+        found = meta["output_token_logprobs"]
+        tokens, logprobs = [token for _, token, *_ in found], [logprob for logprob, *_ in found]
+        return Generated(tokens, logprobs, tags_of(meta.get("weight_versions")))
 
     def reset_prefix_cache(self, running: bool) -> bool:
         if self._flushed and not running:
@@ -170,12 +183,11 @@ class Server:
 
     def _pause(self, mode: str) -> None:
         self._paused = True
-        self._post("pause_generation", {"mode": mode})
+        self._call("pause_generation", {"mode": mode})
 
     def _control(self, asked: dict[str, Any]) -> list[Status]:
-        answer = self._post(
-            "weights_checker", {"action": ACTION, "skip_tensor_list": [json.dumps(asked)]}
-        )
+        body = {"action": ACTION, "skip_tensor_list": [json.dumps(asked)]}
+        answer = self._call("weights_checker", body)
         try:
             statuses: list[Status] = json.loads(answer["message"])
         except (ValueError, KeyError, TypeError):
@@ -186,12 +198,6 @@ class Server:
         self._live = next((status["version"] for status in statuses if status.get("leader")), None)
         return statuses
 
-    def _post(self, route: str, body: object) -> Any:
-        answer = self._client.post(route, body)
-        if answer.status >= 300:
-            raise _refused(self._client.address, route, answer)
-        return answer.json()
-
 
 def is_sglang(address: str, timeout_seconds: float) -> bool:
     """Whether an SGLang server answers at ``address``. Raises EngineUnavailable without an
@@ -201,13 +207,3 @@ def is_sglang(address: str, timeout_seconds: float) -> bool:
         return answer.status == 200 and "weight_version" in json.loads(answer.body)
     except ValueError:
         return False
-
-
-def _refused(address: str, route: str, answer: Answer) -> EngineError:
-    if answer.status in (404, 405):
-        return EngineError(f"{address} has no route /{route}", hint="Use SGLang 0.5.23. " + _START)
-    if f"action='{ACTION}'" in answer.words:
-        return EngineError(
-            f"the server at {address} was started without the plugin pulse", hint=_START
-        )
-    return EngineError(f"{address} refused /{route} ({answer.status}): {answer.words}")

@@ -11,12 +11,14 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ...errors import EngineError, InputError, PulseError, UnsupportedTensor
+from ..derived import PreQuantLayers
 from ..node import Node
 from ..processed import (
     HOOK,
@@ -24,9 +26,10 @@ from ..processed import (
     Group,
     ProcessedLayer,
     group_of,
-    pre_quant_layers,
+    module_names,
     remember,
     tensor_names,
+    with_method,
 )
 from ..session import ProvedMap, Session, local_checkpoint
 from ..transport import WEIGHTS, InitInfo, Status
@@ -46,18 +49,19 @@ def register() -> None:
     """Called by SGLang once in each of its processes, before its hooks are applied."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(f"{_MANAGER}.check_weights", check_weights, HookType.AROUND)
-    HookRegistry.register(f"{_MANAGER}.release_memory_occupation", release_memory, HookType.AROUND)
-    HookRegistry.register(f"{_MANAGER}.resume_memory_occupation", resume_memory, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.begin_weight_update", begin_weight_update, HookType.AROUND)
-    HookRegistry.register(
-        f"{_UPDATER}.update_weights_from_tensor", update_weights_from_tensor, HookType.AROUND
-    )
-    HookRegistry.register(
-        f"{_UPDATER}.load_weights_from_distributed", load_weights, HookType.AROUND
-    )
-    HookRegistry.register(f"{_UPDATER}.end_weight_update", end_weight_update, HookType.AROUND)
-    HookRegistry.register(f"{_LOADER}.postprocess_weights", postprocess_weights, HookType.AROUND)
+    hooked = {
+        _MANAGER: (check_weights, release_memory_occupation, resume_memory_occupation),
+        _UPDATER: (
+            begin_weight_update,
+            update_weights_from_tensor,
+            load_weights_from_distributed,
+            end_weight_update,
+        ),
+        _LOADER: (postprocess_weights,),
+    }
+    for owner, hooks in hooked.items():
+        for hook in hooks:  # each has the name of the method that it surrounds
+            HookRegistry.register(f"{owner}.{hook.__name__}", hook, HookType.AROUND)
 
 
 def postprocess_weights(
@@ -65,9 +69,7 @@ def postprocess_weights(
 ) -> Any:
     """Notes the state of the modules before their weights are processed for the first time."""
     if model not in _before:
-        subjects = [
-            part for group in _groups(model) for part in (*group.modules.values(), *group.owners)
-        ]
+        subjects = [subject for group in _groups(model) for subject in group.subjects]
         _before[model] = remember(subjects, tensor_names(model))
     return original(model, *args, **kwargs)
 
@@ -91,7 +93,9 @@ def end_weight_update(original: Callable[..., None], updater: Any, **kwargs: Any
         followed.undo = None
 
 
-def load_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+def load_weights_from_distributed(
+    original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Somebody else's update."""
     followed = _models.get(updater.get_model())
     if followed is not None and followed.undo is not None:
@@ -112,12 +116,11 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         statuses = answer(manager.tp_worker.model_runner, asked)
         return CheckWeightsReqOutput(success=True, message=json.dumps(statuses))
     except Exception as error:  # whatever is raised here ends the server
-        return CheckWeightsReqOutput(
-            success=False, message=f"pulse: {type(error).__name__}: {error}"
-        )
+        message = f"pulse: {type(error).__name__}: {error}"
+        return CheckWeightsReqOutput(success=False, message=message)
 
 
-def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+def release_memory_occupation(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Notes what is taken away: weights come back with what they had only under some of SGLang's
     options."""
     parts = request.tags or _PARTS
@@ -125,7 +128,7 @@ def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> 
     return original(manager, request)
 
 
-def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+def resume_memory_occupation(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     result = original(manager, request)
     _followed(manager.tp_worker.model_runner).worker.wake_up(request.tags or None)
     return result
@@ -137,7 +140,7 @@ def update_weights_from_tensor(
     """(whether the weights were updated, a message): with what `load` made of it. Leaves other
     updates to SGLang."""
     if LOADER not in (kwargs.get("load_format"), *args[1:]):
-        answer: tuple[bool, str] = load_weights(original, updater, *args, **kwargs)
+        answer: tuple[bool, str] = load_weights_from_distributed(original, updater, *args, **kwargs)
         return answer
     if LOADER not in updater.custom_weight_loaders:  # SGLang would end
         return False, f"start the server with --custom-weight-loader {LOADER}"
@@ -161,16 +164,12 @@ class _Followed:
 def _followed(runner: Any) -> _Followed:
     followed = _models.get(runner.model)
     if followed is None:
-        followed = _models[runner.model] = _Followed(_worker(runner))
+        import sglang
+
+        open_session = partial(_open_session, runner)
+        worker = Worker(open_session, _workers, ("sglang", sglang.__version__))
+        followed = _models[runner.model] = _Followed(worker)
     return followed
-
-
-def _worker(runner: Any) -> Worker:
-    import sglang
-
-    return Worker(
-        lambda *parts: _open_session(runner, *parts), _workers, ("sglang", sglang.__version__)
-    )
 
 
 def answer(runner: Any, asked: dict[str, Any]) -> list[Status]:
@@ -221,7 +220,7 @@ def _open_session(runner: Any, info: InitInfo, node: Node, known: ProvedMap) -> 
     _require_own_weights(model)
     base = info.base or local_checkpoint(config.model_path, config.revision)
     loaded = runner.server_args.load_format != "dummy"
-    forms = pre_quant_layers(node.together(lambda: _processed_layers(model, config.dtype)))
+    forms = PreQuantLayers(node.together(lambda: _processed_layers(model, config.dtype)))
     return Session(model, info, node, known, base, nullcontext, forms, loaded=loaded)
 
 
@@ -241,13 +240,10 @@ def _processed_layers(model: torch.nn.Module, dtype: torch.dtype) -> list[Proces
 
 def _groups(model: torch.nn.Module) -> Iterator[Group]:
     """The modules whose method processes their weights."""
-    names = {
-        id(module): name
-        for name, module in reversed(list(model.named_modules(remove_duplicate=False)))
-    }
+    names = module_names(model)
     for module in model.modules():
-        if _processes(method := getattr(module, "quant_method", None)):
-            yield group_of(names, [module, *(m for m in module.modules() if m is method)], [module])
+        if _processes(getattr(module, "quant_method", None)):
+            yield group_of(names, with_method(module), [module])
 
 
 def _processes(method: object) -> bool:
@@ -293,9 +289,8 @@ def _require_own_weights(model: torch.nn.Module) -> None:
                 f"the engine computes {name!r} with matrices that it derived from its weights",
                 hint="Multi-head latent attention cannot follow a stream yet.",
             )
-        if getattr(layer, "use_intel_amx_backend", False) and not _processes(
-            getattr(layer, "quant_method", None)
-        ):
+        packed = getattr(layer, "use_intel_amx_backend", False)
+        if packed and not _processes(getattr(layer, "quant_method", None)):
             raise UnsupportedTensor(
                 f"the engine computes {name!r} with a packed copy of its weight",
                 hint="SGLang packs weights for AMX on CPUs; such a server cannot follow a stream.",

@@ -13,13 +13,11 @@ import os
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Unpack
-from urllib.parse import urlencode
 
 from ...errors import EngineError, EngineUnavailable, InputError
 from ..handle import EngineHandle, InFlight, switch_together
 from ..rollouts import plain
 from ..transport import (
-    Answer,
     Client,
     EngineTransport,
     Generated,
@@ -49,31 +47,40 @@ def connect(
     timeout_seconds: float = 600.0,
     **subscriber: Unpack[SubscriberOptions],
 ) -> EngineHandle:
-    """A handle on a live engine that was started with the weight-transfer backend ``pulse``.
+    """Follows a stream with a live vLLM, and returns the handle that moves it.
 
-    ``engine``: a ``vllm.LLM``, an ``AsyncLLM`` (from another thread than its event loop's), or the
-    URL of a server. ``store`` (an address), ``stream`` and the other keywords ``trusted_keys``,
-    ``stream_id``, ``allow_recreated`` and ``cache`` are those of `pulse_rl.Subscriber`, and are
-    used on the engine's machine. ``base``: the checkpoint that the engine was started from, where
-    its own path does not say so. ``follow``: whether the engine fetches and verifies new versions
-    while it generates, without being asked. ``in_flight``: what becomes of requests in flight: they
-    are kept, and go on with the new weights from the start of their prompt; aborted; or waited for.
-    ``audit_every``: updates from one audit to the next; the first update is always audited.
-    ``timeout_seconds``: for each wait.
+    The engine was started with the weight-transfer backend ``pulse``. If the stream has a version
+    already, the engine stages it and proves that it computes with what an update writes
+    (docs/vllm.md); else the first sync begins with that.
 
-    Where the stream has a version already, the engine stages it and proves that it computes with
-    what an update writes (docs/vllm.md); else the first sync begins with that.
+    Args:
+        engine: A ``vllm.LLM``, an ``AsyncLLM`` (called from another thread than its event loop's),
+            or the URL of a server.
+        store: The address of the store, which the engine's own processes open.
+        stream: The name of the stream.
+        base: The checkpoint that the engine was started from. Default: its own model path.
+        follow: Fetch and verify new versions while the engine generates, without being asked.
+        in_flight: What becomes of requests in flight. "keep": they start over from their prompt
+            with the new weights. "abort": they end. "wait": they are waited for.
+        audit_every: Updates from one audit to the next. The first update is always audited.
+        timeout_seconds: The limit of each wait.
+        subscriber: ``trusted_keys``, ``stream_id``, ``allow_recreated`` and ``cache``, as for
+            `pulse_rl.Subscriber`, used on the engine's machine.
 
-    Raises InputError, EngineError, EngineUnavailable, ConcurrentUse while another handle drives the
-    engine, and UnsupportedTensor, which names tensors or modules, for one that computes with
-    something else. That engine follows nothing, and its weights are what they were.
+    Raises:
+        InputError: An argument is not usable.
+        EngineError: The engine refused a call; EngineUnavailable if it did not answer.
+        ConcurrentUse: Another handle drives the engine.
+        UnsupportedTensor: The engine computes with something else than an update writes, in the
+            tensors or modules that are named. It follows nothing, and its weights are what they
+            were.
     """
     transport = transport_to(engine, timeout_seconds)
     info = InitInfo(store, stream, base, follow, audit_every, **subscriber)
     return EngineHandle._on(transport, info, in_flight, timeout_seconds)
 
 
-class Offline:
+class Offline(EngineTransport):
     """A `vllm.LLM`, which generates only while it is called: there is nothing to pause."""
 
     def __init__(self, engine: Any) -> None:
@@ -91,35 +98,19 @@ class Offline:
         answers: list[Status] = self._call("collective_rpc", "pulse", args=(action, owner, version))
         return answers
 
-    def recover(self) -> None:
-        self.resume()
-
-    def pause(self, mode: str) -> None:
-        pass
-
-    def resume(self) -> None:
-        pass
-
     def start(self) -> None:
         self._call("start_weight_update")
 
     def update(self, version: int | None, owner: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        self._call(
-            "update_weights",
-            WeightTransferUpdateRequest(update_info={"version": version, "owner": owner}),
-        )
+        request = WeightTransferUpdateRequest(update_info={"version": version, "owner": owner})
+        self._call("update_weights", request)
 
     def finish(self, weight_version: str) -> None:
-        tagged = inspect.signature(
-            self._engine.finish_weight_update
-        ).parameters  # not in vLLM 0.26 and 0.27
+        # No tag in vLLM 0.26 and 0.27.
+        tagged = inspect.signature(self._engine.finish_weight_update).parameters
         self._call("finish_weight_update", *((weight_version,) if tagged else ()))
-
-    def tag(self, weight_version: str) -> None:
-        self.start()
-        self.finish(weight_version)
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         prompts = [{"prompt_token_ids": prompt}]
@@ -141,7 +132,7 @@ class Async(Offline):
         if handler is None:
             raise InputError(
                 "the AsyncLLM has no event loop yet",
-                hint="Make it inside of the running loop that it shall use.",
+                hint="Make it inside of the running loop that it is to use.",
             )
         self._timeout = timeout_seconds
         self._loop: asyncio.AbstractEventLoop = handler.get_loop()
@@ -174,9 +165,8 @@ class Async(Offline):
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         async def last() -> Any:
-            outputs = self._engine.generate(
-                {"prompt_token_ids": prompt}, _sampling(sampling), uuid.uuid4().hex
-            )
+            asked = ({"prompt_token_ids": prompt}, _sampling(sampling), uuid.uuid4().hex)
+            outputs = self._engine.generate(*asked)
             return [output async for output in outputs][-1]
 
         return _generated(self._wait(last))
@@ -192,13 +182,11 @@ def _generated(output: Any) -> Generated:
     """Of the one completion that a RequestOutput has."""
     found = output.outputs[0]
     tokens = list(found.token_ids)
-    logprobs = [
-        plain(step[token].logprob) for step, token in zip(found.logprobs, tokens, strict=True)
-    ]
+    steps = zip(found.logprobs, tokens, strict=True)
+    logprobs = [plain(step[token].logprob) for step, token in steps]
     spans = getattr(found, "weight_versions", None)  # older ones have none
-    return Generated(
-        tokens, logprobs, None if spans is None else [(span.version, span.start) for span in spans]
-    )
+    tags = None if spans is None else [(span.version, span.start) for span in spans]
+    return Generated(tokens, logprobs, tags)
 
 
 def require() -> Any:
@@ -215,12 +203,10 @@ def require() -> Any:
 
 def start(checkpoint: str) -> Any:
     """A `vllm.LLM` within this process, which answers one request at a time."""
-    options = {
-        "weight_transfer_config": {"backend": "pulse"},
-        "enforce_eager": True,
-        "max_num_seqs": 1,
-    }
-    return require().LLM(checkpoint, **options)
+    transfer = {"backend": "pulse"}
+    return require().LLM(
+        checkpoint, weight_transfer_config=transfer, enforce_eager=True, max_num_seqs=1
+    )
 
 
 COMPLETED = {"n": 1, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -255,80 +241,55 @@ def transport_to(engine: Any, timeout_seconds: float) -> EngineTransport:
     )
 
 
-class Server:
+class Server(EngineTransport):
     """``address`` and ``timeout_seconds``: as of `Client`."""
 
     def __init__(self, address: str, timeout_seconds: float) -> None:
-        self._client = Client(address, timeout_seconds)
+        signs = ("no attribute 'pulse'", "not configured")
+        self._client = Client(address, timeout_seconds, "the backend pulse", signs, _ROUTES)
+        self._call = self._client.call
         self._model = ""
 
     def init(self, init_info: dict[str, Any]) -> None:
-        self._post("init_weight_transfer_engine", {"init_info": init_info})
+        self._call("init_weight_transfer_engine", {"init_info": init_info})
 
     def pulse(self, action: str, owner: str, version: int | None = None) -> list[Status]:
         body = {"method": "pulse", "args": [action, owner, version]}
-        answers: list[Status] = self._post("collective_rpc", body)["results"]
+        answers: list[Status] = self._call("collective_rpc", body)["results"]
         return answers
 
-    def recover(self) -> None:
-        self.resume()
-
     def pause(self, mode: str) -> None:
-        self._post("pause", query={"mode": mode, "clear_cache": "true"})
+        self._call("pause", query={"mode": mode, "clear_cache": "true"})
 
     def resume(self) -> None:
-        self._post("resume")
+        self._call("resume")
 
     def start(self) -> None:
-        self._post("start_weight_update")
+        self._call("start_weight_update")
 
     def update(self, version: int | None, owner: str) -> None:
-        self._post("update_weights", {"update_info": {"version": version, "owner": owner}})
+        self._call("update_weights", {"update_info": {"version": version, "owner": owner}})
 
     def finish(self, weight_version: str) -> None:
-        self._post("finish_weight_update", {"weight_version": weight_version})
-
-    def tag(self, weight_version: str) -> None:
-        self.start()
-        self.finish(weight_version)
+        self._call("finish_weight_update", {"weight_version": weight_version})
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         body = {"token_ids": prompt, "sampling_params": sampling | {"logprobs": 0}}
         answer = self._client.post("inference/v1/generate", body)
         if answer.status in (403, 404):  # without --enable-scale-out, or too old
             return self._completed(prompt, sampling)
-        choice = self._read("inference/v1/generate", answer)["choices"][0]
+        choice = self._client.read("inference/v1/generate", answer)["choices"][0]
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         return Generated(choice["token_ids"], logprobs, tags_of(choice.get("weight_versions")))
 
     def _completed(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         """By the route that every server has, which does not tell the weights."""
-        self._model = (
-            self._model or self._read("v1/models", self._client.get("v1/models"))["data"][0]["id"]
-        )
+        if not self._model:
+            models = self._client.read("v1/models", self._client.get("v1/models"))
+            self._model = models["data"][0]["id"]
         wanted = {"model": self._model, "prompt": [prompt], **sampling, **COMPLETED}
-        return completions(self._post("v1/completions", wanted))[0]
+        return completions(self._call("v1/completions", wanted))[0]
 
     def reset_prefix_cache(self, running: bool) -> bool:
         query = {"reset_running_requests": str(running).lower(), "reset_external": "true"}
-        return bool((self._post("reset_prefix_cache", query=query) or {}).get("success", True))
-
-    def _post(self, route: str, body: object = None, query: dict[str, str] | None = None) -> Any:
-        return self._read(
-            route, self._client.post(route + (f"?{urlencode(query)}" if query else ""), body)
-        )
-
-    def _read(self, route: str, answer: Answer) -> Any:
-        if answer.status >= 300:
-            raise _refused(self._client.address, route, answer)
-        return answer.json() if answer.body else None
-
-
-def _refused(address: str, route: str, answer: Answer) -> EngineError:
-    if answer.status in (404, 405):
-        return EngineError(f"{address} has no route /{route}", hint=_ROUTES)
-    if "no attribute 'pulse'" in answer.words or "not configured" in answer.words:
-        return EngineError(
-            f"the engine at {address} was not started with the backend pulse", hint=_ROUTES
-        )
-    return EngineError(f"{address} refused /{route} ({answer.status}): {answer.words}")
+        return bool((self._call("reset_prefix_cache", query=query) or {}).get("success", True))

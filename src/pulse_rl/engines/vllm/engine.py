@@ -28,18 +28,18 @@ from vllm.v1.worker.worker_base import WorkerBase
 from ...errors import PulseError
 from ..derived import PreQuantLayers
 from ..node import Node
-from ..processed import pre_quant_layers
 from ..proof import Fresh
 from ..session import ProvedMap, Session, local_checkpoint
 from ..transport import WEIGHTS, InitInfo
 from ..worker import Worker
 from .plugin import (
+    processed_layers,
+    quantized_layers,
     require_caches_that_empty,
     require_fixed_places,
     require_known,
     require_plain_weights,
 )
-from .processing import processed_layers, quantized_layers
 
 require_known(WeightTransferEngine, vllm.__version__)
 _TOKENS = 16
@@ -87,9 +87,8 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PulseUpdateInfo) -> None:
-        self._raise_on_the_last(
-            self.worker.update(update_info.version, update_info.owner, update_info.wait_seconds)
-        )
+        asked = (update_info.version, update_info.owner, update_info.wait_seconds)
+        self._raise_on_the_last(self.worker.update(*asked))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: `update_weights` returns when the device has the bits."""
@@ -118,7 +117,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[PulseInitInfo, PulseUpdateI
         quantized = quantized_layers(self.model, self.model_config.quantization, self._as_at_load)
         known = [layer.module for layer in quantized]
         processed = processed_layers(self.model, self.model_config.dtype, self._as_at_load, known)
-        return pre_quant_layers([*quantized, *processed])
+        return PreQuantLayers([*quantized, *processed])
 
     @contextmanager
     def _as_at_load(self) -> Iterator[None]:

@@ -69,9 +69,8 @@ class PulseTrainerInitInfo(TrainerInitInfo):
         checked_number("timeout_seconds", self.timeout_seconds)
 
 
-class PulseTrainerEngine(
-    TrainerWeightTransferEngine
-):  # without its arguments, of which vLLM 0.26 has two
+# Without the base's arguments, of which vLLM 0.26 has two.
+class PulseTrainerEngine(TrainerWeightTransferEngine):
     """Publishes the weights of a ``source`` as the next version, and has the engines behind a
     ``client`` go to it.
 
@@ -89,9 +88,9 @@ class PulseTrainerEngine(
         self.published: Published | None = None
         self._dtype = torch_dtype(init_info.dtype)
         self._seconds = init_info.timeout_seconds
-        store = (
-            init_info.store if "://" in init_info.store else str(Path(init_info.store).absolute())
-        )
+        store = init_info.store
+        if "://" not in store:
+            store = str(Path(store).absolute())
         settings = dict(init_info.publisher)
         session = {
             "trusted_keys": keys_of(settings.get("signer"), settings.get("trusted_keys")),
@@ -102,9 +101,9 @@ class PulseTrainerEngine(
             self._session = InitInfo(store, init_info.stream, **session)
         except TypeError as error:
             raise InputError(f"engine: {error}") from None
-        self._publisher = (
-            Publisher(store, stream=init_info.stream, **settings) if self.is_sender else None
-        )
+        self._publisher: Publisher | None = None
+        if self.is_sender:
+            self._publisher = Publisher(store, stream=init_info.stream, **settings)
 
     @classmethod
     def trainer_init(
