@@ -239,7 +239,10 @@ class Subscribers(Closing, NotCopyable):
                 last = time.monotonic()
             finally:
                 del update
-                self._come_back(followed)
+                if followed.ended or self._closed.is_set():
+                    followed.subscriber.close()
+                else:
+                    self._schedule.put(followed)
 
     def close(self) -> None:
         """Stops following, within five seconds: a request that takes longer ends by itself, and
@@ -302,13 +305,6 @@ class Subscribers(Closing, NotCopyable):
             self._ready.put((followed, update))
         else:
             self._schedule.put(followed, jittered(self._poll) if wait is None else wait)
-
-    def _come_back(self, followed: _Followed) -> None:
-        """The owner of an update is done with it."""
-        if followed.ended or self._closed.is_set():
-            followed.subscriber.close()
-            return
-        self._schedule.put(followed)
 
     def _find(self, stream: str) -> _Followed:
         try:

@@ -80,17 +80,6 @@ def _verify(
         listed = set(versions)
         folds = [link for link in where.links() if link.base in listed]
     chain = HostState(threads=threads, listener=on_event)
-
-    def reached_by(link: Link) -> HostState:
-        """A host state at the link's version: ``chain`` itself where it can be led on."""
-        host = chain
-        if link.base is None or link.base != chain.version:
-            host = HostState(threads=threads, listener=on_event)
-        if link.base is not None:
-            catch_up(host, where, link.base)
-        follow_link(host, where, link)
-        return host
-
     checked: dict[str, str] = {}
 
     def report(version: int) -> VersionReport:
@@ -112,8 +101,14 @@ def _verify(
         else:
             problems += _check_folds(where, folded)
         for link in named:
+            # The state that goes from version to version, where it is at the link's base.
+            host = chain
+            if link.base is None or link.base != chain.version:
+                host = HostState(threads=threads, listener=on_event)
             try:
-                host = reached_by(link)
+                if link.base is not None:
+                    catch_up(host, where, link.base)
+                follow_link(host, where, link)
             except StoreUnavailable:
                 raise
             except PulseError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 from ..errors import NotFound, StoreError
@@ -75,7 +75,9 @@ class CachedStore(BoundedStore):
                 self._checked.discard(name)
                 return False
             if name not in self._checked:
-                if self._hash(name) != digest:
+                with path.open("rb") as file:
+                    found = file_digest(file, "sha256").hexdigest()
+                if found != digest:
                     self._drop(name)
                     return False
                 self._checked.add(name)
@@ -147,12 +149,6 @@ class CachedStore(BoundedStore):
                 return
             self._drop(info.name)
             total -= info.nbytes
-
-    def _hash(self, name: str) -> str:
-        running, size = sha256(), self._kept.head(name).nbytes
-        for at in range(0, size, _CHUNK_BYTES):
-            running.update(self._kept.get(name, at, min(at + _CHUNK_BYTES, size)))
-        return running.hexdigest()
 
     def _drop(self, name: str) -> None:
         self._checked.discard(name)

@@ -297,13 +297,9 @@ class _Connection:
     def __init__(self, connection: HTTPConnection) -> None:
         self._connection = connection
         self._socket: _DeadlineSocket | None = None
-        self._answered = False
-        self.idle_since = 0.0
-
-    @property
-    def reused(self) -> bool:
+        self.reused = False
         """Whether the server has answered on it before."""
-        return self._answered
+        self.idle_since = 0.0
 
     def ask(self, method: str, path: str, headers: dict[str, str], seconds: float) -> HTTPResponse:
         if self._socket is None:
@@ -314,7 +310,7 @@ class _Connection:
         self._connection.request(method, path, None, {"Accept-Encoding": "identity", **headers})
         answer = self._connection.getresponse()
         self._socket.expect(answer.length or 0)
-        self._answered = True
+        self.reused = True
         return answer
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ class ObjectStore:
                 first = {**options, **_FIRST_LIMITS, "client_options": limits}
                 self._store = obstore.store.from_url(place, **first)
         except (ob.BaseError, ValueError, TypeError) as error:
-            raise _explained(error, self._failure("open", "")) from error
+            raise self._explained(error, "open", "") from error
 
     def __repr__(self) -> str:
         return f"ObjectStore({self._address!r})"
@@ -175,21 +175,17 @@ class ObjectStore:
             self._store = self._lasting
             raise AlreadyExists(f"{self._address}: {name} already exists") from None
         except (ob.BaseError, OSError) as error:
-            found = _explained(error, self._failure(call, name))
+            found = self._explained(error, call, name)
             if isinstance(found, NotFound):
                 self._store = self._lasting
                 raise found from None
             raise found from error
         self._store = self._lasting
 
-    def _failure(self, call: str, name: str) -> _Failure:
-        return _Failure(
-            self._address,
-            self._scheme,
-            self._bucket,
-            self._endpoint or "the default endpoint",
-            call,
-            name,
+    def _explained(self, error: BaseException, call: str, name: str) -> PulseError:
+        endpoint = self._endpoint or "the default endpoint"
+        return _explained(
+            error, _Failure(self._address, self._scheme, self._bucket, endpoint, call, name)
         )
 
 
