@@ -129,16 +129,17 @@ class Session:
         node.open_folder()
 
         def make(listener: Any) -> Subscriber:
-            return Subscriber(
+            subscriber = Subscriber(
                 info.store,
                 stream=info.stream,
                 base=base,
                 cache=info.cache,
                 trusted_keys=info.trusted_keys or None,
                 stream_id=info.stream_id,
-                allow_recreated=info.allow_recreated,
                 on_event=listener,
             )
+            subscriber.allow_recreated = info.allow_recreated
+            return subscriber
 
         try:
             self.staging = Staging(

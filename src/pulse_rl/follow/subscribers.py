@@ -117,11 +117,11 @@ class Subscribers(Closing, NotCopyable):
     ) -> None:
         self._poll = checked_number("poll_seconds", poll_seconds, minimum=0.01, maximum=1e6)
         self._patience = checked_number("patience_seconds", patience_seconds)
+        self._allow_recreated = allow_recreated
         self._stores = open_stores(store)
         self._options: dict[str, Any] = {
             "cache": cache if cache is None else checked_path(cache),
             "trusted_keys": trusted_keys,
-            "allow_recreated": allow_recreated,
             "threads": 1,
             "on_event": one_at_a_time(checked_listener(on_event)),
         }
@@ -166,6 +166,7 @@ class Subscribers(Closing, NotCopyable):
             **self._options,
         )
         subscriber.patience_seconds = self._patience
+        subscriber.allow_recreated = self._allow_recreated
         backoff = Backoff(2 * self._poll, max(_MAX_BACKOFF, self._poll))
         followed = _Followed(stream, subscriber, backoff)
         self._followed[stream] = followed
