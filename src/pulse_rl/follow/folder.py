@@ -196,16 +196,12 @@ def check_folder(folder: Path, names: Iterable[str], *, force: bool) -> None:
         for entry in sorted(folder.iterdir()):
             if is_shown(entry):
                 continue
-            if entry.name == INDEX_NAME and entry.name not in names:
-                raise InputError(
-                    f"{folder} holds a sharded checkpoint", hint="Give a separate folder."
-                )
-            if entry.suffix == ".safetensors" and entry.name not in names:
+            if entry.name in names:
+                check_file(entry, force=force)
+            elif entry.name == INDEX_NAME or entry.suffix == ".safetensors":
                 raise InputError(
                     f"{folder} holds other weights, {entry.name}", hint="Give a separate folder."
                 )
-            if entry.name in names:
-                check_file(entry, force=force)
     except OSError as error:
         raise InputError(
             f"cannot write {str(folder)[:200]}: {error.strerror}", hint="Check the path."
@@ -216,12 +212,9 @@ def check_file(file: Path, *, force: bool, mark: bytes = CHECKPOINT_MARK) -> Non
     """Raises InputError unless ``file``, which is there, may be replaced: a regular file with
     ``mark`` near its beginning, or, with ``force``, any. Raises OSError."""
     mode = file.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise InputError(f"{str(file)[:200]} is a folder", hint="Give the path of a file.")
     if not stat.S_ISREG(mode):
-        raise InputError(
-            f"{str(file)[:200]} is not a regular file", hint="Give the path of a file."
-        )
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise InputError(f"{str(file)[:200]} is {kind}", hint="Give the path of a file.")
     if force:
         return
     with file.open("rb") as opened:

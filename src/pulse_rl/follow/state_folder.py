@@ -103,12 +103,14 @@ class StateFolder:
         self._name = name
         self._lock: _Handle | None = None
         self._files: dict[str, _Mapped] = {}
-        self._kept: Kept | None = None
+        self.kept: Kept | None = None
+        """What the record says, as it was when the folder was taken or last changed; None where
+        nothing is kept."""
         self._held: set[str] = set()
         """The files that are not deleted with their memory: what is kept, and what is
         unfinished."""
-        self._unfinished = ""
-        """The file of a state that was not restored to its end, the last one."""
+        self.unfinished = ""
+        """The file of a state that was not restored to its end, here or in a process before."""
         self.open()
 
     def open(self) -> None:
@@ -152,10 +154,10 @@ class StateFolder:
             os.ftruncate(lock.number, 0)
             os.pwrite(lock.number, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock
-        self._kept = self._read_record()
+        self.kept = self._read_record()
         self._held.clear()
-        if self._kept:
-            self._held.add(self._kept.file)
+        if self.kept:
+            self._held.add(self.kept.file)
         self._tidy()
 
     def close(self) -> None:
@@ -170,12 +172,6 @@ class StateFolder:
             lock.close()
 
     # -- memory
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is a state that was not restored to its end, here or in a process
-        before."""
-        return self._unfinished != ""
 
     def empty(
         self,
@@ -195,7 +191,7 @@ class StateFolder:
         *starts, size = accumulate((spec.nbytes for spec in ordered), initial=len(head))
         placed = list(zip(ordered, starts, strict=True))
         if resumes and (memory := self._mapped_unfinished(head, size)) is not None:
-            return self._state(self._unfinished, memory, placed, aliases)
+            return self._state(self.unfinished, memory, placed, aliases)
         self._delete_unfinished()  # the disk may have no room for both
         name = f"{_STATE}{token_hex(8)}.safetensors"
         path = self.path / name
@@ -216,24 +212,24 @@ class StateFolder:
         except OSError as error:
             raise disk_error(error, f"map {size} bytes in {self.path}") from error
         if resumes:
-            self._unfinished = name
+            self.unfinished = name
             self._held.add(name)
         return self._state(name, memory, placed, aliases)
 
     def _mapped_unfinished(self, head: bytes, size: int) -> npt.NDArray[np.uint8] | None:
         """The memory of the unfinished state, if it is one of ``size`` bytes that begin with
         ``head``."""
-        used = self._files.get(self._unfinished)
-        if not self._unfinished or (used is not None and used.memory() is not None):
+        used = self._files.get(self.unfinished)
+        if not self.unfinished or (used is not None and used.memory() is not None):
             return None
         try:
-            memory = _mapped_file(self.path / self._unfinished)
+            memory = _mapped_file(self.path / self.unfinished)
         except (OSError, ValueError):
             return None
         return memory if len(memory) == size and bytes(memory[: len(head)]) == head else None
 
     def _delete_unfinished(self) -> None:
-        name, self._unfinished = self._unfinished, ""
+        name, self.unfinished = self.unfinished, ""
         self._held.discard(name)
         self._delete_unused(name)
 
@@ -272,17 +268,11 @@ class StateFolder:
 
     # -- what is kept
 
-    @property
-    def kept(self) -> Kept | None:
-        """What the record says, as it was when the folder was taken or last changed; None where
-        nothing is kept."""
-        return self._kept
-
     def load(self, *, threads: int | None = None) -> tuple[State, StateDigest, History]:
         """The kept state, proved by the root of its record, its tree, and what is remembered of the
         versions before. What a process that was killed had begun to change is undone first. Raises
         CorruptCheckpoint, DigestMismatch, and StoreError."""
-        kept = self._kept
+        kept = self.kept
         assert kept is not None
         state, is_used = self._mapped_kept(kept)
         digest = state_digest(state, threads=threads)
@@ -326,7 +316,7 @@ class StateFolder:
         file = self._file_of(state)
         if file is None or self._lock is None:
             return
-        before, name = self._kept, ""
+        before, name = self.kept, ""
         try:
             if history.windows:
                 name = f"{_HISTORY}{manifest.version}-{token_hex(4)}"
@@ -348,9 +338,9 @@ class StateFolder:
         except (OSError, PulseError):
             self.drop()
             return
-        self._kept = kept
-        if self._unfinished == file:
-            self._unfinished = ""
+        self.kept = kept
+        if self.unfinished == file:
+            self.unfinished = ""
         self._delete_unfinished()
         for old in before.names if before else ():
             if old and old not in (file, name):
@@ -361,17 +351,17 @@ class StateFolder:
     def drop(self) -> None:
         """Nothing is found here any more, until something is kept again. A state that is in use
         stays as it is."""
-        kept, self._kept = self._kept, None
+        kept, self.kept = self.kept, None
         with suppress(OSError):
             os.unlink(self.path / _RECORD)
-        self._held.intersection_update({self._unfinished})
+        self._held.intersection_update({self.unfinished})
         for name in kept.names if kept else ():
             self._delete_unused(name)
 
     def journal(self, state: State) -> Journal | None:
         """What is to be told of each block of the kept state before it is changed, and of its old
         bits; None where ``state`` is another one."""
-        kept = self._kept
+        kept = self.kept
         if kept is None or self._lock is None or self._file_of(state) != kept.file:
             return None
         try:
@@ -382,7 +372,7 @@ class StateFolder:
 
         def add(block: Block, old: Changes) -> None:
             try:
-                if self._kept is kept:
+                if self.kept is kept:
                     journal.add(block, old)
             except OSError:
                 # The disk is full, say: what is changed from now on could not be undone.
@@ -413,7 +403,7 @@ class StateFolder:
 
     def _tidy(self) -> None:
         """Deletes what processes that were killed have left, but the last state."""
-        named = set(self._kept.names) if self._kept else set()
+        named = set(self.kept.names) if self.kept else set()
         with suppress(OSError):
             left = [
                 name
@@ -423,8 +413,8 @@ class StateFolder:
             left.sort(
                 key=lambda name: (name.startswith(_STATE), os.lstat(self.path / name).st_mtime_ns)
             )
-            self._unfinished = left.pop() if left and left[-1].startswith(_STATE) else ""
-            self._held.add(self._unfinished)
+            self.unfinished = left.pop() if left and left[-1].startswith(_STATE) else ""
+            self._held.add(self.unfinished)
             for name in left:
                 os.unlink(self.path / name)
 

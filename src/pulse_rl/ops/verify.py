@@ -159,14 +159,13 @@ def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> 
     digest."""
     for file in manifest.files:
         if file.sha256 not in checked:
+            checked[file.sha256] = ""
             try:
                 where.fetch(file.payload, FILE)
             except StoreUnavailable:
                 raise
             except PulseError as error:
                 checked[file.sha256] = str(error)
-            else:
-                checked[file.sha256] = ""
     return [
         f"{file.name}: {checked[file.sha256]}" for file in manifest.files if checked[file.sha256]
     ]

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote, urlsplit
@@ -134,15 +135,21 @@ class HttpStore(ReadOnly):
                 time.monotonic() > given_up
             ):  # of pages that come one after the other, each within its time
                 raise StoreUnavailable(f"{self._url} takes too long to list {folder}")
-            page = self._lines(f"{prefix}?after={quote(last, safe='/')}")
+            path = f"{prefix}?after={quote(last, safe='/')}"
+            what = f"the answer to {path}"
+            data = self._ask("GET", path, partial(self._body, name=what, most=_PAGE_BYTES))
+            if not data.isascii() or (data and not data.endswith(b"\n")):
+                raise StoreError(f"{self._url}: {what} is no lines of text", hint=_NO_SUCH_SERVER)
+            page = data.decode("ascii").split("\n")[:-1]
             for line in page:
-                info = _listed(prefix, line)
-                if info is None or info.name <= f"{prefix}{last}":
+                found = _LISTED.fullmatch(line)
+                name = f"{prefix}{found[3]}" if found else ""
+                if found is None or not is_name(name) or name <= f"{prefix}{last}":
                     raise StoreError(
                         f"{self._url}: {line[:80]!r} has no place in the list of {folder}"
                     )
-                last = info.name.removeprefix(prefix)
-                yield info
+                last = found[3]
+                yield ObjectInfo(name, int(found[1]), float(found[2]))
             if len(page) < PAGE:
                 return
             count += len(page)
@@ -165,19 +172,6 @@ class HttpStore(ReadOnly):
             return self._body(answer, name, stop - start, stop - start)
 
         return self._ask("GET", name, read, {"Range": f"bytes={start}-{stop - 1}"})
-
-    def _lines(self, path: str) -> tuple[str, ...]:
-        """The lines that the server answers with. Raises StoreError for what is no text, not whole
-        lines, or too long."""
-        what = f"the answer to {path}"
-        data = self._ask("GET", path, lambda answer: self._body(answer, what, _PAGE_BYTES))
-        try:
-            *lines, rest = data.decode("ascii").split("\n")
-        except ValueError:
-            raise StoreError(f"{self._url}: {what} is no text", hint=_NO_SUCH_SERVER) from None
-        if rest:
-            raise StoreError(f"{self._url}: {what} does not end with a line", hint=_NO_SUCH_SERVER)
-        return tuple(lines)
 
     def _length(self, answer: HTTPResponse, name: str) -> int:
         length = answer.getheader("Content-Length", "")
@@ -342,13 +336,6 @@ def _parsed(url: str) -> tuple[Callable[[float], HTTPConnection], str]:
         raise InputError(f"{url} is not the address of a store", hint=hint)
     kind: Any = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     return lambda timeout: kind(host, port, timeout=timeout), parts.path.rstrip("/")
-
-
-def _listed(prefix: str, line: str) -> ObjectInfo | None:
-    found = _LISTED.fullmatch(line)
-    if found is None or not is_name(name := prefix + found[3]):
-        return None
-    return ObjectInfo(name, int(found[1]), float(found[2]))
 
 
 class _DeadlineSocket:
