@@ -188,7 +188,7 @@ def _linked(earlier: Path, file: Path, metadata: Mapping[str, str]) -> bool:
 
 def check_folder(folder: Path, names: Iterable[str], *, force: bool) -> None:
     """Raises InputError where the files ``names`` cannot take their places in ``folder``: what
-    pulse did not write needs ``force``, and other weights beside them would be loaded, too."""
+    pulse did not write needs ``force``, and other weights next to them would be loaded, too."""
     names = set(names)
     try:
         if not folder.exists():

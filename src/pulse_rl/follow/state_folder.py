@@ -1,8 +1,8 @@
 """A folder in which a state lives in a mapped file, to be found there by the next process
 (notes/design/0036).
 
-A record beside it says which version it is, and a journal has the old bits of what is being
-changed. Nothing waits for the disk: what a power cut leaves is told by the digest.
+A record next to it says which version it is, and a journal has the old bits of what is being
+changed. Nothing waits for the disk: the digest shows what a power cut has left.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class StateFolder:
                 f"cannot lock {self.path}: {error.strerror}",
                 hint="Use a folder on a disk of this machine.",
             ) from error
-        with suppress(OSError):  # of a full disk: who has it is only told to others
+        with suppress(OSError):  # of a full disk: others only read who has it
             os.ftruncate(lock.number, 0)
             os.pwrite(lock.number, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock
@@ -359,8 +359,8 @@ class StateFolder:
             self._delete_unused(name)
 
     def journal(self, state: State) -> Journal | None:
-        """What is to be told of each block of the kept state before it is changed, and of its old
-        bits; None where ``state`` is another one."""
+        """Takes each block of the kept state before it is changed, and its old bits; None
+        where ``state`` is another one."""
         kept = self.kept
         if kept is None or self._lock is None or self._file_of(state) != kept.file:
             return None

@@ -167,9 +167,9 @@ def _planned(where: Stream, listing: _Listing, keep: int, grace_seconds: float) 
     if None in parts or any(version > oldest for version in unread):
         commit = listing.commits.get(oldest)  # None: it was committed since
         before = min(before, commit.modified if commit else 0.0)
-    # 3. What goes. Links before manifests before payloads: whoever stops in between leaves nothing
-    # that names what is gone. Manifests from the newest down, so that those that are left still
-    # lead from their anchor on.
+    # 3. What goes. Links before manifests before payloads: a process that stops in between
+    # leaves nothing that names what is gone. Manifests from the newest down, so that those that are
+    # left still lead from their anchor on.
     links, payloads, digests, beats, young = [], [], [], [], 0
     for info, name in listing.objects:
         match name:
@@ -258,7 +258,7 @@ def _modified(store: Store, name: str) -> float | None:
 class Retention:
     """Deletes what the newest ``keep`` versions of a stream do not need, as its publisher commits
     them: at first, and whenever an anchor has become the one to restore them from. ``keys`` are
-    those that are trusted. What fails is said, and tried again with the next anchor."""
+    those that are trusted. Failures are reported, and tried again with the next anchor."""
 
     def __init__(
         self, stream: Stream, keep: int, keys: Collection[str], listener: Listener | None

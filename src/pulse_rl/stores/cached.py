@@ -23,8 +23,8 @@ class CachedStore(BoundedStore):
     nothing else in there is touched.
 
     ``digest_of`` gives the SHA-256 that an object's name promises (64 hexadecimal digits), None for
-    other objects, which are not cached. An object is kept once somebody who knows its length has
-    said so (`expect`). A cached copy is hashed on first use, and fetched again if damaged. Where
+    other objects, which are not cached. An object is kept once its length is known from a trusted
+    manifest (`expect`). A cached copy is hashed on first use, and fetched again if damaged. Where
     the folder cannot be used, nothing is kept.
     """
 
@@ -43,8 +43,8 @@ class CachedStore(BoundedStore):
         self._expected: dict[str, int] = {}
 
     def expect(self, name: str, nbytes: int) -> None:
-        """The object ``name`` has ``nbytes`` by the word of whoever is trusted, which the store's
-        is not: no more is read for the cache."""
+        """The object ``name`` has ``nbytes`` by a trusted manifest: no more is read for the
+        cache."""
         self._expected[name] = nbytes
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:

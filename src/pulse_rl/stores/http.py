@@ -64,15 +64,19 @@ _MAY_PASS = (OSError, HTTPException, Transient)
 
 
 class HttpStore(ReadOnly):
-    """A `Store` for readers, behind the server at ``url``: ``http://host:port/prefix`` or
-    ``https://…``, without credentials. Writing calls raise StoreError.
+    """A `Store` for readers, behind an HTTP server such as `pulse serve`, without credentials.
 
-    ``timeout_seconds`` bounds each request: to its first byte, and then at 16 KiB/s; ten times as
-    long, a whole listing. A request that fails in a way that may pass is repeated up to three
-    times, ever later, while no more than ``timeout_seconds`` have gone by. Redirects are refused,
-    proxies not asked. `get` without ``stop`` reads up to 256 MiB, and else raises StoreError.
-    Raises InputError. May be used from several threads, which share up to eight idle connections,
-    kept for 30 s.
+    Writing calls raise StoreError. Redirects are refused, proxies not asked. `get` without ``stop``
+    reads up to 256 MiB, and else raises StoreError. A request that fails in a way that may pass is
+    repeated up to three times, ever later. It may be used from several threads, which share up to
+    eight idle connections, kept for 30 s.
+
+    Args:
+        url: The server's address: ``http://host:port/prefix`` or ``https://…``.
+        timeout_seconds: Bounds each request, to its first byte, and then at 16 KiB/s; ten times as
+            long, a whole listing. A request is not repeated after so long.
+    Raises:
+        InputError: ``url`` is no such address.
     """
 
     writers_hint = "Give readers this address, and writers the store behind it."

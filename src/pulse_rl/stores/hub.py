@@ -54,13 +54,19 @@ def _is_of_one_host(url: str, other: str) -> bool:
 
 
 class HubStore(ReadOnly):
-    """A `Store` for readers in a repository: ``hf://namespace/name/prefix``, ``hf://datasets/…``
-    for one of data sets, ``@revision`` behind the name for another than ``main``. Writing calls
-    raise StoreError: upload a folder that is a store.
+    """A `Store` for readers in a repository of the Hugging Face Hub.
 
-    ``token``: None for HF_TOKEN, or that of `hf auth login`. ``endpoint``: None for HF_ENDPOINT, or
-    the Hub. Each request has ``timeout_seconds``. When an object was written is not known: 0.
-    Raises InputError.
+    Writing calls raise StoreError: upload a folder that is a store. The Hub does not show when an
+    object was written: `head` and `list` say 0.
+
+    Args:
+        address: ``hf://namespace/name/prefix``; ``hf://datasets/…`` for a repository of data sets;
+            ``@revision`` behind the name for another revision than ``main``.
+        token: An access token. Default: HF_TOKEN, or that of `hf auth login`.
+        endpoint: The Hub's address. Default: HF_ENDPOINT, or the Hub.
+        timeout_seconds: The seconds that a request may take.
+    Raises:
+        InputError: ``address`` names no repository.
     """
 
     writers_hint = "Publish to a folder and upload that, or to hf://buckets/NAMESPACE/BUCKET."
@@ -120,8 +126,8 @@ class HubStore(ReadOnly):
 
     def head(self, name: str) -> ObjectInfo:
         with self._ask("HEAD", self._resolve + check_name(name), name) as answer:
-            # Of a file in large-file storage this is said by the Hub, before it redirects to where
-            # the file is.
+            # Of a file in large-file storage the Hub says this, before it redirects to where the
+            # file is.
             text = answer.headers.get("X-Linked-Size") or answer.headers.get("Content-Length") or ""
         if not text.isdecimal():
             raise StoreError(f"{self._address} does not say how long {name} is")

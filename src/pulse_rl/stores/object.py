@@ -70,13 +70,19 @@ def _made_aside(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes]:
 
 
 class ObjectStore:
-    """A `Store` in an object store, ``url``: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``.
+    """A `Store` in an object store: S3 and compatible ones, Google Cloud Storage, Azure.
 
-    Settings are obstore's ``options`` (``endpoint``, ``region``, ``account_name`` …), or stand in
-    the address, but for secrets: ``s3://bucket/run?endpoint=http://minio:9000&region=us-east-1``.
-    For S3 there is ``profile``, too. What is not given comes from the environment and, for S3, from
-    the files of the AWS command line (docs/stores.md). An endpoint with ``http://`` is used as it
-    is. Raises InputError and StoreError.
+    Settings that are not given come from the environment and, for S3, from the files of the AWS
+    command line (docs/stores.md). An endpoint with ``http://`` is used as it is.
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``, with settings but for secrets, such
+            as ``s3://bucket/run?endpoint=http://minio:9000&region=us-east-1``.
+        options: Settings of obstore (``endpoint``, ``region``, ``account_name`` …); for S3
+            ``profile``, too.
+    Raises:
+        InputError: There is a secret in the address.
+        StoreError: The store cannot be opened.
     """
 
     def __init__(self, url: str, **options: Any) -> None:

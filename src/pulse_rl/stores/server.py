@@ -49,12 +49,17 @@ T = TypeVar("T")
 
 
 class FolderServer(Closing):
-    """Serves the objects below ``folder`` to whoever reaches ``bind`` at ``port`` (0: a free one),
-    read-only, on a thread of its own, until `close`. A context manager.
+    """Serve the objects below a folder over HTTP, read-only, on a thread of its own, until `close`.
 
-    ``bind`` is an address of this machine; the default admits this machine only. Links below the
-    folder are not followed. Raises InputError where the extra ``serve`` is missing, the folder is
-    none, ``bind`` is empty, or the port cannot be had.
+    It is a context manager. Links below the folder are not followed.
+
+    Args:
+        folder: The folder of a store.
+        bind: An address of this machine, at which others may read. Default: this machine only.
+        port: The port. Default: a free one.
+    Raises:
+        InputError: The extra ``serve`` is missing, there is no such folder, ``bind`` is empty, or
+            the port cannot be had.
     """
 
     def __init__(
