@@ -21,7 +21,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
-from .._util.retry import Backoff, retrying
+from .._util.retry import retrying
 from .._util.settings import checked_number
 from .._util.threads import checkpoint
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
@@ -56,11 +56,8 @@ _NO_SUCH_SERVER = "Serve the folder with `pulse serve`."
 T = TypeVar("T")
 
 
-class Transient(Exception):
+class _Transient(Exception):
     """The server says that it may answer later."""
-
-
-_MAY_PASS = (OSError, HTTPException, Transient)
 
 
 class HttpStore(ReadOnly):
@@ -197,7 +194,7 @@ class HttpStore(ReadOnly):
             )
         data = answer.read(nbytes)
         if len(data) < nbytes:
-            raise Transient(f"the connection broke after {len(data)} of {nbytes} bytes")
+            raise _Transient(f"the connection broke after {len(data)} of {nbytes} bytes")
         return data
 
     # -- requests
@@ -211,17 +208,15 @@ class HttpStore(ReadOnly):
     ) -> T:
         """What ``read`` makes of the answer. Raises NotFound, StoreError, and StoreUnavailable
         after some tries."""
-        try:
-            return retrying(
-                lambda: self._try(method, path, read, headers or {}),
-                lambda error: isinstance(error, _MAY_PASS),
-                Backoff(_FIRST_PAUSE, _LONGEST_PAUSE),
-                tries=_TRIES,
-                seconds=self._timeout,
-            )
-        except _MAY_PASS as error:
-            reason = str(error) or type(error).__name__
-            raise StoreUnavailable(f"{self._url}: {path}: {reason[:300]}") from error
+        for attempt in retrying(_FIRST_PAUSE, _LONGEST_PAUSE, tries=_TRIES, seconds=self._timeout):
+            checkpoint()
+            try:
+                return self._try(method, path, read, headers or {})
+            except (OSError, HTTPException, _Transient) as error:
+                if not attempt.left:
+                    reason = str(error) or type(error).__name__
+                    raise StoreUnavailable(f"{self._url}: {path}: {reason[:300]}") from error
+        raise AssertionError
 
     def _try(
         self,
@@ -230,7 +225,6 @@ class HttpStore(ReadOnly):
         read: Callable[[HTTPResponse], T],
         headers: dict[str, str],
     ) -> T:
-        checkpoint()
         while True:
             connection, answer = self._take(), None
             try:
@@ -252,7 +246,7 @@ class HttpStore(ReadOnly):
         """What ``read`` makes of it. Raises the error that the status stands for."""
         status, where = answer.status, f"{self._url}: {path}"
         if status in (408, 429) or status >= 500:
-            raise Transient(f"the server answers with status {status}")
+            raise _Transient(f"the server answers with status {status}")
         if 300 <= status < 400:
             raise StoreError(
                 f"{where}: the server redirects", hint="Give the address that it redirects to."
