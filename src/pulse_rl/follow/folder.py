@@ -95,19 +95,12 @@ class Layout(NamedTuple):
         pattern = re.compile(rf"{re.escape(self.before)}\d+{re.escape(self.after)}")
         for entry in folder.iterdir() if folder.is_dir() else ():
             if pattern.fullmatch(entry.name) and not entry.is_symlink():
-                version = _version_in(entry)
-                if version is not None:
-                    yield version, entry
-
-
-def _version_in(folder: Path) -> int | None:
-    """The version that pulse wrote into ``folder``; None where the checkpoint there is another's,
-    or damaged."""
-    try:
-        text = load(folder)[1].get(_VERSION, "")
-    except (PulseError, OSError):
-        return None
-    return int(text) if text.isdecimal() else None
+                try:
+                    text = load(entry)[1].get(_VERSION, "")
+                except (PulseError, OSError):  # it is another's, or damaged
+                    continue
+                if text.isdecimal():
+                    yield int(text), entry
 
 
 def write_checkpoint(

@@ -274,21 +274,6 @@ class StateFolder:
         CorruptCheckpoint, DigestMismatch, and StoreError."""
         kept = self.kept
         assert kept is not None
-        state, is_used = self._mapped_kept(kept)
-        digest = state_digest(state, threads=threads)
-        if digest.root != kept.root:
-            path = self.path / kept.file
-            raise DigestMismatch(
-                f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…"
-            )
-        history = None
-        if kept.history:
-            history = load_history(self.path / kept.history, cut(digest.specs), kept.root)
-        # An update that is held has views of this very file, which the state must not change.
-        return state.copy(self.empty) if is_used else state, digest, history or History()
-
-    def _mapped_kept(self, kept: Kept) -> tuple[State, bool]:
-        """The kept state as it was before what was begun, and whether its file is in use."""
         path = self.path / kept.file
         used = self._files.get(kept.file)
         is_used = used is not None and used.memory() is not None
@@ -307,7 +292,16 @@ class StateFolder:
             raise CorruptCheckpoint(f"{path}: {error}") from None
         with suppress(OSError):
             _undo(self.path / _JOURNAL, kept, memory)
-        return state, is_used
+        digest = state_digest(state, threads=threads)
+        if digest.root != kept.root:
+            raise DigestMismatch(
+                f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…"
+            )
+        history = None
+        if kept.history:
+            history = load_history(self.path / kept.history, cut(digest.specs), kept.root)
+        # An update that is held has views of this very file, which the state must not change.
+        return state.copy(self.empty) if is_used else state, digest, history or History()
 
     def keep(self, state: State, manifest: Manifest, history: History) -> None:
         """Makes ``state``, made by `empty` or `load`, the one that is found again, as the version

@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import obstore
@@ -189,10 +189,34 @@ class ObjectStore:
         self._store = self._lasting
 
     def _explained(self, error: BaseException, call: str, name: str) -> PulseError:
-        endpoint = self._endpoint or "the default endpoint"
-        return _explained(
-            error, _Failure(self._address, self._scheme, self._bucket, endpoint, call, name)
-        )
+        """What an error of obstore means that ``call`` (open, put, get, list or delete) has raised,
+        and what to do about it."""
+        text, first = str(error), _first_line(error)
+        kind = _KINDS.get(self._scheme, "s3")
+        words = {
+            "bucket": self._bucket,
+            "endpoint": self._endpoint or "the default endpoint",
+            "call": call,
+            "first": first,
+            "sought": _SOUGHT[kind],
+            "give": _GIVE[kind],
+            "right": _RIGHTS[kind].get(call, "more rights"),
+        }
+        where = f"{self._address}: {name}".removesuffix(": ")
+        missing = isinstance(error, ob.NotFoundError | FileNotFoundError)
+        for pattern, what, hint in _REASONS[:1] if missing else _REASONS:
+            if re.search(pattern, text):
+                return StoreError(f"{where}: {what.format(**words)}", hint=hint.format(**words))
+        if missing:
+            return NotFound(f"{name} is not in the store {self._address}")
+        if isinstance(error, ob.NotSupportedError | ob.InvalidPathError | ValueError | TypeError):
+            return StoreError(f"{where}: {first}")
+        for pattern, what, hint in _AWAY:
+            if re.search(pattern, text):
+                reason = f"{where}: {what.format(**words)}"
+                return StoreUnavailable(reason, hint=hint.format(**words))
+        away = StoreError if call == "open" else StoreUnavailable
+        return away(f"{where}: {first}")
 
 
 def _parsed(url: str) -> tuple[str, dict[str, str]]:
@@ -302,17 +326,6 @@ def _from_boto3(profile: str) -> Any:
 
 
 # -- what errors mean
-
-
-class _Failure(NamedTuple):
-    """The ``call`` (open, put, get, list or delete) that failed, and of what."""
-
-    address: str
-    scheme: str
-    bucket: str
-    endpoint: str
-    call: str
-    name: str
 
 
 _KINDS = {"gs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -454,36 +467,6 @@ _AWAY = (
         "Check the endpoint's host and port, and proxies.",
     ),
 )
-
-
-def _explained(error: BaseException, failure: _Failure) -> PulseError:
-    """What an error of obstore means, and what to do about it."""
-    text, first = str(error), _first_line(error)
-    kind = _KINDS.get(failure.scheme, "s3")
-    words = {
-        **failure._asdict(),
-        "first": first,
-        "sought": _SOUGHT[kind],
-        "give": _GIVE[kind],
-        "right": _RIGHTS[kind].get(failure.call, "more rights"),
-    }
-    where = f"{failure.address}: {failure.name}".removesuffix(": ")
-    missing = isinstance(error, ob.NotFoundError | FileNotFoundError)
-    for pattern, what, hint in _REASONS[:1] if missing else _REASONS:
-        if re.search(pattern, text):
-            return StoreError(f"{where}: {what.format(**words)}", hint=hint.format(**words))
-    if missing:
-        return NotFound(f"{failure.name} is not in the store {failure.address}")
-    if isinstance(error, ob.NotSupportedError | ob.InvalidPathError | ValueError | TypeError):
-        return StoreError(f"{where}: {first}")
-    for pattern, what, hint in _AWAY:
-        if re.search(pattern, text):
-            return StoreUnavailable(f"{where}: {what.format(**words)}", hint=hint.format(**words))
-    return (
-        StoreUnavailable(f"{where}: {first}")
-        if failure.call != "open"
-        else StoreError(f"{where}: {first}")
-    )
 
 
 def _first_line(error: BaseException) -> str:
