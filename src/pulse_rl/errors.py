@@ -212,8 +212,8 @@ class RankLost(StreamError):
 class StreamRecreated(StreamError):
     kind = "stream_recreated"
     default_hint = (
-        "If that is right, create a new Subscriber, or one with allow_recreated=True; "
-        "the state is unchanged."
+        "If that is right, create a new Subscriber, or set allow_recreated = True; the state is "
+        "unchanged."
     )
 
 

@@ -2,7 +2,7 @@
 section 12); and the file of a history.
 
 A history starts anew at every anchor and at every multiple of `START_SPAN`, where folds end too. So
-every way into a stream ends where nothing is remembered, and whoever follows the patches from there
+every way into a stream ends where nothing is remembered, and a reader of the patches from there
 has the history that the next patch needs. Each rank remembers its own blocks, all of them the same
 versions.
 """
@@ -169,8 +169,8 @@ class HistoryPolicy:
         return note
 
     def agree(self, draft: PublishState, notes: Sequence[Note]) -> None:
-        """What ``draft`` remembers, and what the next version does, now that all ranks have said
-        theirs."""
+        """What ``draft`` remembers, and what the next version does, now that the notes of
+        all ranks are known."""
         count = min(len(note.windows) for note in notes)
         while sum(
             sum(note.windows[len(note.windows) - count :]) for note in notes

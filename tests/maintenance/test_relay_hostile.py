@@ -91,7 +91,8 @@ def test_a_stream_that_is_recreated(rng: Rng) -> None:
         publisher.publish(state)
     careful = Relay(source, target, stream="policy", threads=1)
     careful.sync()
-    reader = Subscriber(target, stream="policy", allow_recreated=True, threads=1)
+    reader = Subscriber(target, stream="policy", threads=1)
+    reader.allow_recreated = True
     reader.sync()
     for name in names(source, "policy"):
         source.delete(name)

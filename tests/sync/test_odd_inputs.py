@@ -67,7 +67,6 @@ def test_versions_and_times_without_sense_are_refused(rng: Rng) -> None:
         {"cache": 1.5}, {"on_event": "print"}, {"trusted_keys": "key"}, {"trusted_keys": 5},
         {"trusted_keys": [1]},
         {"trusted_keys": []}, {"stream_id": "policy"}, {"stream_id": 7}, {"threads": True},
-        {"stream_id": "0" * 32, "allow_recreated": True},
     ],
     ids=str,
 )  # fmt: skip

@@ -77,9 +77,12 @@ class Fleet:
             self.relay.sync()
         return state_root(self.states[self.published - 1])
 
-    def worker(self, *, patience_seconds: float = 30.0, **options: object) -> Subscriber:
+    def worker(
+        self, *, patience_seconds: float = 30.0, allow_recreated: bool = False, **options: object
+    ) -> Subscriber:
         worker = Prompt([self.near, self.origin], stream="policy", threads=1, **options)  # type: ignore[arg-type]
         worker.patience_seconds = patience_seconds
+        worker.allow_recreated = allow_recreated
         return worker
 
 

@@ -344,7 +344,8 @@ def test_a_stream_that_is_recreated_meanwhile_takes_the_place_of_the_old_one(
 ) -> None:
     place.publish(*history(rng, 2))
     state = place.folder / "s"
-    with Subscriber(place.store, stream="policy", state=state, allow_recreated=True) as worker:
+    with Subscriber(place.store, stream="policy", state=state) as worker:
+        worker.allow_recreated = True
         worker.sync()
         shutil.rmtree(place.folder / "store")
         other = history(rng, 3)

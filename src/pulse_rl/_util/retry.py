@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from itertools import count
 
 from .settings import checked_number
-
-R = TypeVar("R")
 
 LONGEST_POLL = 1e6
 """Of what callers give, in seconds."""
@@ -49,35 +47,35 @@ class Backoff:
         self._next = self._first
 
 
+class Try:
+    """One of the tries that `retrying` yields."""
+
+    def __init__(self, until: float, *, is_last: bool) -> None:
+        self._until, self.is_last = until, is_last
+
+    @property
+    def left(self) -> float:
+        """The seconds for which there are more tries; 0 for the last one."""
+        return 0.0 if self.is_last else max(0.0, self._until - time.monotonic())
+
+
 def retrying(
-    call: Callable[[], R],
-    passes: Callable[[Exception], bool],
-    backoff: Backoff,
-    *,
-    tries: float = math.inf,
-    seconds: float = math.inf,
-    failed: Callable[[Exception, float], None] | None = None,
-) -> R:
-    """The result of ``call``, which is repeated after each wait of ``backoff`` while it fails.
+    first: float, longest: float, *, tries: int | None = None, seconds: float = math.inf
+) -> Iterator[Try]:
+    """Yield the tries of what may fail, and sleep between them.
+
+    The caller raises what must not be tried again, and what fails when no time is `Try.left`.
 
     Args:
-        call: What is tried.
-        passes: Whether an error may pass. Others are raised at once.
-        backoff: The waits.
-        tries: How often it is called at most.
-        seconds: For how long it is repeated.
-        failed: Called before each wait with the error and the seconds that are left.
-    Raises: The last error of ``call``.
+        first: The seconds after the first try, a quarter more or less; later waits are longer.
+        longest: The longest wait in seconds.
+        tries: The maximum number of tries. Default: no limit.
+        seconds: The seconds after which there is no other try.
     """
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return call()
-        except Exception as error:
-            tries -= 1
-            left = until - time.monotonic()
-            if tries < 1 or left <= 0 or not passes(error):
-                raise
-            if failed:
-                failed(error, left)
-        time.sleep(min(backoff.wait(), left))
+    backoff, until = Backoff(first, longest), time.monotonic() + seconds
+    for number in count(1):
+        made = Try(until, is_last=number == tries)
+        yield made
+        if made.is_last:
+            return
+        time.sleep(min(backoff.wait(), made.left))

@@ -240,11 +240,11 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
         cache=args.cache,
         trusted_keys=args.trust,
         stream_id=args.stream_id,
-        allow_recreated=args.allow_recreated,
         select=args.select,
         threads=args.threads,
         on_event=fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console,
     )
+    subscriber.allow_recreated = args.allow_recreated
 
     def sync() -> None:
         nonlocal written

@@ -381,9 +381,9 @@ class Staging:
                 cache=info.cache,
                 trusted_keys=info.trusted_keys or None,
                 stream_id=info.stream_id,
-                allow_recreated=info.allow_recreated,
                 on_event=self._heard,
             )
+            self.subscriber.allow_recreated = info.allow_recreated
         self._receipt: Receipt | None = None
         self._sequence = 0
         self._wanted = info.version

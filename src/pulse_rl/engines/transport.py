@@ -24,7 +24,7 @@ _JSON = {"Content-Type": "application/json"}
 
 
 class SubscriberOptions(TypedDict, total=False):
-    """Keywords of `pulse_rl.Subscriber` that a handle passes on to the engine's workers."""
+    """Settings of `pulse_rl.Subscriber` that a handle passes on to the engine's workers."""
 
     trusted_keys: Collection[str] | None
     stream_id: str | None

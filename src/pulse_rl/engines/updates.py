@@ -86,9 +86,9 @@ class NumberedUpdates:
             stream=stream,
             cache=cache,
             trusted_keys=trusted_keys,
-            allow_recreated=True,
             on_event=self._hear,
         )
+        self._subscriber.allow_recreated = True
         self._doubt = ""
 
     def open_publisher(self) -> None:

@@ -110,7 +110,7 @@ def copy_digests(source: Stream, target: Stream, manifest: Manifest, *, leaves: 
         try:
             copy()
         except (FormatError, IntegrityError):
-            # No later look comes back to them: what is only damaged on its way must not be left
+            # No later poll comes back to them: what is only damaged on its way must not be left
             # out.
             for each in names:
                 _require_same_twice(source.store, each)

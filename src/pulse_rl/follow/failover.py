@@ -217,7 +217,7 @@ class Failover:
         if self._ahead and version >= self._ahead[0]:
             self._ahead = None
         farther = self.streams[place + 1 :]
-        # A list of another region is not for every look; when they look differs between workers.
+        # A list of another region is not for every poll; when they ask differs between workers.
         if farther and now >= self._look_at:
             self._look_at = now + jittered(self.patience_seconds)
             for there, stream in enumerate(farther, place + 1):

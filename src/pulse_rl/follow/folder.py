@@ -102,19 +102,12 @@ class Layout(NamedTuple):
         pattern = re.compile(rf"{re.escape(self.before)}\d+{re.escape(self.after)}")
         for entry in folder.iterdir() if folder.is_dir() else ():
             if pattern.fullmatch(entry.name) and not entry.is_symlink():
-                version = _version_in(entry)
-                if version is not None:
-                    yield version, entry
-
-
-def _version_in(folder: Path) -> int | None:
-    """The version that pulse wrote into ``folder``; None where the checkpoint there is another's,
-    or damaged."""
-    try:
-        text = load(folder)[1].get(_VERSION, "")
-    except (PulseError, OSError):
-        return None
-    return int(text) if text.isdecimal() else None
+                try:
+                    text = load(entry)[1].get(_VERSION, "")
+                except (PulseError, OSError):  # it is another's, or damaged
+                    continue
+                if text.isdecimal():
+                    yield int(text), entry
 
 
 def write_checkpoint(
@@ -195,7 +188,7 @@ def _linked(earlier: Path, file: Path, metadata: Mapping[str, str]) -> bool:
 
 def check_folder(folder: Path, names: Iterable[str], *, force: bool) -> None:
     """Raises InputError where the files ``names`` cannot take their places in ``folder``: what
-    pulse did not write needs ``force``, and other weights beside them would be loaded, too."""
+    pulse did not write needs ``force``, and other weights next to them would be loaded, too."""
     names = set(names)
     try:
         if not folder.exists():
@@ -203,16 +196,12 @@ def check_folder(folder: Path, names: Iterable[str], *, force: bool) -> None:
         for entry in sorted(folder.iterdir()):
             if is_shown(entry):
                 continue
-            if entry.name == INDEX_NAME and entry.name not in names:
-                raise InputError(
-                    f"{folder} holds a sharded checkpoint", hint="Give a separate folder."
-                )
-            if entry.suffix == ".safetensors" and entry.name not in names:
+            if entry.name in names:
+                check_file(entry, force=force)
+            elif entry.name == INDEX_NAME or entry.suffix == ".safetensors":
                 raise InputError(
                     f"{folder} holds other weights, {entry.name}", hint="Give a separate folder."
                 )
-            if entry.name in names:
-                check_file(entry, force=force)
     except OSError as error:
         raise InputError(
             f"cannot write {str(folder)[:200]}: {error.strerror}", hint="Check the path."
@@ -223,12 +212,9 @@ def check_file(file: Path, *, force: bool, mark: bytes = CHECKPOINT_MARK) -> Non
     """Raises InputError unless ``file``, which is there, may be replaced: a regular file with
     ``mark`` near its beginning, or, with ``force``, any. Raises OSError."""
     mode = file.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise InputError(f"{str(file)[:200]} is a folder", hint="Give the path of a file.")
     if not stat.S_ISREG(mode):
-        raise InputError(
-            f"{str(file)[:200]} is not a regular file", hint="Give the path of a file."
-        )
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise InputError(f"{str(file)[:200]} is {kind}", hint="Give the path of a file.")
     if force:
         return
     with file.open("rb") as opened:

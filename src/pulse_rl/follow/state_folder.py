@@ -1,8 +1,8 @@
 """A folder in which a state lives in a mapped file, to be found there by the next process
 (notes/design/0036).
 
-A record beside it says which version it is, and a journal has the old bits of what is being
-changed. Nothing waits for the disk: what a power cut leaves is told by the digest.
+A record next to it says which version it is, and a journal has the old bits of what is being
+changed. Nothing waits for the disk: the digest shows what a power cut has left.
 """
 
 from __future__ import annotations
@@ -113,12 +113,14 @@ class StateFolder:
         self._name = name
         self._lock: _Handle | None = None
         self._files: dict[str, _Mapped] = {}
-        self._kept: Kept | None = None
+        self.kept: Kept | None = None
+        """What the record says, as it was when the folder was taken or last changed; None where
+        nothing is kept."""
         self._held: set[str] = set()
         """The files that are not deleted with their memory: what is kept, and what is
         unfinished."""
-        self._unfinished = ""
-        """The file of a state that was not restored to its end, the last one."""
+        self.unfinished = ""
+        """The file of a state that was not restored to its end, here or in a process before."""
         self.open()
 
     def open(self) -> None:
@@ -158,14 +160,14 @@ class StateFolder:
                 f"cannot lock {self.path}: {error.strerror}",
                 hint="Use a folder on a disk of this machine.",
             ) from error
-        with suppress(OSError):  # of a full disk: who has it is only told to others
+        with suppress(OSError):  # of a full disk: others only read who has it
             os.ftruncate(lock.number, 0)
             os.pwrite(lock.number, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock
-        self._kept = self._read_record()
+        self.kept = self._read_record()
         self._held.clear()
-        if self._kept:
-            self._held.add(self._kept.file)
+        if self.kept:
+            self._held.add(self.kept.file)
         self._tidy()
 
     def close(self) -> None:
@@ -180,12 +182,6 @@ class StateFolder:
             lock.close()
 
     # -- memory
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is a state that was not restored to its end, here or in a process
-        before."""
-        return self._unfinished != ""
 
     def empty(
         self,
@@ -205,7 +201,7 @@ class StateFolder:
         *starts, size = accumulate((spec.nbytes for spec in ordered), initial=len(head))
         placed = list(zip(ordered, starts, strict=True))
         if resumes and (memory := self._mapped_unfinished(head, size)) is not None:
-            return self._state(self._unfinished, memory, placed, aliases)
+            return self._state(self.unfinished, memory, placed, aliases)
         self._delete_unfinished()  # the disk may have no room for both
         name = f"{_STATE}{token_hex(8)}.safetensors"
         path = self.path / name
@@ -226,24 +222,24 @@ class StateFolder:
         except OSError as error:
             raise disk_error(error, f"map {size} bytes in {self.path}") from error
         if resumes:
-            self._unfinished = name
+            self.unfinished = name
             self._held.add(name)
         return self._state(name, memory, placed, aliases)
 
     def _mapped_unfinished(self, head: bytes, size: int) -> npt.NDArray[np.uint8] | None:
         """The memory of the unfinished state, if it is one of ``size`` bytes that begin with
         ``head``."""
-        used = self._files.get(self._unfinished)
-        if not self._unfinished or (used is not None and used.memory() is not None):
+        used = self._files.get(self.unfinished)
+        if not self.unfinished or (used is not None and used.memory() is not None):
             return None
         try:
-            memory = _mapped_file(self.path / self._unfinished)
+            memory = _mapped_file(self.path / self.unfinished)
         except (OSError, ValueError):
             return None
         return memory if len(memory) == size and bytes(memory[: len(head)]) == head else None
 
     def _delete_unfinished(self) -> None:
-        name, self._unfinished = self._unfinished, ""
+        name, self.unfinished = self.unfinished, ""
         self._held.discard(name)
         self._delete_unused(name)
 
@@ -282,33 +278,12 @@ class StateFolder:
 
     # -- what is kept
 
-    @property
-    def kept(self) -> Kept | None:
-        """What the record says, as it was when the folder was taken or last changed; None where
-        nothing is kept."""
-        return self._kept
-
     def load(self, *, threads: int | None = None) -> tuple[State, StateDigest, History]:
         """The kept state, proved by the root of its record, its tree, and what is remembered of the
         versions before. What a process that was killed had begun to change is undone first. Raises
         CorruptCheckpoint, DigestMismatch, and StoreError."""
-        kept = self._kept
+        kept = self.kept
         assert kept is not None
-        state, is_used = self._mapped_kept(kept)
-        digest = state_digest(state, threads=threads)
-        if digest.root != kept.root:
-            path = self.path / kept.file
-            raise DigestMismatch(
-                f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…"
-            )
-        history = None
-        if kept.history:
-            history = load_history(self.path / kept.history, cut(digest.specs), kept.root)
-        # An update that is held has views of this very file, which the state must not change.
-        return state.copy(self.empty) if is_used else state, digest, history or History()
-
-    def _mapped_kept(self, kept: Kept) -> tuple[State, bool]:
-        """The kept state as it was before what was begun, and whether its file is in use."""
         path = self.path / kept.file
         used = self._files.get(kept.file)
         is_used = used is not None and used.memory() is not None
@@ -327,7 +302,16 @@ class StateFolder:
             raise CorruptCheckpoint(f"{path}: {error}") from None
         with suppress(OSError):
             _undo(self.path / _JOURNAL, kept, memory)
-        return state, is_used
+        digest = state_digest(state, threads=threads)
+        if digest.root != kept.root:
+            raise DigestMismatch(
+                f"{path} is not version {kept.version} any more: its root is {digest.root[:16]}…"
+            )
+        history = None
+        if kept.history:
+            history = load_history(self.path / kept.history, cut(digest.specs), kept.root)
+        # An update that is held has views of this very file, which the state must not change.
+        return state.copy(self.empty) if is_used else state, digest, history or History()
 
     def keep(self, state: State, manifest: Manifest, history: History) -> None:
         """Makes ``state``, made by `empty` or `load`, the one that is found again, as the version
@@ -336,7 +320,7 @@ class StateFolder:
         file = self._file_of(state)
         if file is None or self._lock is None:
             return
-        before, name = self._kept, ""
+        before, name = self.kept, ""
         try:
             if history.windows:
                 name = f"{_HISTORY}{manifest.version}-{token_hex(4)}"
@@ -358,9 +342,9 @@ class StateFolder:
         except (OSError, PulseError):
             self.drop()
             return
-        self._kept = kept
-        if self._unfinished == file:
-            self._unfinished = ""
+        self.kept = kept
+        if self.unfinished == file:
+            self.unfinished = ""
         self._delete_unfinished()
         for old in before.names if before else ():
             if old and old not in (file, name):
@@ -371,17 +355,17 @@ class StateFolder:
     def drop(self) -> None:
         """Nothing is found here any more, until something is kept again. A state that is in use
         stays as it is."""
-        kept, self._kept = self._kept, None
+        kept, self.kept = self.kept, None
         with suppress(OSError):
             os.unlink(self.path / _RECORD)
-        self._held.intersection_update({self._unfinished})
+        self._held.intersection_update({self.unfinished})
         for name in kept.names if kept else ():
             self._delete_unused(name)
 
     def journal(self, state: State) -> Journal | None:
-        """What is to be told of each block of the kept state before it is changed, and of its old
-        bits; None where ``state`` is another one."""
-        kept = self._kept
+        """Takes each block of the kept state before it is changed, and its old bits; None
+        where ``state`` is another one."""
+        kept = self.kept
         if kept is None or self._lock is None or self._file_of(state) != kept.file:
             return None
         try:
@@ -392,7 +376,7 @@ class StateFolder:
 
         def add(block: Block, old: Changes) -> None:
             try:
-                if self._kept is kept:
+                if self.kept is kept:
                     journal.add(block, old)
             except OSError:
                 # The disk is full, say: what is changed from now on could not be undone.
@@ -423,7 +407,7 @@ class StateFolder:
 
     def _tidy(self) -> None:
         """Deletes what processes that were killed have left, but the last state."""
-        named = set(self._kept.names) if self._kept else set()
+        named = set(self.kept.names) if self.kept else set()
         with suppress(OSError):
             left = [
                 name
@@ -433,8 +417,8 @@ class StateFolder:
             left.sort(
                 key=lambda name: (name.startswith(_STATE), os.lstat(self.path / name).st_mtime_ns)
             )
-            self._unfinished = left.pop() if left and left[-1].startswith(_STATE) else ""
-            self._held.add(self._unfinished)
+            self.unfinished = left.pop() if left and left[-1].startswith(_STATE) else ""
+            self._held.add(self.unfinished)
             for name in left:
                 os.unlink(self.path / name)
 

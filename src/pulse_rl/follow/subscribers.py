@@ -90,16 +90,26 @@ class Schedule(Generic[T]):
 
 
 class Subscribers(Closing, NotCopyable):
-    """Follows ``streams``, hundreds of adapters say, of one ``store`` (or several, nearest first)
-    with ``threads`` threads in all, however many streams there are. A context manager; see `close`.
+    """Follow many streams of one store, such as hundreds of adapters, with a few threads.
 
-    `updates` yields what is new as it comes; `add` and `remove` streams at any time. Each stream is
-    polled every ``poll_seconds``, a quarter more or less. ``threads`` streams are synced at a time,
-    each of which may read up to four patches ahead. ``cache``, ``trusted_keys`` and
-    ``allow_recreated`` are those of `Subscriber`, for each, and ``patience_seconds`` its attribute.
-    A stream that fails (`failures`, and `CallFailed` to ``on_event``) is tried again after ever
-    longer, up to a minute, and holds up no other. ``on_event`` is called by one thread at a time.
-    Raises InputError and StoreError.
+    `updates` yields what is new as it comes; `add` and `remove` streams at any time. A stream that
+    fails is polled again after ever longer waits, up to a minute, and holds up no other. It is a
+    context manager; see `close`.
+
+    Args:
+        store: The store or its address, or several, nearest first.
+        streams: The names of the streams.
+        threads: How many streams are synced at a time. Each may read up to four patches ahead.
+        poll_seconds: Seconds between two polls of a stream, a quarter more or less.
+        cache: As for `Subscriber`, for each stream.
+        trusted_keys: As for `Subscriber`, for each stream.
+        allow_recreated: As the attribute of `Subscriber`, for each stream.
+        patience_seconds: As the attribute of `Subscriber`, for each stream.
+        on_event: Called with the events of all streams, among them `CallFailed` for each failure,
+            by one thread at a time.
+    Raises:
+        InputError: A setting is out of range.
+        StoreError: The store cannot be opened.
     """
 
     def __init__(
@@ -117,11 +127,11 @@ class Subscribers(Closing, NotCopyable):
     ) -> None:
         self._poll = checked_number("poll_seconds", poll_seconds, minimum=0.01, maximum=1e6)
         self._patience = checked_number("patience_seconds", patience_seconds)
+        self._allow_recreated = allow_recreated
         self._stores = open_stores(store)
         self._options: dict[str, Any] = {
             "cache": cache if cache is None else checked_path(cache),
             "trusted_keys": trusted_keys,
-            "allow_recreated": allow_recreated,
             "threads": 1,
             "on_event": one_at_a_time(checked_listener(on_event)),
         }
@@ -146,12 +156,21 @@ class Subscribers(Closing, NotCopyable):
         select: str | Collection[str] | None = None,
         stream_id: str | None = None,
     ) -> Subscriber:
-        """Follows ``stream``, too, and returns its Subscriber, which has ``base``, ``select`` and
-        ``stream_id``.
+        """Follow one more stream.
 
         Where more streams are due than there are threads, the one that has been due for longest is
-        first. Raises InputError for a stream that is followed, and what `Subscriber`
-        raises.
+        first.
+
+        Args:
+            stream: The stream's name.
+            base: As for `Subscriber`.
+            select: As for `Subscriber`.
+            stream_id: As for `Subscriber`.
+        Returns: The Subscriber of the stream.
+        Raises:
+            InputError: The stream is followed already, or this is closed.
+
+        It also raises what `Subscriber` raises.
         """
         if self._closed.is_set():
             raise InputError("these Subscribers are closed", hint="Make new ones.")
@@ -166,6 +185,7 @@ class Subscribers(Closing, NotCopyable):
             **self._options,
         )
         subscriber.patience_seconds = self._patience
+        subscriber.allow_recreated = self._allow_recreated
         backoff = Backoff(2 * self._poll, max(_MAX_BACKOFF, self._poll))
         followed = _Followed(stream, subscriber, backoff)
         self._followed[stream] = followed
@@ -201,7 +221,7 @@ class Subscribers(Closing, NotCopyable):
 
     @property
     def failures(self) -> dict[str, PulseError]:
-        """By stream, the error of the last look, where it failed."""
+        """By stream, the error of the last sync, where it failed."""
         return {
             name: each.error
             for name, each in tuple(self._followed.items())
@@ -209,11 +229,15 @@ class Subscribers(Closing, NotCopyable):
         }
 
     def updates(self, *, timeout_seconds: float | None = None) -> Iterator[tuple[str, Update]]:
-        """Yields (stream, update) as versions come; ends when none has come for ``timeout_seconds``
-        (None: never), or when this is closed. Asking for the next one acknowledges the one before,
-        whose stream rests until then. Several threads may iterate: each update goes to one of them.
-        Raises InputError, and what a look raised that is no PulseError, such as what ``on_event``
-        raises; the streams are followed on, and another call goes on with them.
+        """Yield (stream, update) as versions come, until this is closed.
+
+        Asking for the next update acknowledges the one before, whose stream rests until then.
+        Several threads may iterate: each update goes to one of them.
+
+        Args:
+            timeout_seconds: End when no version has come for so long. Default: never.
+        Raises: InputError, and an error of a sync that is no PulseError, such as what ``on_event``
+            raises. The streams are still followed, and another call goes on with them.
         """
         timeout = (
             math.inf
@@ -239,7 +263,10 @@ class Subscribers(Closing, NotCopyable):
                 last = time.monotonic()
             finally:
                 del update
-                self._come_back(followed)
+                if followed.ended or self._closed.is_set():
+                    followed.subscriber.close()
+                else:
+                    self._schedule.put(followed)
 
     def close(self) -> None:
         """Stops following, within five seconds: a request that takes longer ends by itself, and
@@ -302,13 +329,6 @@ class Subscribers(Closing, NotCopyable):
             self._ready.put((followed, update))
         else:
             self._schedule.put(followed, jittered(self._poll) if wait is None else wait)
-
-    def _come_back(self, followed: _Followed) -> None:
-        """The owner of an update is done with it."""
-        if followed.ended or self._closed.is_set():
-            followed.subscriber.close()
-            return
-        self._schedule.put(followed)
 
     def _find(self, stream: str) -> _Followed:
         try:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .._util.retry import Backoff
+from .._util.retry import retrying
 from .._util.settings import checked_number
 from ..engines.handle import EngineSync
 from ..engines.rollouts import Rollout, Weights, append, new_seed
@@ -505,18 +504,17 @@ class ServerLink:
     def patiently(self, call: Callable[[], T], patient: bool = True) -> T:
         """The result of ``call``, which is repeated for ``retry_seconds`` while a store or a server
         is away."""
-        until = time.monotonic() + (self._retry_seconds if patient else 0.0)
-        backoff = Backoff(_FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS)
+        seconds = self._retry_seconds if patient else 0.0
         said = ""
-        while True:
+        for attempt in retrying(_FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS, seconds=seconds):
             try:
                 result = call()
             except PulseError as error:
                 # A process that was killed while it drove the engine is forgotten after some
                 # seconds.
                 passing = error.retryable or isinstance(error, ConcurrentUse)
-                left = until - time.monotonic()
-                if not passing or left <= 0:
+                left = attempt.left
+                if not passing or not left:
                     raise
                 if str(error) != said:
                     _log.warning(
@@ -527,11 +525,11 @@ class ServerLink:
                         error.hint,
                     )
                     said = str(error)
-                time.sleep(min(backoff.wait(), left))
             else:
                 if said:
                     _log.warning("stream %s: the training goes on", self.stream)
                 return result
+        raise AssertionError
 
     def _moved(self, handle: EngineHandle) -> EngineSync | None:
         try:

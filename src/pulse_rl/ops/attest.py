@@ -20,7 +20,6 @@ from ..events import Listener
 from ..follow.checkpoint import INDEX_NAME, PRIVATE
 from ..follow.folder import checkpoint_files, metadata_of
 from ..store import Store
-from ..stream.manifest import Manifest
 from ..stream.signing import TrustedKeys
 from ..sync.subscriber import Subscriber
 
@@ -158,6 +157,10 @@ def make_statement(
     # In the order of the paths' parts: the verifier sorts so, and hashes in the order that it finds
     # here.
     names = sorted(digests, key=lambda name: name.split("/"))
+    patch, key = manifest.patch, None
+    if manifest.signature is not None:
+        key = manifest.signature.key
+        TrustedKeys([key]).check(manifest)
     return {
         "_type": _STATEMENT,
         "subject": [
@@ -182,25 +185,16 @@ def make_statement(
             "resources": [
                 {"name": name, "algorithm": "sha256", "digest": digests[name]} for name in names
             ],
-            "pulse": _facts(manifest),
+            "pulse": {
+                "stream": manifest.stream,
+                "streamId": manifest.stream_id,
+                "version": manifest.version,
+                "root": manifest.root,
+                "base": {"version": patch.base, "root": patch.base_root} if patch else None,
+                "metadata": manifest.metadata,
+                "publisherKey": key,
+            },
         },
-    }
-
-
-def _facts(manifest: Manifest) -> dict[str, Any]:
-    """What the stream says of a version, and which key has signed that. Raises Untrusted."""
-    patch, key = manifest.patch, None
-    if manifest.signature is not None:
-        key = manifest.signature.key
-        TrustedKeys([key]).check(manifest)
-    return {
-        "stream": manifest.stream,
-        "streamId": manifest.stream_id,
-        "version": manifest.version,
-        "root": manifest.root,
-        "base": {"version": patch.base, "root": patch.base_root} if patch else None,
-        "metadata": manifest.metadata,
-        "publisherKey": key,
     }
 
 

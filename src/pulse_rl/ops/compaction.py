@@ -140,17 +140,27 @@ def anchor_stream(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Published:
-    """Publishes the newest version of ``stream`` in ``store`` once more, as it is, with an anchor,
-    and returns what it cost: newcomers start there, whatever was lost or signed by a key that they
-    do not trust before it.
+    """Publish the newest version of a stream once more, as it is, with an anchor.
 
-    ``signer`` signs it; then only versions that its key or one of ``trusted_keys`` (Ed25519, 64
-    hexadecimal digits each) has signed are taken. ``stream_id``: the
-    stream's, where it is known. ``threads``: the maximum number (None: one per core); ``on_event``
-    gets the events of restoring and publishing. This takes the stream over: a trainer that still
-    publishes to it is refused at its next commit; one that is about to start need not call it,
-    since ``publish(anchor=True)`` does the same. Raises EmptyStream, and what `Subscriber.sync` and
-    `Publisher.publish` raise.
+    New workers start there, whatever was lost before it, or was signed by a key that they do not
+    trust. This takes the stream over: a trainer that still publishes to it is refused at its next
+    commit. A trainer that is about to start need not call it, since ``publish(anchor=True)`` does
+    the same.
+
+    Args:
+        store: The store, or its address.
+        stream: The stream's name.
+        signer: Signs the version. Then only versions that its key or one of ``trusted_keys`` has
+            signed are taken.
+        trusted_keys: Ed25519 public keys, 64 hexadecimal digits each.
+        stream_id: The stream's ID, where it is known.
+        threads: The maximum number of threads. Default: one per core.
+        on_event: Called with the events of restoring and publishing.
+    Returns: What was published, and what it cost.
+    Raises:
+        EmptyStream: The stream has no version.
+
+    It also raises what `Subscriber.sync` and `Publisher.publish` raise.
     """
     opened = open_store(store)
     keys = keys_of(signer, trusted_keys)

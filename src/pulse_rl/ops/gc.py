@@ -3,12 +3,10 @@ restored."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from .._util.serial import shield
 from .._util.settings import checked_count, checked_number
@@ -21,9 +19,7 @@ from ..stream.names import (
     AnchorName,
     DigestsName,
     FoldName,
-    ObjectName,
     PayloadName,
-    StreamNames,
     VersionName,
     WorkerName,
 )
@@ -53,163 +49,46 @@ class GcPlan:
     young: int
 
 
-def plan_gc(
-    names: StreamNames,
-    manifests: Iterable[Manifest],
-    objects: list[ObjectInfo],
-    *,
-    keep: int,
-    before: float,
-    parts_of: Callable[[FoldName], Collection[Payload] | None] = lambda fold: None,
-) -> GcPlan:
-    """What may be deleted so that the last ``keep`` versions stay restorable. Pure.
+class _Listing:
+    """What the store lists of a stream, and the links of its folds, as far as they were read."""
 
-    ``manifests`` are those that can be read and trusted, from the newest down; they are read only
-    as far as needed: to the anchors from which the kept versions are restored. ``objects`` are the
-    stream's, with times; of payloads that no manifest left names, those written after ``before``
-    (Unix seconds) stay, since their manifest may be on its way. ``parts_of`` tells the payloads of
-    a listed fold, None where its link cannot be read. Objects that are not spelled as the stream's
-    names are stay. Raises EmptyStream, and ChainGap where a kept version misses payloads already:
-    what would have to stay instead is not for a deletion to guess.
-    """
-    found = [(info, names.parse(info.name)) for info in objects]
-    kept = _kept(manifests, keep, _stored(found, parts_of))
-    if not kept:
-        raise EmptyStream("the stream has no version that can be read")
-    oldest = min(manifest.version for manifest in kept)
-    folds = [
-        name
-        for _, name in found
-        if isinstance(name, FoldName) and min(name.version, name.base) >= oldest
-    ]
-    parts = [parts_of(fold) for fold in folds]
-    before = min(
-        before, _before_unread(found, {manifest.version for manifest in kept}, None in parts)
-    )
-    named = {payload.sha256 for manifest in kept for payload in _payloads(manifest, oldest)}
-    named |= {payload.sha256 for of in parts for payload in of or ()}
-    roots = {manifest.root for manifest in kept}
+    def __init__(self, stream: Stream) -> None:
+        names = stream.names
+        folders = (names.links, names.versions, names.payloads, names.digests, names.workers)
+        self.objects = [
+            (info, names.parse(info.name))
+            for folder in folders
+            for info in stream.store.list(folder)
+        ]
+        self.payloads: set[Payload] = set()
+        self.commits: dict[int, ObjectInfo] = {}
+        self.folds: list[FoldName] = []
+        for info, name in self.objects:
+            match name:
+                case PayloadName(digest):
+                    self.payloads.add(Payload(digest, info.nbytes))
+                case VersionName(version):
+                    self.commits[version] = info
+                case FoldName():
+                    self.folds.append(name)
+        self._stream = stream
+        self._parts: dict[FoldName, Collection[Payload] | None] = {}
 
-    links, old, payloads, digests, beats = [], [], [], [], []
-    for info, name in found:
-        match name:
-            case FoldName(version, base) if min(version, base) < oldest:
-                links.append(info)
-            case AnchorName(version) if version < oldest:
-                links.append(info)
-            case VersionName(version) if version < oldest:
-                old.append(info)
-            case PayloadName(digest):
-                payloads.append((info, digest))
-            case DigestsName(root) if root not in roots and info.modified < before:
-                digests.append(info)
-            case WorkerName(_, version) if version < oldest:
-                beats.append(info)
-    unnamed = [info for info, digest in payloads if digest not in named and info.modified < before]
-    young = sum(
-        info.nbytes for info, digest in payloads if digest not in named and info.modified >= before
-    )
-    # Links before manifests before payloads: whoever stops in between leaves nothing that names
-    # what is gone. Manifests from the newest down, so that those that are left still lead from
-    # their anchor on.
-    doomed = [*links, *sorted(old, reverse=True), *unnamed, *digests, *beats]
-    gone = sorted(
-        name.version for _, name in found if isinstance(name, VersionName) and name.version < oldest
-    )
-    wanted = kept[min(keep, len(kept)) - 1].version
-    nbytes = sum(info.nbytes for info in doomed)
-    return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), nbytes, wanted, young)
+    def parts_of(self, fold: FoldName) -> Collection[Payload] | None:
+        """The payloads of a fold; None where its link cannot be read."""
+        if fold not in self._parts:
+            try:
+                self._parts[fold] = self._stream.fold(fold)[0]
+            except UNREADABLE:
+                self._parts[fold] = None
+        return self._parts[fold]
 
-
-class _Stored(NamedTuple):
-    """The payloads and manifests that are there, readable or not, and the folds to each version,
-    from the nearest base on, of which ``parts_of`` tells the payloads."""
-
-    payloads: set[Payload]
-    versions: set[int]
-    folds: dict[int, list[FoldName]]
-    parts_of: Callable[[FoldName], Collection[Payload] | None]
-
-    def holds(self, fold: FoldName) -> bool:
-        """Whether the payloads of a fold are there."""
-        parts = self.parts_of(fold)
-        return parts is not None and self.payloads.issuperset(parts)
-
-
-def _stored(
-    found: list[tuple[ObjectInfo, ObjectName | None]],
-    parts_of: Callable[[FoldName], Collection[Payload] | None],
-) -> _Stored:
-    stored = _Stored(set(), set(), {}, parts_of)
-    for info, name in found:
-        match name:
-            case PayloadName(digest):
-                stored.payloads.add(Payload(digest, info.nbytes))
-            case VersionName(version):
-                stored.versions.add(version)
-            case FoldName(version, base) as fold if base < version:
-                stored.folds.setdefault(version, []).append(fold)
-    for folds in stored.folds.values():
-        folds.sort(key=lambda fold: -fold.base)
-    return stored
-
-
-def _kept(manifests: Iterable[Manifest], keep: int, stored: _Stored) -> list[Manifest]:
-    """The last ``keep`` manifests, with those down to the anchors from which their versions are
-    restored.
-    """
-    needed: set[int] = set()
-    kept: list[Manifest] = []
-    for manifest in manifests:
-        if len(kept) >= keep and manifest.version < min(needed):
-            break
-        kept.append(manifest)
-        if len(kept) <= keep or manifest.version in needed:
-            needed |= {manifest.version} | _bases(manifest, stored)
-    lost = needed - {manifest.version for manifest in kept}
-    if lost:
-        raise ChainGap(
-            f"version {max(lost)} is missing or damaged, so nothing was deleted", hint=_DAMAGED_HINT
-        )
-    return kept
-
-
-def _before_unread(
-    found: list[tuple[ObjectInfo, ObjectName | None]], kept: set[int], unread_folds: bool
-) -> float:
-    """The time before which no payload was written that a version among the kept ones, or above
-    them, or a fold there, may name though its manifest or link could not be read this time: that of
-    the oldest kept commit. No limit where all were read."""
-    commits = {name.version: info.modified for info, name in found if isinstance(name, VersionName)}
-    oldest = min(kept)
-    unread = [version for version in commits if version > oldest and version not in kept]
-    return commits.get(oldest, 0.0) if unread or unread_folds else math.inf
-
-
-def _bases(manifest: Manifest, stored: _Stored) -> set[int]:
-    """The versions from which this one is restored: none where its anchor is stored, else its
-    patch's base; and that of a fold where the patch or its base is not stored, as in a relay's
-    target."""
-    if manifest.anchor and stored.payloads.issuperset(manifest.anchor.shards):
-        return set()
-    bases = []
-    if manifest.patch and stored.payloads.issuperset(manifest.patch.parts):
-        bases = [manifest.patch.base]
-        if manifest.patch.base in stored.versions:
-            return set(bases)
-    bases += [fold.base for fold in stored.folds.get(manifest.version, ()) if stored.holds(fold)]
-    if not bases:
-        raise ChainGap(
-            f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT
-        )
-    return {next((base for base in bases if base in stored.versions), bases[0])}
-
-
-def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
-    """What a kept manifest names and can still be used: all but a patch whose base is gone."""
-    anchor = list(manifest.anchor.shards) if manifest.anchor else []
-    patch = list(manifest.patch.parts) if manifest.patch and manifest.patch.base >= oldest else []
-    return anchor + patch + [file.payload for file in manifest.files]
+    def bases(self, version: int) -> list[int]:
+        """Those of the folds to ``version`` whose payloads are there, from the nearest on."""
+        folds = [fold for fold in self.folds if fold.base < fold.version == version]
+        parts = [(fold.base, self.parts_of(fold)) for fold in folds]
+        there = {base for base, of in parts if of is not None and self.payloads.issuperset(of)}
+        return sorted(there, reverse=True)
 
 
 def gc_stream(
@@ -222,49 +101,140 @@ def gc_stream(
     trusted_keys: Collection[str] | None = None,
     stream_id: str | None = None,
 ) -> GcPlan:
-    """Deletes what the last ``keep`` versions of ``stream`` in ``store`` do not need; returns what
-    was deleted, or with ``dry_run`` what would be.
+    """Delete what the newest versions of a stream do not need.
 
     The versions from the oldest anchor needed up to the oldest kept one stay, since the kept ones
     are replayed from there. A reader in the middle of a restore finds another path
-    or gets ChainGap. Publishing may continue: payloads written in the last ``grace_seconds`` stay.
-    Manifests that cannot be read do not count, and with ``trusted_keys`` (Ed25519, 64 hexadecimal
-    digits each) neither do those that none of them has signed; nor do those of another stream than
-    ``stream_id``, or than the newest one where that is not given. Raises EmptyStream, InputError,
-    and ChainGap, with nothing deleted, if a kept version is already damaged.
+    or gets ChainGap. Publishing may continue. Objects that are not spelled as the stream's names
+    are stay.
+
+    Args:
+        store: The store, or its address.
+        stream: The stream's name.
+        keep: How many of the newest versions stay restorable. Manifests that cannot be read do not
+            count.
+        grace_seconds: Payloads that no manifest names stay for so long after they were written,
+            since their manifest may be on its way.
+        dry_run: Delete nothing.
+        trusted_keys: Ed25519 public keys, 64 hexadecimal digits each: manifests that none of them
+            has signed do not count.
+        stream_id: Manifests of another stream do not count. Default: that of the newest one.
+    Returns: What was deleted, or would be.
+    Raises:
+        EmptyStream: There is no version that can be read.
+        ChainGap: A kept version is damaged already; nothing was deleted.
+        InputError: An argument makes no sense.
     """
     checked_count("keep", keep)
     checked_number("grace_seconds", grace_seconds, maximum=_LONGEST_GRACE)
     where = Stream(open_store(store), stream, trusted_by(trusted_keys), stream_id=stream_id)
     with where.limited():
-        return _gc(where, keep, grace_seconds, dry_run=dry_run)
-
-
-def _gc(where: Stream, keep: int, grace_seconds: float, *, dry_run: bool) -> GcPlan:
-    names = where.names
-    folders = (names.links, names.versions, names.payloads, names.digests, names.workers)
-    objects = [info for folder in folders for info in where.store.list(folder)]
-    # By the store's clock: one that runs behind this machine's must not make fresh payloads look
-    # old.
-    newest = max((info.modified for info in objects), default=0.0) + 1
-    now = min(time.time(), newest)
-    found = plan_gc(
-        where.names,
-        _readable(where),
-        objects,
-        keep=keep,
-        before=now - grace_seconds,
-        parts_of=_reading_links(where),
-    )
-    if not dry_run:
-        seen = {info.name: info.modified for info in objects}
-        for name in found.names:
+        listing = _Listing(where)
+        plan = _planned(where, listing, keep, grace_seconds)
+        seen = {info.name: (info.modified, name) for info, name in listing.objects}
+        for doomed in () if dry_run else plan.names:
+            modified, name = seen[doomed]
             # A payload that was written again since: a publisher has stored the same bytes and is
             # about to name them.
-            payload = isinstance(where.names.parse(name), PayloadName | DigestsName)
-            if not payload or _modified(where.store, name) == seen[name]:
-                where.store.delete(name)
-    return found
+            payload = isinstance(name, PayloadName | DigestsName)
+            if not payload or _modified(where.store, doomed) == modified:
+                where.store.delete(doomed)
+    return plan
+
+
+def _planned(where: Stream, listing: _Listing, keep: int, grace_seconds: float) -> GcPlan:
+    """What may be deleted so that the last ``keep`` versions stay restorable. Raises EmptyStream,
+    and ChainGap where a kept version misses payloads already: what would have to stay instead is
+    not for a deletion to guess."""
+    # 1. The manifests that stay, and what they and the folds between them name.
+    kept = _kept(_readable(where), keep, listing)
+    if not kept:
+        raise EmptyStream("the stream has no version that can be read")
+    oldest = min(manifest.version for manifest in kept)
+    folds = [fold for fold in listing.folds if min(fold.version, fold.base) >= oldest]
+    parts = [listing.parts_of(fold) for fold in folds]
+    named = {payload.sha256 for manifest in kept for payload in _payloads(manifest, oldest)}
+    named |= {payload.sha256 for of in parts for payload in of or ()}
+    roots = {manifest.root for manifest in kept}
+    # 2. The time before which what nothing names may go. By the store's clock: one that runs behind
+    # this machine's must not make fresh payloads look old.
+    newest = max((info.modified for info, _ in listing.objects), default=0.0) + 1
+    before = min(time.time(), newest) - grace_seconds
+    # A version among the kept ones, or above them, or a fold there, may name payloads though its
+    # manifest or link could not be read this time: none was written before the oldest kept commit.
+    unread = listing.commits.keys() - {manifest.version for manifest in kept}
+    if None in parts or any(version > oldest for version in unread):
+        commit = listing.commits.get(oldest)  # None: it was committed since
+        before = min(before, commit.modified if commit else 0.0)
+    # 3. What goes. Links before manifests before payloads: a process that stops in between
+    # leaves nothing that names what is gone. Manifests from the newest down, so that those that are
+    # left still lead from their anchor on.
+    links, payloads, digests, beats, young = [], [], [], [], 0
+    for info, name in listing.objects:
+        match name:
+            case FoldName(version, base) if min(version, base) < oldest:
+                links.append(info)
+            case AnchorName(version) if version < oldest:
+                links.append(info)
+            case PayloadName(digest) if digest not in named and info.modified < before:
+                payloads.append(info)
+            case PayloadName(digest) if digest not in named:
+                young += info.nbytes
+            case DigestsName(root) if root not in roots and info.modified < before:
+                digests.append(info)
+            case WorkerName(_, version) if version < oldest:
+                beats.append(info)
+    gone = sorted(version for version in listing.commits if version < oldest)
+    old = [listing.commits[version] for version in reversed(gone)]
+    doomed = [*links, *old, *payloads, *digests, *beats]
+    wanted = kept[min(keep, len(kept)) - 1].version
+    nbytes = sum(info.nbytes for info in doomed)
+    return GcPlan(oldest, tuple(gone), tuple(info.name for info in doomed), nbytes, wanted, young)
+
+
+def _kept(manifests: Iterable[Manifest], keep: int, listing: _Listing) -> list[Manifest]:
+    """The last ``keep`` of the ``manifests``, which are read from the newest down, and those down
+    to the anchors from which their versions are restored."""
+    needed: set[int] = set()
+    kept: list[Manifest] = []
+    for manifest in manifests:
+        if len(kept) >= keep and manifest.version < min(needed):
+            break
+        kept.append(manifest)
+        if len(kept) <= keep or manifest.version in needed:
+            needed |= {manifest.version} | _base(manifest, listing)
+    lost = needed - {manifest.version for manifest in kept}
+    if lost:
+        raise ChainGap(
+            f"version {max(lost)} is missing or damaged, so nothing was deleted", hint=_DAMAGED_HINT
+        )
+    return kept
+
+
+def _base(manifest: Manifest, listing: _Listing) -> set[int]:
+    """The version from which this one is restored: none where its anchor is stored, else its
+    patch's base; or that of a fold where the patch or its base is not stored, as in a relay's
+    target."""
+    if manifest.anchor and listing.payloads.issuperset(manifest.anchor.shards):
+        return set()
+    bases = []
+    if manifest.patch and listing.payloads.issuperset(manifest.patch.parts):
+        bases = [manifest.patch.base]
+        if manifest.patch.base in listing.commits:
+            return set(bases)
+    bases += listing.bases(manifest.version)
+    if not bases:
+        raise ChainGap(
+            f"version {manifest.version} lacks payloads, so nothing was deleted", hint=_DAMAGED_HINT
+        )
+    return {next((base for base in bases if base in listing.commits), bases[0])}
+
+
+def _payloads(manifest: Manifest, oldest: int) -> list[Payload]:
+    """What a kept manifest names and can still be used: all but a patch whose base is gone."""
+    anchor = list(manifest.anchor.shards) if manifest.anchor else []
+    patch = list(manifest.patch.parts) if manifest.patch and manifest.patch.base >= oldest else []
+    return anchor + patch + [file.payload for file in manifest.files]
 
 
 def _readable(stream: Stream) -> Iterator[Manifest]:
@@ -277,21 +247,6 @@ def _readable(stream: Stream) -> Iterator[Manifest]:
             yield manifest
 
 
-def _reading_links(stream: Stream) -> Callable[[FoldName], Collection[Payload] | None]:
-    """The payloads of a fold, of which the link is read once at most; None where it cannot be."""
-    known: dict[FoldName, Collection[Payload] | None] = {}
-
-    def parts_of(fold: FoldName) -> Collection[Payload] | None:
-        if fold not in known:
-            try:
-                known[fold] = stream.fold(fold)[0]
-            except UNREADABLE:
-                known[fold] = None
-        return known[fold]
-
-    return parts_of
-
-
 def _modified(store: Store, name: str) -> float | None:
     try:
         return store.head(name).modified
@@ -302,7 +257,7 @@ def _modified(store: Store, name: str) -> float | None:
 class Retention:
     """Deletes what the newest ``keep`` versions of a stream do not need, as its publisher commits
     them: at first, and whenever an anchor has become the one to restore them from. ``keys`` are
-    those that are trusted. What fails is said, and tried again with the next anchor."""
+    those that are trusted. Failures are reported, and tried again with the next anchor."""
 
     def __init__(
         self, stream: Stream, keep: int, keys: Collection[str], listener: Listener | None

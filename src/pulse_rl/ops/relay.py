@@ -30,7 +30,7 @@ from ..events import CallFailed, Listener, Relayed, checked_listener, failures_t
 from ..follow.digest_trees import copy_digests
 from ..follow.failover import check_recreated
 from ..follow.patch_files import read_header
-from ..patch.header import MAX_HEADER_BYTES, PatchHeader, Room
+from ..patch.header import MAX_HEADER_BYTES, Room
 from ..store import Store, open_store
 from ..store.base import UNREADABLE
 from ..stream.manifest import Link, Manifest, Payload, anchor_bytes
@@ -134,46 +134,47 @@ class Relay:
         return self._have
 
     def sync(self, *, shards: int | None = None) -> Relayed | None:
-        """Copies what is new; None if nothing is. The newest version comes first, by the cheapest
-        path from what the target has; then the newest anchor, shard by shard, between which newer
-        versions still come first. ``shards``: the most of them that one call copies (None: all);
-        later calls go on with the rest.
+        """Copy what is new.
 
-        A version is shown in the target once all is there that leads to it. Payloads are checked
-        against their SHA-256 before they are stored, manifests and folds' links as a subscriber
-        checks them. Raises StreamRecreated, PublisherConflict where somebody publishes to the
-        target, ChainGap where nothing leads to the newest version, and StoreError; a repeated call
-        goes on where this one stopped.
+        The newest version comes first, by the cheapest path from what the target has; then the
+        newest anchor, shard by shard, between which newer versions still come first. A version is
+        shown in the target once all is there that leads to it. Payloads are checked against their
+        SHA-256 before they are stored, manifests and folds' links as a subscriber checks them.
+
+        Args:
+            shards: The most shards of an anchor that one call copies; later calls go on with the
+                rest. Default: all.
+        Returns: What was copied, or None if nothing is new.
+        Raises:
+            StreamRecreated: The stream was deleted and recreated.
+            PublisherConflict: Somebody publishes to the target.
+            ChainGap: No path leads to the newest version.
+            StoreError: A store refuses, or is away.
+
+        A repeated call goes on where this one stopped.
         """
         if shards is not None:
             checked_count("shards", shards)
+        started = time.perf_counter()
+        self._links, self._nbytes = [], 0
         with (
             failures_to(self._listener, self.source.name, "relay"),
             self.source.limited(),
             self._target.limited(),
         ):
-            return self._sync(shards)
-
-    def wait_for_new(self, poll_seconds: float = 1.0, max_seconds: float = math.inf) -> None:
-        """Sleeps between two calls of `sync` that found nothing: for ``poll_seconds``, a quarter
-        more or less, and at most ``max_seconds``. Raises InputError."""
-        pause(poll_seconds, max_seconds)
-
-    def _sync(self, shards: int | None) -> Relayed | None:
-        started = time.perf_counter()
-        self._links, self._nbytes = [], 0
-        # 1. Where the target stands; and once, whether another process left an anchor half copied.
-        previous = self._find_held()
-        if not self._searched:
-            self._anchor, self._searched = self._unfinished_anchor(), True
-        # 2. The newest version, which workers wait for; then the anchor, which only newcomers need.
-        # It takes long: between two shards newer versions come first.
-        self._copy_newest()
-        copied = 0
-        while self._anchor is not None and copied != shards:
-            self._copy_shard(self._anchor)
+            # 1. Where the target stands; and once, whether another process left an anchor half
+            # copied.
+            previous = self._find_held()
+            if not self._searched:
+                self._anchor, self._searched = self._unfinished_anchor(), True
+            # 2. The newest version, which workers wait for; then the anchor, which only new workers
+            # need. It takes long: between two shards newer versions come first.
             self._copy_newest()
-            copied += 1
+            copied = 0
+            while self._anchor is not None and copied != shards:
+                self._copy_shard(self._anchor)
+                self._copy_newest()
+                copied += 1
         if not self._links:
             return None
         assert self._have is not None
@@ -183,6 +184,11 @@ class Relay:
         if self._listener:
             self._listener(relayed)
         return relayed
+
+    def wait_for_new(self, poll_seconds: float = 1.0, max_seconds: float = math.inf) -> None:
+        """Sleeps between two calls of `sync` that found nothing: for ``poll_seconds``, a quarter
+        more or less, and at most ``max_seconds``. Raises InputError."""
+        pause(poll_seconds, max_seconds)
 
     # -- the newest version
 
@@ -195,10 +201,8 @@ class Relay:
             self._adopt(found)
         else:
             self._anchor = None
-        have = found.version if found else None
-        if have != self._have:
-            self._have = have
-        return have
+        self._have = found.version if found else None
+        return self._have
 
     def _adopt(self, manifest: Manifest) -> None:
         self.source.adopt(manifest)
@@ -245,7 +249,7 @@ class Relay:
                     self._copy(link, manifest)
                 except BROKEN_LINK as error:
                     route.avoid(planned, link, error)
-                    self._tell(link, error)
+                    self._report(link, error)
                     break
                 # On the way from an anchor the version may still be below that of the target: no
                 # step back there.
@@ -299,23 +303,17 @@ class Relay:
         others may name."""
         assert link.base is not None
         try:
-            base_root = self._target.manifest(link.base).root
-            for header in self._headers(link, manifest):
+            base_root, room = self._target.manifest(link.base).root, Room()
+            for payload in link.payloads or ():
+                name = self._target.names.payload(payload.sha256, PATCH)
+                read = partial(self._target.store.get, name)
+                header = read_header(read, payload.bytes, elements=manifest.elements, room=room)
                 if (header.base_root, header.target_root) != (base_root, manifest.root):
                     raise DigestMismatch(f"{link} does not lead from one version to the other")
         except BROKEN_LINK:
             for payload in new:
                 self._target.store.delete(self._target.names.payload(payload.sha256, PATCH))
             raise
-
-    def _headers(self, link: Link, manifest: Manifest) -> Iterator[PatchHeader]:
-        """Of each payload of a fold, from the target."""
-        room = Room()
-        for payload in link.payloads or ():
-            read = partial(
-                self._target.store.get, self._target.names.payload(payload.sha256, PATCH)
-            )
-            yield read_header(read, payload.bytes, elements=manifest.elements, room=room)
 
     def _show(self, manifest: Manifest) -> None:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for
@@ -352,7 +350,7 @@ class Relay:
         """Copies a payload unless it is in the target, whole; returns whether nothing was there of
         its name. Raises NotFound and DigestMismatch; a damaged reply is asked for once more."""
         name = self.source.names.payload(payload.sha256, kind)
-        if whole := holds_whole(self._target.store, name, payload, self._threads):
+        if whole := _holds_whole(self._target.store, name, payload, self._threads):
             return False
         for again in reversed(range(_TRIES)):
             try:
@@ -372,7 +370,7 @@ class Relay:
         """The chunks of a payload. Raises DigestMismatch in place of their end, so that no store
         keeps wrong ones."""
         running = sha256()
-        for chunk in chunks_of(self.source.store, name, payload.bytes, self._threads):
+        for chunk in _chunks_of(self.source.store, name, payload.bytes, self._threads):
             self._nbytes += len(chunk)
             running.update(chunk)
             yield chunk
@@ -391,7 +389,7 @@ class Relay:
                     self._copy_payload(file.payload, FILE)
                 there.add(file.payload)
             except BROKEN_LINK as error:
-                self._tell(f"{file.name} of version {manifest.version}", error)
+                self._report(f"{file.name} of version {manifest.version}", error)
         self._files = there
 
     # -- anchors, and what they make superfluous
@@ -405,7 +403,7 @@ class Relay:
             self._copy_payload(copy.manifest.anchor.shards[copy.done], SHARD)
         except BROKEN_LINK as error:
             self._anchor = None
-            self._tell(link, error)
+            self._report(link, error)
             return
         self._links.append(link)
         self._anchor = copy._replace(done=copy.done + 1)
@@ -467,13 +465,13 @@ class Relay:
         self._files = set()
 
     def _refused(self, version: int, error: PulseError) -> None:
-        self._tell(f"version {version}", error)
+        self._report(f"version {version}", error)
 
-    def _tell(self, link: Link | str, error: PulseError) -> None:
+    def _report(self, link: Link | str, error: PulseError) -> None:
         fell_back(self._listener, self.source.name, str(link), error)
 
 
-def chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Iterator[bytes]:
+def _chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Iterator[bytes]:
     """The first ``nbytes`` of an object in order, read in several requests at a time, of at most 8
     MiB each."""
     starts = range(0, nbytes, _CHUNK_BYTES)
@@ -483,14 +481,14 @@ def chunks_of(store: Store, name: str, nbytes: int, threads: int | None) -> Iter
         yield from chunks
 
 
-def holds_whole(store: Store, name: str, payload: Payload, threads: int | None) -> bool | None:
+def _holds_whole(store: Store, name: str, payload: Payload, threads: int | None) -> bool | None:
     """Whether the payload is in the store, whole: not so what a killed relay left, or somebody
     else's junk. None where nothing is."""
     try:
         if store.head(name).nbytes != payload.bytes:
             return False
         running = sha256()
-        for chunk in chunks_of(store, name, payload.bytes, threads):
+        for chunk in _chunks_of(store, name, payload.bytes, threads):
             running.update(chunk)
     except NotFound:
         return None

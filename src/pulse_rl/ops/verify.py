@@ -50,17 +50,26 @@ def verify_stream(
     threads: int | None = None,
     on_event: Listener | None = None,
 ) -> Iterator[VersionReport]:
-    """Replays the stream ``stream`` of ``store`` from its first version and yields one report per
-    version.
+    """Replay a stream from its first version, and yield one report per version.
 
-    Every patch is applied to its base version, every anchor is restored on its own;
-    every file beside the weights is read. So is every fold,
-    which is applied where there is no patch. A version that was begun from one of another stream in
-    ``store`` must have its root. With ``trusted_keys`` (Ed25519 public keys, 64 hexadecimal digits
-    each) every manifest must be signed by one of them, and all must be of the stream ``stream_id``,
-    or of the newest one's where that is not given. ``threads``: the maximum number (None: one per
-    core); ``on_event`` gets the events of the replay. Raises InputError; while it yields
-    EmptyStream and StoreUnavailable. Problems with a version are in its report.
+    Every patch is applied to its base version, and every anchor is restored on its own. Every fold
+    is read, and applied where there is no patch; so is every file next to the weights. A version
+    that was begun from one of another stream in the store must have its root. Problems with a
+    version are in its report.
+
+    Args:
+        store: The store, or its address.
+        stream: The stream's name.
+        trusted_keys: Ed25519 public keys, 64 hexadecimal digits each: one of them must have signed
+            each manifest.
+        stream_id: The ID that all manifests must have. Default: that of the newest version.
+        threads: The maximum number of threads. Default: one per core.
+        on_event: Called with the events of the replay.
+    Returns: The reports, in the order of the versions.
+    Raises:
+        InputError: An argument makes no sense.
+        EmptyStream: There is no version, while it yields.
+        StoreUnavailable: The store cannot be reached, while it yields.
     """
     checked_threads(threads)
     checked_listener(on_event)
@@ -80,17 +89,6 @@ def _verify(
         listed = set(versions)
         folds = [link for link in where.links() if link.base in listed]
     chain = HostState(threads=threads, listener=on_event)
-
-    def reached_by(link: Link) -> HostState:
-        """A host state at the link's version: ``chain`` itself where it can be led on."""
-        host = chain
-        if link.base is None or link.base != chain.version:
-            host = HostState(threads=threads, listener=on_event)
-        if link.base is not None:
-            catch_up(host, where, link.base)
-        follow_link(host, where, link)
-        return host
-
     checked: dict[str, str] = {}
 
     def report(version: int) -> VersionReport:
@@ -112,8 +110,14 @@ def _verify(
         else:
             problems += _check_folds(where, folded)
         for link in named:
+            # The state that goes from version to version, where it is at the link's base.
+            host = chain
+            if link.base is None or link.base != chain.version:
+                host = HostState(threads=threads, listener=on_event)
             try:
-                host = reached_by(link)
+                if link.base is not None:
+                    catch_up(host, where, link.base)
+                follow_link(host, where, link)
             except StoreUnavailable:
                 raise
             except PulseError as error:
@@ -164,14 +168,13 @@ def _check_files(where: Stream, manifest: Manifest, checked: dict[str, str]) -> 
     digest."""
     for file in manifest.files:
         if file.sha256 not in checked:
+            checked[file.sha256] = ""
             try:
                 where.fetch(file.payload, FILE)
             except StoreUnavailable:
                 raise
             except PulseError as error:
                 checked[file.sha256] = str(error)
-            else:
-                checked[file.sha256] = ""
     return [
         f"{file.name}: {checked[file.sha256]}" for file in manifest.files if checked[file.sha256]
     ]
@@ -207,12 +210,18 @@ def audit(
     *,
     threads: int | None = None,
 ) -> AuditReport:
-    """Rereads all live weights of ``model`` (a module, a mapping of names to tensors, or a `State`)
-    and compares them with a version.
+    """Read all live weights of a model again, and compare them with a version.
 
-    ``threads``: the maximum number (None: one per core). ``version`` is the digest tree of a host
-    state (`Subscriber.digest`), which names the tensors that differ, or a manifest or a root, which
-    only tells whether any differ. Tied tensors are compared once. Raises InputError.
+    Tied tensors are compared once.
+
+    Args:
+        model: A module, a mapping of names to tensors, or a `State`.
+        version: The digest tree of a host state (`Subscriber.digest`), which shows which tensors
+            differ; or a manifest or a root, which only shows whether any differ.
+        threads: The maximum number of threads. Default: one per core.
+    Returns: The report.
+    Raises:
+        InputError: ``version`` or ``model`` is none of these.
     """
     state = as_state(model.state_dict() if hasattr(model, "state_dict") else model)
     live = state_digest(state, threads=checked_threads(threads))

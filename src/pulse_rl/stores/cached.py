@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 from ..errors import NotFound, StoreError
@@ -23,8 +23,8 @@ class CachedStore(BoundedStore):
     nothing else in there is touched.
 
     ``digest_of`` gives the SHA-256 that an object's name promises (64 hexadecimal digits), None for
-    other objects, which are not cached. An object is kept once somebody who knows its length has
-    said so (`expect`). A cached copy is hashed on first use, and fetched again if damaged. Where
+    other objects, which are not cached. An object is kept once its length is known from a trusted
+    manifest (`expect`). A cached copy is hashed on first use, and fetched again if damaged. Where
     the folder cannot be used, nothing is kept.
     """
 
@@ -43,8 +43,8 @@ class CachedStore(BoundedStore):
         self._expected: dict[str, int] = {}
 
     def expect(self, name: str, nbytes: int) -> None:
-        """The object ``name`` has ``nbytes`` by the word of whoever is trusted, which the store's
-        is not: no more is read for the cache."""
+        """The object ``name`` has ``nbytes`` by a trusted manifest: no more is read for the
+        cache."""
         self._expected[name] = nbytes
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -75,7 +75,9 @@ class CachedStore(BoundedStore):
                 self._checked.discard(name)
                 return False
             if name not in self._checked:
-                if self._hash(name) != digest:
+                with path.open("rb") as file:
+                    found = file_digest(file, "sha256").hexdigest()
+                if found != digest:
                     self._drop(name)
                     return False
                 self._checked.add(name)
@@ -147,12 +149,6 @@ class CachedStore(BoundedStore):
                 return
             self._drop(info.name)
             total -= info.nbytes
-
-    def _hash(self, name: str) -> str:
-        running, size = sha256(), self._kept.head(name).nbytes
-        for at in range(0, size, _CHUNK_BYTES):
-            running.update(self._kept.get(name, at, min(at + _CHUNK_BYTES, size)))
-        return running.hexdigest()
 
     def _drop(self, name: str) -> None:
         self._checked.discard(name)

@@ -16,11 +16,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
-from .._util.retry import Backoff, retrying
+from .._util.retry import retrying
 from .._util.settings import checked_number
 from .._util.threads import checkpoint
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
@@ -55,23 +56,24 @@ _NO_SUCH_SERVER = "Serve the folder with `pulse serve`."
 T = TypeVar("T")
 
 
-class Transient(Exception):
+class _Transient(Exception):
     """The server says that it may answer later."""
 
 
-_MAY_PASS = (OSError, HTTPException, Transient)
-
-
 class HttpStore(ReadOnly):
-    """A `Store` for readers, behind the server at ``url``: ``http://host:port/prefix`` or
-    ``https://…``, without credentials. Writing calls raise StoreError.
+    """A `Store` for readers, behind an HTTP server such as `pulse serve`, without credentials.
 
-    ``timeout_seconds`` bounds each request: to its first byte, and then at 16 KiB/s; ten times as
-    long, a whole listing. A request that fails in a way that may pass is repeated up to three
-    times, ever later, while no more than ``timeout_seconds`` have gone by. Redirects are refused,
-    proxies not asked. `get` without ``stop`` reads up to 256 MiB, and else raises StoreError.
-    Raises InputError. May be used from several threads, which share up to eight idle connections,
-    kept for 30 s.
+    Writing calls raise StoreError. Redirects are refused, proxies not asked. `get` without ``stop``
+    reads up to 256 MiB, and else raises StoreError. A request that fails in a way that may pass is
+    repeated up to three times, ever later. It may be used from several threads, which share up to
+    eight idle connections, kept for 30 s.
+
+    Args:
+        url: The server's address: ``http://host:port/prefix`` or ``https://…``.
+        timeout_seconds: Bounds each request, to its first byte, and then at 16 KiB/s; ten times as
+            long, a whole listing. A request is not repeated after so long.
+    Raises:
+        InputError: ``url`` is no such address.
     """
 
     writers_hint = "Give readers this address, and writers the store behind it."
@@ -134,15 +136,21 @@ class HttpStore(ReadOnly):
                 time.monotonic() > given_up
             ):  # of pages that come one after the other, each within its time
                 raise StoreUnavailable(f"{self._url} takes too long to list {folder}")
-            page = self._lines(f"{prefix}?after={quote(last, safe='/')}")
+            path = f"{prefix}?after={quote(last, safe='/')}"
+            what = f"the answer to {path}"
+            data = self._ask("GET", path, partial(self._body, name=what, most=_PAGE_BYTES))
+            if not data.isascii() or (data and not data.endswith(b"\n")):
+                raise StoreError(f"{self._url}: {what} is no lines of text", hint=_NO_SUCH_SERVER)
+            page = data.decode("ascii").split("\n")[:-1]
             for line in page:
-                info = _listed(prefix, line)
-                if info is None or info.name <= f"{prefix}{last}":
+                found = _LISTED.fullmatch(line)
+                name = f"{prefix}{found[3]}" if found else ""
+                if found is None or not is_name(name) or name <= f"{prefix}{last}":
                     raise StoreError(
                         f"{self._url}: {line[:80]!r} has no place in the list of {folder}"
                     )
-                last = info.name.removeprefix(prefix)
-                yield info
+                last = found[3]
+                yield ObjectInfo(name, int(found[1]), float(found[2]))
             if len(page) < PAGE:
                 return
             count += len(page)
@@ -166,19 +174,6 @@ class HttpStore(ReadOnly):
 
         return self._ask("GET", name, read, {"Range": f"bytes={start}-{stop - 1}"})
 
-    def _lines(self, path: str) -> tuple[str, ...]:
-        """The lines that the server answers with. Raises StoreError for what is no text, not whole
-        lines, or too long."""
-        what = f"the answer to {path}"
-        data = self._ask("GET", path, lambda answer: self._body(answer, what, _PAGE_BYTES))
-        try:
-            *lines, rest = data.decode("ascii").split("\n")
-        except ValueError:
-            raise StoreError(f"{self._url}: {what} is no text", hint=_NO_SUCH_SERVER) from None
-        if rest:
-            raise StoreError(f"{self._url}: {what} does not end with a line", hint=_NO_SUCH_SERVER)
-        return tuple(lines)
-
     def _length(self, answer: HTTPResponse, name: str) -> int:
         length = answer.getheader("Content-Length", "")
         if (
@@ -199,7 +194,7 @@ class HttpStore(ReadOnly):
             )
         data = answer.read(nbytes)
         if len(data) < nbytes:
-            raise Transient(f"the connection broke after {len(data)} of {nbytes} bytes")
+            raise _Transient(f"the connection broke after {len(data)} of {nbytes} bytes")
         return data
 
     # -- requests
@@ -213,17 +208,15 @@ class HttpStore(ReadOnly):
     ) -> T:
         """What ``read`` makes of the answer. Raises NotFound, StoreError, and StoreUnavailable
         after some tries."""
-        try:
-            return retrying(
-                lambda: self._try(method, path, read, headers or {}),
-                lambda error: isinstance(error, _MAY_PASS),
-                Backoff(_FIRST_PAUSE, _LONGEST_PAUSE),
-                tries=_TRIES,
-                seconds=self._timeout,
-            )
-        except _MAY_PASS as error:
-            reason = str(error) or type(error).__name__
-            raise StoreUnavailable(f"{self._url}: {path}: {reason[:300]}") from error
+        for attempt in retrying(_FIRST_PAUSE, _LONGEST_PAUSE, tries=_TRIES, seconds=self._timeout):
+            checkpoint()
+            try:
+                return self._try(method, path, read, headers or {})
+            except (OSError, HTTPException, _Transient) as error:
+                if not attempt.left:
+                    reason = str(error) or type(error).__name__
+                    raise StoreUnavailable(f"{self._url}: {path}: {reason[:300]}") from error
+        raise AssertionError
 
     def _try(
         self,
@@ -232,7 +225,6 @@ class HttpStore(ReadOnly):
         read: Callable[[HTTPResponse], T],
         headers: dict[str, str],
     ) -> T:
-        checkpoint()
         while True:
             connection, answer = self._take(), None
             try:
@@ -254,7 +246,7 @@ class HttpStore(ReadOnly):
         """What ``read`` makes of it. Raises the error that the status stands for."""
         status, where = answer.status, f"{self._url}: {path}"
         if status in (408, 429) or status >= 500:
-            raise Transient(f"the server answers with status {status}")
+            raise _Transient(f"the server answers with status {status}")
         if 300 <= status < 400:
             raise StoreError(
                 f"{where}: the server redirects", hint="Give the address that it redirects to."
@@ -297,13 +289,9 @@ class _Connection:
     def __init__(self, connection: HTTPConnection) -> None:
         self._connection = connection
         self._socket: _DeadlineSocket | None = None
-        self._answered = False
-        self.idle_since = 0.0
-
-    @property
-    def reused(self) -> bool:
+        self.reused = False
         """Whether the server has answered on it before."""
-        return self._answered
+        self.idle_since = 0.0
 
     def ask(self, method: str, path: str, headers: dict[str, str], seconds: float) -> HTTPResponse:
         if self._socket is None:
@@ -314,7 +302,7 @@ class _Connection:
         self._connection.request(method, path, None, {"Accept-Encoding": "identity", **headers})
         answer = self._connection.getresponse()
         self._socket.expect(answer.length or 0)
-        self._answered = True
+        self.reused = True
         return answer
 
     def close(self) -> None:
@@ -346,13 +334,6 @@ def _parsed(url: str) -> tuple[Callable[[float], HTTPConnection], str]:
         raise InputError(f"{url} is not the address of a store", hint=hint)
     kind: Any = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     return lambda timeout: kind(host, port, timeout=timeout), parts.path.rstrip("/")
-
-
-def _listed(prefix: str, line: str) -> ObjectInfo | None:
-    found = _LISTED.fullmatch(line)
-    if found is None or not is_name(name := prefix + found[3]):
-        return None
-    return ObjectInfo(name, int(found[1]), float(found[2]))
 
 
 class _DeadlineSocket:

@@ -18,11 +18,11 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from .._util.retry import Backoff, retrying
+from .._util.retry import retrying
 from .._util.settings import checked_number
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
 from ..store.base import MAX_LISTED, ObjectInfo, ReadOnly, check_folder, check_name, check_range
-from .http import MAX_WHOLE_BYTES, Transient
+from .http import MAX_WHOLE_BYTES
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _ADDRESS = re.compile(
@@ -54,13 +54,19 @@ def _is_of_one_host(url: str, other: str) -> bool:
 
 
 class HubStore(ReadOnly):
-    """A `Store` for readers in a repository: ``hf://namespace/name/prefix``, ``hf://datasets/…``
-    for one of data sets, ``@revision`` behind the name for another than ``main``. Writing calls
-    raise StoreError: upload a folder that is a store.
+    """A `Store` for readers in a repository of the Hugging Face Hub.
 
-    ``token``: None for HF_TOKEN, or that of `hf auth login`. ``endpoint``: None for HF_ENDPOINT, or
-    the Hub. Each request has ``timeout_seconds``. When an object was written is not known: 0.
-    Raises InputError.
+    Writing calls raise StoreError: upload a folder that is a store. The Hub does not show when an
+    object was written: `head` and `list` say 0.
+
+    Args:
+        address: ``hf://namespace/name/prefix``; ``hf://datasets/…`` for a repository of data sets;
+            ``@revision`` behind the name for another revision than ``main``.
+        token: An access token. Default: HF_TOKEN, or that of `hf auth login`.
+        endpoint: The Hub's address. Default: HF_ENDPOINT, or the Hub.
+        timeout_seconds: The seconds that a request may take.
+    Raises:
+        InputError: ``address`` names no repository.
     """
 
     writers_hint = "Publish to a folder and upload that, or to hf://buckets/NAMESPACE/BUCKET."
@@ -120,8 +126,8 @@ class HubStore(ReadOnly):
 
     def head(self, name: str) -> ObjectInfo:
         with self._ask("HEAD", self._resolve + check_name(name), name) as answer:
-            # Of a file in large-file storage this is said by the Hub, before it redirects to where
-            # the file is.
+            # Of a file in large-file storage the Hub says this, before it redirects to where the
+            # file is.
             text = answer.headers.get("X-Linked-Size") or answer.headers.get("Content-Length") or ""
         if not text.isdecimal():
             raise StoreError(f"{self._address} does not say how long {name} is")
@@ -167,43 +173,36 @@ class HubStore(ReadOnly):
         sent = {"User-Agent": "pulse-rl", "Accept-Encoding": "identity", **(headers or {})}
         if self._token:
             sent["Authorization"] = f"Bearer {self._token}"
-        request = Request(url, headers=sent, method=method)
-        try:
-            return retrying(
-                lambda: self._open(request, name),
-                lambda error: isinstance(error, Transient),
-                Backoff(_FIRST_PAUSE, _LONGEST_PAUSE),
-                tries=_TRIES,
-            )
-        except Transient as error:
-            raise StoreUnavailable(f"{self._address}: {error}") from None
-
-    def _open(self, request: Request, name: str) -> HTTPResponse:
-        try:
-            answer: HTTPResponse = self._opener.open(request, timeout=self._timeout)
-            return answer
-        except HTTPError as error:
-            error.close()
-            missing = error.headers.get("X-Error-Code")
-            if missing in ("RepoNotFound", "RevisionNotFound"):
-                raise StoreError(
-                    f"{self._address} is not there",
-                    hint="Check its name and revision; HF_TOKEN for a private one.",
-                ) from None
-            if error.code == 404:
-                raise NotFound(f"{name} is not in the store {self._address}") from None
-            if error.code == 416:
-                raise StoreError(f"the range is outside {name}") from None
-            if error.code in (401, 403):
-                raise StoreError(
-                    f"not allowed to read {self._address}", hint="Set HF_TOKEN."
-                ) from None
-            answered = f"the Hub answers {error.code} to {name}"
-            if error.code in _MAY_PASS:
-                raise Transient(answered) from None
-            raise StoreUnavailable(f"{self._address}: {answered}") from None
-        except (URLError, HTTPException, OSError) as error:
-            raise Transient(str(error)) from None
+        for attempt in retrying(_FIRST_PAUSE, _LONGEST_PAUSE, tries=_TRIES):
+            try:
+                answer: HTTPResponse = self._opener.open(
+                    Request(url, headers=sent, method=method), timeout=self._timeout
+                )
+                return answer
+            except HTTPError as error:
+                error.close()
+                missing = error.headers.get("X-Error-Code")
+                if missing in ("RepoNotFound", "RevisionNotFound"):
+                    raise StoreError(
+                        f"{self._address} is not there",
+                        hint="Check its name and revision; HF_TOKEN for a private one.",
+                    ) from None
+                if error.code == 404:
+                    raise NotFound(f"{name} is not in the store {self._address}") from None
+                if error.code == 416:
+                    raise StoreError(f"the range is outside {name}") from None
+                if error.code in (401, 403):
+                    raise StoreError(
+                        f"not allowed to read {self._address}", hint="Set HF_TOKEN."
+                    ) from None
+                if error.code not in _MAY_PASS or not attempt.left:
+                    raise StoreUnavailable(
+                        f"{self._address}: the Hub answers {error.code} to {name}"
+                    ) from None
+            except (URLError, HTTPException, OSError) as error:
+                if not attempt.left:
+                    raise StoreUnavailable(f"{self._address}: {error}") from None
+        raise AssertionError
 
     def _read(self, answer: HTTPResponse, name: str, most: int) -> bytes:
         try:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import obstore
@@ -70,13 +70,19 @@ def _made_aside(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes]:
 
 
 class ObjectStore:
-    """A `Store` in an object store, ``url``: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``.
+    """A `Store` in an object store: S3 and compatible ones, Google Cloud Storage, Azure.
 
-    Settings are obstore's ``options`` (``endpoint``, ``region``, ``account_name`` …), or stand in
-    the address, but for secrets: ``s3://bucket/run?endpoint=http://minio:9000&region=us-east-1``.
-    For S3 there is ``profile``, too. What is not given comes from the environment and, for S3, from
-    the files of the AWS command line (docs/stores.md). An endpoint with ``http://`` is used as it
-    is. Raises InputError and StoreError.
+    Settings that are not given come from the environment and, for S3, from the files of the AWS
+    command line (docs/stores.md). An endpoint with ``http://`` is used as it is.
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``, with settings but for secrets, such
+            as ``s3://bucket/run?endpoint=http://minio:9000&region=us-east-1``.
+        options: Settings of obstore (``endpoint``, ``region``, ``account_name`` …); for S3
+            ``profile``, too.
+    Raises:
+        InputError: There is a secret in the address.
+        StoreError: The store cannot be opened.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -100,7 +106,7 @@ class ObjectStore:
                 first = {**options, **_FIRST_LIMITS, "client_options": limits}
                 self._store = obstore.store.from_url(place, **first)
         except (ob.BaseError, ValueError, TypeError) as error:
-            raise _explained(error, self._failure("open", "")) from error
+            raise self._explained(error, "open", "") from error
 
     def __repr__(self) -> str:
         return f"ObjectStore({self._address!r})"
@@ -175,22 +181,42 @@ class ObjectStore:
             self._store = self._lasting
             raise AlreadyExists(f"{self._address}: {name} already exists") from None
         except (ob.BaseError, OSError) as error:
-            found = _explained(error, self._failure(call, name))
+            found = self._explained(error, call, name)
             if isinstance(found, NotFound):
                 self._store = self._lasting
                 raise found from None
             raise found from error
         self._store = self._lasting
 
-    def _failure(self, call: str, name: str) -> _Failure:
-        return _Failure(
-            self._address,
-            self._scheme,
-            self._bucket,
-            self._endpoint or "the default endpoint",
-            call,
-            name,
-        )
+    def _explained(self, error: BaseException, call: str, name: str) -> PulseError:
+        """What an error of obstore means that ``call`` (open, put, get, list or delete) has raised,
+        and what to do about it."""
+        text, first = str(error), _first_line(error)
+        kind = _KINDS.get(self._scheme, "s3")
+        words = {
+            "bucket": self._bucket,
+            "endpoint": self._endpoint or "the default endpoint",
+            "call": call,
+            "first": first,
+            "sought": _SOUGHT[kind],
+            "give": _GIVE[kind],
+            "right": _RIGHTS[kind].get(call, "more rights"),
+        }
+        where = f"{self._address}: {name}".removesuffix(": ")
+        missing = isinstance(error, ob.NotFoundError | FileNotFoundError)
+        for pattern, what, hint in _REASONS[:1] if missing else _REASONS:
+            if re.search(pattern, text):
+                return StoreError(f"{where}: {what.format(**words)}", hint=hint.format(**words))
+        if missing:
+            return NotFound(f"{name} is not in the store {self._address}")
+        if isinstance(error, ob.NotSupportedError | ob.InvalidPathError | ValueError | TypeError):
+            return StoreError(f"{where}: {first}")
+        for pattern, what, hint in _AWAY:
+            if re.search(pattern, text):
+                reason = f"{where}: {what.format(**words)}"
+                return StoreUnavailable(reason, hint=hint.format(**words))
+        away = StoreError if call == "open" else StoreUnavailable
+        return away(f"{where}: {first}")
 
 
 def _parsed(url: str) -> tuple[str, dict[str, str]]:
@@ -300,17 +326,6 @@ def _from_boto3(profile: str) -> Any:
 
 
 # -- what errors mean
-
-
-class _Failure(NamedTuple):
-    """The ``call`` (open, put, get, list or delete) that failed, and of what."""
-
-    address: str
-    scheme: str
-    bucket: str
-    endpoint: str
-    call: str
-    name: str
 
 
 _KINDS = {"gs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -452,36 +467,6 @@ _AWAY = (
         "Check the endpoint's host and port, and proxies.",
     ),
 )
-
-
-def _explained(error: BaseException, failure: _Failure) -> PulseError:
-    """What an error of obstore means, and what to do about it."""
-    text, first = str(error), _first_line(error)
-    kind = _KINDS.get(failure.scheme, "s3")
-    words = {
-        **failure._asdict(),
-        "first": first,
-        "sought": _SOUGHT[kind],
-        "give": _GIVE[kind],
-        "right": _RIGHTS[kind].get(failure.call, "more rights"),
-    }
-    where = f"{failure.address}: {failure.name}".removesuffix(": ")
-    missing = isinstance(error, ob.NotFoundError | FileNotFoundError)
-    for pattern, what, hint in _REASONS[:1] if missing else _REASONS:
-        if re.search(pattern, text):
-            return StoreError(f"{where}: {what.format(**words)}", hint=hint.format(**words))
-    if missing:
-        return NotFound(f"{failure.name} is not in the store {failure.address}")
-    if isinstance(error, ob.NotSupportedError | ob.InvalidPathError | ValueError | TypeError):
-        return StoreError(f"{where}: {first}")
-    for pattern, what, hint in _AWAY:
-        if re.search(pattern, text):
-            return StoreUnavailable(f"{where}: {what.format(**words)}", hint=hint.format(**words))
-    return (
-        StoreUnavailable(f"{where}: {first}")
-        if failure.call != "open"
-        else StoreError(f"{where}: {first}")
-    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -49,12 +49,17 @@ T = TypeVar("T")
 
 
 class FolderServer(Closing):
-    """Serves the objects below ``folder`` to whoever reaches ``bind`` at ``port`` (0: a free one),
-    read-only, on a thread of its own, until `close`. A context manager.
+    """Serve the objects below a folder over HTTP, read-only, on a thread of its own, until `close`.
 
-    ``bind`` is an address of this machine; the default admits this machine only. Links below the
-    folder are not followed. Raises InputError where the extra ``serve`` is missing, the folder is
-    none, ``bind`` is empty, or the port cannot be had.
+    It is a context manager. Links below the folder are not followed.
+
+    Args:
+        folder: The folder of a store.
+        bind: An address of this machine, at which others may read. Default: this machine only.
+        port: The port. Default: a free one.
+    Raises:
+        InputError: The extra ``serve`` is missing, there is no such folder, ``bind`` is empty, or
+            the port cannot be had.
     """
 
     def __init__(
@@ -71,7 +76,8 @@ class FolderServer(Closing):
             raise InputError(
                 f"there is no folder {root}", hint="Check the path, or create the folder first."
             )
-        self._handlers = _Handlers(root)
+        self._root = root
+        self._silent: dict[object, asyncio.TimerHandle] = {}
         self._bind, self._port = bind, port
         self._loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
@@ -113,7 +119,7 @@ class FolderServer(Closing):
         from aiohttp import web
 
         app = web.Application()
-        app.router.add_get("/{name:.*}", self._handlers.get)
+        app.router.add_get("/{name:.*}", self._get)
         app.on_response_prepare.append(_uncached)
         log = logging.getLogger(__name__)
         log.addFilter(_short)
@@ -134,7 +140,7 @@ class FolderServer(Closing):
         server = None
         try:
             server = await self._loop.create_server(
-                lambda: _Connection(inner(), self._handlers.silent),
+                lambda: _Connection(inner(), self._silent),
                 self._bind,
                 self._port,
                 reuse_address=True,
@@ -146,6 +152,53 @@ class FolderServer(Closing):
             if server is not None:
                 server.close()
             await runner.cleanup()
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        if timer := self._silent.pop(request.transport, None):
+            timer.cancel()
+        name = request.path.removeprefix("/")
+        if not name or name.endswith("/"):
+            after = request.query.get("after", "")
+            listing = await _answered(asyncio.to_thread(self._list, name[:-1], after))
+            return web.Response(text=listing, charset="ascii")
+        handle = await _answered(asyncio.to_thread(_open, self._root, name))
+        if handle is None:
+            raise web.HTTPNotFound
+        try:
+            return await _send(request, handle)
+        finally:
+            os.close(handle)
+
+    def _list(self, folder: str, after: str) -> str:
+        """Lines of the objects of a folder behind a name, at most a page. Names are relative to the
+        folder."""
+        lines: list[str] = []
+        with (
+            _opened_folder(self._root, folder)
+            if not folder or _is_path(folder)
+            else nullcontext() as handle
+        ):
+            if handle is None:
+                return ""
+            with closing(_names_in(handle, folder, "", after)) as names:
+                for name in names:
+                    inner, _, last = name.rpartition("/")
+                    with (
+                        _opened_below(handle, inner) as above,
+                        suppress(FileNotFoundError),
+                    ):  # deleted meanwhile
+                        info = (
+                            None
+                            if above is None
+                            else os.stat(last, dir_fd=above, follow_symlinks=False)
+                        )
+                        if info is not None and stat.S_ISREG(info.st_mode):
+                            lines.append(f"{info.st_size} {max(int(info.st_mtime), 0)} {name}\n")
+                    if len(lines) == PAGE:
+                        break
+        return "".join(lines)
 
 
 class _Short(logging.Filter):
@@ -202,62 +255,6 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._handler.resume_writing()
-
-
-class _Handlers:
-    def __init__(self, root: Path) -> None:
-        self.silent: dict[object, asyncio.TimerHandle] = {}
-        self._root = root
-
-    def _heard(self, request: web.Request) -> None:
-        if timer := self.silent.pop(request.transport, None):
-            timer.cancel()
-
-    async def get(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
-        self._heard(request)
-        name = request.path.removeprefix("/")
-        if not name or name.endswith("/"):
-            after = request.query.get("after", "")
-            listing = await _answered(asyncio.to_thread(self._list, name[:-1], after))
-            return web.Response(text=listing, charset="ascii")
-        handle = await _answered(asyncio.to_thread(_open, self._root, name))
-        if handle is None:
-            raise web.HTTPNotFound
-        try:
-            return await _send(request, handle)
-        finally:
-            os.close(handle)
-
-    def _list(self, folder: str, after: str) -> str:
-        """Lines of the objects of a folder behind a name, at most a page. Names are relative to the
-        folder."""
-        lines: list[str] = []
-        with (
-            _opened_folder(self._root, folder)
-            if not folder or _is_path(folder)
-            else nullcontext() as handle
-        ):
-            if handle is None:
-                return ""
-            with closing(_names_in(handle, folder, "", after)) as names:
-                for name in names:
-                    inner, _, last = name.rpartition("/")
-                    with (
-                        _opened_below(handle, inner) as above,
-                        suppress(FileNotFoundError),
-                    ):  # deleted meanwhile
-                        info = (
-                            None
-                            if above is None
-                            else os.stat(last, dir_fd=above, follow_symlinks=False)
-                        )
-                        if info is not None and stat.S_ISREG(info.st_mode):
-                            lines.append(f"{info.st_size} {max(int(info.st_mtime), 0)} {name}\n")
-                    if len(lines) == PAGE:
-                        break
-        return "".join(lines)
 
 
 async def _uncached(_: web.Request, response: web.StreamResponse) -> None:

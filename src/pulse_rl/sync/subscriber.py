@@ -51,8 +51,6 @@ class Subscriber(Closing, NotCopyable):
             manifests that one of them has signed are accepted.
         stream_id: The stream's ID (`Manifest.stream_id`). Default: that of the first version found;
             later ones of another stream of this name are passed over.
-        allow_recreated: Start over with the new stream if the stream is deleted and recreated.
-            Default: `sync` raises StreamRecreated.
         select: Names of tensors, or patterns such as ``"layers.0.*"``. Only these are fetched,
             held, verified and shown. Default: all.
         state: A folder of this worker's own in which the state is a mapped file instead of memory.
@@ -78,7 +76,6 @@ class Subscriber(Closing, NotCopyable):
         cache: str | os.PathLike[str] | None = None,
         trusted_keys: Collection[str] | None = None,
         stream_id: str | None = None,
-        allow_recreated: bool = False,
         select: str | Collection[str] | None = None,
         state: str | os.PathLike[str] | None = None,
         threads: int | None = None,
@@ -86,10 +83,6 @@ class Subscriber(Closing, NotCopyable):
     ) -> None:
         checked_threads(threads)
         checked_listener(on_event)
-        if allow_recreated and stream_id is not None:
-            raise InputError(
-                "allow_recreated contradicts a fixed stream_id", hint="Give one of the two."
-            )
         opened = open_stores(store)
         if select is not None and cache is not None:
             raise InputError(
@@ -119,7 +112,7 @@ class Subscriber(Closing, NotCopyable):
         self._failover = Failover(streams, on_event)
         self._absence = Absence(opened[-1], stream, on_event)
         self._pinned = stream_id is not None
-        self._allow_recreated = allow_recreated
+        self._allow_recreated = False
         self._serial = SerialThread("Subscriber", self._idle_seconds)
         self._selection = None
         if select is not None:
@@ -166,6 +159,21 @@ class Subscriber(Closing, NotCopyable):
     @patience_seconds.setter
     def patience_seconds(self, seconds: float) -> None:
         self._failover.patience_seconds = checked_number("patience_seconds", seconds)
+
+    @property
+    def allow_recreated(self) -> bool:
+        """Whether `sync` starts over with the new stream if the stream is deleted and recreated.
+        Until it is set, `sync` raises StreamRecreated. Raises InputError where ``stream_id`` is
+        given."""
+        return self._allow_recreated
+
+    @allow_recreated.setter
+    def allow_recreated(self, allowed: bool) -> None:
+        if allowed and self._pinned:
+            raise InputError(
+                "allow_recreated contradicts a fixed stream_id", hint="Give one of the two."
+            )
+        self._allow_recreated = allowed
 
     @property
     def version(self) -> int | None:
