@@ -224,13 +224,12 @@ def places_of(parsed: ParsedHeader) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class AppliedPatch:
-    """What `apply_patch` did: the changes per tensor name, the digest tree of the state now, the
-    old bits by index of the patch's block, and what a history is to remember of it: None where that
-    was not asked for, cannot be had, or is too much."""
+    """What `apply_patch` did: the changes per tensor name, the digest tree of the state now, and
+    what a history is to remember of it: None where that was not asked for, cannot be had, or is too
+    much."""
 
     changes: StateChanges
     digest: StateDigest
-    undo: dict[int, Changes]
     records: dict[int, Records] | None
 
 
@@ -241,33 +240,24 @@ def advance_state(
     *,
     journal: Journal | None = None,
     threads: int | None = None,
-) -> dict[int, Changes]:
-    """Makes the changes of ``blocks`` in a state, in place; returns the old bits by the block's
-    index.
+) -> None:
+    """Makes the changes of ``blocks`` in a state, in place.
 
-    Nothing is decoded or hashed: `code_blocks` has proved each block. The memory of the changes may
-    become that of the old bits: they can be taken over once. A state in which this was interrupted
-    must be given up. ``journal`` is told of each block before it is written to.
+    Nothing is decoded or hashed: `code_blocks` has proved each block. A state in which this was
+    interrupted must be given up. ``journal`` is called with each block and its old bits before the
+    block is written to.
     """
-    undo: dict[int, Changes] = {}
 
     def run(index: int) -> None:
         block, changes = blocks[index], changed[index]
         if changes is None:
             return
-        old = changes.replaced(block.read(state))
         if journal:
-            journal(block, Changes(changes.positions, old))
+            journal(block, Changes(changes.positions, changes.replaced(block.read(state))))
         scatter(block, state, changes)
-        # The new bits are in the state now: their memory is free for the old ones.
-        if old is not changes.before and changes.values.flags.writeable:
-            changes.values[:] = old
-            old = changes.values
-        undo[index] = Changes(changes.positions, old)
 
     for _ in ordered_map(run, range(len(blocks)), threads):
         pass
-    return undo
 
 
 def apply_patch(
@@ -373,7 +363,7 @@ def apply_patch(
         for index, old in undo.items():
             scatter(blocks[index], state, old)
         raise
-    return AppliedPatch(joined, target, undo, recorder.records if recorder else None)
+    return AppliedPatch(joined, target, recorder.records if recorder else None)
 
 
 def decode_block(

@@ -269,17 +269,6 @@ def _checked(name: str, info: ObjectInfo) -> ObjectInfo:
     return info
 
 
-def bounded_in(store: Store) -> BoundedStore | None:
-    """``store``, if it is a bounded one."""
-    return store if isinstance(store, BoundedStore) else None
-
-
-def expect(store: Store, name: str, nbytes: int) -> None:
-    """Says to a cache in front of ``store``, if there is one, how long an object is."""
-    if isinstance(store, BoundedStore):
-        store.expect(name, nbytes)
-
-
 # -- objects that cannot be read or trusted
 
 UNREADABLE = (NotFound, FormatError, Untrusted)

@@ -37,9 +37,7 @@ from ..store.base import (
     ObjectInfo,
     Store,
     UnreadableObjects,
-    bounded_in,
     create_or_confirm,
-    expect,
     holds,
     read_again,
     whole,
@@ -215,8 +213,7 @@ class Stream:
     ) -> None:
         if stream_id is not None:
             checked_stream_id(stream_id)
-        self._bounds = bounded_in(store) or BoundedStore(store)
-        self.store = store if bounded_in(store) else self._bounds
+        self.store = store if isinstance(store, BoundedStore) else BoundedStore(store)
         self.name = name
         self.names = StreamNames(name)
         self.stream_id = stream_id
@@ -241,7 +238,7 @@ class Stream:
     def limited(self, seconds: float = DEFAULT_LATE_SECONDS) -> AbstractContextManager[None]:
         """The span of one call: within it, reads of the store raise StoreUnavailable once they were
         late by so many ``seconds`` in all."""
-        return self._bounds.limited(seconds)
+        return self.store.limited(seconds)
 
     def versions(self, after: int | None = None) -> list[int]:
         """The committed versions greater than ``after``, ascending."""
@@ -464,7 +461,7 @@ class Stream:
             # The length before the content: what is longer than promised is not worth its memory.
             stored = self.store.head(name).nbytes
             if stored == payload.bytes:
-                expect(self.store, name, payload.bytes)
+                self.store.expect(name, payload.bytes)
                 data = (
                     self.store.get(name, 0, payload.bytes) if payload.bytes else b""
                 )  # some stores have no empty range
@@ -513,7 +510,7 @@ class Stream:
             raise DigestMismatch(
                 f"{name} has {stored} bytes, but its manifest says {payload.bytes}"
             )
-        expect(self.store, name, payload.bytes)
+        self.store.expect(name, payload.bytes)
         return partial(self.store.get, name)
 
     def shards(
