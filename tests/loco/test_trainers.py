@@ -111,11 +111,11 @@ def agreed(
     return rounds
 
 
-FEW = ["fp32", "bf16 wire", "no lookahead", "gated sums, int2"]
+FEW = ["bf16 wire", "no lookahead", "gated sums, int2", "fp32"]
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
-@pytest.mark.parametrize(("size", "names"), [(3, list(VARIANTS)), (4, FEW), (5, FEW)])
+@pytest.mark.parametrize(("size", "names"), [(3, list(VARIANTS)), (4, FEW[-2:]), (5, FEW)])
 def test_every_round_equals_the_dense_algorithm(
     size: int, names: list[str], scattered: bool
 ) -> None:
