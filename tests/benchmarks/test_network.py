@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import measure
 from benchmarks.network import methods, regions, replay
 from benchmarks.network.run import Spec
 from benchmarks.network.shape import delete_commands
 from pulse_rl import MemoryStore
-from pulse_rl.sync import pending
 from tests.support.plans import METHODS
 from tests.support.states import weights
 
@@ -29,7 +29,7 @@ def test_workers_follow_by_every_method(
     method: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The paper's layout is one of the whole process, which goes on to other tests.
-    monkeypatch.setattr(pending, "code_blocks", pending.code_blocks)
+    monkeypatch.setattr(measure.pending, "code_blocks", measure.pending.code_blocks)
     start, store = weights(rng, 500).array, MemoryStore()
     ours = methods.Weights(start.copy(), {"a": (20, 20), "b": (100,)})
     theirs = methods.Weights(start.copy(), {"a": (20, 20), "b": (100,)})
