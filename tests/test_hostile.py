@@ -4,6 +4,7 @@ little memory."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,18 @@ def expect_typed(path: Path, act: Callable[[], object]) -> str | None:
 def stream(head: int = 0) -> MemoryStore:
     """A stream whose version 0 is the base of the corpus, and ``head`` honest versions on."""
     store = MemoryStore()
+    for name, data in published(head).items():
+        store.put(name, data)
+    return store
+
+
+@cache
+def published(head: int) -> dict[str, bytes]:
+    store = MemoryStore()
     publisher = Publisher(store, stream="policy", threads=1, anchor_ratio=1e9)
     for version in range(head + 1):
         publisher.publish(pieces.base() if version % 2 == 0 else pieces.changed())
-    return store
+    return {info.name: store.get(info.name) for info in store.list("policy")}
 
 
 def named_by(store: MemoryStore, path: Path) -> None:

@@ -9,17 +9,19 @@ import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import Parameter
-from transformers import PreTrainedModel
 
 from benchmarks import trace
 from benchmarks.loco.jobs import TRAINERS
 from examples.grpo import policy, task
 from examples.grpo.grpo import group_advantages, grpo_loss, supervised_loss, warm_up
 from pulse_rl.loco import PulseLoCo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PRETRAINED, PRETRAINED_SPLIT = "pretrained weights", "pretrained weights, split prompts"
 ARITHMETIC, APART = "arithmetic", "arithmetic apart"

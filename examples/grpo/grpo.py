@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from . import task
 from .policy import MasterWeights, log_probabilities, sample, seeded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WARM_UP_LR, WARM_UP_BATCH, ACCURACY_EVERY, ACCURACY_PROBLEMS = 2e-3, 128, 10, 512
 

@@ -7,14 +7,16 @@ publishes and what the workers sample from are the same bits.
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.func import functional_call
 from torch.nn import Parameter
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from . import task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def build_model(seed: int) -> PreTrainedModel:
@@ -23,6 +25,8 @@ def build_model(seed: int) -> PreTrainedModel:
     The initial weights are wider than Qwen2's 0.02, as a hidden size of 256 asks for (1 /
     sqrt(256)); it makes the warm-up several times shorter.
     """
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # takes seconds
+
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=task.VOCABULARY,

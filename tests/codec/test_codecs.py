@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pulse_rl import codec
@@ -108,6 +108,9 @@ def decodes_sanely_or_is_refused(
 
 @by_codec_and_dtype
 def test_round_trips(name: str, dtype: str) -> None:
+    examples = settings.default.max_examples // (1 if dtype in ("BF16", "F32") else 2)
+
+    @settings(max_examples=examples)
     @given(blocks(DTYPES[dtype]))
     def check(block: tuple[UIntArray, UIntArray, Layout]) -> None:
         check_round_trip(BY_NAME[name], *block)

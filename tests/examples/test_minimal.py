@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import pulse_rl
-from tests.support.programs import CHECKOUT, ran
+from tests.support.programs import CHECKOUT
 from tests.support.trainers import printed
 
 
@@ -23,9 +23,9 @@ def test_a_worker_follows_a_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_trainers_stay_in_step() -> None:
+    (lines,) = printed(CHECKOUT / "examples/minimal_loco.py")
     rounds = re.findall(
-        r"round (\d+): ([\d,]+) bytes a trainer, not ([\d,]+); root",
-        ran("examples/minimal_loco.py"),
+        r"round (\d+): ([\d,]+) bytes a trainer, not ([\d,]+); root", "\n".join(lines)
     )
     assert [int(number) for number, _, _ in rounds] == [1, 2, 3]
     assert all(
@@ -35,7 +35,8 @@ def test_two_trainers_stay_in_step() -> None:
 
 @pytest.mark.slow
 def test_the_asynchronous_loop_learns() -> None:
-    text = ran("examples/async_grpo.py", 60)
+    (lines,) = printed(CHECKOUT / "examples/async_grpo.py", "60")
+    text = "\n".join(lines)
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+),", text)]
     assert len(rewards) == 10
     assert rewards[-1] > rewards[0]

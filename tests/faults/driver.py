@@ -232,7 +232,7 @@ def search(
                 return
         return
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
-    with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("forkserver")) as pool:
         try:
             for outcomes in pool.map(
                 run_chunk, [kind] * len(chunks), chunks, [concurrent] * len(chunks)

@@ -86,11 +86,11 @@ def test_every_rollout_worker_gets_each_refit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_starts_again_is_not_mistaken_for_the_one_before(tmp_path: Path) -> None:
-    policy, rollout = [engine(tmp_path)], engine(tmp_path, timeout_seconds=5)
+    policy, rollout = [engine(tmp_path)], engine(tmp_path, timeout_seconds=3)
     connect(policy, [])
     refit(weights(0), policy, [])
     connect([engine(tmp_path)], [rollout])
-    with pytest.raises(EngineError, match=r"no version for this update within 5 s"):
+    with pytest.raises(EngineError, match=r"no version for this update within 3 s"):
         asyncio.run(received(rollout))
     # And goes on after a refit that one side has lost.
     connect(again := [engine(tmp_path)], [rollout])

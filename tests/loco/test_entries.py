@@ -48,7 +48,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes(
     elements: int, dtype: torch.dtype, wire: Wire
 ) -> None:
     rng = np.random.default_rng([elements, list(ROUNDINGS).index(dtype)])
-    for _ in range(2):
+    for _ in range(2 if elements < 4095 else 1):
         block = Block(rng, ROUNDINGS[dtype], elements)
         check_against_the_oracle(rng, block, wire)
 
@@ -58,7 +58,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes(
 @pytest.mark.parametrize("elements", LARGE)
 def test_blocks_around_a_tile_are_read_and_written_alike(elements: int, wire: Wire) -> None:
     rng = np.random.default_rng(elements)
-    for share in (None, 0.002, 0.2, 1):
+    for share in (None, 1) if elements == 13000 else (0.002, 0.2):
         check_against_the_oracle(rng, Block(rng, BF16, elements, share), wire)
 
 

@@ -155,13 +155,23 @@ def run(trainer: Trainer, how: str, dtype: torch.dtype, overlap: int) -> Seen:
     return seen
 
 
+WAYS = {"": 2, "fsdp": 3, "ddp": 3, "replicas": 5, "tensor parallel": 5}
+"""How a trainer is sharded, and the processes of it and of another one."""
+
+
 @pytest.mark.parametrize(
-    ("dtype", "overlap"),
-    [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)],
+    ("dtype", "overlap", "hows"),
+    [
+        (torch.float32, 0, list(WAYS)),
+        (torch.bfloat16, 0, ["", "fsdp", "tensor parallel"]),
+        (torch.float32, 1, ["", "ddp", "replicas"]),
+    ],
     ids=["fp32", "bf16", "overlap"],
 )
-def test_a_sharded_trainer_is_one_trainer(dtype: torch.dtype, overlap: int) -> None:
-    ways = {"": 2, "fsdp": 3, "ddp": 3, "replicas": 5, "tensor parallel": 5}
+def test_a_sharded_trainer_is_one_trainer(
+    dtype: torch.dtype, overlap: int, hows: list[str]
+) -> None:
+    ways = {how: WAYS[how] for how in hows}
     found = side_by_side({how: Group(run, size, how, dtype, overlap) for how, size in ways.items()})
     plain = found.pop("")
     assert len(set(plain[0].roots)) == ROUNDS

@@ -111,14 +111,16 @@ def agreed(
     return rounds
 
 
-FEW = ["fp32", "bf16 wire", "no lookahead", "gated sums, int2"]
+FEW = ["bf16 wire", "no lookahead", "gated sums, int2", "fp32"]
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["gathered", "scattered"])
-@pytest.mark.parametrize(("size", "names"), [(3, list(VARIANTS)), (4, FEW), (5, FEW)])
+@pytest.mark.parametrize(("size", "names"), [(3, list(VARIANTS)), (4, FEW[-2:]), (5, FEW)])
 def test_every_round_equals_the_dense_algorithm(
     size: int, names: list[str], scattered: bool
 ) -> None:
+    if not scattered:  # as gated sums are in any case
+        names = [name for name in names if "gated" not in name]
     found = together(agree, size, names, scattered, seconds=120)
     for name in names:
         each = [rounds[name] for rounds in found]

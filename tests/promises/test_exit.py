@@ -17,7 +17,7 @@ from pulse_rl import Bits, Publisher, Subscriber, Subscribers
 
 store, how = sys.argv[1:]
 rng = np.random.default_rng(1)
-weight = rng.integers(0x3C00, 0x4000, (9000, 1000)).astype(np.uint16)
+weight = rng.integers(0x3C00, 0x4000, (3000, 1000)).astype(np.uint16)
 publisher = Publisher(store, stream="s")
 many = Subscribers(store, streams=["s"], poll_seconds=0.01, threads=2)
 

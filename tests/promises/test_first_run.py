@@ -80,7 +80,7 @@ def test_a_mistyped_stream_is_said_once_with_what_is_there(
     (tmp_path / "notes.txt").write_text("no stream")
     worker = Subscriber(tmp_path, stream="polcy")
     with pytest.warns(UserWarning, match="stream 'polcy'") as caught:
-        assert list(worker.updates(poll_seconds=0.4, timeout_seconds=2.5)) == []
+        assert list(worker.updates(poll_seconds=0.2, timeout_seconds=1.7)) == []
     (told,) = (str(warning.message) for warning in caught)
     assert all(repr(stream) in told for stream in there)
     assert ("no streams" in told) == (not there)
@@ -88,7 +88,7 @@ def test_a_mistyped_stream_is_said_once_with_what_is_there(
         with pytest.warns(UserWarning, match="does not exist"):
             list(
                 Subscriber(tmp_path / "nowhere", stream="s").updates(
-                    poll_seconds=0.4, timeout_seconds=2.5
+                    poll_seconds=0.2, timeout_seconds=1.7
                 )
             )
 

@@ -52,7 +52,7 @@ def replaced(store: MemoryStore, name: str, nbytes: int) -> MemoryStore:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("select", "nbytes"),
-    [(None, 130_000), (None, (1 << 22) - 100), (None, 30 << 20), ("layer.1*", 30 << 20)],
+    [(None, 130_000), (None, (1 << 22) - 100), (None, 12 << 20), ("layer.1*", 12 << 20)],
 )
 def test_one_object_replaced_by_json(
     store: MemoryStore, nbytes: int, select: str | None, rng: Rng

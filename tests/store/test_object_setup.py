@@ -78,16 +78,28 @@ def refused(
         list(pool.map(refuse, calls))
 
 
+def side_by_side(*cases: dict[str, Any]) -> None:
+    """Refusals of which each waits."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda case: refused(**case), cases))
+
+
 def test_a_bucket_that_does_not_exist(s3: str) -> None:
     refused("no bucket 'nowhere'", "Create it", "s3://nowhere/x", endpoint=s3, **KEYS)
 
 
 def test_no_credentials(s3: str) -> None:
-    refused("no credentials.*AWS_ACCESS_KEY_ID.*~/.aws", "AWS_PROFILE", endpoint=s3)
-    refused("no credentials.*GOOGLE_APPLICATION", "gcloud auth", "gs://bucket/x")
-    refused(
-        "no credentials.*AZURE_", "AZURE_STORAGE_ACCOUNT_KEY", "az://bucket/x", account_name="a"
+    cases: tuple[dict[str, Any], ...] = (
+        {"match": "AWS_ACCESS_KEY_ID.*~/.aws", "hint": "AWS_PROFILE", "endpoint": s3},
+        {"match": "GOOGLE_APPLICATION", "hint": "gcloud auth", "address": "gs://bucket/x"},
+        {
+            "match": "AZURE_",
+            "hint": "AZURE_STORAGE_ACCOUNT_KEY",
+            "address": "az://bucket/x",
+            "account_name": "a",
+        },
     )
+    side_by_side(*({**case, "match": f"no credentials.*{case['match']}"} for case in cases))
 
 
 def test_no_account_and_no_bucket() -> None:
@@ -141,8 +153,7 @@ def test_a_port_at_which_nothing_listens_and_one_that_is_silent() -> None:
             {"endpoint": where, "match": "does not answer in time", "hint": "port"},
             {"endpoint": "http://no-host.invalid", "match": "host of", "hint": "name"},
         )
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda case: refused(**case, **away), cases))
+        side_by_side(*(case | away for case in cases))
 
 
 def test_https_to_a_server_that_speaks_http(s3: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pulse_rl import State
@@ -24,6 +26,13 @@ def state_of(rng: Rng) -> State:
     return State.of(
         all_dtypes(rng) | {"large": weights(rng, 3000, 1001), "long": bits(rng, "F32", 700_001)}
     ).copy()
+
+
+@cache
+def in_three_shards() -> tuple[State, list[tuple[Payload, bytes]]]:
+    rng = np.random.default_rng(20260203)
+    state = state_of(rng)
+    return state, shards_of(state, rng, 3)
 
 
 def shards_of(state: State, rng: Rng, ranks: int) -> list[tuple[Payload, bytes]]:
@@ -96,10 +105,9 @@ def edited(data: bytes, edit: Callable[[dict[str, Any]], None]) -> bytes:
     ],
 )
 def test_what_a_shard_says_of_its_slices_is_checked(
-    edit: Callable[[dict[str, Any]], None], words: str, rng: Rng
+    edit: Callable[[dict[str, Any]], None], words: str
 ) -> None:
-    state = state_of(rng)
-    shards = shards_of(state, rng, 3)
+    state, shards = in_three_shards()
     data = edited(shards[1][1], edit)
     with pytest.raises(CorruptCheckpoint, match=words):
         restored([shards[0], (payload(data), data), shards[2]], state)

@@ -65,14 +65,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def step(state: Mapping[str, torch.Tensor], seed: int) -> None:
     """Changes about one element in 20 of each tensor, the same wherever it lies."""
     for name, tensor in state.items():
-        whole = full(tensor)
+        whole = full(tensor).clone(memory_format=torch.contiguous_format)
         generator = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, name)))
-        if whole.is_floating_point():
-            chosen = torch.rand(whole.shape, generator=generator) < 0.05
-            noise = torch.randn(whole.shape, generator=generator).to(whole.dtype) * 0.01
-            whole = torch.where(chosen, whole + noise, whole)
-        else:
-            whole = whole + 1
+        if not whole.is_floating_point():
+            whole += 1
+        elif count := whole.numel():
+            chosen = torch.randint(count, (-(-count // 20),), generator=generator).unique()
+            noise = torch.randn(len(chosen), generator=generator).to(whole.dtype) * 0.01
+            whole.view(-1)[chosen] += noise
         if isinstance(tensor, DTensor):
             from torch.distributed.tensor import distribute_tensor
 

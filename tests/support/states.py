@@ -53,15 +53,16 @@ def bits(rng: Rng, dtype: str, *shape: int) -> Bits:
     return Bits(np.asarray(rng.integers(0, np.iinfo(uint).max, shape, uint, endpoint=True)), dtype)
 
 
+_TRAINED = np.uint16(
+    (np.random.default_rng(0).standard_normal(1 << 16, np.float32) * 0.02).view(np.uint32) >> 16
+)
+
+
 def weights(rng: Rng, *shape: int) -> Bits:
-    """BF16 weights with the spread of a trained layer."""
-    return Bits(
-        (rng.standard_normal(shape, np.float32) * 0.02)
-        .view(np.uint32)
-        .__rshift__(16)
-        .astype(np.uint16),
-        "BF16",
-    )
+    """BF16 weights with the spread of a trained layer: drawn from some, which takes a fifth of the
+    time of normal numbers."""
+    drawn = rng.integers(0, len(_TRAINED) - 1, shape, np.uint16, endpoint=True)
+    return Bits(_TRAINED[drawn], "BF16")
 
 
 def all_dtypes(rng: Rng, elements: int = 60) -> Tensors:

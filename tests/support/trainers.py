@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import io
 import multiprocessing
 import os
 import runpy
@@ -15,8 +14,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from pulse_rl.errors import PulseError, TrainerLost
 from pulse_rl.loco import exchange as exchange_module
@@ -167,7 +168,7 @@ def side_by_side(groups: Mapping[Any, Group]) -> dict[Any, list[Any]]:
 
 
 def printed(file: Path, *arguments: str, size: int = 1) -> list[list[str]]:
-    """The lines that a program prints in each of ``size`` processes, in its folder and in
+    """The lines that a program prints in each of ``size`` processes, in its folder; several are in
     torchrun's environment."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
@@ -175,17 +176,29 @@ def printed(file: Path, *arguments: str, size: int = 1) -> list[list[str]]:
 
 
 def _run_program(trainer: Trainer, file: Path, arguments: tuple[str, ...], port: int) -> list[str]:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(trainer.size),
-    }
-    os.environ |= {"RANK": str(trainer.rank), "LOCAL_RANK": str(trainer.rank)}
+    if trainer.size > 1:
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(trainer.size),
+        }
+        os.environ |= {"RANK": str(trainer.rank), "LOCAL_RANK": str(trainer.rank)}
+    # The processes that it starts are forks of this one, which has imported what they import for
+    # seconds.
+    multiprocessing.current_process().daemon = False
+    forks = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _: forks  # type: ignore[assignment, return-value]
+    torch.multiprocessing.spawn = partial(
+        torch.multiprocessing.start_processes, start_method="fork"
+    )
     os.chdir(file.parent)
     sys.argv = [str(file), *arguments]
-    with redirect_stdout(io.StringIO()) as output:
+    output = trainer.folder / f"printed.{trainer.rank}"
+    with output.open("w") as shared:  # with the processes that it starts
+        os.dup2(shared.fileno(), 1)
         runpy.run_path(str(file), run_name="__main__")
-    return output.getvalue().splitlines()
+        sys.stdout.flush()
+    return output.read_text().splitlines()
 
 
 def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int) -> list[str]:

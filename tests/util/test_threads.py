@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -105,29 +105,29 @@ class Boom(BaseException):
 
 
 @contextmanager
-def interrupted_after(seconds: float, times: int = 1) -> Iterator[None]:
-    """Boom in the main thread, ``times`` times, ``seconds`` apart."""
-    left = [times]
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Gives what raises Boom in the main thread when work in another one calls it."""
 
     def handler(*_: Any) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         raise Boom
 
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    before, main = signal.signal(signal.SIGALRM, handler), threading.get_ident()
     try:
-        yield
+        yield lambda: signal.pthread_kill(main, signal.SIGALRM)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
-def steps(done: list[int], count: int = 1000) -> Callable[[], None]:
+def steps(
+    done: list[int], interrupt: Callable[[], None], count: int = 1000, at: Container[int] = (10,)
+) -> Callable[[], None]:
+    """Work of so many steps, which is interrupted in some."""
+
     def work() -> None:
         for k in range(count):
             checkpoint()
+            if k in at:
+                interrupt()
             time.sleep(0.002)
             done.append(k)
 
@@ -146,8 +146,8 @@ def test_results_and_errors_come_back() -> None:
 
 def test_an_interrupted_call_leaves_the_operation_at_rest() -> None:
     serial, done = SerialThread("Thing"), list[int]()
-    with pytest.raises(Boom), interrupted_after(0.05):
-        serial.run(steps(done))
+    with pytest.raises(Boom), interruptible() as interrupt:
+        serial.run(steps(done, interrupt))
     rested = len(done)
     assert 0 < rested < 1000
     time.sleep(0.02)
@@ -156,15 +156,15 @@ def test_an_interrupted_call_leaves_the_operation_at_rest() -> None:
 
 def test_what_cannot_stop_is_waited_for() -> None:
     serial, done = SerialThread("Thing"), list[int]()
-    with pytest.raises(Boom), interrupted_after(0.02, times=3):
-        serial.run(steps(done, 60), whole=True)
+    with pytest.raises(Boom), interruptible() as interrupt:
+        serial.run(steps(done, interrupt, 60, at=(10, 20, 30)), whole=True)
     assert len(done) == 60
 
     def inner() -> None:
         with shield():
-            steps(done, 60)()
+            steps(done, interrupt, 60)()
 
-    with pytest.raises(Boom), interrupted_after(0.02):
+    with pytest.raises(Boom), interruptible() as interrupt:
         serial.run(inner)
     assert len(done) == 120
 
@@ -181,8 +181,8 @@ def test_a_second_interrupt_at_once_does_not_lose_the_first(
         raise Boom
 
     monkeypatch.setattr(Operation, "stop", interrupted)
-    with interrupted_after(0.05), pytest.raises(Boom):
-        serial.run(steps(done))
+    with pytest.raises(Boom), interruptible() as interrupt:
+        serial.run(steps(done, interrupt))
     assert serial.run(lambda: len(done)) < 900
 
 
@@ -228,31 +228,37 @@ def test_a_stopped_map_leaves_nothing_running() -> None:
     """What undo relies on, in an operation that is asked to stop in the midst of it."""
     serial, (running, block) = SerialThread("Thing"), counted()
 
+    def interrupting(k: int) -> int:
+        if k == 10:
+            interrupt()
+        return block(k)
+
     def work() -> None:
         try:
-            for _ in ordered_map(block, range(10_000), 3):
+            for _ in ordered_map(interrupting, range(10_000), 3):
                 pass
         except Stopped:
             assert running == [0]
             raise
 
-    with pytest.raises(Boom), interrupted_after(0.05):
+    with pytest.raises(Boom), interruptible() as interrupt:
         serial.run(work)
     assert running == [0]
 
 
 def test_what_a_map_runs_in_threads_stops_with_the_operation() -> None:
-    serial, stopped = SerialThread("Thing"), list[int]()
+    serial, stopped, both = SerialThread("Thing"), list[int](), threading.Barrier(2)
 
     def slow(k: int) -> None:
+        both.wait(60)
         try:
-            steps([], 50_000)()
+            steps([], interrupt, 50_000, at=(10,) if k else ())()
         except Stopped:
             stopped.append(k)
             raise
 
     started = time.monotonic()
-    with pytest.raises(Boom), interrupted_after(0.1):
+    with pytest.raises(Boom), interruptible() as interrupt:
         serial.run(lambda: list(ordered_map(slow, range(2), 2)))
     assert sorted(stopped) == [0, 1]
     assert time.monotonic() - started < 25

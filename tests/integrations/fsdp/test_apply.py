@@ -19,7 +19,7 @@ from tests.support.sharded import bits, gathered, policy, step
 from tests.support.trainers import Trainer, each, together
 
 pytestmark = pytest.mark.slow
-VERSIONS = 10
+VERSIONS = 6
 
 
 def followed_by(trainer: Trainer, name: str, model: nn.Module) -> None:
@@ -32,7 +32,7 @@ def followed_by(trainer: Trainer, name: str, model: nn.Module) -> None:
     for version in range(VERSIONS):
         step(plain.state_dict(), version)
         if publisher:
-            publisher.publish(plain.state_dict(), anchor=version == 5)
+            publisher.publish(plain.state_dict(), anchor=version == 3)
         trainer.barrier(f"{name} published {version}", tuple(range(trainer.size)))
         update = subscriber.sync()
         assert update is not None

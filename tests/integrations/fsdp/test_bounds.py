@@ -70,7 +70,7 @@ def peak() -> Iterator[list[int]]:
 
 def memory(trainer: Trainer) -> None:
     trainer.connect("memory")
-    state = weights(trainer, 2048, 2048, 20, Shard(0), Shard(1))
+    state = weights(trainer, 2048, 2048, 12, Shard(0), Shard(1))
     share = sum(tensor.to_local().nbytes for tensor in state.values())
     store = LocalStore(trainer.folder / "store")
     with peak() as most, ShardedPublisher(store, stream="policy", threads=1) as publisher:
@@ -136,7 +136,7 @@ def test_nothing_is_gathered() -> None:
 def bytes_of_patches(trainer: Trainer) -> None:
     """Of the same versions, by the ranks and by one publisher."""
     trainer.connect("bytes")
-    state = weights(trainer, 512, 2048, 12, Shard(0))
+    state = weights(trainer, 512, 2048, 4, Shard(0))
     store, plain = LocalStore(trainer.folder / "store"), MemoryStore()
     with (
         ShardedPublisher(store, stream="policy", threads=1) as publisher,

@@ -3,6 +3,7 @@ state."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ GIVEN: dict[str, Any] = {"dtype": "BF16", "files": {"config.json": b"{}"}}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["head"]}
 
 
+@cache
 def weights(seed: int) -> dict[str, torch.Tensor]:
     """300 rows: a border between two ranks lies in a block, and the last blocks are short."""
     state = policy(width=224, rows=300, dtype=torch.float32).state_dict()
@@ -64,18 +66,18 @@ def config(store: Store) -> Any:
 
 def as_one(trainer: Trainer, wanted: Any) -> None:
     trainer.connect("ranks")
+    given, other = {**GIVEN, "quantize": wanted}, MemoryStore()
+    with Publisher(other, stream="policy", threads=1) as alone:
+        roots = [alone.publish(weights(seed), **given).root for seed in range(2)]
     for how in ("rows", "columns", "ranges", "stages"):
-        store, other = LocalStore(trainer.folder / how), MemoryStore()
-        with (
-            ShardedPublisher(store, stream="policy", threads=1) as ranks,
-            Publisher(other, stream="policy") as alone,
-        ):
+        store = LocalStore(trainer.folder / how)
+        with ShardedPublisher(store, stream="policy", threads=1) as ranks:
             for seed in range(2):
-                mine, given = parts(trainer, how, weights(seed)), {**GIVEN, "quantize": wanted}
+                mine = parts(trainer, how, weights(seed))
                 done = (
                     ranks.publish(mine, **given) if seed else ranks.submit(mine, **given).result()
                 )
-                assert done.root == alone.publish(weights(seed), **given).root, (how, seed)
+                assert done.root == roots[seed], (how, seed)
                 assert seed == 0 or done.changed
         if trainer.rank == 0:  # what is left out is named, whichever rank has it
             assert config(store) == config(other), how
