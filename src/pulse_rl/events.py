@@ -389,7 +389,7 @@ def hint_to(listener: Listener | None, hint: Hint) -> None:
         listener(hint)
         return
     # Without a handler logging would print the text to stderr, where `warnings` prints it already.
-    if _log.hasHandlers():  # or Python would print what `warnings` says
+    if _log.hasHandlers():
         _log.warning("%s", hint)
     # A warning shows the source line that raised it. A line of this library would not help the
     # reader.

@@ -119,8 +119,8 @@ class RankGroup:
             own = work()
             message = b"+" + send(own)
         except RankLost:
-            raise  # the group is lost for all: there is nobody left to be told
-        except BaseException as error:  # an interrupt, too, must reach the others, which wait
+            raise  # all ranks lost the group: nobody is left to report to
+        except BaseException as error:  # interrupts too: the other ranks wait for a report
             failure, message = error, b"-" + _error_to_bytes(error)
         # The message is sent in any case, since the other ranks wait for it.
         try:

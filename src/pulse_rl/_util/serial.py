@@ -139,7 +139,7 @@ class SerialThread(NotCopyable):
                 else:
                     # An interrupted caller asks for a stop, and waits until the operation rests.
                     operation.stopping = (
-                        True  # before any call: a second interrupt is raised where one begins
+                        True  # before any call: a second interrupt could be raised there
                     )
                     operation.stop()
                 raise
@@ -206,7 +206,7 @@ class SerialThread(NotCopyable):
                 start_new_thread(
                     _serve, (self._operations, self._serving, self._ident, idle_seconds)
                 )
-            except RuntimeError:  # there are no more: the process has too many, or the program ends
+            except RuntimeError:  # too many threads, or the program ends
                 _serve(self._operations, self._serving, self._ident, 0.0)
 
 
@@ -230,7 +230,7 @@ def _serve(
         try:
             while (operation := operations.get(timeout=idle_seconds)) is not None:
                 operation.run()
-                del operation  # what it holds is not kept until the next one comes
+                del operation  # or its work stays alive until the next one comes
         except Empty:
             pass
         finally:
@@ -281,7 +281,7 @@ def _unended() -> list[Operation[Any]]:
     while True:
         try:
             return [operation for operation in _posted if not operation.ended]
-        except RuntimeError:  # a thread has posted meanwhile
+        except RuntimeError:  # a thread posted during the iteration
             pass
 
 

@@ -157,9 +157,7 @@ def ordered_map(
                 try:
                     start_new_thread(_work_off, (calls, getattr(running, "operation", None)))
                     started += 1
-                except (
-                    RuntimeError
-                ):  # there are no more: the process has too many, or the program ends
+                except RuntimeError:  # too many threads, or the program ends
                     threads = started
             if not started:
                 call.run()
@@ -200,7 +198,7 @@ def _work_off(calls: SimpleQueue[Call[Any] | None], operation: Any) -> None:
     running.operation = operation
     while (call := calls.get()) is not None:
         call.run()
-        del call  # what it holds is not kept until the next one comes
+        del call  # or its work stays alive until the next one comes
 
 
 def weak_callback(method: Callable[P, None]) -> Callable[P, None]:

@@ -162,7 +162,7 @@ def difference(old: State, new: State) -> StateChanges:
     for spec in new.specs:
         indices = np.flatnonzero(
             old.read(spec.name) != new.read(spec.name)
-        )  # may exceed 32-bit positions
+        )  # int64: a tensor may have more than 2^32 elements
         if len(indices):
             changes[spec.name] = TensorChanges.at(indices, new.read(spec.name)[indices])
     return changes
@@ -334,7 +334,7 @@ def apply_patch(
         else None
     )
     known = (history or History()).named(needed, blocks) if needed else None
-    sliced = not header.is_whole  # blocks begin and end within leaves, which are hashed at the end
+    sliced = not header.is_whole  # blocks may end within leaves: hash these at the end
     recorder = Recorder(max_records) if max_records else None
     indices = list(payloads)
     if sliced:

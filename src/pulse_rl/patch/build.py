@@ -29,7 +29,7 @@ _DENSE = 4
 _STRIDE, _FEW = (
     16,
     4096,
-)  # of the trainer's tensors, one change in so many is looked at again, from so many on
+)  # of _FEW changes or more, one in _STRIDE is compared with the trainer's tensors
 
 
 class CodedBlock(NamedTuple):

@@ -111,7 +111,7 @@ class History:
         one = self.windows[0].blocks if self.windows else blocks
         if one == blocks and all(
             window.blocks is one for window in self.windows
-        ):  # a cut is compared once
+        ):  # by identity: equal cuts are one object
             return self
         return History(tuple(window.of(blocks) for window in self.windows))
 

@@ -25,7 +25,7 @@ Leaves = dict[tuple[str, int], bytes]
 """Digests of leaves by tensor name and leaf number."""
 # The vector lanes of a core hash this many leaves at once (AVX-512; other kernels have 4 or 8).
 SIDE_BY_SIDE = 16
-_ROUNDS = 4  # of so many leaves for each thread, at least
+_ROUNDS = 4  # full lanes that each thread needs; with fewer leaves a block is a group
 
 
 def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]:

@@ -136,6 +136,7 @@ def joined(arrays: Sequence[npt.NDArray[T]]) -> npt.NDArray[T] | None:
     memory = arrays[0].base
     if not isinstance(memory, np.ndarray) or memory.dtype != np.uint8 or memory.ndim != 1:
         return None
+    # Each array must start where the one before ends, in the same allocation.
     start = at = arrays[0].ctypes.data - memory.ctypes.data
     for array in arrays:
         if array.base is not memory or array.ctypes.data - memory.ctypes.data != at:

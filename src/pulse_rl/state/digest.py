@@ -131,6 +131,7 @@ def changed_leaves_of(changed: Sequence[Changed]) -> list[bytes]:
 
 
 def _split(digests: bytes, arrays: Sequence[UIntArray]) -> list[bytes]:
+    # An array of n bytes has ceil(n / 1 MiB) leaves of 32 bytes.
     ends = accumulate(32 * -(-a.nbytes // LEAF_BYTES) for a in arrays)
     starts = [0, *ends]
     return [digests[start:end] for start, end in pairwise(starts)]

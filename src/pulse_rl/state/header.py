@@ -55,7 +55,7 @@ def parse_header(
         header = json.loads(
             bytes(prefix[8 : 8 + length]).decode(), object_pairs_hook=_no_duplicates
         )
-    except (ValueError, RecursionError) as error:  # of a number with thousands of digits, too
+    except (ValueError, RecursionError) as error:  # of a number of 10,000 digits, too
         raise CorruptCheckpoint(f"the safetensors header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise CorruptCheckpoint("the safetensors header is not an object")

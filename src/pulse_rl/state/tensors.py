@@ -558,6 +558,7 @@ def _ingest_torch(
         raise UnsupportedTensor(
             f"tensor {name!r} is a {type(value).__name__}, not a plain torch.Tensor"
         )
+    # 1. Refuse tensors without plain strided storage.
     if torch.nn.parameter.is_lazy(value):
         raise UnsupportedTensor(
             f"tensor {name!r} is not initialized",
@@ -568,6 +569,8 @@ def _ingest_torch(
             f"tensor {name!r} has no plain storage (layout {value.layout}, device {value.device})"
         )
     dtype = dtype_named(name, str(value.dtype).removeprefix("torch."))
+    # 2. The identity of the storage, and the elements as bytes. Fake and wrapped tensors pass the
+    # checks above and fail here.
     try:
         # Lazy conjugates and negatives share their address with the tensor, but not its values.
         bits_of = (value.is_conj(), value.is_neg())
@@ -576,6 +579,7 @@ def _ingest_torch(
             if value.numel()
             else None
         )
+        # FSDP frees the storage of unsharded parameters: reading one would be a segmentation fault.
         if value.device.type in ("cpu", "cuda") and value.untyped_storage().nbytes() < _end(value):
             raise UnsupportedTensor(f"tensor {name!r} has been freed: its memory is not there")
         flat = (
@@ -586,10 +590,11 @@ def _ingest_torch(
         RuntimeError,
         NotImplementedError,
         TypeError,
-    ) as error:  # fake, nested, wrapped, and what is yet to come
+    ) as error:  # fake, nested and wrapped tensors, and future kinds
         raise UnsupportedTensor(
             f"tensor {name!r} is a {type(value).__name__} without plain storage: {error}"
         ) from None
+    # 3. Host memory is viewed, device memory is copied when it is read.
     shape = tuple(value.shape)
     if host is None:
         return dtype, shape, DeviceTensor(flat, dtype.width), storage

@@ -41,7 +41,7 @@ connections. At 80 ms and a loss of 0.1% one connection carries 6 Mbit/s in the 
 of them 42. One connection read 51 MB in 68 s, eight in 11 s."""
 
 DEFAULT_LATE_SECONDS = 600.0
-_REQUEST_SECONDS = 1.0  # what is not late, for each call and each so many bytes a second
+_REQUEST_SECONDS = 1.0  # a read is not late: for each call, and for each _MIN_RATE bytes
 _MIN_RATE = 16 << 10
 _CHECK = "Try the store with `pulse store-check`."
 T = TypeVar("T")
@@ -388,7 +388,7 @@ class UnreadableObjects:
     def __init__(self, on_refused: Callable[[int, PulseError], None] | None = None) -> None:
         self.error: PulseError | None = None
         self._on_refused = on_refused
-        self._refused: dict[int, _Refusal] = {}  # the one that was tried longest ago first
+        self._refused: dict[int, _Refusal] = {}  # least recently tried first
         self._looks = 0
 
     def first(

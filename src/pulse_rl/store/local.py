@@ -208,7 +208,7 @@ class LocalStore:
             )
         with suppress(OSError), os.scandir(self._aside) as entries:
             for entry in entries:
-                with suppress(OSError):  # another process sweeps, or finishes it, at the same time
+                with suppress(OSError):  # another process removed or finished the file
                     info = entry.stat(follow_symlinks=False)
                     abandoned = time.time() - info.st_mtime > _ABANDONED_SECONDS
                     if (

@@ -132,7 +132,7 @@ class AnchorFiles:
         )
         try:
             self.specs = _whole_tensors(self._headers)
-        except CorruptCheckpoint as error:  # one of the shards is not what it should be
+        except CorruptCheckpoint as error:  # one of the shards is damaged
             names = ", ".join(_named(payload) for payload, _ in shards[:_NAMED_SHARDS])
             raise CorruptCheckpoint(f"{error}: of {names}", hint=error.hint) from None
         self._places: dict[str, list[_Piece]] = {}
@@ -243,6 +243,8 @@ class AnchorFiles:
     def _pieces(self, wanted: Segment) -> Iterator[_Piece]:
         spec, width = wanted.spec, wanted.spec.dtype.width
         leaf = LEAF_BYTES // width
+        # `held` is the shard's slice of the tensor, whose bytes begin at `at`. Its overlap with
+        # `wanted` is cut at leaf boundaries, so each piece can be hashed alone.
         for shard, at, _, held in self._places[spec.name]:
             start, last = max(wanted.start, held.start), min(wanted.stop, held.stop)
             while start < last:
@@ -322,7 +324,7 @@ def _read_shard_header(shard: tuple[Payload, RangeReader], first_read: int) -> S
         head = read_head(read, payload.bytes, first_read, end_of)
         if 8 + header_length(head, payload.bytes) > len(
             head
-        ):  # without its last spaces it would still make sense
+        ):  # padding may be cut off: the JSON would still parse
             raise CorruptCheckpoint("its header ends too early")
         placed, metadata, start = parse_header(head, payload.bytes)
         segments = _segments_of([spec for spec, _ in placed], metadata)
@@ -394,6 +396,7 @@ def _parsed_slices(text: str) -> dict[str, Any]:
 
 
 def _segment(entry: TensorSpec, said: Any) -> Segment:
+    # A slice is stored as a 1-D tensor [elements]; the metadata has its whole shape and its start.
     try:
         shape, start = said["shape"], said["start"]
         if set(said) != {"shape", "start"} or type(start) is not int or not isinstance(shape, list):

@@ -200,6 +200,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     patch, anchor = manifest.patch, manifest.anchor
     if not is_stream_id(manifest.stream_id):
         yield f"has the stream_id {manifest.stream_id!r}"
+    # The fields of the patch and of the anchor.
     payloads = [*(patch.parts if patch else ()), *(anchor.shards if anchor else ())]
     if patch and (not 0 <= patch.base < manifest.version or not patch.parts):
         yield f"has a patch from version {patch.base}"
@@ -213,6 +214,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield "lists a part twice"
     if manifest.files and (flaw := flaw_of((file.name, file.bytes) for file in manifest.files)):
         yield flaw
+    # Numbers: other implementations hold them in 64 signed bits.
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
     facts = [value for value in manifest.metadata.values() if isinstance(value, int)]
     if min(counts) < 0 or any(
@@ -225,6 +227,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield f"has epoch {manifest.epoch}"
     if not payloads or any(p.bytes <= 0 for p in payloads):
         yield "lists nothing to restore the version from"
+    # Digests: they become names of objects, so their form keeps a reader in the stream's folder.
     digests = [manifest.root, *([patch.base_root] if patch else ()), *(p.sha256 for p in payloads)]
     digests += [file.sha256 for file in manifest.files]
     if not all(_HEX64.fullmatch(digest) for digest in digests):
@@ -232,6 +235,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     signature = manifest.signature
     if signature and not (_HEX64.fullmatch(signature.key) and _HEX128.fullmatch(signature.value)):
         yield "has a signature that is not lower-case hexadecimal digits"
+    # Last, and the strongest: a bit that flipped in the store shows here even without a signature.
     if manifest.digest != manifest.own_digest():
         yield "does not match its own digest"
 
@@ -307,12 +311,14 @@ class ManifestCache:
         with self._lock:
             if manifest.version in self._kept:
                 return
+            # Equal aliases in equal order: the manifest's bytes must not change by sharing them.
             if list(manifest.aliases.items()) == list(self._aliases.items()):
                 nbytes = len(with_aliases(manifest, {}).to_bytes())
                 manifest = with_aliases(manifest, self._aliases)
             else:
                 nbytes = len(manifest.to_bytes())
                 self._aliases = manifest.aliases
+            # A dictionary keeps the order of insertion: its first key was read longest ago.
             while self._kept and (
                 len(self._kept) >= self._most or self._nbytes + nbytes > self._most_bytes
             ):

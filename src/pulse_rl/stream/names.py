@@ -25,6 +25,8 @@ MOST = 10**12 - 1
 # A number this far above the one before is junk: no stream skips a million versions.
 _FARTHEST = 1 << 20
 
+# fullmatch on these patterns is the only way from a listed name to an object, so "..", "/" and
+# control characters never pass.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[0-9]{12}")
 _VERSION = re.compile(r"([0-9]{12})\.json")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _KEY_FILE_BYTES = 1000
 _INSTALL = "Install it: pip install 'pulse-rl[sign]'."
 
+# Caps on what a reader fetches before it has checked a signature.
 MAX_CLAIM_BYTES = 512
 MAX_FOLD_BYTES = 512 + 81 * MAX_PARTS
 _SIGNATURE = r"([0-9a-f]{64}) ([0-9a-f]{128})"
@@ -103,7 +104,7 @@ class Signer:
                 os.fsync(opened.fileno())
         except (
             BaseException
-        ) as error:  # also of an interrupt: a file without a key would be refused as a key for ever
+        ) as error:  # an interrupt too: an empty key file would be refused for ever
             file.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise disk_error(error, f"write {path}") from error

@@ -121,6 +121,7 @@ class Claims:
         for _ in range(_TRIES):
             listed = self._listed(0)
             newest = self._first(sorted(listed, reverse=True), listed, stream_id if born else "")
+            # Unreadable claims keep their numbers: an epoch is never used twice.
             epoch = next_unused(listed, max(newest.epoch if newest else 0, above))
             claim = Claim(
                 self._names.stream,
@@ -224,6 +225,7 @@ class Stream:
     ) -> None:
         if stream_id is not None:
             checked_stream_id(stream_id)
+        # A store that is bounded already, such as a cache, keeps its own bounds.
         self._bounds = bounded_in(store) or BoundedStore(store)
         self.store = store if bounded_in(store) else self._bounds
         self.name = name
@@ -273,6 +275,7 @@ class Stream:
         # Manifests never change, so versions below the highest one that was read before need no
         # read.
         known = None if anybody else next(filter(None, map(self._kept, reversed(listed))), None)
+        # Newest first. Unreadable ones are skipped: a damaged version must not stop its readers.
         above = [
             version for version in reversed(listed) if known is None or version > known.version
         ]
@@ -482,7 +485,7 @@ class Stream:
                 expect(self.store, name, payload.bytes)
                 data = (
                     self.store.get(name, 0, payload.bytes) if payload.bytes else b""
-                )  # some stores have no empty range
+                )  # some stores refuse an empty range
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
         raise DigestMismatch(

@@ -163,10 +163,10 @@ class Committer:
         # 3. Decide whether the next version needs an anchor for new workers.
         try:
             self._since_anchor = bytes_since_anchor(self._stream, head.version, self._anchor_ratio)
-        except (ChainGap, *UNREADABLE):  # new workers cannot come here from the last anchor
+        except (ChainGap, *UNREADABLE):  # the patches since the last anchor are broken
             self._anchor_due = True
         if self._signer and head.signature and head.signature.key != self._signer.public_key:
-            self._anchor_due = True  # for those who trust the new key only
+            self._anchor_due = True  # for workers that trust the new key only
         return HeadState(
             version=head.version, root=head.root, names=tuple(sorted(set(head.aliases.values())))
         )
@@ -208,6 +208,7 @@ class Committer:
                     "everywhere.",
                 )
             self._looks_for_payloads = False
+        # Kept until the outcome is known: after a lost reply `settle` repeats exactly this commit.
         self._pending = manifest, time.time()
         return self._confirm(manifest)
 
@@ -326,20 +327,18 @@ class Committer:
         found = self._stream.newest(self.version)
         if (
             found.listed and not found.manifest and begins
-        ):  # before a stream is recreated, a second look
+        ):  # poll twice before a stream is recreated
             found = self._stream.newest()
         # 2. The stream's ID: that of the head, or of the newest claim if no manifest can be read.
         if found.manifest:
             self.head = found.manifest
             self._stream.adopt(found.manifest)
-        elif found.listed and begins:  # all are damaged, or a stranger's
+        elif found.listed and begins:  # all manifests are damaged or another stream's
             self._minted = self._stream.claims.stream_id() or self._minted
         # 3. The next number. Numbers of unreadable objects may have been versions, so none is used
         # again.
         last = -1 if self.version is None else self.version
-        if (
-            begins or lost
-        ):  # what cannot be read may have been versions, and no number is used again
+        if begins or lost:  # an unreadable object may have been a version
             last = max(
                 plausible((version for version in found.listed if version > last), last),
                 default=last,
@@ -501,6 +500,8 @@ def store_anchor(
                 if not missing[number]:
                     yield number
 
+    # The chunks are computed twice, once to hash and once to upload: they are views of the state,
+    # and a copy would need the memory of a shard.
     def put(number: int) -> tuple[int, Payload]:
         payload = _hashed(_chunks(draft, groups[number]))
         stream.put_payload(payload, SHARD, _chunks(draft, groups[number]))

@@ -214,7 +214,7 @@ class HostState:
         # and the position that says so.
         with shield():
             pending = at.pending.after_patch(applied.changes, link.nbytes, at.state)
-            history = _NOTHING  # at the start of a history, and where none is kept
+            history = _NOTHING  # at a start, or without records
             if remembers and applied.records is not None:
                 window = Window(at.digest.root, applied.records, patch.header.cuts)
                 history = at.history.after(window, remembers, _most_records(patch))
@@ -341,7 +341,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         except ChainGap:
             if staging is None:
                 raise
-            staging = None  # the way from the anchor is closed; there may be one from the state
+            staging = None  # no path is left from the anchor; there may be one from the state
             continue
         timer.end("plan")
         # An anchor for a host that has a state: restore it in a second one. If the anchor or a
@@ -350,7 +350,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
             staging, passed = host.staging_copy(), []
             follower = staging
         if host.selection and path[0].base is None:
-            path = path[:1]  # what is needed of the patches follows from the anchor's tensors
+            path = path[:1]  # the anchor's tensors decide what is needed of the patches
         # 2. Follow link by link while the next patches are fetched. After a failure plan again.
         with closing(_fetch_ahead(stream, path, follower)) as fetched:
             for item in fetched:

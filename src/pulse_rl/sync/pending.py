@@ -204,6 +204,7 @@ class PublishState:
         changes = self.changes[index]
         if changes is None:
             return None
+        # Positions count through the block, in which the segment begins at `base`.
         low, high = bits.below(changes.positions, (base, base + segment.elements))
         return (changes.positions[low:high], changes.values[low:high], base) if low < high else None
 

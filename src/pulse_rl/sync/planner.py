@@ -14,7 +14,7 @@ from ..stream.manifest import Key, Link, links_of, patch_bytes
 from ..stream.stream import Stream
 
 _MAX_FALSE_LINKS = 16
-_FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
+_FAR = 8  # versions behind; from here on folds and anchors are worth a listing
 BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
 """Errors that make a link unusable, so that another path is worth trying. StoreUnavailable is not
 among them."""

@@ -141,6 +141,8 @@ class Publisher(Closing, NotCopyable):
             from ..follow.state_folder import StateFolder
 
             folder = StateFolder(checked_path(baseline), "baseline")
+        # A folder is locked when it is opened; an error must release it, or a retry would be
+        # refused.
         try:
             self._open(RankPublisher, RankGroup(Alone()), store, stream, settings, folder)
         except BaseException:
@@ -253,7 +255,7 @@ class Publisher(Closing, NotCopyable):
                         metadata=metadata,
                         dtype=dtype,
                         anchor=anchor,
-                        files=files if self._rank.first else None,  # rank 0's are the version's
+                        files=files if self._rank.first else None,  # rank 0's are stored
                         after=after,
                     ).awaited()
                 )
@@ -474,9 +476,7 @@ class Publisher(Closing, NotCopyable):
         try:
             self.close()
         except PulseError:
-            if (
-                error is None
-            ):  # an error that is on its way out is not hidden by one that came before it
+            if error is None:  # an error of the block must not be hidden by an earlier one
                 raise
 
     def _read(self, source: Any, dtype: DTypeLike | None, quantize: Quantize | None) -> LocalState:
@@ -490,7 +490,7 @@ class Publisher(Closing, NotCopyable):
         """
         try:
             return made()
-        except Exception as error:  # whatever it is: the others wait to be told
+        except Exception as error:  # of any kind: the other ranks wait for a report
             if not self._together:
                 raise
             return PublishRequest.refusing(error)

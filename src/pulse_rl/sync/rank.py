@@ -115,8 +115,8 @@ class RankPublisher:
         )
         self._baseline: Baseline | None = None
         self._pending: PublishState | None = None
-        self._continued = False  # whether it was said that the stream had versions before
-        self._events: list[Event] = []  # of a step in which a listener's error would part the ranks
+        self._continued = False  # whether the continuation was logged
+        self._events: list[Event] = []  # held back: a failing listener would part the ranks
         self._notices = Notices(stream.name, self._listener, first=self.first)
 
     @property
@@ -153,7 +153,7 @@ class RankPublisher:
                 with self._as_one(), self._stream.limited():
                     manifest, state, local = self._commit_next(request, number, submission, timer)
             finally:
-                self._emit_events()  # a listener that fails must not part the ranks
+                self._emit_events()  # after the step: a failing listener must not part the ranks
         # The version is committed. The rest concerns no other rank, and may fail here alone.
         if self.retention:
             self.retention.committed(manifest)
@@ -384,7 +384,7 @@ class RankPublisher:
         elif self._baseline.history.windows:
             # The readers have this history too, so the next patch is coded by it until its gain is
             # measured.
-            self.history.on = True  # until it is measured
+            self.history.on = True
         self._resumed(head.version, how, reason)
         timer.end("resume")
         if self._baseline is None:
@@ -522,7 +522,7 @@ class RankPublisher:
         with shield():
             # Until the move is complete there is no baseline: after an error the next publish must
             # not code against a state between two versions.
-            self._baseline = None  # should this be interrupted by an error
+            self._baseline = None
             journal = self._folder.journal(pending.state) if self._folder and pending.base else None
             baseline = pending.advance_baseline(
                 manifest.version, manifest.root, journal=journal, threads=self._threads

@@ -69,6 +69,7 @@ def require_weights(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
 
     They are recognized by names and shapes.
     """
+    # ZeRO-3 leaves tensors of shape (0,); elsewhere such a tensor is legitimate.
     zero = "deepspeed" in sys.modules
     for name, shape in shapes:
         if name.rpartition(".")[2] == "_flat_param" or (zero and shape == (0,)):

@@ -87,6 +87,7 @@ class Subscriber(Closing, NotCopyable):
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
+        # 1. Check the settings, and open the stores.
         checked_threads(threads)
         checked_listener(on_event)
         if allow_recreated and stream_id is not None:
@@ -105,6 +106,7 @@ class Subscriber(Closing, NotCopyable):
                 "select and state do not go together: a folder holds whole states",
                 hint="Give one of the two.",
             )
+        # 2. One stream per store. The callback is weak: it would keep a dropped subscriber alive.
         trusted = trusted_by(trusted_keys)
         streams = [
             Stream(
@@ -124,6 +126,7 @@ class Subscriber(Closing, NotCopyable):
         self._pinned = stream_id is not None
         self._allow_recreated = allow_recreated
         self._serial = SerialThread("Subscriber", self._idle_seconds)
+        # 3. Optional parts, imported on demand.
         self._selection = None
         if select is not None:
             from ..follow.selection import Selection
@@ -134,6 +137,7 @@ class Subscriber(Closing, NotCopyable):
             from ..follow.state_folder import StateFolder
 
             self._folder = StateFolder(state, "state")
+        # 4. The host state, empty until the first sync.
         self._host = self._empty_host(threads, on_event)
         self._base = base
         self._threads = threads
@@ -289,6 +293,8 @@ class Subscriber(Closing, NotCopyable):
 
         target = checked_path(path)
         alone = target.suffix == ".safetensors" and layout is None
+        # One operation reads everything, so that all of it is of one version. The writing needs no
+        # thread of its own: an interrupted save leaves the old version in place.
         held = self._serial.run(
             lambda: HeldVersion(
                 self._state(),
@@ -419,7 +425,7 @@ class Subscriber(Closing, NotCopyable):
             phases = self._sync_to_head(newcomer)
         elif host.version is None or host.version < target or self._goes_back:
             phases = self._failover.reach(host, target)
-        host = self._host  # another one where the stream was recreated
+        host = self._host  # a new one if the stream was recreated
         if host.version is None:
             self._absence.seen()
         if (
@@ -431,6 +437,8 @@ class Subscriber(Closing, NotCopyable):
         # 3. Return all changes that were not acknowledged, each element once, those of earlier
         # calls too.
         update = self._update(host.pending(), started)
+        # The links of earlier calls that raised are counted too: their bytes were fetched for this
+        # update.
         links, host.followed = host.followed, []
         if self._listener and links:
             self._listener(

@@ -48,6 +48,7 @@ class Pending:
         if self.changes is None:
             return more
         changes = (*self.changes, changed)
+        # Merging costs a sort, so it waits until the pending changes have doubled.
         if len(changes) == 1 or sum(map(elements, changes)) <= self.most:
             return replace(more, changes=changes, most=max(self.most, 2 * elements(changed)))
         return more._all_in_one(changes, state)
