@@ -118,8 +118,10 @@ class Published(OneLine):
 
     @property
     def density(self) -> float:
-        """Changed elements / all elements; 1.0 without a patch, since then all elements are
-        sent."""
+        """Changed elements / all elements; 1.0 without a patch.
+
+        Without a patch all elements are sent.
+        """
         return 1.0 if self.changed is None else self.changed / max(self.elements, 1)
 
     @property
@@ -216,7 +218,7 @@ class Synced(OneLine):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FallbackUsed(OneLine):
-    """Report that a link, a version or a file was not usable, and that the call goes on without it.
+    """Report that a link, version or file was not usable; the call goes on without it.
 
     Args:
         stream: The stream's name.
@@ -261,22 +263,15 @@ class Hint(OneLine):
     Args:
         stream: The stream's name.
         version: The version at which it was noticed. None: it concerns no version.
-        kind: One of the kinds below.
+        kind: "no_stream": a subscriber found no version for a second; ``reason`` lists the streams
+            of the store. "dense": a patch changes a large part of the state. "wide_dtype": most
+            changed elements are FP32 or FP64; nearly all of these change at every step, but only
+            few in a compute dtype. "wrapped_names": names contain parts that DDP, FSDP or
+            torch.compile adds, which no inference engine knows. "fused_names": tensors hold several
+            experts each, as transformers fuses them in memory, but most checkpoints store experts
+            one by one. "retention": old versions could not be deleted.
         reason: What was noticed.
         hint: What to do.
-
-    Kinds:
-
-    * "no_stream": a subscriber found no version for a second; ``reason`` lists the streams of the
-      store.
-    * "dense": a patch changes a large part of the state.
-    * "wide_dtype": most changed elements are FP32 or FP64. Nearly all of these change at every
-      step; in a compute dtype only few do.
-    * "wrapped_names": names contain parts that DDP, FSDP or torch.compile adds. No inference engine
-      knows such names.
-    * "fused_names": tensors hold several experts each, as transformers fuses them in memory. Most
-      checkpoints store the experts one by one.
-    * "retention": old versions could not be deleted.
     """
 
     stream: str

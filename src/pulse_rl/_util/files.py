@@ -85,6 +85,7 @@ def make_folder(folder: Path) -> None:
     """Create a folder and its parents; the new entries survive a power cut."""
     missing = [p for p in [folder, *folder.parents] if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    # A new folder is an entry of its parent, which must be on disk as well.
     for made in missing:
         sync_folder(made.parent)
 
@@ -142,6 +143,7 @@ def _write_aside(folder: Path, name: str, content: Chunks | Writer) -> Path:
                 content(file)
             else:
                 file.writelines(content)
+            # Synced before the rename: after a power cut a name must not point to an empty file.
             file.flush()
             os.fsync(file.fileno())
     except BaseException:

@@ -80,6 +80,7 @@ def retrying(
             return call()
         except Exception as error:
             tries -= 1
+            # The error of the last attempt is the one to report: it is the newest cause.
             left = until - time.monotonic()
             if tries < 1 or left <= 0 or not passes(error):
                 raise

@@ -78,6 +78,7 @@ def checked_path(value: Any) -> Path:
     if "\0" in str(path):
         raise InputError(f"no path has a zero character: {value!r}")
     try:
+        # A name that no file system takes must fail here, not when the first version is written.
         path.lstat()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

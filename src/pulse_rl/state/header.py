@@ -94,6 +94,8 @@ def header_length(prefix: bytes | memoryview, file_bytes: int) -> int:
     return length
 
 
+# Every number of an entry is checked for its type as well: JSON's true is 1 to Python, and 1e3 a
+# float.
 def _entry(name: str, entry: Any) -> tuple[TensorSpec, int]:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]

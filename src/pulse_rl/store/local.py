@@ -19,6 +19,7 @@ from .base import Data, ObjectInfo, check_folder, check_name, check_range, is_na
 
 _ASIDE = ".unfinished"
 _UNFINISHED = re.compile(r"\.[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.[a-z0-9_]{8}")
+# A writer that is still at work after a day is not known; its file would be lost.
 _ABANDONED_SECONDS = 24 * 3600
 # A folder that was read less than this after its last change may have changed again within one tick
 # of its clock (2 s on FAT, 1 s on some network file systems), so its listing is not kept.
@@ -53,6 +54,7 @@ class LocalStore:
         self._aside = self.root / _ASIDE
         self._swept = False
         self._folders: dict[str, _Folder] = {}
+        # The folder may not exist yet, but its nearest existing parent must be a folder.
         there = next((p for p in [self.root, *self.root.parents] if os.path.lexists(p)), self.root)
         if not there.is_dir():
             raise StoreError(f"cannot open the store {self.root}: {there} is not a folder")
@@ -111,6 +113,8 @@ class LocalStore:
         self._require_no_link(name)
         try:
             self._path(name).unlink(missing_ok=True)
+        # On macOS unlink of a folder raises PermissionError. A folder is no object, so there is
+        # nothing to delete.
         except (IsADirectoryError, PermissionError) as error:
             if not self._path(name).is_dir():
                 raise disk_error(error, f"delete {name}") from error
@@ -150,6 +154,8 @@ class LocalStore:
         path = self.root / folder
         try:
             info = path.stat()
+            # A file that is created, renamed or deleted changes its folder's time; a replaced
+            # folder has another inode.
             key = (info.st_mtime_ns, info.st_ino)
             kept = self._folders.get(folder)
             if kept is None or kept.key != key:

@@ -97,7 +97,7 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One committed version of a stream.
 
-    Attributes:
+    Args:
         format: "pulse.manifest.1".
         stream: The stream's name.
         stream_id: 32 random hexadecimal digits, chosen for the first version. They distinguish the

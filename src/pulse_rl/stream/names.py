@@ -193,6 +193,7 @@ def next_unused(taken: Iterable[int], after: int) -> int:
     """The first number above ``after`` that is not ``taken``; raises StreamError if there is
     none."""
     free = after + 1
+    # Numbers in a row push the first free one up; the first gap ends the search.
     for number in sorted(number for number in taken if number > after):
         if number > free:
             break
@@ -238,6 +239,7 @@ def flaw_of(files: Iterable[tuple[str, int]]) -> str:
         return "has files that are not in the order of their names"
     # Folders on macOS and Windows ignore case: two such names would be one file there.
     folded = {name.lower() for name in names}
+    # A name that is both a file and a folder of others cannot be written to a disk.
     folders = {
         "/".join(name.split("/")[:depth])
         for name in folded

@@ -161,6 +161,8 @@ class TrustedKeys:
         if signature is None:
             raise Untrusted(f"{what} is not signed")
         key = self._keys.get(signature.key)
+        # Untrusted keys are refused before any arithmetic: a stranger chooses the key and the
+        # signature.
         if key is None:
             raise Untrusted(f"{what} is signed by an untrusted key {signature.key[:16]!r}…")
         try:
@@ -226,6 +228,8 @@ class Claim(NamedTuple):
 
     @property
     def _message(self) -> bytes:
+        # The signature covers the stream's name and ID, so a claim cannot be copied to another
+        # stream.
         words = f"{self.stream} {self.stream_id} {self.epoch} {self.publisher} {self.previous}"
         return f"pulse.claim.1 {words}".encode()
 

@@ -379,6 +379,7 @@ class FileStore:
             )
             self._last = files, tuple(made)
         refs = self._last[1]
+        # A file that the head names and this process has seen needs no request.
         for ref in refs:
             if ref.payload not in kept or not self._holds(ref):
                 self._stream.put_payload(ref.payload, FILE, files[ref.name])
@@ -405,6 +406,7 @@ def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int
     The count stops above ``anchor_ratio`` times the state's bytes: then an anchor is due anyway.
     """
     total = 0
+    # Back along the bases of patches to the last anchor.
     while True:
         manifest = stream.manifest(version)
         if manifest.anchor or not manifest.patch or total > anchor_ratio * manifest.dense_bytes:

@@ -110,7 +110,7 @@ class PublishState:
     With a ``base`` it has the ``changes`` to the base's ``state`` by block. Without one ``state``
     is the version's own.
 
-    Attributes:
+    Args:
         layout: The tensors of the version, and who publishes what.
         segments: What this rank publishes, in name order.
         blocks: The cut of the segments.
@@ -160,6 +160,8 @@ class PublishState:
     def file(self) -> list[bytes]:
         """This rank's file of the patch, in chunks: its header, then one payload for each block."""
         assert self.base is not None
+        # The header names the history only if a block needs it: a reader without it can then apply
+        # the patch.
         named = any(encoded.codec_id == codecs.HISTORY for encoded in self.coded)
         header = PatchHeader(
             self.base.root,
@@ -176,6 +178,8 @@ class PublishState:
         found = self.changes_in(segment)
         if found is None:
             return now
+        # The state still has the base's bits, which the next publish may need: the changes go into
+        # a copy.
         changed = now.copy()
         bits.put(changed, *found)
         return changed

@@ -388,12 +388,11 @@ class Publisher(Closing, NotCopyable):
 
     @property
     def stream_id(self) -> str | None:
-        """The stream's ID, 32 hexadecimal digits, for subscribers to pin; None before the first
-        publish.
+        """The stream's ID, 32 hexadecimal digits, for subscribers to pin.
 
-        A caller that knows the ID may set it before the first publish. Versions of another stream
-        of this name are then skipped. Setting it raises InputError for anything but an ID, and for
-        another ID than the stream's.
+        It is None before the first publish. A caller that knows the ID may set it before that.
+        Versions of another stream of this name are then skipped. Setting it raises InputError for
+        anything but an ID, and for another ID than the stream's.
         """
         return self._stream.stream_id
 
@@ -529,6 +528,7 @@ class Publisher(Closing, NotCopyable):
         try:
             yield self._calls
         except ConcurrentUse:
+            # The call was refused before the ranks could meet, so it has no number.
             self._calls -= 1
             raise
         finally:

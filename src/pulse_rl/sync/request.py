@@ -48,6 +48,7 @@ class LocalState(NamedTuple):
         """A whole state. Raises UnsupportedTensor and InputError."""
         compute = None if dtype is None else compute_dtype_named(dtype)
         state = as_state(source)
+        # A module is gathered by `as_state`; a mapping may hold placeholders of sharded weights.
         if isinstance(source, Mapping):
             require_weights((spec.name, spec.shape) for spec in state.specs)
         if quantize is not None:
@@ -117,6 +118,8 @@ class PublishRequest:
     ) -> Self:
         """The request of a call of `Publisher.publish`; raises what that raises for its
         arguments."""
+        # All arguments are checked here, in the caller's thread, before any rank or device has
+        # worked.
         facts = checked_metadata({} if metadata is None else metadata)
         taken = None
         if files is not None:

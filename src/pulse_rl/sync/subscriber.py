@@ -158,8 +158,7 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def status(self) -> str:
-        """One of "empty" (no version yet), "ready" (the state is the verified `version`) and
-        "poisoned".
+        """The state: "ready" at the verified `version`, "empty" without one, or "poisoned".
 
         The state is poisoned if an interrupt stopped an apply; the next `sync` verifies or restores
         it.
@@ -187,8 +186,7 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def stream_id(self) -> str | None:
-        """The ID of the stream that is followed, 32 hexadecimal digits; None until the first
-        sync."""
+        """The ID of the followed stream, 32 hexadecimal digits; None until the first sync."""
         return self.stream.stream_id
 
     @property
@@ -208,10 +206,10 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def state(self) -> State:
-        """The verified state as read-only views. The next `sync` overwrites them: copy what you
-        keep.
+        """The verified state as read-only views, which the next `sync` overwrites.
 
-        Raises EmptyStream before the first sync and IntegrityError after an interrupted one.
+        Copy what you keep. Raises EmptyStream before the first sync and IntegrityError after an
+        interrupted one.
         """
         return self._serial.run(self._state)
 

@@ -55,6 +55,8 @@ class Pending:
 
     def after_restore(self, nbytes: int, old: State, new: State) -> Pending:
         """Add the difference from ``old`` to ``new``; everything is new if their tensors differ."""
+        # The two states have nothing in common but their names and shapes, so every element is
+        # compared.
         if self.changes is None or old.specs != new.specs:
             return Pending(nbytes=self.nbytes + nbytes)
         return replace(
@@ -201,8 +203,10 @@ class Update(OneLine):
         return sum(tensor.elements for tensor in self.tensors)
 
     def acknowledge(self) -> None:
-        """Record that the live model has taken the update. Any thread may call this, and repeat
-        it."""
+        """Record that the live model has taken the update.
+
+        Any thread may call this, and repeat it.
+        """
         self._receipt.acknowledged = True
 
     def __iter__(self) -> Iterator[tuple[str, npt.NDArray[np.int64] | None, UIntArray]]:
@@ -238,6 +242,7 @@ def make_update(
             for name in sorted(renamed)
             if name in state
         ]
+    # The receipt is not a parameter of `Update`: users make updates without one.
     update = Update(
         version=manifest.version,
         previous=pending.since,
