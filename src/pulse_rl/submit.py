@@ -89,10 +89,8 @@ class Submission(Future[Published]):
         Args:
             timeout: Seconds to wait. Default: no limit.
         Returns: The `Published` event of the version.
-        Raises:
-            TimeoutError: The version was not committed in time.
-            CancelledError: The version was cancelled.
-            PulseError: What `Publisher.publish` raised.
+        Raises: TimeoutError if the version is not committed in time, CancelledError if it was
+            cancelled, and what `Publisher.publish` raised.
         """
         self._asked = True
         return super().result(timeout)
@@ -103,9 +101,8 @@ class Submission(Future[Published]):
         Args:
             timeout: Seconds to wait. Default: no limit.
         Returns: The error, or None if the version was committed.
-        Raises:
-            TimeoutError: The publish has not ended in time.
-            CancelledError: The version was cancelled.
+        Raises: TimeoutError if the publish does not end in time, and CancelledError if it was
+            cancelled.
         """
         self._asked = True
         return super().exception(timeout)
