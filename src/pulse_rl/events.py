@@ -1,8 +1,8 @@
 """Events: frozen dataclasses passed to a callback. Metrics and progress bars are listeners.
 
-In all events ``stream`` is the stream's name, ``version`` and ``base`` are version numbers,
-``root`` is a state's root (64 hexadecimal digits), ``metadata`` the publisher's own data,
-``seconds`` a wall-clock duration, and ``reason`` an error's message.
+In all events ``stream`` is the stream's name, and ``version`` and ``base`` are version numbers.
+``root`` is a state's root (64 hexadecimal digits), and ``metadata`` the publisher's own data.
+``seconds`` is a wall-clock duration, and ``reason`` an error's message.
 """
 
 from __future__ import annotations

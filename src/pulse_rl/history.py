@@ -1,9 +1,9 @@
 """Which changes a publisher remembers, and its readers with it; and the file of a history.
 
 See docs/protocol.md, section 12. A history starts anew at every anchor and at every multiple of
-`START_SPAN`, where folds end too. So every way into a stream ends where nothing is remembered, and
-a reader that follows the patches from there has the history that the next patch needs. Each rank
-remembers its own blocks; all ranks remember the same versions.
+`START_SPAN`, where folds end too. So every way into a stream ends at an empty history. A reader
+that follows the patches from there has the history that the next patch needs. Each rank remembers
+its own blocks; all ranks remember the same versions.
 """
 
 from __future__ import annotations

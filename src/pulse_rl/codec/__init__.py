@@ -1,7 +1,7 @@
 """How the changes of one block are coded (docs/format.md, section 3.5).
 
 Users choose between ``"auto"`` and ``"zstd"``. For ``"auto"`` the kernel chooses among the codecs
-that code against the old elements (``src/native/codecs/block.cpp``). `encode_block` uses `RAW`
+that code against the old elements (``src/native/codecs/block.cpp``). `encode_block` uses ``RAW``
 instead if that is smaller.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["CODECS", "Changes", "Encoded", "Layout", "Run", "decode_block", "enc
 
 AUTO, ZSTD = "auto", "zstd"
 CODECS = (AUTO, ZSTD)
-"""What a user can choose: the smallest fast codec, or the layout of the PULSE paper."""
+"""The values that a user can choose: the smallest fast codec, or the layout of the PULSE paper."""
 
 SAME, RAW, PAPER, GAPS, SPARSE, TABLE, HISTORY, NIBBLES = range(8)
 """The ids of codecs in a patch. `SAME`: no element changed, and the payload is empty. `HISTORY`:
@@ -74,9 +74,9 @@ Past = tuple[npt.NDArray[np.uint8], ...]
 
 
 class Layout(NamedTuple):
-    """What encoder and decoder both know about a block in addition to the old bits.
+    """The shape of a block: its dtype, the rows of its tensors, and its ``past`` changes.
 
-    These are its dtype, the rows of its tensors, and its ``past`` changes.
+    Encoder and decoder both know it, in addition to the old bits.
     """
 
     dtype: DType

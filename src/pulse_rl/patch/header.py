@@ -26,9 +26,10 @@ FORMAT = 1
 MAX_HEADER_BYTES = 128 << 20
 MAX_BLOCKS = 1 << 20
 MAX_SLICES = 1 << 20
-"""Of all files of a patch together, counted by tensor."""
+"""The limit for all files of a patch together, counted by tensor."""
 CHECK_BYTES = 8
-"""Of a SHA-256. They find accidental damage; only the root proves a version."""
+"""The bytes of a SHA-256 that a header keeps. They find accidental damage; only the root proves a
+version."""
 _PRELUDE = struct.Struct(
     "<8sIII8s"
 )  # magic, format, stored bytes, plain bytes, check of the stored header

@@ -80,7 +80,7 @@ def inner_leaves(blocks: Iterable[Block], elements: Callable[[Segment], UIntArra
 
 
 def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
-    """The same for changed blocks of one dtype, without segments that have no changes."""
+    """The inner leaves of changed blocks of one dtype, without segments that have no changes."""
     parts: list[Segment] = []
     pieces: list[Changed] = []
     for block, elements, (positions, values, _), made in blocks:

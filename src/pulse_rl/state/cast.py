@@ -33,9 +33,9 @@ _CHUNK = 1 << 16  # elements whose temporaries stay in the cache
 class Rounding(NamedTuple):
     """How FP32 rounds to a narrower float, as the native kernels take it.
 
-    ``mantissa`` is the number of explicit mantissa bits, ``least`` the FP32 exponent field of the
-    smallest normal number, and ``most`` the FP32 bits of the largest finite number. ``beyond`` is
-    the FP32 bits that replace a larger number: infinity, or ``most``.
+    ``mantissa`` is the number of explicit mantissa bits. ``least`` is the FP32 exponent field of
+    the smallest normal number. ``most`` has the FP32 bits of the largest finite number. ``beyond``
+    has the FP32 bits that replace a larger number: infinity, or ``most``.
     """
 
     mantissa: int

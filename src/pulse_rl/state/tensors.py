@@ -456,9 +456,8 @@ Empty = Callable[[tuple[TensorSpec, ...], Mapping[str, str] | None], State]
 
 
 StateSource = Union[State, Mapping[str, Any], str, os.PathLike[str], "torch.nn.Module"]
-"""What callers may pass as a state: a torch.nn.Module, a mapping of names to tensors, a
-checkpoint's path, or a `State`. A module has the names and ties that ``save_pretrained`` would
-write."""
+"""The sources of a state: a torch.nn.Module, a mapping of names to tensors, a checkpoint's path, or
+a `State`. A module has the names and ties that ``save_pretrained`` would write."""
 
 
 def as_state(source: StateSource) -> State:

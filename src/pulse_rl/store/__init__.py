@@ -51,7 +51,7 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
             ``hf://buckets/namespace/bucket/prefix``, which is S3. For readers also
             ``http://host:port``, ``https://…`` or ``hf://namespace/repository/prefix``. A `Store`
             is returned unchanged.
-        options: Passed to the backend: obstore's options for object stores, those of `HttpStore`
+        options: Passed to the backend: obstore's options for object stores, those of ``HttpStore``
             for HTTP. Default: none.
     Returns: The store.
     Raises:

@@ -468,7 +468,7 @@ class UnreadableObjects:
 
 
 class _Budget:
-    """What one poll may read: objects, bytes and seconds."""
+    """The limits of one poll: objects, bytes and seconds."""
 
     def __init__(self) -> None:
         self._objects = _MAX_OBJECTS

@@ -196,7 +196,7 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
 
 
 def _flaws(manifest: Manifest) -> Iterator[str]:
-    """What is wrong with the values of a well-formed manifest."""
+    """Describe each invalid value of a well-formed manifest."""
     patch, anchor = manifest.patch, manifest.anchor
     if not is_stream_id(manifest.stream_id):
         yield f"has the stream_id {manifest.stream_id!r}"

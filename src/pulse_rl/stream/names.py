@@ -38,7 +38,7 @@ _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 
 MAX_FILES = 256
 MAX_FILES_BYTES = 128 << 20
-"""Of all files of a version. The largest tokenizers have a third of it."""
+"""The bytes of all files of a version. The largest tokenizers have a third of it."""
 _MAX_NAME = 255
 FILE_NAME_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _FILE_NAME = re.compile(rf"{FILE_NAME_PART}(?:/{FILE_NAME_PART}){{0,3}}")
@@ -166,7 +166,7 @@ class StreamNames:
         return f"{self.epochs}/{epoch:012d}"
 
     def parse(self, name: str) -> ObjectName | None:
-        """What ``name`` stands for; None if it is not spelled as one of these names."""
+        """Parse ``name``; None if it is not spelled as one of these names."""
         folder, _, last = name.rpartition("/")
         if folder == self.versions and (found := _VERSION.fullmatch(last)):
             return VersionName(int(found[1]))
@@ -223,8 +223,8 @@ def check_word(word: object, what: str) -> None:
 
 
 def flaw_of(files: Iterable[tuple[str, int]]) -> str:
-    """What is wrong with the names and sizes of a version's files, in name order; "" if nothing
-    is."""
+    """Describe a flaw in the names and sizes of a version's files, in name order; "" without
+    one."""
     total, names = 0, list[str]()
     for name, nbytes in files:
         if len(name) > _MAX_NAME or not _FILE_NAME.fullmatch(name):

@@ -39,7 +39,7 @@ _AT_ONCE = 2
 
 
 class Content(NamedTuple):
-    """What a manifest says of its state and its payloads.
+    """The part of a manifest that describes the state and its payloads.
 
     At least one of ``patch`` and ``anchor`` is set. ``remembers`` is how many of the last versions
     the next patch may be coded by. ``files`` are those next to the weights.
@@ -56,7 +56,7 @@ class Content(NamedTuple):
 
 
 class HeadState(NamedTuple):
-    """What rank 0 found in the stream, for all ranks.
+    """The head as rank 0 found it, for all ranks.
 
     ``keep``: the baseline is the head. ``lost``: the version of a head that the store no longer
     holds. Otherwise ``version`` and ``root`` are those of another head, and ``names`` the stored
@@ -445,8 +445,10 @@ def published_as(
 
 
 class Stored(NamedTuple):
-    """What one rank has stored: its file of the patch, its shards, and its report on the
-    history."""
+    """The payloads that one rank has stored, and its report on the history.
+
+    ``parts`` has its file of the patch, ``shards`` those of an anchor.
+    """
 
     parts: list[Payload]
     shards: list[Payload]

@@ -34,8 +34,7 @@ NO_SMALLER = "anchor: a patch would have"
 
 @dataclass(frozen=True)
 class Layout:
-    """What a version consists of: the tensors ``specs`` in name order, and the ``aliases`` of tied
-    ones.
+    """The tensors ``specs`` of a version in name order, and the ``aliases`` of tied ones.
 
     A single process publishes all of each tensor; a subclass says which rank publishes what.
     Layouts in which ranks publish the same have the same ``digest``.
@@ -86,7 +85,7 @@ def difference(old: Layout, new: Layout) -> str:
 
 
 class Baseline(NamedTuple):
-    """What this rank publishes of a committed version, in a ``state`` of its own.
+    """This rank's part of a committed version, in a ``state`` of its own.
 
     ``segments`` are in name order and cut into ``blocks``. ``leaves`` are those that end on this
     rank. ``history`` covers all blocks, ``sampled`` those of the sample (`HistoryPolicy`).

@@ -1,4 +1,4 @@
-"""What one rank publishes: the caller's own memory, or a copy of it (docs/protocol.md, section
+"""The request of a publish: the caller's own memory, or a copy of it (docs/protocol.md, section
 3)."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..submit import Snapshot
 
 Files = Mapping[str, bytes | str | os.PathLike[str]] | str | os.PathLike[str]
-"""What callers may pass as a version's files: a mapping of names to bytes or paths, or the folder
+"""A version's files as callers may pass them: a mapping of names to bytes or paths, or the folder
 of a checkpoint."""
 
 

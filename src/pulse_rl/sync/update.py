@@ -1,4 +1,4 @@
-"""What a worker scatters into its live model: the changes since its last acknowledged update."""
+"""Updates for a live model: the changes since the last acknowledged one."""
 
 from __future__ import annotations
 
