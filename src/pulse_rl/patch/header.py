@@ -312,7 +312,7 @@ class _Reader:
             raise WrongBase(
                 f"the patch applies to root {base[:16]}…, the state has {state.root[:16]}…"
             )
-        # 2. What the file covers. The cut follows from it.
+        # 2. The slices that the file covers. The cut follows from them.
         history = self._history()
         slices = self._slices(elements, room.left)
         cuts = None if state is None else state.cut(slices, room)

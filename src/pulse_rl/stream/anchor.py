@@ -74,7 +74,7 @@ def restore(
         raise CorruptCheckpoint(
             f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors"
         )
-    # 2. What must be read: all, or the leaves that an interrupted restore has not written.
+    # 2. The elements to read: all, or the leaves that an interrupted restore has not written.
     state = empty(files.specs, None)
     found: dict[str, bytes] = {}
     wanted = [Segment(spec, 0, spec.elements) for spec in state.specs]

@@ -325,8 +325,8 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     """
     host.recover()
     timer, route = PhaseTimer(), Planner(stream, target)
-    # Paths start at an anchor even though the host has a state. Links lead forward only, and no
-    # link can be followed from a version or history that is not the stream's.
+    # `over_anchor`: paths start at an anchor although the host has a state. Links lead forward
+    # only, and none leads on from a version or a history that is not the stream's.
     over_anchor = host.version is not None and host.version > target
     # The second state, in which an anchor is restored and followed; None while the host itself
     # moves. The worker keeps its verified state until the second one is at the target.

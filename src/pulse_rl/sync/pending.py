@@ -306,8 +306,8 @@ def make_pending(
                 _count(progress, blocks, group)
                 yield [segment for index in group for segment in blocks[index].segments]
 
-    # The store draws segments as they are copied, so the upload overlaps the copy. What it leaves
-    # is drawn here.
+    # The store draws segments as they are copied, so the upload overlaps the copy. The loop draws
+    # the rest, which is everything without a store.
     with closing(filled()) as segments_filled:
         if store:
             made.shards = store(made, segments_filled)

@@ -243,7 +243,7 @@ class Publisher(Closing, NotCopyable):
                 newest version.
             StoreUnavailable, StoreFull, StoreError: The store failed.
         """
-        # Errors of submitted versions come first: a version after a lost one would hide it.
+        # Errors of submitted versions are raised first: the next version would hide them.
         self._raise_unasked()
         with self._call() as number:
             with failures_to(self._listener, self._stream.name, "publish"):
