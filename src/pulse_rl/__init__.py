@@ -1,5 +1,6 @@
-"""Lossless sparse weight sync for RL post-training: a trainer publishes, workers follow, every sync
-is verified.
+"""Lossless sparse weight sync for RL post-training.
+
+A trainer publishes versions of its weights, workers follow them, and every sync is verified.
 
 Trainer: ``Publisher(store, stream="policy").publish(model.state_dict())``. Worker: ``update =
 Subscriber(store, stream="policy").sync()``, then `pulse_rl.frameworks.torch.apply_`.
@@ -68,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`PulseLoCo` needs torch, so it is imported when it is asked for."""
+    """Import `PulseLoCo` on first use, because it needs torch."""
     if name == "PulseLoCo":
         from .loco import PulseLoCo
 
@@ -77,9 +78,18 @@ def __getattr__(name: str) -> Any:
 
 
 def state_root(source: StateSource, *, threads: int | None = None) -> str:
-    """The root of any state as 64 hexadecimal digits (docs/format.md, section 2).
+    """Return the root of a state (docs/format.md, section 2).
 
-    ``source``: a mapping of names to tensors, a `State`, or a checkpoint's path. ``threads``: the
-    maximum number (None: one per core). Raises InputError, UnsupportedTensor and CorruptCheckpoint.
+    Two states have the same root only if their names, dtypes, shapes and bits are equal.
+
+    Args:
+        source: The state: a torch.nn.Module, a mapping of names to tensors, a `State`, or a
+            checkpoint's path.
+        threads: The maximum number of threads. Default: one per core.
+    Returns: 64 hexadecimal digits.
+    Raises:
+        InputError: ``source`` is not a state, or ``threads`` is below 1.
+        UnsupportedTensor: A tensor has a dtype or a layout that has no plain bits.
+        CorruptCheckpoint: The checkpoint's files are damaged.
     """
     return state_digest(as_state(source), threads=checked_threads(threads)).root

@@ -1,8 +1,8 @@
 """Events: frozen dataclasses passed to a callback. Metrics and progress bars are listeners.
 
-In all events ``stream`` is the stream's name, ``version`` and ``base`` are version numbers,
-``root`` is a state's root (64 hexadecimal digits), ``metadata`` the publisher's own data,
-``seconds`` a wall-clock duration, and ``reason`` an error's message.
+In all events ``stream`` is the stream's name, and ``version`` and ``base`` are version numbers.
+``root`` is a state's root (64 hexadecimal digits), and ``metadata`` the publisher's own data.
+``seconds`` is a wall-clock duration, and ``reason`` an error's message.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ _log = logging.getLogger("pulse_rl")
 
 
 class OneLine:
-    """Prints a dataclass's fields, but those with ``repr=False``; numbers that are not whole with
-    three digits."""
+    """Prints a dataclass on one line.
+
+    Fields with ``repr=False`` are left out. Fractional numbers have three significant digits.
+    """
 
     __slots__ = ()
 
@@ -56,8 +58,13 @@ class OneLine:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Progress(OneLine):
-    """``stage`` (diff, apply, digest, upload, restore) has processed ``done`` of ``total`` bytes of
-    model."""
+    """Report how far one stage of a call is.
+
+    Args:
+        stage: "diff", "apply", "digest", "upload" or "restore".
+        done: Bytes of the model that the stage has processed.
+        total: Bytes of the model that the stage will process.
+    """
 
     stage: str
     done: int
@@ -66,19 +73,30 @@ class Progress(OneLine):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Published(OneLine):
-    """A version was committed. ``patch_bytes`` and ``anchor_bytes`` were stored for it; either may
-    be 0. ``stream_id`` is the stream's, 32 hexadecimal digits, which tells it from others of its
-    name.
+    """Report a committed version and what it cost.
 
-    ``elements`` and ``dense_bytes`` are those of the whole state. ``changed`` counts the elements
-    that the patch changes; None where the version has no patch (the first one, after a change of
-    the tensor set, or an anchor alone). ``phases`` are wall-clock seconds: "resume" (claiming the
-    stream, finding its head; almost nothing after the first call), "build" (diff, encode and
-    verify, or the copy of the full state, which one process stores meanwhile), "upload" and
-    "commit" (the manifest; then the baseline moves). ``reason`` says why no patch leads here from
-    the version before: what differs between their names, dtypes, shapes or ties, or that a patch
-    would be no smaller than the state. ``blocked_seconds`` is how long the caller was held up:
-    ``seconds`` by ``publish``, by ``submit`` the copy of the state and the wait for room.
+    Args:
+        stream: The stream's name.
+        version: The number of the version.
+        root: The root of the state, 64 hexadecimal digits.
+        elements: Elements of the whole state.
+        changed: Elements that the patch changes. None if the version has no patch: the first
+            version, a version after a change of the tensor set, or an anchor alone.
+        dense_bytes: Bytes of the whole state.
+        patch_bytes: Bytes of the patch that was stored; 0 without a patch.
+        anchor_bytes: Bytes of the anchor that was stored; 0 without an anchor.
+        seconds: Wall-clock seconds of the publish.
+        phases: Wall-clock seconds by phase. "resume" claims the stream and finds its head; it takes
+            almost nothing after the first call. "build" compares, encodes and verifies, or copies
+            the full state; a single process uploads an anchor meanwhile. "upload" stores the rest,
+            and "commit" creates the manifest and moves the baseline.
+        metadata: The caller's own data about the version.
+        reason: Why no patch leads here from the version before: the difference between their names,
+            dtypes, shapes or ties, or a patch that is no smaller than the state. "" if a patch
+            does.
+        stream_id: The stream's ID, 32 hexadecimal digits. It distinguishes streams of one name.
+        blocked_seconds: Seconds that the caller waited: all ``seconds`` of ``publish``; for
+            ``submit`` the copy of the state and the wait for a free slot.
     """
 
     stream: str
@@ -98,19 +116,23 @@ class Published(OneLine):
 
     @property
     def density(self) -> float:
-        """Changed elements / all elements; 1.0 if the version has no patch, since then all elements
-        are sent."""
+        """Changed elements / all elements; 1.0 without a patch.
+
+        Without a patch all elements are sent.
+        """
         return 1.0 if self.changed is None else self.changed / max(self.elements, 1)
 
     @property
     def ratio(self) -> float:
-        """Bytes of a full sync / bytes that a worker one version behind fetches: the patch, or else
-        the anchor."""
+        """Bytes of a full sync / bytes that a worker one version behind fetches.
+
+        That worker fetches the patch, or the anchor if there is no patch.
+        """
         return self.dense_bytes / max(self.patch_bytes or self.anchor_bytes, 1)
 
     @property
     def anchored(self) -> bool:
-        """Whether an anchor was stored, alone or along with a patch."""
+        """Whether an anchor was stored, alone or together with a patch."""
         return self.anchor_bytes > 0
 
     def __repr__(self) -> str:
@@ -121,7 +143,7 @@ class Published(OneLine):
         return f"{OneLine.__repr__(self)[:-1]}{more}"
 
     def __str__(self) -> str:
-        """What it cost, for a log."""
+        """One line for a log: the version and its cost."""
         version, dense = f"version {self.version} of {self.stream}", format_bytes(self.dense_bytes)
         if self.changed is None:
             first = (
@@ -140,10 +162,16 @@ class Published(OneLine):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BaselineRestored(OneLine):
-    """A publisher found its stream at ``version``; ``how`` is the way it got its baseline:
-    "matched" (the caller's state has the head's root), "kept" (it was in the folder of the argument
-    ``baseline``), "restored" (from the store), or "anchored" (the head could not be restored, see
-    ``reason``)."""
+    """Report how a publisher that starts on an existing stream got its baseline.
+
+    Args:
+        stream: The stream's name.
+        version: The newest version of the stream.
+        how: "matched": the caller's state has the root of that version. "kept": the folder
+            ``baseline`` held it. "restored": it was read from the store. "anchored": it could not
+            be restored, and an anchor follows.
+        reason: Why the version could not be restored; "" otherwise.
+    """
 
     stream: str
     version: int
@@ -153,15 +181,21 @@ class BaselineRestored(OneLine):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Synced(OneLine):
-    """A subscriber's host state is now the verified ``version``; ``previous`` is the version that
-    it held before (None: none).
+    """Report that a subscriber's host state is now at a verified version.
 
-    ``links`` are the roles of the objects, in order; ``fetched_bytes`` is their total size.
-
-    ``lag_seconds`` is the age of the version: from its commit by the publisher's clock to now by
-    this machine's. ``phases`` are wall-clock seconds: "plan" (finding what is new and the path to
-    it), "fetch" (waiting for patches; fetching while another is applied does not count), "apply"
-    (decode, scatter, SHA-256) and "restore" (an anchor, its fetch included).
+    Args:
+        stream: The stream's name.
+        version: The version that the host state holds.
+        previous: The version that it held before. None: it was empty.
+        root: The verified root of the state, 64 hexadecimal digits.
+        links: The links that were followed, in order, such as "the patch 6->7".
+        fetched_bytes: Bytes of the objects that were fetched.
+        seconds: Wall-clock seconds of the call.
+        lag_seconds: Age of the version: from its commit by the publisher's clock to now by this
+            machine's clock.
+        phases: Wall-clock seconds by phase. "plan" finds new versions and a path to them. "fetch"
+            waits for patches; a fetch during an apply does not count. "apply" decodes, scatters and
+            hashes. "restore" fetches and verifies an anchor.
     """
 
     stream: str
@@ -176,15 +210,21 @@ class Synced(OneLine):
 
     @property
     def versions_behind(self) -> int | None:
-        """How many versions the worker was behind when it looked; None if it had none."""
+        """Versions that the worker was behind before this sync; None if it had none."""
         return None if self.previous is None else self.version - self.previous
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FallbackUsed(OneLine):
-    """A path to a version failed at ``link``, and another is tried; or a version, "version 7",
-    could not be read or trusted, and is passed over; or "the state in /nvme/s" is not used.
-    ``kind`` is the error's (`pulse_rl.errors`)."""
+    """Report that a link, version or file was not usable; the call goes on without it.
+
+    Args:
+        stream: The stream's name.
+        link: What was skipped, for example "the patch 6->7", "version 7", "file 'config.json'" or
+            "the state in /nvme/s".
+        reason: The message of the error.
+        kind: The kind of the error (`pulse_rl.errors`).
+    """
 
     stream: str
     link: str
@@ -194,9 +234,16 @@ class FallbackUsed(OneLine):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CallFailed(OneLine):
-    """A ``call`` ("publish", "sync", "relay", or "gc" of a relay's target) raised an error;
-    ``kind`` is the error's stable name (`pulse_rl.errors`). After a "fold" that could not be made
-    or stored readers use the patches instead."""
+    """Report that a call raised an error.
+
+    A "fold" that failed does no harm: readers use the patches instead.
+
+    Args:
+        stream: The stream's name.
+        call: "publish", "sync", "relay", "fold", or "gc" for the deletion of old versions.
+        kind: The stable name of the error (`pulse_rl.errors`).
+        reason: The message of the error.
+    """
 
     stream: str
     call: str
@@ -206,17 +253,23 @@ class CallFailed(OneLine):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Hint(OneLine):
-    """Something works, but would be better otherwise; ``hint`` says how. A publisher or subscriber
-    gives each ``kind`` once: to its listener, or without one to ``warnings`` and the logger
-    ``pulse_rl``. ``version`` is the one at which it showed, None where there is none.
+    """Report something that works but should be done in another way.
 
-    "no_stream": a subscriber has found no version for a second; ``reason`` lists the streams that
-    are there. "dense": a patch changes much of the state. "wide_dtype": most of what changes are
-    FP32 or FP64 elements, of which nearly all change at every step, while of the same weights in a
-    compute dtype few do. "wrapped_names": names have parts that a wrapper of the module adds (DDP,
-    FSDP, torch.compile), and that no inference engine knows. "fused_names": tensors have several
-    experts each, as transformers fuses them in memory, where most checkpoints have them one by one.
-    "retention": what a publisher was not to keep could not be deleted.
+    A publisher or subscriber emits each ``kind`` once: to its listener, or without a listener to
+    ``warnings`` and the logger ``pulse_rl``.
+
+    Args:
+        stream: The stream's name.
+        version: The version at which it was noticed. None: it concerns no version.
+        kind: "no_stream": a subscriber found no version for a second; ``reason`` lists the streams
+            of the store. "dense": a patch changes a large part of the state. "wide_dtype": most
+            changed elements are FP32 or FP64; nearly all of these change at every step, but only
+            few in a compute dtype. "wrapped_names": names contain parts that DDP, FSDP or
+            torch.compile adds, which no inference engine knows. "fused_names": tensors hold several
+            experts each, as transformers fuses them in memory, but most checkpoints store experts
+            one by one. "retention": old versions could not be deleted.
+        reason: What was noticed.
+        hint: What to do.
     """
 
     stream: str
@@ -231,8 +284,17 @@ class Hint(OneLine):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Folded(OneLine):
-    """A fold over the versions from ``base`` to ``version`` was made. It was stored only if its
-    ``nbytes`` are fewer than the ``patch_bytes`` that it spans."""
+    """Report a fold: one patch in place of all patches from ``base`` to ``version``.
+
+    The fold is stored only if it is smaller than the patches.
+
+    Args:
+        stream: The stream's name.
+        base: The version from which the fold leads.
+        version: The version to which it leads.
+        nbytes: Bytes of the fold.
+        patch_bytes: Bytes of the patches that it replaces.
+    """
 
     stream: str
     base: int
@@ -243,8 +305,16 @@ class Folded(OneLine):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Relayed(OneLine):
-    """A relay's target is now at ``version``; it was at ``previous`` (None: it had none). ``links``
-    are the roles of what was copied, ``nbytes`` the bytes of payloads that were fetched for it."""
+    """Report that a relay's target is now at a version.
+
+    Args:
+        stream: The stream's name.
+        version: The version that the target holds.
+        previous: The version that it held before. None: it had none.
+        links: The links that were copied, in order.
+        nbytes: Bytes of the payloads that were fetched from the source.
+        seconds: Wall-clock seconds of the call.
+    """
 
     stream: str
     version: int
@@ -265,22 +335,25 @@ Event = (
     | Folded
     | Relayed
 )
-"""All that a listener may be handed."""
+"""Everything that a listener can receive."""
 
 Listener = Callable[[Event], None]
-"""Called from the thread that publishes or syncs, but with `Progress` and those of folds also from
-others."""
+"""A callback for events.
+
+The thread that publishes or syncs calls it. Worker threads may call it too, with `Progress` and
+with the events of folds.
+"""
 
 
 def checked_listener(listener: Any) -> Listener | None:
-    """``listener`` itself; raises InputError unless it is None or can be called with an event."""
+    """Return ``listener`` if it is None or callable; raise InputError otherwise."""
     if listener is not None and not callable(listener):
         raise InputError(f"on_event must be a function of one event, not {listener!r}")
     return cast(Listener | None, listener)
 
 
 def one_at_a_time(listener: Listener | None) -> Listener | None:
-    """The listener, which threads call one after another."""
+    """Return a listener that several threads can call; a lock serializes the calls."""
     if listener is None:
         return None
     lock = threading.RLock()
@@ -293,30 +366,34 @@ def one_at_a_time(listener: Listener | None) -> Listener | None:
 
 
 def fell_back(listener: Listener | None, stream: str, what: str, error: PulseError) -> None:
-    """Hands a `FallbackUsed` to the listener: ``error`` is why ``what`` was not used."""
+    """Report to the listener that ``what`` was not used because of ``error``."""
     if listener:
         listener(FallbackUsed(stream, what, str(error), error.kind))
 
 
 def kind_of(error: Exception) -> str:
-    """The kind of an error, whoever's it is."""
+    """The kind of an error; errors of other libraries have the kind of `PulseError`."""
     return error.kind if isinstance(error, PulseError) else PulseError.kind
 
 
 def hint_to(listener: Listener | None, hint: Hint) -> None:
-    """Hands a hint to the listener; without one, to ``warnings`` and the logger ``pulse_rl``."""
+    """Report a hint to the listener; without one, to ``warnings`` and the logger ``pulse_rl``."""
     if listener is not None:
         listener(hint)
         return
-    if _log.hasHandlers():  # or Python would print what `warnings` says
+    # Without a handler logging would print the text to stderr, where `warnings` prints it already.
+    if _log.hasHandlers():
         _log.warning("%s", hint)
-    # Said from a thread of the library: a line of its source would say nothing to the reader.
+    # A warning shows the source line that raised it. A line of this library would not help the
+    # reader.
     warnings.warn_explicit(str(hint), UserWarning, "pulse_rl", 0)
 
 
 def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[int], None] | None:
-    """A callback that adds up bytes and hands `Progress` to the listener, from several threads one
-    after another; None without a listener."""
+    """Return a callback that adds up bytes and reports `Progress`; None without a listener.
+
+    Several threads may call it.
+    """
     if listener is None:
         return None
     done = 0
@@ -332,9 +409,12 @@ def progress_to(listener: Listener | None, stage: str, total: int) -> Callable[[
 
 
 class ProgressBars:
-    """A listener that shows each stage's `Progress` by tqdm, with the time left, where it takes
-    more than a moment; in a notebook as a widget. Hands all events on to ``listener``. ``disable``:
-    as tqdm's, None where there is no terminal. Events of one stage come one after another."""
+    """A listener that shows a tqdm bar for each stage, and passes all events on to ``listener``.
+
+    A bar appears after half a second, with the time left; in a notebook it is a widget. Events of
+    one stage must come one after another. ``disable`` is tqdm's: None hides the bars where there is
+    no terminal.
+    """
 
     def __init__(self, listener: Listener | None = None, *, disable: bool | None = False) -> None:
         self._listener = listener
@@ -366,14 +446,14 @@ class ProgressBars:
             self._bars.pop(event.stage).close()
 
     def close(self) -> None:
-        """Takes the bars away."""
+        """Remove the bars."""
         while self._bars:
             self._bars.popitem()[1].close()
 
 
 @contextmanager
 def progress_shown(wanted: bool, listener: Listener | None) -> Iterator[Listener | None]:
-    """``listener``, or, where ``wanted``, one that shows bars as well until the block ends."""
+    """Yield ``listener``, or, if ``wanted``, one that also shows bars until the block ends."""
     if not wanted:
         yield listener
         return
@@ -382,8 +462,7 @@ def progress_shown(wanted: bool, listener: Listener | None) -> Iterator[Listener
 
 
 class PhaseTimer:
-    """Wall-clock seconds by phase: the time since the last phase's end goes to the one that ends
-    now."""
+    """Measures wall-clock seconds by phase: `end` adds the time since the previous `end`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -397,7 +476,7 @@ class PhaseTimer:
 
 @contextmanager
 def failures_to(listener: Listener | None, stream: str, call: str) -> Iterator[None]:
-    """Hands a `CallFailed` to the listener when an error of this library leaves the block."""
+    """Report a `CallFailed` to the listener when an error of this library leaves the block."""
     try:
         yield
     except PulseError as error:

@@ -1,10 +1,9 @@
-"""Which of the last changes a publisher remembers, and its readers with it (docs/protocol.md,
-section 12); and the file of a history.
+"""Which changes a publisher remembers, and its readers with it; and the file of a history.
 
-A history starts anew at every anchor and at every multiple of `START_SPAN`, where folds end too. So
-every way into a stream ends where nothing is remembered, and a reader of the patches from there
-has the history that the next patch needs. Each rank remembers its own blocks, all of them the same
-versions.
+See docs/protocol.md, section 12. A history starts anew at every anchor and at every multiple of
+`START_SPAN`, where folds end too. So every way into a stream ends at an empty history. A reader
+that follows the patches from there has the history that the next patch needs. Each rank remembers
+its own blocks; all ranks remember the same versions.
 """
 
 from __future__ import annotations
@@ -64,10 +63,11 @@ def next_history(
     *,
     span: int = START_SPAN,
 ) -> History:
-    """The history at ``version``, in ``most`` bytes: that at version ``base`` and the ``window``
-    between the two; nothing at a start. None: the version changes more than can be remembered.
+    """The history at ``version``, in at most ``most`` bytes.
 
-    Numbers of versions may be left out: a multiple of ``span`` that is passed by counts as well.
+    It is the ``history`` at version ``base`` with the ``window`` between the two; at a start it is
+    empty. ``window`` is None if the version changes more than can be remembered. Numbers of
+    versions may be skipped: a multiple of ``span`` between the two is a start as well.
     """
     if window is None or version // span > base // span:
         return History()
@@ -103,18 +103,18 @@ smaller."""
 
 
 class HistoryPolicy:
-    """Decides whether a stream is coded by what changed before, by what that saves on a sample of
-    the blocks.
+    """Decides whether a stream is coded by its history, by what that saves on a sample of the
+    blocks.
 
-    Of the sample it is always known what changed before: at most a twelfth of the bytes of these
-    blocks, one in 32 and two at least. Now and then they are coded both ways. A history that saves
-    a tenth of them is turned on for all blocks from the next version on; one that does not is
-    turned off. Ranks decide alike, by what all of them measure.
+    The history of the sample is always known: one block in 32, two at least, in at most a twelfth
+    of their bytes. Now and then these blocks are coded both ways. A history that saves a tenth of
+    the bytes is turned on for all blocks from the next version on, and off when it no longer does.
+    Ranks decide alike, from the measurements of all of them.
     """
 
     def __init__(self, ranks: int = 1, span: int = START_SPAN) -> None:
         self.forced: bool | None = None
-        """What is done whatever it saves, for tests."""
+        """The decision whatever it saves, for tests."""
         self.on = False
         self._span = span
         self._least = 1 if ranks > 1 else _MIN_SAMPLE
@@ -123,11 +123,11 @@ class HistoryPolicy:
 
     @property
     def remembers(self) -> bool:
-        """Whether the next version is coded by what is remembered, and remembered itself."""
+        """Whether the next version is coded by the history and recorded in it."""
         return self.on if self.forced is None else self.forced
 
     def recorder(self, base: Baseline) -> Recorder | None:
-        """What takes note of the changes to ``base``, of all blocks or of the sample."""
+        """A recorder of the changes to ``base``: of all blocks, or of the sample."""
         if self.remembers:
             return Recorder(_most_of_rank(base))
         if self.forced is not None:
@@ -144,9 +144,11 @@ class HistoryPolicy:
         *,
         threads: int | None,
     ) -> Note:
-        """What this rank can remember at ``version``, to which ``draft`` leads from ``base`` by a
-        patch of ``nbytes`` on all ranks. Measures what a history saves, where that is to be known.
-        Other ranks must hear of it: `agree`."""
+        """This rank's report of ``version``, to which ``draft`` leads from ``base``; see `agree`.
+
+        The patch has ``nbytes`` on all ranks. If a measurement is due, the report has what a
+        history saves.
+        """
         sample = self._sample(base)
 
         def after(history: History, of: Collection[int] | None, most: int) -> History:
@@ -169,27 +171,29 @@ class HistoryPolicy:
         return note
 
     def agree(self, draft: PublishState, notes: Sequence[Note]) -> None:
-        """What ``draft`` remembers, and what the next version does, now that the notes of
-        all ranks are known."""
+        """Set what ``draft`` remembers, and what the next version does, from the reports of all
+        ranks."""
+        # 1. The longest history that all ranks can hold, and that fits the limit of all bytes
+        # together.
         count = min(len(note.windows) for note in notes)
         while sum(
             sum(note.windows[len(note.windows) - count :]) for note in notes
         ) > most_remembered(draft.layout.nbytes):
             count -= 1
         draft.history = draft.history.last(count)
+        # 2. The savings of all ranks together, averaged with earlier measurements.
         plain, coded = sum(note.plain for note in notes), sum(note.coded for note in notes)
         if not plain:
             return
         saves = 1 - coded / plain
         self._saves = _KEPT * self._saves + (1 - _KEPT) * saves if self._measured else saves
         self._measured += 1
-        # Two bounds: one alone would turn it on and off around it, and each time what is remembered
-        # starts anew.
+        # 3. Two bounds (see `_STILL_PAYS`).
         if self._measured >= _MIN_MEASURED:
             self.on = self._saves >= (_STILL_PAYS if self.on else _PAYS)
 
     def _sample(self, base: Baseline) -> list[int]:
-        """Some of this rank's blocks, evenly spread."""
+        """Evenly spread blocks of this rank."""
         blocks = len(base.blocks)
         count = min(blocks, max(self._least, blocks // _SAMPLE))
         return [(2 * k + 1) * blocks // (2 * count) for k in range(count)]
@@ -197,7 +201,8 @@ class HistoryPolicy:
     def _measure(
         self, draft: PublishState, base: Baseline, sample: Sequence[int], threads: int | None
     ) -> tuple[int, int]:
-        """The bytes of the sample without a history and with it. One of the two is in the draft."""
+        """The bytes of the sample without a history and with it. The draft has one of the two
+        already."""
         known, by_history = base.sampled, draft.remembers and bool(base.history.windows)
 
         def measure(index: int) -> tuple[int, int]:
@@ -220,13 +225,13 @@ class HistoryPolicy:
 
 
 def _most_of_rank(base: Baseline) -> int:
-    """The bytes that a rank remembers, at most: more than its share of what all may, since some
-    change more."""
+    """The most bytes that a rank remembers: `_SKEW` times its share, since some ranks change
+    more."""
     return min(most_remembered(base.layout.nbytes), _SKEW * most_remembered(_nbytes(base)))
 
 
 def _nbytes(base: Baseline, indices: Sequence[int] | None = None) -> int:
-    """The bytes of some of the blocks (None: of all)."""
+    """The bytes of some blocks (None: of all)."""
     return sum(
         base.blocks[index].nbytes
         for index in (range(len(base.blocks)) if indices is None else indices)
@@ -242,17 +247,19 @@ _ROOT = re.compile(r"[0-9a-f]{64}")
 
 
 def beside(checkpoint: Path) -> Path:
-    """Where the history of a checkpoint is, a file or a folder."""
+    """The path of the history of a checkpoint, which is a file or a folder."""
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / FILE_NAME
 
 
 def save_history(
     path: Path, history: History, blocks: tuple[Block, ...], root: str, *, durable: bool = True
 ) -> None:
-    """Writes ``history``, by these ``blocks`` of the state with this ``root`` at which it ends,
-    atomically; removes the file where nothing is remembered. Raises StoreFull and StoreError. Not
-    ``durable``: a new file, for which nobody waits; one that is cut short is not loaded. Raises
-    OSError, then."""
+    """Write ``history``, which ends at the state with this ``root``, atomically.
+
+    ``blocks`` are the cut of that state. The file is removed if nothing is remembered. Raises
+    StoreFull and StoreError. Not ``durable``: write a new file without a sync, and raise OSError;
+    `load_history` refuses one that is cut short.
+    """
     if not history.windows:
         try:
             path.unlink(missing_ok=True)
@@ -280,8 +287,10 @@ def save_history(
 
 
 def load_history(path: Path, blocks: tuple[Block, ...], root: str) -> History | None:
-    """The history by these ``blocks`` that ends at the state with this ``root``; None where the
-    file is another's, damaged or missing."""
+    """The history by these ``blocks`` that ends at the state with this ``root``.
+
+    None if the file is missing, damaged, or of another state.
+    """
     try:
         if not path.is_file():
             return None
@@ -309,7 +318,7 @@ def load_history(path: Path, blocks: tuple[Block, ...], root: str) -> History | 
 
 
 def specs_of(digest: StateDigest) -> tuple[TensorSpec, ...]:
-    """Those of the whole state."""
+    """The specs of the whole state."""
     return digest.whole if isinstance(digest, PartDigest) else digest.specs
 
 

@@ -1,6 +1,8 @@
-"""Publishing behind the training (docs/protocol.md, section 3): a state is copied, by the host's
-threads or by the device, and the versions are published one after another. Only `Publisher.submit`
-needs this module."""
+"""Publishing in the background (docs/protocol.md, section 3).
+
+A state is copied, by threads of the host or by the device, and a thread publishes the copies one
+after another. Only `Publisher.submit` needs this module.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,22 @@ from .state.cast import CastState
 from .state.tensors import DeviceTensor, State, TensorSpec, cuda_tensors
 from .sync.request import PublishRequest
 
-_MAX_UNFINISHED = 2  # one in flight, one behind it
-_PIECE = 1 << 30  # bytes
+# Of the versions that are not published yet, one is in flight and one waits. A third would only add
+# the memory of a state, since versions are published one after another.
+_MAX_UNFINISHED = 2
+# torch rounds page-locked allocations up to a power of two; arrays share pieces of this size.
+_PIECE = 1 << 30
 _PIECE_ELEMENTS = 1 << 22
 T = TypeVar("T")
 
 
 class Submission(Future[Published]):
-    """A version that is being published, a ``concurrent.futures.Future``: ``cancel()`` succeeds
-    while it only waits; on one rank of a `ShardedPublisher` it cancels the version on all.
+    """Wait for a version that is published in the background: a ``concurrent.futures.Future``.
 
-    An error that nobody has asked for, by `result` or `exception`, is raised by the publisher's
-    next call; by the next `wait` or `close` of a `ShardedPublisher`, whose ranks must not part.
+    ``cancel()`` succeeds while the version waits. On one rank of a `ShardedPublisher` it cancels
+    the version on all ranks. If nobody asks for an error with `result` or `exception`, the
+    publisher's next call raises it. A `ShardedPublisher`, whose ranks must stay in step, raises it
+    in the next `wait` or `close`.
     """
 
     def __init__(self) -> None:
@@ -57,12 +63,18 @@ class Submission(Future[Published]):
         return f"<Submission: {state}>"
 
     def cancel(self) -> bool:
-        """Whether the version will not be published: it only waited."""
+        """Cancel the version if it still waits.
+
+        Returns: Whether it will not be published.
+        """
         with self._condition:
             return not self._begun and super().cancel()
 
     def begin(self) -> bool:
-        """Whether the version is not cancelled. From now on it cannot be."""
+        """Mark the version as begun; from now on it cannot be cancelled.
+
+        Returns: Whether it was not cancelled before.
+        """
         with self._condition:
             self._begun = True
             return not self.cancelled()
@@ -72,13 +84,26 @@ class Submission(Future[Published]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Published:
-        """What the version cost, once it is committed; raises what publishing raised. ``timeout``
-        in seconds."""
+        """Wait for the commit and return what the version cost.
+
+        Args:
+            timeout: Seconds to wait. Default: no limit.
+        Returns: The `Published` event of the version.
+        Raises: TimeoutError if the version is not committed in time, CancelledError if it was
+            cancelled, and what `Publisher.publish` raised.
+        """
         self._asked = True
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What publishing raised, None for a version that was committed. ``timeout`` in seconds."""
+        """Wait for the end of the publish and return its error.
+
+        Args:
+            timeout: Seconds to wait. Default: no limit.
+        Returns: The error, or None if the version was committed.
+        Raises: TimeoutError if the publish does not end in time, and CancelledError if it was
+            cancelled.
+        """
         self._asked = True
         return super().exception(timeout)
 
@@ -93,8 +118,10 @@ class Submission(Future[Published]):
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """``held``: what was taken, until it is published or its memory is used again; empty from then
-    on."""
+    """A submission in the queue.
+
+    ``held`` holds the copied state until it is published or its memory is reused; then it is empty.
+    """
 
     submission: Submission
     operation: Operation[None]
@@ -102,11 +129,11 @@ class _Entry(NamedTuple, Generic[T]):
 
 
 class Submissions(Generic[T]):
-    """At most one version in flight and one behind it, on the publisher's own thread. Used by one
-    thread at a time.
+    """The queue of a publisher: at most one version in flight and one that waits.
 
-    ``together``: other ranks have each version in their queues, too. One that is cancelled stays
-    there, until ``publish`` has told them.
+    The publisher's own thread publishes them. One thread at a time may submit. ``together``: other
+    ranks queue the same versions. A cancelled one stays in the queue until ``publish`` has reported
+    it to them.
     """
 
     def __init__(self, serial: SerialThread, *, together: bool = False) -> None:
@@ -116,9 +143,11 @@ class Submissions(Generic[T]):
         self._spare: deque[T] = deque(maxlen=_MAX_UNFINISHED)
 
     def make_room(self, replace: bool) -> T | None:
-        """Waits until a version may be submitted, or, to ``replace``, cancels the one that has not
-        begun. Returns what an earlier version had taken and no longer needs: new memory costs as
-        much as a copy."""
+        """Wait until a version may be submitted.
+
+        With ``replace`` the version that waits is cancelled instead. Returns a copy whose memory
+        can be reused, or None. New memory would cost as much time as the copy itself.
+        """
         while len(unfinished := self._unfinished()) >= _MAX_UNFINISHED:
             if not (replace and unfinished[-1].submission.cancel()):
                 if self._serial.runs_here:
@@ -135,13 +164,16 @@ class Submissions(Generic[T]):
         taken: T,
         publish: Callable[[T | None, Submission], tuple[Published, T | None]],
     ) -> Submission:
-        """Returns at once; ``publish`` does the rest on the publisher's thread, and hands back the
-        memory that it no longer needs. It begins the submission (`begin`), and raises
-        CancelledError where that fails; what was ``taken`` for it may be gone then."""
+        """Queue a version and return at once.
+
+        The publisher's thread calls ``publish``, which returns the memory that is free again.
+        ``publish`` must call `Submission.begin` and raise CancelledError if that fails; ``taken``
+        may be gone by then.
+        """
         submission, held = Submission(), [taken]
 
         def run() -> None:
-            # Whoever pops `held` first, this or `_reclaim`, has the memory.
+            # This thread and `_reclaim` may both want the memory. The first to pop `held` owns it.
             taken = _popped(held)
             try:
                 published, spare = publish(taken, submission)
@@ -151,7 +183,8 @@ class Submissions(Generic[T]):
                     self._spare.appendleft(taken)
             except BaseException as error:
                 taken = None
-                # Or the error, which the submission keeps, would keep all states.
+                # The submission keeps the error, and the error's frames would keep every copied
+                # state alive.
                 clear_frames(error.__traceback__)
                 submission.set_exception(error)
             else:
@@ -163,21 +196,25 @@ class Submissions(Generic[T]):
         return submission
 
     def raise_unasked(self) -> None:
-        """Raises the first error of a version that has ended, if nobody has asked for it. The next
-        call raises the next one."""
+        """Raise the first error of an ended version for which nobody has asked.
+
+        The next call raises the next such error.
+        """
         for entry in [e for e in self._entries if e.operation.ended]:
             self._entries.remove(entry)
             if entry.submission._failed_unasked and (error := entry.submission.exception()):
                 raise error
 
     def forget(self) -> None:
-        """Lets spare memory go."""
+        """Release spare memory."""
         self._spare.clear()
 
     def _reclaim(self) -> None:
-        """Takes cancelled versions out of the thread's way, and their memory back."""
+        """Remove cancelled versions from the queue and take their memory back."""
         for entry in [e for e in self._entries if e.submission.cancelled()]:
             if self._together:
+                # The entry stays in the queue: all ranks must pass the same calls in the same
+                # order.
                 if (held := _popped(entry.held)) is not None:
                     self._spare.append(held)
             elif entry.operation.cancel():
@@ -193,7 +230,7 @@ class Submissions(Generic[T]):
 
 
 def _popped(held: list[T]) -> T | None:
-    """What was held, for the one of two threads that comes first."""
+    """Take what is held; None if another thread was faster."""
     try:
         return held.pop()
     except IndexError:
@@ -204,8 +241,7 @@ def _popped(held: list[T]) -> T | None:
 
 
 class Snapshot(NamedTuple):
-    """``state`` is in host memory of its own, and holds its values once ``copies`` were waited
-    for."""
+    """A copy of a state in host memory of its own; valid after ``copies.wait()``."""
 
     state: State
     copies: DeviceCopies
@@ -214,13 +250,14 @@ class Snapshot(NamedTuple):
 def snapshot(
     state: State, into: Snapshot | None = None, *, threads: int | None = None, staged: bool = False
 ) -> Snapshot:
-    """``state`` in host memory of its own: that of ``into``, which nobody needs any more, if it has
-    the same tensors. What a device still copies into it comes first.
+    """Copy ``state`` into host memory.
 
-    New memory costs as much again as the copy: the system hands it out page by page. That of a
-    state with CUDA tensors is page-locked, so that this returns before they are copied
-    (`DeviceCopies`, which has ``staged``).
+    ``into`` is a snapshot that nobody uses any more: its memory is reused if it has the same
+    tensors. New memory costs as much as the copy, because the system hands it out page by page. A
+    state with CUDA tensors is copied into page-locked memory, so this returns before the copy ends.
+    ``staged``: see `DeviceCopies`.
     """
+    # 1. Memory: that of `into` if it fits, else new memory, page-locked for the device.
     cuda = cuda_tensors(state)
     if into is None or into.state.specs != state.specs:
         into = Snapshot(
@@ -228,9 +265,11 @@ def snapshot(
         )
     elif len(cuda) < len(state.specs):
         into.copies.wait()  # the host writes into it as well
+    # 2. CUDA tensors: the device copies them while the host goes on.
     copied, copies = into.state.with_aliases(state.aliases), into.copies
     if cuda:
         copies.start(((tensor, copied.read(name)) for name, tensor in cuda.items()), staged=staged)
+    # 3. Host tensors: threads copy pieces of 4 Mi elements.
     pieces = [
         (spec.name, start, min(start + _PIECE_ELEMENTS, spec.elements))
         for spec in state.specs
@@ -254,11 +293,11 @@ def _page_locked(specs: tuple[TensorSpec, ...]) -> State:
 def copied(
     request: PublishRequest, spare: Snapshot | None, *, staged: bool, threads: int | None
 ) -> PublishRequest:
-    """``request`` of a copy in host memory, made into that of ``spare`` if that fits; ``staged``:
-    by way of a copy on the device.
+    """Return ``request`` with its state copied into host memory, reusing ``spare`` if it fits.
 
-    What is on a CUDA device is copied as it is and cast later, so that the caller does not wait for
-    the bus. What is to be quantized is made from the masters.
+    CUDA tensors are copied as they are and cast later, so the caller does not wait for the bus. A
+    state that will be quantized is copied uncast, because the codes are made from the masters.
+    ``staged``: copy within the device first.
     """
     if request.local is None:
         return request
@@ -271,12 +310,12 @@ def copied(
 
 
 class DeviceCopies:
-    """Copies of CUDA tensors into host memory that are under way on streams of their own.
+    """Copies of CUDA tensors into host memory, on streams of their own.
 
-    A copy begins after all work that the caller's current stream has been given; what that stream
-    is given later, such as an optimizer's update in place, waits on the device for the copy's end,
-    or, of a copy that is ``staged``, for the end of one within the device. The host waits in `wait`
-    alone. Both ends of a copy are kept in memory until then.
+    A copy starts after the work that is already on the caller's current stream. Later work on that
+    stream, such as an optimizer's in-place update, waits on the device for the copy. For a
+    ``staged`` copy it waits only for the copy within the device. The host waits in `wait` alone.
+    Source and target stay in memory until then.
     """
 
     def __init__(self) -> None:
@@ -285,16 +324,23 @@ class DeviceCopies:
     def start(
         self, tensors: Iterable[tuple[DeviceTensor, npt.NDArray[Any]]], *, staged: bool = False
     ) -> None:
-        """Enqueues the copy of each CUDA tensor into the array [elements] beside it, behind those
-        that are under way. Returns before they are made if the arrays are page-locked (`pinned`),
-        else after. ``staged``: by way of a copy on the device, where there is memory for it."""
+        """Enqueue a copy of each CUDA tensor into its array [elements], after earlier copies.
+
+        This returns before the copies end if the arrays are page-locked (`pinned`). ``staged``
+        copies within the device first, if its memory suffices.
+        """
+        # 1. Pairs of source and target by device, both as bytes.
         torch: Any = sys.modules["torch"]
         devices: dict[Any, list[tuple[Any, Any]]] = {}
         for tensor, array in tensors:
             host = torch.from_numpy(array.view(np.uint8))
             devices.setdefault(tensor.flat.device, []).append((tensor.flat, host))
+        # 2. The copies that still run: they may write into the same arrays, so the new ones wait
+        # for them.
         earlier = [(stream, ends) for stream, ends in self._under_way if not stream.query()]
         self._under_way = list(earlier)
+        # 3. One new stream per device. It waits for the caller's stream, so it copies finished
+        # values.
         for device, pairs in devices.items():
             current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
             copied = copied_on_device([(flat, flat.dtype) for flat, _ in pairs]) if staged else None
@@ -307,25 +353,30 @@ class DeviceCopies:
             with torch.cuda.stream(side):
                 for flat, host in pairs:
                     host.copy_(flat, non_blocking=True)
+            # A copy within the device is safe already. Otherwise later writes must wait for the
+            # transfer.
             if not copied:
                 current.wait_stream(side)
 
     def wait(self) -> None:
-        """Returns once all is copied. Raises what the device reports."""
+        """Wait until all copies have ended; raise what the device reports."""
         for stream, _ in self._under_way:
             stream.synchronize()
         self._under_way = []
 
     def __del__(self) -> None:
-        # Whoever lost interest, by an interrupt or a cancelled submission: the device still writes
-        # into the memory.
+        # After an interrupt or a cancelled submission the device still writes into this memory, so
+        # it must not be freed yet.
         with suppress(Exception):
             self.wait()
 
 
 def copied_on_device(tensors: Sequence[tuple[Any, Any]]) -> list[Any] | None:
-    """Copies [bytes] of torch tensors on their device, each cast to the dtype beside it, made by
-    its current stream; None where they do not fit."""
+    """Copy torch tensors on their device; None if its memory does not suffice.
+
+    Each pair is a tensor and the dtype to cast it to. The device's current stream makes the copies,
+    flat arrays [bytes].
+    """
     torch: Any = sys.modules["torch"]
     try:
         copies = [
@@ -340,11 +391,11 @@ def copied_on_device(tensors: Sequence[tuple[Any, Any]]) -> list[Any] | None:
 
 
 def pinned(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-    """Arrays of so many bytes, uninitialized, page-locked by torch, so that a device copies into
-    them while the host goes on; ordinary memory where none can be locked.
+    """Allocate uninitialized arrays of the given ``sizes`` in bytes, page-locked by torch.
 
-    torch rounds each allocation up to a power of two: arrays share pieces of 1 GiB, only larger
-    ones have their own.
+    A device copies into page-locked memory while the host goes on. Ordinary memory is used if none
+    can be locked. torch rounds each allocation up to a power of two, so arrays share pieces of 1
+    GiB; a larger array has its own piece.
     """
     arrays: list[npt.NDArray[np.uint8]] = []
     group: list[int] = []
@@ -360,7 +411,7 @@ def pinned(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
 
 
 def page_locked(nbytes: int) -> npt.NDArray[np.uint8]:
-    """One array as those of `pinned`."""
+    """Allocate one array of ``nbytes`` as `pinned` does."""
     torch: Any = sys.modules["torch"]
     try:
         locked: npt.NDArray[np.uint8] = torch.empty(

@@ -1,4 +1,4 @@
-"""What all other packages share."""
+"""Helpers that all other packages share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Around the import of what the extra ``name`` installs: if it is missing, the error says how
-    to install it."""
+    """Around the import of a package of the extra ``name``: the error says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,8 +1,8 @@
 """Processes that work together: small messages between them, and failing together.
 
-A *collective* is a call that all ranks make in the same order. What fails on one rank in a
-collective is raised on all of them, so that they stay together and the next collective goes on.
-What carries the bytes is a `Transport`: `GlooTransport`, or whatever a test puts in its place.
+A *collective* is a call that all ranks make in the same order. An error of one rank in a collective
+is raised on all of them, so they stay in step and the next collective goes on. A `Transport`
+carries the bytes: `GlooTransport`, or another one in tests.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ _MAX_ERROR_CHARACTERS = 2000
 
 
 class Transport(Protocol):
-    """What carries bytes between ``size`` ranks, of which this is number ``rank``. A rank that is
-    gone, or stalls, is the group's ``lost`` error to all that wait for it."""
+    """Carries bytes between ``size`` ranks, of which this is number ``rank``.
+
+    If a rank dies or stalls, all ranks that wait for it get the group's ``lost`` error.
+    """
 
     size: int
     rank: int
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, which have one length, in the order of the ranks."""
+        """The messages of all ranks in their order. All have the same length."""
 
     def exchange(self, sent: Mapping[int, Bytes], received: Mapping[int, Bytes]) -> None:
-        """Sends arrays to other ranks, and fills those that other ranks send."""
+        """Send arrays to other ranks, and fill those that other ranks send."""
 
     def close(self) -> None:
-        """Gives the transport up. Safe after a failure, and safe to repeat."""
+        """Give up the transport. Safe after a failure, and safe to repeat."""
 
 
 class Alone:
-    """The transport of a single process: there is nobody to talk to."""
+    """The transport of a single process."""
 
     size, rank = 1, 0
 
@@ -56,20 +58,22 @@ class Alone:
         return [message]
 
     def exchange(self, sent: Mapping[int, Bytes], received: Mapping[int, Bytes]) -> None:
-        """Nothing comes or goes."""
+        """Nothing to send or receive."""
 
     def close(self) -> None:
         """Nothing to give up."""
 
 
 class RankGroup:
-    """This rank's side of the ranks that ``transport`` connects. Once one is lost, every call
-    raises RankLost."""
+    """This rank's side of the group that ``transport`` connects.
+
+    Once a rank is lost, every call raises RankLost.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.size, self.rank = transport.size, transport.rank
         self.common_error: BaseException | None = None
-        """The last error that was raised on all ranks alike."""
+        """The last error that was raised on all ranks."""
         self._transport = transport
         self._step = 0
         self._given_up = ""
@@ -77,21 +81,26 @@ class RankGroup:
     def each(
         self, work: Callable[[], R], send: Callable[[R], bytes], read: Callable[[bytes], R]
     ) -> list[R]:
-        """What ``work()`` returns on each rank, in their order; that of another rank as ``read``
-        makes it of what ``send`` has made of it there. Where it fails on one, all raise: the others
-        the same error, of which they say where it came from. Raises RankLost."""
+        """Call ``work()`` on each rank; return the results in the order of the ranks.
+
+        A result travels as ``send`` serializes it and ``read`` parses it. If one rank fails, all
+        raise: the others raise its error, with its rank in the message. Raises RankLost.
+        """
         own, messages = self._together(work, send)
         return [own if k == self.rank else read(message) for k, message in enumerate(messages)]
 
     def together(self, work: Callable[[], R]) -> R:
-        """What ``work()`` returns here, once it has returned on all ranks. Raises as `each`."""
+        """Call ``work()`` on each rank; return this rank's result once all have one. Raises as
+        `each`."""
         return self._together(work, lambda _: b"")[0]
 
     def from_first(
         self, work: Callable[[], R], send: Callable[[R], bytes], read: Callable[[bytes], R]
     ) -> R:
-        """What ``work()`` returns on rank 0; the others do not call it, and cannot fail. Raises as
-        `each`."""
+        """Call ``work()`` on rank 0; return its result on all ranks. Raises as `each`.
+
+        The other ranks do nothing that can fail.
+        """
         if self.rank == 0:
             return self._together(work, send)[0]
         with shield():
@@ -99,7 +108,7 @@ class RankGroup:
         return read(messages[0])
 
     def _together(self, work: Callable[[], R], send: Callable[[R], bytes]) -> tuple[R, list[bytes]]:
-        """What ``work()`` returns here, and what ``send`` makes of it on each rank."""
+        """The result of ``work()`` here, and the serialized results of all ranks."""
         if self.size == 1:
             checkpoint()
             return work(), [b""]
@@ -110,16 +119,17 @@ class RankGroup:
             own = work()
             message = b"+" + send(own)
         except RankLost:
-            raise  # the group is lost for all: there is nobody left to be told
-        except BaseException as error:  # an interrupt, too, must reach the others, which wait
+            raise  # all ranks lost the group: nobody is left to report to
+        except BaseException as error:  # interrupts too: the other ranks wait for a report
             failure, message = error, b"-" + _error_to_bytes(error)
-        # Sent in any case: the others wait for this rank's word, good or bad.
+        # The message is sent in any case, since the other ranks wait for it.
         try:
             messages = self._all_gather(message)
             if failure is not None:
                 raise self.mark_collective(failure)
         finally:
-            # Or its traceback would hold itself, and all that the work held, until a collection.
+            # Without this the traceback would refer to itself, and keep what the work held until a
+            # collection.
             del failure
         for rank, said in enumerate(messages):
             if said[:1] == b"-":
@@ -127,15 +137,16 @@ class RankGroup:
         return own, [said[1:] for said in messages]
 
     def mark_collective(self, error: BaseException) -> BaseException:
-        """``error`` itself, as one that is raised on all ranks alike, so that they stay
-        together."""
+        """Mark ``error`` as raised on all ranks, so that the group stays open; return it."""
         self.common_error = error
         return error
 
     def exchange(self, sent: Mapping[int, Bytes], lengths: Mapping[int, int]) -> dict[int, Bytes]:
-        """Sends arrays to other ranks and receives arrays of ``lengths`` bytes from others; what is
-        for this rank itself is passed on. A rank calls this in the same order as those with which
-        it deals. Raises RankLost."""
+        """Send arrays to other ranks and receive arrays of ``lengths`` bytes.
+
+        An array for this rank itself is passed on. Ranks that exchange with each other call this in
+        the same order. Raises RankLost.
+        """
         received = {
             rank: np.empty(length, np.uint8)
             for rank, length in lengths.items()
@@ -152,8 +163,11 @@ class RankGroup:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Around steps in which the ranks wait for each other but cannot tell each other of an
-        error: one closes the group. No interrupt stops them."""
+        """Around steps in which the ranks wait for each other but cannot report an error to each
+        other.
+
+        An error closes the group. No interrupt stops the steps.
+        """
         try:
             with shield():
                 yield
@@ -162,15 +176,15 @@ class RankGroup:
             raise
 
     def close(self) -> None:
-        """Gives the group up. Safe after a failure."""
+        """Give up the group. Safe after a failure."""
         if self.size > 1:
             self._given_up = "the ranks have parted: this one was closed"
         self._transport.close()
 
     def _all_gather(self, message: bytes) -> list[bytes]:
         self._step += 1
-        # The step tells ranks apart that have missed a call of each other: their next messages
-        # would be mistaken.
+        # A rank that missed a call is at another step. Without this check its next message would be
+        # taken for another call's.
         heads = [
             struct.unpack("<QQ", m)
             for m in self._equal(struct.pack("<QQ", self._step, len(message)))
@@ -178,6 +192,7 @@ class RankGroup:
         if any(step != self._step for step, _ in heads):
             self._given_up = "the ranks have parted: they are at different steps"
             raise RankLost(self._given_up)
+        # gloo gathers arrays of equal length only, so messages are padded to the longest one.
         lengths = [length for _, length in heads]
         padded = self._equal(message.ljust(max(lengths), b"\0"))
         return [m[:length] for m, length in zip(padded, lengths, strict=True)]
@@ -202,7 +217,7 @@ def _error_to_bytes(error: BaseException) -> bytes:
 
 
 def _error_from_bytes(rank: int, message: bytes) -> PulseError:
-    """The error of another rank."""
+    """The error of another rank, with its class if that is one of this library's."""
     kind, text, hint = json.loads(message)
     known = getattr(errors, kind, None) if kind else None
     if isinstance(known, type) and issubclass(known, PulseError):
@@ -211,15 +226,14 @@ def _error_from_bytes(rank: int, message: bytes) -> PulseError:
 
 
 class GlooTransport:
-    """A `Transport` between the ranks of ``group``, a torch.distributed.ProcessGroup or the ranks
-    themselves (None: all ranks); of this process alone if torch.distributed is not initialized.
-    ``owner``: words for messages.
+    """A `Transport` over torch.distributed with the backend gloo.
 
-    Whatever the caller's backend is: what is sent is in host memory, a lost peer is an error and
-    not an abort, and nothing mixes with the caller's collectives. No call waits for another rank
-    for longer than ``timeout_seconds``: one that died, or stalls, is an error on the others, which
-    ``lost`` makes of torch's (None: RankLost). Making it is a collective of the group. Raises
-    InputError.
+    ``group`` is a ProcessGroup, a sequence of ranks, or None for all ranks. Without an initialized
+    torch.distributed it is this process alone. Whatever the caller's backend is: messages are in
+    host memory, a lost peer is an error and not an abort, and nothing mixes with the caller's
+    collectives. No call waits longer than ``timeout_seconds`` for another rank. ``lost`` converts
+    torch's error for a dead or stalled rank (None: RankLost). ``owner`` names the object in
+    messages. Making a transport is a collective of the group. Raises InputError.
     """
 
     def __init__(
@@ -235,6 +249,7 @@ class GlooTransport:
         self._lost = lost or self._rank_lost
         self._group: Any = None
         self._torch: Any = sys.modules.get("torch")
+        # 1. A single process has no group.
         dist = self._dist
         if dist is None or not (dist.is_available() and dist.is_initialized()):
             if group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -243,6 +258,7 @@ class GlooTransport:
                     hint="Call torch.distributed.init_process_group() first.",
                 )
             return
+        # 2. A gloo group of the same ranks. All of them must come here, and none else.
         named = isinstance(group, Sequence)
         if group is not None and (
             dist.get_rank() not in group if named else dist.get_rank(group) < 0
@@ -260,7 +276,7 @@ class GlooTransport:
 
     @property
     def store(self) -> Any:
-        """The group's key-value store, None where there is none."""
+        """The group's key-value store; None if it has none."""
         if self._group is None:
             return None
         try:
@@ -270,21 +286,20 @@ class GlooTransport:
             return None if known is None else known(self._group)
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, which have one length."""
+        """The messages of all ranks. All have the same length."""
         if self.size == 1:
             return [message]
         return [array.tobytes() for array in self.gather_arrays(np.frombuffer(message, np.uint8))]
 
     def gather_arrays(self, data: Bytes) -> list[Bytes]:
-        """The arrays of all ranks, which have one length."""
+        """The arrays of all ranks. All have the same length."""
         own = self._tensor(data)
         out = [self._torch.empty_like(own) for _ in range(self.size)]
         self._guard(lambda: self._dist.all_gather(out, own, group=self._group))
         return [piece.numpy() for piece in out]
 
     def all_to_all(self, sent: Sequence[Bytes], lengths: Sequence[int]) -> list[Bytes]:
-        """Sends an array to each rank, and returns those of the ranks for this one, of ``lengths``
-        bytes."""
+        """Send an array to each rank; return the arrays for this rank, of ``lengths`` bytes."""
         own = self._tensor(np.concatenate(sent))
         out = self._torch.empty(sum(lengths), dtype=self._torch.uint8, device="cpu")
         sizes = [len(array) for array in sent]
@@ -294,19 +309,21 @@ class GlooTransport:
         return np.split(out.numpy(), np.cumsum(lengths[:-1]))
 
     def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
-        """Replaces ``array`` by that of rank ``source``, in place."""
+        """Replace ``array`` by that of rank ``source``, in place."""
         data = self._torch.from_numpy(array)
         self._guard(lambda: self._dist.broadcast(data, self._global(source), self._group))
 
     def all_reduce(self, array: npt.NDArray[np.float32]) -> None:
-        """Replaces ``array`` by the sum over all ranks, in place."""
+        """Replace ``array`` by the sum over all ranks, in place."""
         self._guard(lambda: self._dist.all_reduce(self._torch.from_numpy(array), group=self._group))
 
     def exchange(self, sent: Mapping[int, Bytes], received: Mapping[int, Bytes]) -> None:
-        """Sends arrays to other ranks, and fills those that other ranks send."""
+        """Send arrays to other ranks, and fill those that other ranks send."""
         dist = self._dist
 
         def run() -> None:
+            # All sends start before the first wait: two ranks that both wait first would wait for
+            # ever.
             works: list[Any] = []
             for rank, array in sent.items():
                 works.append(dist.isend(self._tensor(array), self._global(rank), self._group))
@@ -320,11 +337,11 @@ class GlooTransport:
         self._guard(run)
 
     def close(self) -> None:
-        """Gives the group up. Safe after a failure, and safe to repeat."""
+        """Give up the group. Safe after a failure, and safe to repeat."""
         group, self._group = self._group, None
         if group is not None and self._dist.is_initialized():
-            # After a re-initialization torch.distributed no longer knows the group, and says so by
-            # a ValueError.
+            # After a re-initialization torch.distributed does not know the group and raises
+            # ValueError.
             with suppress(ValueError, RuntimeError):
                 self._dist.destroy_process_group(group)
 
@@ -343,8 +360,8 @@ class GlooTransport:
         return RankLost(f"a rank died or stalled for {self._timeout_seconds:g} s: {error}")
 
     def _guard(self, call: Callable[[], R]) -> R:
-        """torch.distributed raises RuntimeErrors of many kinds when a peer is gone; all of them
-        mean one thing here."""
+        """Call ``call``; a RuntimeError of torch.distributed, of whatever kind, means a lost
+        peer."""
         try:
             return call()
         except RuntimeError as error:

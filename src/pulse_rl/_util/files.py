@@ -1,5 +1,7 @@
-"""Durable files: written aside, synced, renamed once; input files that end; and ranges of files
-elsewhere."""
+"""Durable files, regular input files, and ranges of files in a store.
+
+A durable file is written under another name, synced, and renamed once.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,19 @@ _BUFFER_BYTES = 1 << 20
 RangeReader = Callable[[int, int], bytes]
 """Returns bytes [start, stop) of a file in a store."""
 MAX_BYTES = 8 << 20
-"""Of one request for a range."""
+"""The most bytes of one request for a range."""
 _GAP_BYTES = 1 << 12
-"""What lies between two ranges costs less to read than another request, up to so much."""
+"""Two ranges that are at most this far apart share a request: the bytes between them cost less than
+another request."""
 
 _NEEDED = ("fchmod", "link", "O_DIRECTORY")
-"""What of POSIX makes a file durable: its mode, its creation by one call, the sync of its
+"""The parts of POSIX that make a file durable: its mode, its atomic creation, and the sync of its
 folder."""
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file for reading. Raises OSError, also for a FIFO or a device: these might never end,
-    or never begin."""
+    """Open a file for reading. Raises OSError, also for a FIFO or a device, which may never end."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO without a writer opens at once
     file = os.fdopen(handle, "rb")
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -42,9 +44,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def write_atomically(path: Path, content: Chunks | Writer, *, aside: Path | None = None) -> None:
-    """Puts a file at ``path`` whole or not at all, replacing what was there. ``aside`` is the
-    folder for the unfinished file (``path``'s own by default; it must be on the same file system).
-    Raises StoreFull and StoreError."""
+    """Put a file at ``path`` whole or not at all, replacing any file there.
+
+    ``aside`` is the folder for the unfinished file, on the same file system. Default: the folder of
+    ``path``. Raises StoreFull and StoreError.
+    """
     require_posix(f"write {path}")
     try:
         make_folder(path.parent)
@@ -59,13 +63,14 @@ def write_atomically(path: Path, content: Chunks | Writer, *, aside: Path | None
 
 
 def create_atomically(path: Path, chunks: Chunks, *, aside: Path) -> None:
-    """Like `write_atomically`, but raises FileExistsError, atomically, where ``path`` already
-    exists."""
+    """Like `write_atomically`, but raise FileExistsError, atomically, if ``path`` exists."""
     require_posix(f"create {path}")
     try:
         make_folder(path.parent)
         unfinished = _write_aside(aside, path.name, chunks)
         try:
+            # A hard link fails if the name exists, and a rename would replace it. So creation
+            # decides between two writers.
             _link(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -77,15 +82,16 @@ def create_atomically(path: Path, chunks: Chunks, *, aside: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """mkdir -p whose new entries survive a power cut."""
+    """Create a folder and its parents; the new entries survive a power cut."""
     missing = [p for p in [folder, *folder.parents] if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    # A new folder is an entry of its parent, which must be on disk as well.
     for made in missing:
         sync_folder(made.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync of a folder, so that a rename in it survives a power cut."""
+    """fsync a folder, so that a rename in it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -103,7 +109,7 @@ def disk_error(error: OSError, doing: str) -> PulseError:
 
 
 def require_posix(doing: str) -> None:
-    """Raises StoreError on a platform, Windows for one, that lacks what a durable file needs."""
+    """Raise StoreError on a platform, such as Windows, that cannot make a file durable."""
     missing = [name for name in _NEEDED if not hasattr(os, name)]
     if missing:
         raise StoreError(
@@ -130,12 +136,14 @@ def _write_aside(folder: Path, name: str, content: Chunks | Writer) -> Path:
     handle, unfinished = tempfile.mkstemp(dir=folder, prefix=f".{name[:64]}.")
     try:
         with os.fdopen(handle, "wb", _BUFFER_BYTES) as file:
-            # mkstemp makes it private; other users' workers read it where the umask lets them.
+            # mkstemp makes the file private. Workers of other users must be able to read it if the
+            # umask lets them.
             os.fchmod(file.fileno(), 0o666 & ~_umask())
             if callable(content):
                 content(file)
             else:
                 file.writelines(content)
+            # Synced before the rename: after a power cut a name must not point to an empty file.
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
@@ -145,7 +153,7 @@ def _write_aside(folder: Path, name: str, content: Chunks | Writer) -> Path:
 
 
 def _umask() -> int:
-    """The process's umask. It can only be read by setting it, which is done once, before threads
+    """The process's umask. Reading it means setting it, so it is read once, before threads
     write."""
     global _known_umask
     if _known_umask is None:
@@ -158,16 +166,22 @@ _known_umask: int | None = None
 
 
 def read_head(read: RangeReader, nbytes: int, first: int, end_of: Callable[[bytes], int]) -> bytes:
-    """The bytes of a file of ``nbytes`` up to the end of its header at least, which ``end_of``
-    finds in the ``first`` ones; fewer where the store gives fewer."""
+    """The start of a file of ``nbytes``, at least up to the end of its header.
+
+    ``end_of`` finds that end in the ``first`` bytes. The result is shorter if the store returns
+    fewer bytes.
+    """
     head = read(0, min(first, nbytes))
     end = end_of(head)
     return head + read(len(head), end) if end > len(head) else head
 
 
 def ranges(places: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
-    """Which of the ascending ``places`` [start, stop) of a file one request reads, by their
-    numbers: neighbors of at most `MAX_BYTES` in all, or a longer one alone."""
+    """Group the ascending ``places`` [start, stop) of a file into requests, as lists of their
+    indices.
+
+    A request covers neighbors of at most `MAX_BYTES` in all, or a longer one alone.
+    """
     run: list[int] = []
     begin = end = 0
     for number, (start, stop) in enumerate(places):

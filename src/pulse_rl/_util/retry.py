@@ -1,4 +1,4 @@
-"""Waits between two polls, and between two tries of what fails."""
+"""Waits between two polls, and between two attempts of a call that fails."""
 
 from __future__ import annotations
 
@@ -11,39 +11,44 @@ from itertools import count
 from .settings import checked_number
 
 LONGEST_POLL = 1e6
-"""Of what callers give, in seconds."""
+"""The longest time that callers may set, in seconds."""
 
 
 def jittered(seconds: float) -> float:
-    """``seconds``, a quarter more or less: workers that were started together do not ask together
-    for ever."""
+    """``seconds``, a quarter more or less at random: workers that start together must not poll
+    together."""
     return seconds * random.uniform(0.75, 1.25)
 
 
 def pause(poll_seconds: float, max_seconds: float = math.inf) -> None:
-    """Sleeps between two polls: for ``poll_seconds``, a quarter more or less, and at most
-    ``max_seconds``. Raises InputError."""
+    """Sleep between two polls: ``poll_seconds``, a quarter more or less, but at most
+    ``max_seconds``.
+
+    Raises InputError.
+    """
     checked_number("poll_seconds", poll_seconds, maximum=LONGEST_POLL)
     checked_number("max_seconds", max_seconds)
     time.sleep(min(jittered(poll_seconds), max_seconds))
 
 
 class Backoff:
-    """The waits between tries that fail: ``first`` seconds, then twice as long each time, up to
-    ``longest``; each a quarter more or less."""
+    """Waits between failing attempts: ``first`` seconds, then twice as long each time.
+
+    No wait exceeds ``longest``. Each is a quarter longer or shorter at random.
+    """
 
     def __init__(self, first: float, longest: float) -> None:
         self._first, self._longest = first, longest
         self._next = first
 
     def wait(self) -> float:
-        """The seconds to wait before the next try."""
+        """The seconds to wait before the next attempt."""
         seconds = min(self._next, self._longest)
         self._next = 2 * self._next
         return jittered(seconds)
 
     def reset(self) -> None:
-        """A try has succeeded."""
+        """Start over after a successful attempt."""
         self._next = self._first
 
 

@@ -1,9 +1,9 @@
-"""An object's operations, one after another, on a thread of their own that no interrupt reaches.
+"""Operations of one object, one after another, on a thread that no interrupt reaches.
 
-An interrupt that is raised in the middle of an operation leaves what it worked on half-way, and
-whatever cleans up can be interrupted as well. So the caller only waits. When it is interrupted it
-asks the operation to stop, waits until it rests, and raises. A second interrupt raises at once; the
-operation then rests by itself, and the next call waits for that.
+An interrupt in the middle of an operation would leave its work half-way, and any cleanup could be
+interrupted too. So the caller only waits. When it is interrupted, it asks the operation to stop,
+waits until it rests, and raises. A second interrupt raises at once; the operation then comes to
+rest by itself, and the next call waits for that.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .threads import LOOK_SECONDS, Call, running
 
 R = TypeVar("R")
 _IDLE_SECONDS = 10.0
-"""After so long without an operation a thread ends; the next one starts it again."""
+"""A thread ends after this time without an operation; the next operation starts another."""
 _LONGEST_REST_SECONDS = 10.0
-"""So long an ending program waits for what it has asked to stop: more would be a wait for a
-store."""
+"""The time that an ending program waits for operations that it asked to stop. A longer wait would
+be for a store."""
 
 
 class Operation(Call[R]):
@@ -52,8 +52,10 @@ class Operation(Call[R]):
             running.operation = None
 
     def stop(self) -> None:
-        """Cancels the operation if it has not begun; else asks it to stop, and returns when it
-        rests. An interrupt is raised, and the operation goes on to its rest."""
+        """Cancel the operation if it has not begun; else ask it to stop, and wait until it rests.
+
+        An interrupt of the caller is raised at once; the operation still comes to rest.
+        """
         self.stopping = True
         if not self.cancel():
             while not self.ended:
@@ -61,14 +63,13 @@ class Operation(Call[R]):
 
 
 class _OwnOperation(Operation[R]):
-    """One that its caller runs by itself."""
+    """An operation that its caller runs itself."""
 
     __slots__ = ()
 
 
 class NotCopyable:
-    """What must not be copied or pickled: a twin would work on the same things without being
-    noticed."""
+    """An object that refuses copy and pickle, since two copies would work on the same things."""
 
     def __reduce__(self) -> NoReturn:
         raise InputError(
@@ -78,7 +79,7 @@ class NotCopyable:
 
 
 class Closing(ABC):
-    """What is closed at the end of a ``with``."""
+    """An object that is closed at the end of a ``with`` block."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -96,9 +97,12 @@ class Closing(ABC):
 
 
 class SerialThread(NotCopyable):
-    """Runs the operations of ``owner`` (words for messages). The thread starts with the first, and
-    ends with this, or after ``idle_seconds`` without one (None: ten). What a worker (`mark_worker`)
-    asks for runs in its own thread."""
+    """Runs the operations of ``owner`` (words for messages) on a thread of its own.
+
+    The thread starts with the first operation. It ends with this object, or after ``idle_seconds``
+    without an operation (None: ten). Operations of a worker thread (`mark_worker`) run in that
+    thread.
+    """
 
     def __init__(self, owner: str, idle_seconds: float | None = None) -> None:
         self._owner = owner
@@ -111,12 +115,12 @@ class SerialThread(NotCopyable):
         weakref.finalize(self, self._operations.put, None)
 
     def run(self, work: Callable[[], R], *, whole: bool = False) -> R:
-        """The result of ``work()``. From within an operation, such as from a listener, it is a
-        plain call.
+        """Run ``work()`` on the thread and return its result.
 
-        ``whole``: what has begun is ended before this returns or raises, whatever interrupts come;
-        for work that does not wait for anybody. Raises ConcurrentUse where another thread waits for
-        an operation, and InputError in a forked process.
+        From within an operation, such as from a listener, this is a plain call. ``whole``: once
+        begun, the work ends before this returns or raises, through any number of interrupts; for
+        work that waits for nothing. Raises ConcurrentUse if another thread waits for an operation,
+        and InputError in a forked process.
         """
         if get_ident() in self._ident:
             return work()
@@ -133,8 +137,9 @@ class SerialThread(NotCopyable):
                 if whole:
                     operation.settle()
                 else:
+                    # An interrupted caller asks for a stop, and waits until the operation rests.
                     operation.stopping = (
-                        True  # before any call: a second interrupt is raised where one begins
+                        True  # before any call: a second interrupt could be raised there
                     )
                     operation.stop()
                 raise
@@ -143,8 +148,10 @@ class SerialThread(NotCopyable):
             self._callers.pop("caller", None)
 
     def post(self, work: Callable[[], R]) -> Operation[R]:
-        """Runs ``work()`` after what was run or posted before, and does not wait for it, except
-        where the program has ended, and would not wait either. Raises as `run` does."""
+        """Queue ``work()`` after all earlier operations and return at once.
+
+        After the end of the program it waits for the work. Raises as `run`.
+        """
         if getattr(running, "operation", None) is None:
             _park_at_the_end()
         self._take_turn()
@@ -199,13 +206,13 @@ class SerialThread(NotCopyable):
                 start_new_thread(
                     _serve, (self._operations, self._serving, self._ident, idle_seconds)
                 )
-            except RuntimeError:  # there are no more: the process has too many, or the program ends
+            except RuntimeError:  # too many threads, or the program ends
                 _serve(self._operations, self._serving, self._ident, 0.0)
 
 
 def mark_worker() -> None:
-    """Makes the calling thread one of a pool: it is not the main thread, so that no interrupt
-    reaches what it runs."""
+    """Mark the calling thread as one of a pool. No interrupt reaches it, so it may run operations
+    itself."""
     running.pooled = True
 
 
@@ -215,14 +222,15 @@ def _serve(
     ident: list[int],
     idle_seconds: float,
 ) -> None:
-    # Only one thread serves, should two have been started. One that ends looks once more after it
-    # has said so: what came in between is served by it, what comes later starts another.
+    # Only one thread serves, even if two were started. A thread that ends checks the queue once
+    # more after it has released `serving`. It serves operations that arrived meanwhile; later ones
+    # start another thread.
     while serving.acquire(blocking=False):
         ident[:] = [get_ident()]
         try:
             while (operation := operations.get(timeout=idle_seconds)) is not None:
                 operation.run()
-                del operation  # what it holds is not kept until the next one comes
+                del operation  # or its work stays alive until the next one comes
         except Empty:
             pass
         finally:
@@ -242,7 +250,7 @@ def _unstoppable(work: Callable[[], R]) -> Callable[[], R]:
 
 @contextmanager
 def shield() -> Iterator[None]:
-    """Within it no `checkpoint` stops the operation: what is begun here is ended here."""
+    """Within this block no `checkpoint` stops the operation."""
     operation, running.operation = getattr(running, "operation", None), None
     try:
         yield
@@ -252,10 +260,10 @@ def shield() -> Iterator[None]:
 
 # -- the end of the program
 #
-# A thread that comes back from a kernel into an interpreter that is being taken down is ended
-# there, within frames of C++, which ends the process by an abort. So no thread may be in a kernel
-# by then. What was posted is ended twice: before the pools of others go, and after the threads for
-# which the program has waited and all that runs at its exit.
+# A thread that returns from a native kernel while the interpreter is being finalized is ended
+# inside C++ frames, which aborts the process. So no thread may be in a kernel by then. Posted
+# operations are finished twice: before other libraries' pools end, and after the threads for which
+# the program waits and all exit handlers.
 
 _posted: weakref.WeakSet[Operation[Any]] = weakref.WeakSet()
 _active: dict[Operation[Any], int] = {}
@@ -263,7 +271,7 @@ _ending: list[bool] = []
 
 
 def _finish() -> None:
-    """What was posted is ended, as an executor's work is."""
+    """Wait for all posted operations, as an executor does."""
     for operation in _unended():
         while not operation.ended:
             operation.wait(LOOK_SECONDS)
@@ -273,13 +281,15 @@ def _unended() -> list[Operation[Any]]:
     while True:
         try:
             return [operation for operation in _posted if not operation.ended]
-        except RuntimeError:  # a thread has posted meanwhile
+        except RuntimeError:  # a thread posted during the iteration
             pass
 
 
 def _rest() -> None:
-    """What was posted since is ended, too, with what it posts. What others wait for, none of which
-    ends by itself any more, is stopped at its next checkpoint."""
+    """Finish operations that were posted since; stop all others at their next checkpoint.
+
+    The callers of those others wait for ever by now, so nothing else would end them.
+    """
     _ending.append(True)
     while _unended():
         _finish()
@@ -291,12 +301,13 @@ def _rest() -> None:
 
 
 def _park_at_the_end() -> None:
-    """Once the program ends, a thread that is not the main one goes no further than this."""
+    """Block for ever in a thread that is not the main one, once the program ends."""
     if _ending and threading.current_thread() is not threading.main_thread():
         for operation in [
             operation for operation, ident in list(_active.items()) if ident == get_ident()
         ]:
             del _active[operation]
+        # Acquired twice, the lock never returns.
         lock = allocate_lock()
         lock.acquire()
         lock.acquire()

@@ -1,7 +1,8 @@
-"""Settings that callers give: what makes no sense is refused at once, by name, as `InputError`; and
-numbers with units, as people write and read them: ``20ms``, 63 MB, 1.52 h, 99.26%.
+"""Checks of settings that callers give, and numbers with units.
 
-Prefixes are decimal, as networks count. Formatted numbers have three significant digits.
+Invalid settings raise `InputError` with their name. Numbers are read and written as people do:
+``20ms``, 63 MB, 1.52 h, 99.26%. Prefixes are decimal, as networks count. Formatted numbers have
+three significant digits.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 _LONG = ((172800, "days", 86400), (5400, "h", 3600), (90, "min", 60))
 _ROUNDS_UP = 0.9995
-"""From this share of a unit on, a value rounds to 1 of it, and is not written as 1000 of the next
-smaller one."""
+"""A value from this share of a unit on is written as 1 of it, not as 1000 of the next smaller
+one."""
 
 
 def checked_number(
     name: str, value: Any, *, minimum: float = 0.0, maximum: float = math.inf
 ) -> float:
-    """``value`` itself; raises InputError unless it is a number from ``minimum`` to ``maximum``,
-    and no NaN or boolean."""
+    """Return ``value``; raise InputError unless it is a number from ``minimum`` to ``maximum``.
+
+    NaN and booleans are refused.
+    """
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -47,15 +50,17 @@ def checked_number(
 
 
 def checked_count(name: str, value: Any, minimum: int = 1) -> int:
-    """``value`` itself; raises InputError unless it is a whole number of at least ``minimum``."""
+    """Return ``value``; raise InputError unless it is a whole number of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise InputError(f"{name} must be a whole number of at least {minimum}, not {value!r}")
     return value
 
 
 def checked_collection(name: str, value: Any, example: str) -> Collection[Any]:
-    """``value`` itself; raises InputError unless it is a collection, and no text. ``example`` is
-    shown then."""
+    """Return ``value``; raise InputError unless it is a collection other than a string.
+
+    The error shows ``example``.
+    """
     if isinstance(value, str | bytes) or not isinstance(value, Collection):
         raise InputError(
             f"{name} must be a collection, not {value!r}", hint=f"Write it like {name}={example}."
@@ -64,7 +69,8 @@ def checked_collection(name: str, value: Any, example: str) -> Collection[Any]:
 
 
 def checked_path(value: Any) -> Path:
-    """The path ``value``; raises InputError for what is none, and what no disk can have."""
+    """Return the path ``value``; raise InputError if it is no path, or one that no disk can
+    have."""
     try:
         path = Path(value)
     except TypeError:
@@ -72,6 +78,7 @@ def checked_path(value: Any) -> Path:
     if "\0" in str(path):
         raise InputError(f"no path has a zero character: {value!r}")
     try:
+        # A name that no file system takes must fail here, not when the first version is written.
         path.lstat()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
@@ -106,7 +113,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """3.35%; a share near 1 has the digits that tell it from 1: 99.26%, 99.991%."""
+    """3.35%. A share near 1 has enough digits to differ from it: 99.26%, 99.991%."""
     if share < 0.5:
         return f"{format_number(share * 100)}%"
     missing = (1 - share) * 100
@@ -115,7 +122,7 @@ def format_percent(share: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three significant digits, without an exponent for what is readable without."""
+    """Three significant digits, without an exponent if that is readable."""
     return f"{float(f'{value:.3g}'):.10g}"
 
 
@@ -126,5 +133,5 @@ def with_prefix(value: float, unit: str, prefixes: tuple[tuple[float, str], ...]
 
 
 def matched(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The match of a short text, without the blanks around it."""
+    """The match of a short text without surrounding blanks."""
     return pattern.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None

@@ -1,10 +1,10 @@
-"""Work on all cores, and operations that no interrupt tears.
+"""Work on all cores, and operations that survive interrupts.
 
 numpy, hashlib, zstd and the native kernels release the GIL for large buffers. Signal handlers run
-in the main thread and may raise there between any two bytecodes; CPython's own pools do not survive
-that (an interrupt inside ``submit`` orphans a thread or leaves a lock taken, ``Thread.join`` gives
-up after one). So nothing here waits for a thread to end: a call is claimed by whoever runs or
-cancels it, and says when it has ended.
+in the main thread and may raise there between any two bytecodes. CPython's own pools do not survive
+that: an interrupt inside ``submit`` orphans a thread or leaves a lock taken, and ``Thread.join``
+gives up after one. So nothing here waits for a thread to end. The thread that runs or cancels a
+call claims it, and marks its end.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
 LOOK_SECONDS = 0.05
-"""How often a wait looks by itself, should an interrupt have taken the signal of an end."""
+"""The interval at which a wait checks for the end by itself, in case an interrupt took the
+signal."""
 
 running = threading.local()
-"""``operation``: what runs in this thread and may be asked to stop (`serial.Operation`); else None,
-or absent."""
+"""``operation``: the operation that runs in this thread and may be asked to stop
+(`serial.Operation`); else None, or absent."""
 
 
 class Stopped(BaseException):
-    """Raised at a `checkpoint` of an operation whose caller was interrupted. No error: nobody is
-    left to be told."""
+    """Raised at a `checkpoint` of an operation whose caller was interrupted. It is not an error:
+    nobody waits for it."""
 
 
 def checkpoint() -> None:
-    """A place at which the running operation may stop, if it was asked to."""
+    """A point at which the running operation stops if it was asked to."""
     operation = getattr(running, "operation", None)
     if operation is not None and operation.stopping:
         raise Stopped
@@ -51,13 +52,12 @@ def default_threads() -> int:
 
 
 def checked_threads(threads: int | None) -> int | None:
-    """``threads`` itself; raises InputError unless it is None or a whole number of at least 1."""
+    """Return ``threads``; raise InputError unless it is None or a whole number of at least 1."""
     return None if threads is None else checked_count("threads", threads)
 
 
 class Call(Generic[R]):
-    """One call of ``work``, run by at most one thread, whose end every other thread can wait
-    for."""
+    """One call of ``work``, run by at most one thread, for whose end all other threads can wait."""
 
     __slots__ = ("_claim", "_done", "_error", "_result", "_work", "ended")
 
@@ -70,7 +70,7 @@ class Call(Generic[R]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Runs the call, unless it was cancelled or is run elsewhere. Raises nothing."""
+        """Run the call, unless it was cancelled or another thread runs it. Raises nothing."""
         if not self._claim.acquire(blocking=False):
             return
         assert self._work is not None
@@ -83,13 +83,13 @@ class Call(Generic[R]):
         self._done.release()
 
     def wait(self, seconds: float = -1) -> None:
-        """Returns once the call has ended, or after so many ``seconds`` (-1: no limit). An
-        interrupt is raised."""
+        """Wait for the end of the call, or for ``seconds`` (-1: no limit). An interrupt is
+        raised."""
         if not self.ended and self._done.acquire(timeout=seconds):
             self._done.release()
 
     def cancel(self) -> bool:
-        """Whether the call has not begun; it never will then."""
+        """Cancel the call if it has not begun; return whether it was cancelled."""
         if not self._claim.acquire(blocking=False):
             return False
         self._work = None
@@ -97,10 +97,9 @@ class Call(Generic[R]):
         return True
 
     def settle(self) -> BaseException | None:
-        """Returns when the call does not run and never will, through any number of interrupts: the
-        last one, if any.
+        """Wait until the call does not run and never will; return the last interrupt, if any.
 
-        A call that no thread has begun is cancelled.
+        It continues through any number of interrupts, and cancels a call that has not begun.
         """
         interrupt: BaseException | None = None
         while not self.ended:
@@ -112,37 +111,39 @@ class Call(Generic[R]):
         return interrupt
 
     def result(self) -> R:
-        """What the call returned, or raises what it raised; once, when the call has ended."""
+        """Return what the call returned, or raise what it raised; once, after its end."""
         error, self._error = self._error, None
         if error is None:
             return self._result
         try:
             raise error
         finally:
-            # or its traceback would hold itself, and all that the call worked on, until a
-            # collection
+            # Without this the traceback would refer to itself, and keep what the call held until a
+            # collection.
             del error
 
 
 def ordered_map(
     function: Callable[[T], R], items: Iterable[T], threads: int | None = None
 ) -> Generator[R, None, None]:
-    """``function`` over ``items`` in threads; results in order, at most one item more than threads
-    in flight. A single item needs no thread. A `checkpoint` in ``function`` stops for the operation
-    that runs in the caller's thread.
+    """Apply ``function`` to ``items`` in threads; yield the results in order.
 
-    The bound keeps peak memory at "blocks in flight" however long ``items`` is. An exception of any
-    item is raised at its place. When this ends, in whatever way, no call is running any more and
-    none begins: a caller that undoes what they did never races with one.
+    At most one item more than threads is in flight, which bounds the peak memory for any number of
+    items. A single item needs no thread. An exception of an item is raised at its place. A
+    `checkpoint` in ``function`` stops for the operation of the caller's thread. When the generator
+    ends, in whatever way, no call runs any more and none begins. So a caller that undoes the work
+    never races with a call.
     """
     threads = threads or default_threads()
-    # In an interpreter that is being taken down, as where destructors run, a new thread would never
-    # get on.
+    # While the interpreter is being finalized, for example in a destructor, a new thread would
+    # never run.
     if threads == 1 or sys.is_finalizing() or (isinstance(items, Sequence) and len(items) < 2):
         for item in items:
             checkpoint()
             yield function(item)
         return
+    # 1. Queue the items; a thread starts with each of the first ones. `pending` has the calls in
+    # order.
     calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
     pending: deque[Call[R]] = deque()
     started = 0
@@ -156,18 +157,19 @@ def ordered_map(
                 try:
                     start_new_thread(_work_off, (calls, getattr(running, "operation", None)))
                     started += 1
-                except (
-                    RuntimeError
-                ):  # there are no more: the process has too many, or the program ends
+                except RuntimeError:  # too many threads, or the program ends
                     threads = started
             if not started:
                 call.run()
             if len(pending) > threads:
                 yield _next(pending)
+        # 2. The rest of the results.
         while pending:
             checkpoint()
             yield _next(pending)
     finally:
+        # 3. However this ends, settle all calls and let the threads go, through any number of
+        # interrupts.
         interrupt: BaseException | None = None
         while pending or started:
             try:
@@ -196,11 +198,11 @@ def _work_off(calls: SimpleQueue[Call[Any] | None], operation: Any) -> None:
     running.operation = operation
     while (call := calls.get()) is not None:
         call.run()
-        del call  # what it holds is not kept until the next one comes
+        del call  # or its work stays alive until the next one comes
 
 
 def weak_callback(method: Callable[P, None]) -> Callable[P, None]:
-    """Calls the bound ``method`` as long as its object lives, and then does nothing."""
+    """Call the bound ``method`` while its object lives; then do nothing."""
     held = WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -212,11 +214,10 @@ def weak_callback(method: Callable[P, None]) -> Callable[P, None]:
 
 
 # -- fault points: places at which a test stops, fails or delays the library, where no call to a
-# store shows the moment. ``hit("commit.after")`` does nothing unless a test has armed the point;
-# then it calls what the test gave, which may raise or look around. A point cannot skip anything:
-# what a check is worth is shown by data that it must refuse. Points stand outside of loops over
-# elements and blocks.
-
+# store shows the moment. ``hit("commit.after")`` does nothing unless a test has armed the point.
+# Then it calls the test's function, which may raise or inspect. A point cannot skip a check: tests
+# prove checks by data that these must refuse. Points stand outside of loops over elements and
+# blocks.
 POINTS = frozenset(
     {
         "payload.before",  # a payload is about to be stored
@@ -241,14 +242,14 @@ _armed: dict[str, Callable[[], None]] = {}
 
 
 def hit(point: str) -> None:
-    """The code has come to ``point``."""
+    """Call the armed function of ``point``, if any."""
     if _armed and point in _armed:
         _armed[point]()
 
 
 @contextmanager
 def armed(point: str, act: Callable[[], None]) -> Iterator[None]:
-    """Within it, ``act`` is called whenever any thread comes to ``point``."""
+    """Within this block, call ``act`` whenever a thread reaches ``point``."""
     if point not in POINTS:
         raise ValueError(f"{point!r} is no fault point")
     _armed[point] = act

@@ -1,8 +1,8 @@
 """How the changes of one block are coded (docs/format.md, section 3.5).
 
 Users choose between ``"auto"`` and ``"zstd"``. For ``"auto"`` the kernel chooses among the codecs
-that code against the old elements (``src/native/codecs/block.cpp``); `encode_block` replaces its
-choice by ``RAW`` where that is smaller.
+that code against the old elements (``src/native/codecs/block.cpp``). `encode_block` uses ``RAW``
+instead if that is smaller.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ __all__ = ["CODECS", "Changes", "Encoded", "Layout", "Run", "decode_block", "enc
 
 AUTO, ZSTD = "auto", "zstd"
 CODECS = (AUTO, ZSTD)
-"""The values a user can choose: the smallest codec that is fast, or the layout of the PULSE
-paper."""
+"""The values that a user can choose: the smallest fast codec, or the layout of the PULSE paper."""
 
 SAME, RAW, PAPER, GAPS, SPARSE, TABLE, HISTORY, NIBBLES = range(8)
-"""The ids of codecs in a patch. `SAME`: no element changed, the payload is empty. `HISTORY`: the
-decoder needs the changes of the versions before. `NIBBLES`: integers that are packed codes of four
-bits."""
+"""The ids of codecs in a patch. `SAME`: no element changed, and the payload is empty. `HISTORY`:
+the decoder needs the changes of the versions before. `NIBBLES`: integers that are packed codes of
+four bits."""
 
 _NAMES = {
     SAME: "same",
@@ -49,8 +48,8 @@ _NAMES = {
 }
 
 MAX_BLOCK_ELEMENTS = 1 << 24
-"""Positions in a block fit in 32 bits with room to spare; also the cap on what one block may make a
-reader allocate."""
+"""Positions in a block fit in 32 bits with room to spare. This also bounds what one block can make
+a reader allocate."""
 
 # A block whose payload exceeds this share of its plain bytes is also tried raw; below it raw never
 # wins, because byte planes save at most about a third of trained weights.
@@ -58,8 +57,11 @@ _TRY_RAW = 0.5
 
 
 class Run(NamedTuple):
-    """The ``elements`` that a block holds of one tensor. ``row``: the tensor's last dimension (its
-    length if it has only one). ``phase``: the position of the run's first element in its row."""
+    """The ``elements`` of one tensor in a block.
+
+    ``row`` is the tensor's last dimension, or its length if it has only one. ``phase`` is the
+    position of the run's first element in its row.
+    """
 
     elements: int
     row: int
@@ -67,13 +69,15 @@ class Run(NamedTuple):
 
 
 Past = tuple[npt.NDArray[np.uint8], ...]
-"""What changed in a block in each of the last versions, oldest first, as records
-(`pulse_rl._native.history_records`). The last version is the one of the old bits."""
+"""The changes of a block in each of the last versions, oldest first, as records
+(`pulse_rl._native.history_records`). The last of them led to the old bits."""
 
 
 class Layout(NamedTuple):
-    """What encoder and decoder know about a block in addition to the old bits: its dtype, the rows
-    of its tensors, and its ``past``."""
+    """The shape of a block: its dtype, the rows of its tensors, and its ``past`` changes.
+
+    Encoder and decoder both know it, in addition to the old bits.
+    """
 
     dtype: DType
     runs: tuple[Run, ...]
@@ -86,21 +90,27 @@ class Layout(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The changed elements of one block, each array of shape [changes]: positions, strictly
-    ascending, and the new bits there. ``before``: the old bits there, if the decoder kept them."""
+    """The changed elements of one block: ascending positions and the new bits, each of shape
+    [changes].
+
+    ``before`` holds the old bits at the positions, if the decoder kept them.
+    """
 
     positions: npt.NDArray[np.uint32]
     values: UIntArray
     before: UIntArray | None = None
 
     def replaced(self, old: UIntArray) -> UIntArray:
-        """The old bits, of a block with the elements ``old``."""
+        """The old bits at the positions, in a block with the elements ``old``."""
         return bits.take(old, self.positions) if self.before is None else self.before
 
 
 class Encoded(NamedTuple):
-    """A block as a patch stores it. ``found``: the changes that the encoder compared, if it kept
-    them. ``decoded``: what the payload decodes to, if the encoder proved it."""
+    """A block as a patch stores it.
+
+    ``found`` holds the changes that the encoder compared, if it kept them. ``decoded`` holds what
+    the payload decodes to, if the encoder proved it.
+    """
 
     codec_id: int
     payload: bytes
@@ -110,13 +120,13 @@ class Encoded(NamedTuple):
 
 
 def check_codec(name: str) -> None:
-    """Raises InputError unless ``name`` is one of `CODECS`."""
+    """Raise InputError unless ``name`` is one of `CODECS`."""
     if name not in CODECS:
         raise InputError(f"unknown codec {name!r}", hint=f"Choose one of: {', '.join(CODECS)}.")
 
 
 def codec_name(codec_id: int) -> str:
-    """The name of a codec of a patch. Raises CorruptPatch for an unknown id."""
+    """The name of a codec id of a patch; raises CorruptPatch for an unknown id."""
     if codec_id not in _NAMES:
         raise CorruptPatch(
             f"codec {codec_id} is unknown",
@@ -144,7 +154,7 @@ def encode_block(
         prove: Decode a ``HISTORY`` block at once, which is cheaper than to decode it later.
         only: For tests, the id of the codec.
     Returns: The block; ``SAME`` if nothing changed.
-    Raises: CorruptPatch if a proved payload does not decode, because somebody wrote to the
+    Raises: CorruptPatch if a proved payload does not decode, because another thread wrote to the
         elements meanwhile.
     """
     # 1. The payload: by byte planes, or by the codec that the kernel chooses.
@@ -178,9 +188,13 @@ def encode_block(
 
 
 def decode_block(codec_id: int, payload: memoryview, old: UIntArray, layout: Layout) -> Changes:
-    """Decode the changes that a ``payload`` of the codec ``codec_id`` makes to ``old``, shape
-    [elements], which ``layout`` describes.
+    """Decode the changes that a payload makes to the elements ``old``.
 
+    Args:
+        codec_id: The codec of the payload.
+        payload: The bytes of the block.
+        old: The old bits, shape [elements].
+        layout: The dtype, the tensors' rows and the history of the block.
     Returns: Changes whose positions ascend and are below ``len(old)``, for any payload.
     Raises: FormatError if the payload is malformed.
     """
@@ -195,6 +209,7 @@ def decode_block(codec_id: int, payload: memoryview, old: UIntArray, layout: Lay
         return Changes(*_decode_paper(payload, len(old), layout.dtype.uint))
     if layout.dtype.width > 4:
         raise CorruptPatch(f"codec {name} does not code {layout.dtype.name}")
+    # The kernel checks every position and length: a hostile payload raises Malformed.
     data = np.frombuffer(payload, np.uint8)
     try:
         past = list(layout.past) if codec_id == HISTORY else []
@@ -207,8 +222,11 @@ def decode_block(codec_id: int, payload: memoryview, old: UIntArray, layout: Lay
 
 
 def element_kind(dtype: DType) -> tuple[int, int, int, bool]:
-    """(width, shift, mask, floating), as the kernels take them. The class of an element is its
-    exponent field, ``bits >> shift & mask``; integers are all of one class."""
+    """(width, shift, mask, floating) of a dtype, as the kernels take it.
+
+    The class of an element is its exponent field, ``bits >> shift & mask``. Integers have one
+    class.
+    """
     if dtype.exponent is None:
         return dtype.width, 0, 0, False
     shift, width = dtype.exponent
@@ -245,7 +263,7 @@ _GAP_TYPES = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"))
 
 
 def _encode_raw(new: UIntArray) -> bytes:
-    """The payload of ``new``, shape [elements]."""
+    """The payload of all elements ``new`` [elements]."""
     frames = [compress(plane, _LEVEL) for plane in _split(new)]
     return b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
 
@@ -253,7 +271,7 @@ def _encode_raw(new: UIntArray) -> bytes:
 def _decode_raw(
     payload: memoryview, elements: int, dtype: np.dtype[np.unsignedinteger]
 ) -> UIntArray:
-    """All new elements, shape [elements]. Raises FormatError."""
+    """All new elements [elements]. Raises FormatError."""
     cut = []
     for _ in range(dtype.itemsize):
         length = int.from_bytes(payload[:4], "little")
@@ -302,7 +320,8 @@ def _decode_paper(
 
 
 def _split(values: UIntArray) -> list[bytes]:
-    """One bytes object for each plane, lowest first, each as long as ``values`` has elements."""
+    """One bytes object for each plane, lowest byte first, each as long as ``values`` has
+    elements."""
     raw = values.view(np.uint8).reshape(-1, values.dtype.itemsize)  # [elements, width]
     return [np.ascontiguousarray(plane).tobytes() for plane in raw.T]
 
@@ -316,12 +335,13 @@ def _merge(planes: bytes, dtype: np.dtype[np.unsignedinteger]) -> UIntArray:
 
 
 def compress(data: bytes | memoryview, level: int) -> bytes:
-    """One zstd frame without a checksum: every caller covers its bytes with SHA-256."""
+    """One zstd frame without a checksum, since every caller covers its bytes with SHA-256."""
     return zstd.compress(data, level)
 
 
 def decompress(data: bytes | memoryview, size: int) -> bytes:
     """The content of exactly one zstd frame, which must have ``size`` bytes; raises FormatError."""
+    # At most size + 1 bytes are decoded: one more than promised shows that the frame is too long.
     decoder = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 27})
     try:
         content = decoder.decompress(data, size + 1)

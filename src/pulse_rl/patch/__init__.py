@@ -1,5 +1,7 @@
-"""One patch: cut a state into blocks, build, parse, apply, undo (docs/format.md, section 3). Pure
-functions."""
+"""One patch: cut a state into blocks, build, parse, apply, undo (docs/format.md, section 3).
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 

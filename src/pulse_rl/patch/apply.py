@@ -1,5 +1,7 @@
-"""A patch is parsed, and applied in place or undone exactly (docs/format.md, section 3); and what
-that changes, by tensor."""
+"""Parse a patch, apply it in place, or undo it exactly (docs/format.md, section 3).
+
+Applying returns the changes by tensor.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from .history import History, Recorder, Records
 from .tree import SIDE_BY_SIDE, Leaves, hashed_together, inner_leaves, numbered, with_leaves
 
 Journal = Callable[[Block, Changes], None]
-"""Takes note of a block and its old bits, in any thread."""
+"""Records a block and its old bits. Any thread may call it."""
 
 
 class Piece(NamedTuple):
@@ -43,9 +45,11 @@ class Piece(NamedTuple):
 
 
 class TensorChanges:
-    """Changed elements of one tensor: flat indices, ascending, and the new bits at them. Both are
-    put together from ``pieces``, none empty, when they are asked for: indices take four times the
-    memory of most changes' bits."""
+    """The changed elements of one tensor: ascending flat indices and the new bits.
+
+    Both arrays are joined from the non-empty ``pieces`` on first use: int64 indices take four times
+    the memory of BF16 bits.
+    """
 
     __slots__ = ("_count", "_pieces")
 
@@ -56,25 +60,25 @@ class TensorChanges:
 
     @classmethod
     def at(cls, indices: npt.NDArray[np.int64], values: UIntArray) -> TensorChanges:
-        """New bits ``values`` at ``indices``, which ascend."""
+        """The changes that write ``values`` at the ascending ``indices``."""
         return cls((Piece(indices, 0, values),))
 
     def __len__(self) -> int:
-        """How many elements."""
+        """The number of changed elements."""
         return self._count
 
     @property
     def indices(self) -> npt.NDArray[np.int64]:
-        """int64, ascending, into the flattened tensor."""
+        """Ascending int64 indices [changes] into the flattened tensor."""
         return self._joined().positions.astype(np.int64, copy=False)
 
     @property
     def values(self) -> UIntArray:
-        """The new bits there."""
+        """The new bits [changes]."""
         return self._joined().values
 
     def fits(self, elements: int, width: int) -> bool:
-        """Whether it can be written into a tensor of so many elements of ``width`` bytes."""
+        """Whether the changes fit a tensor of ``elements`` elements of ``width`` bytes."""
         kind = np.dtype(f"u{width}")
         for positions, shift, values in self._pieces:
             if (
@@ -91,15 +95,17 @@ class TensorChanges:
         return True
 
     def cut(self, most: int) -> Iterator[TensorChanges]:
-        """The same in parts of at most so many elements."""
+        """The same changes in parts of at most ``most`` elements."""
         for positions, shift, values in self._pieces:
             for start in range(0, len(values), most):
                 part = slice(start, start + most)
                 yield TensorChanges((Piece(positions[part], shift, values[part]),))
 
     def write_into(self, indices: npt.NDArray[Any], values: UIntArray) -> None:
-        """Writes both into arrays of this length; the indices as int32, where that is enough for
-        them, or int64."""
+        """Write indices and values into arrays [changes].
+
+        ``indices`` is int64, or int32 if the tensor is small enough.
+        """
         at = 0
         for positions, shift, new in self._pieces:
             part = slice(at, at + len(new))
@@ -126,35 +132,37 @@ class TensorChanges:
 
 
 StateChanges = dict[str, TensorChanges]
-"""What changed in a state, by the name of the tensor; tensors without changes are left out."""
+"""The changes of a state by tensor name, without unchanged tensors."""
 
 
 def merged(steps: tuple[StateChanges, ...], state: State) -> StateChanges:
-    """One change per element over several steps, with the bits of ``state``, to which the last one
-    led."""
+    """The changes of several steps as one, each element once, with its bits in ``state``.
+
+    ``state`` is the state to which the last step led.
+    """
     if len(steps) == 1:
         return steps[0]
     whole: StateChanges = {}
     for name in sorted({name for step in steps for name in step}):
-        # Places are joined, and values read from the state: the last of several changes is what it
-        # holds.
+        # Only indices are joined. The values are read from the state, which holds the last change
+        # of each.
         indices = np.unique(np.concatenate([step[name].indices for step in steps if name in step]))
         whole[name] = TensorChanges.at(indices, state.read(name)[indices])
     return whole
 
 
 def elements(changes: StateChanges) -> int:
-    """How many changed."""
+    """The number of changed elements."""
     return sum(len(changed) for changed in changes.values())
 
 
 def difference(old: State, new: State) -> StateChanges:
-    """What changed where ``new`` took the place of ``old``, a state of the same tensors."""
+    """The changes from ``old`` to ``new``, two states of the same tensors."""
     changes = {}
     for spec in new.specs:
         indices = np.flatnonzero(
             old.read(spec.name) != new.read(spec.name)
-        )  # may exceed 32-bit positions
+        )  # int64: a tensor may have more than 2^32 elements
         if len(indices):
             changes[spec.name] = TensorChanges.at(indices, new.read(spec.name)[indices])
     return changes
@@ -165,9 +173,12 @@ def difference(old: State, new: State) -> StateChanges:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The whole ``header`` of a patch and the bytes of its blocks by index, of all or of those that
-    a receiver needs, not yet decoded. Who holds a part of the state has the digests of all
-    ``tensors`` of the target, 32 bytes each; others compute them. ``nbytes`` were read."""
+    """A patch: its joined ``header``, and the bytes of its blocks by index, not yet decoded.
+
+    A worker that holds a part of the state has only the blocks of that part. It also has the
+    digests of all ``tensors`` of the target, 32 bytes each; other workers compute these. ``nbytes``
+    is the number of bytes that were read.
+    """
 
     header: JoinedHeader
     payloads: Mapping[int, memoryview]
@@ -175,8 +186,10 @@ class Patch:
     nbytes: int = 0
 
     def require(self, state: State, digest: StateDigest) -> None:
-        """Raises StateMismatch unless the patch is for the tensors of ``state``, or of those of
-        which it is a part and has all blocks of that part."""
+        """Raise StateMismatch unless the patch is for the tensors of ``state``.
+
+        For a part of a state, the patch must have exactly the blocks of that part.
+        """
         if not isinstance(digest, PartDigest):
             state.require_specs(self.header.specs, "the patch")
             return
@@ -192,11 +205,12 @@ class Patch:
 
 
 def parse_patch(files: Sequence[bytes | memoryview], base: StateDigest) -> Patch:
-    """The patch that these ``files`` are together, for the state with the tree ``base``.
+    """The patch in these ``files``, for the state with the tree ``base``.
 
-    Raises WrongBase where it is for another state, and CorruptPatch: magic, checksum, caps and
-    tiling are checked here, the blocks' own bytes when they are decoded.
+    Magic, checksum, caps and tiling are checked here; the bytes of blocks are checked when they are
+    decoded. Raises WrongBase if the patch is for another state, and CorruptPatch.
     """
+    # The files share one `Room`, so many small files cannot list more slices than one large file.
     state, room = Base(base.specs, base.root), Room()
     parsed: list[ParsedHeader] = []
     payloads: list[memoryview] = []
@@ -211,22 +225,24 @@ def parse_patch(files: Sequence[bytes | memoryview], base: StateDigest) -> Patch
 
 
 def require_bytes(parsed: ParsedHeader, nbytes: int) -> None:
-    """Raises CorruptPatch unless the blocks tile a file of ``nbytes`` behind its header."""
+    """Raise CorruptPatch unless the blocks tile a file of ``nbytes`` after its header."""
     implied = parsed.end + parsed.header.body_bytes
     if implied != nbytes:
         raise CorruptPatch(f"the patch has {nbytes} bytes, its header implies {implied}")
 
 
 def places_of(parsed: ParsedHeader) -> list[int]:
-    """Where the blocks of a file begin, and where the last one ends."""
+    """The start of each block in a file, and the end of the last one."""
     return list(accumulate((entry.length for entry in parsed.header.blocks), initial=parsed.end))
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedPatch:
-    """What `apply_patch` did: the changes per tensor name, the digest tree of the state now, and
-    what a history is to remember of it: None where that was not asked for, cannot be had, or is too
-    much."""
+    """The result of `apply_patch`.
+
+    ``changes`` are by tensor name, and ``digest`` is the tree of the new state. ``records`` is what
+    a history remembers of the patch; None if nobody asked for it, or if it is too large.
+    """
 
     changes: StateChanges
     digest: StateDigest
@@ -241,11 +257,11 @@ def advance_state(
     journal: Journal | None = None,
     threads: int | None = None,
 ) -> None:
-    """Makes the changes of ``blocks`` in a state, in place.
+    """Apply the changes of ``blocks`` to a state in place.
 
-    Nothing is decoded or hashed: `code_blocks` has proved each block. A state in which this was
-    interrupted must be given up. ``journal`` is called with each block and its old bits before the
-    block is written to.
+    Nothing is decoded or hashed, because `code_blocks` has proved each block. If this is
+    interrupted, the state must be given up. ``journal`` records each block and its old bits before
+    the first write to it.
     """
 
     def run(index: int) -> None:
@@ -271,18 +287,29 @@ def apply_patch(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AppliedPatch:
-    """Turns ``state`` (host memory, with tree ``digest``) into the patch's target, or leaves it
-    exactly as it was.
+    """Turn ``state`` into the patch's target in place, or leave it exactly as it was.
 
-    The state's root must be the patch's base root (WrongBase), so that applying twice is refused
-    rather than harmful. ``history``: what changed up to ``state``; a patch that needs another one
-    is refused (WrongHistory). ``max_records``: the bytes of records of it that may be kept, for a
-    history. ``journal`` is told of each block and its old bits before it is written to. Every
-    block's bytes are checked against the header, every changed leaf is hashed again and the root
-    compared with the target root (DigestMismatch). On any failure, cancellation included, what was
-    written is undone first.
+    Every block is checked against the header, every changed leaf is hashed again, and the new root
+    is compared with the target root. On any failure, cancellation included, all writes are undone
+    first.
+
+    Args:
+        patch: The patch. Its base root must be the state's root, so applying it twice is refused.
+        state: The state, in host memory.
+        digest: The tree of ``state``.
+        history: The changes that led to ``state``. Default: none.
+        max_records: Bytes of records that may be kept for a history. Default: none.
+        journal: Records each block and its old bits before the first write to it.
+        threads: The maximum number of threads. Default: one per core.
+        progress: Gets the bytes of each block that is done.
+    Raises:
+        WrongBase: The patch is for another state.
+        WrongHistory: The patch needs another history.
+        StateMismatch: The patch is for other tensors.
+        CorruptPatch: A block does not decode to what the header says.
+        DigestMismatch: The new state does not have the target root.
     """
-    # 1. Whether the patch fits, before the first write.
+    # 1. Check that the patch fits, before the first write.
     header = patch.header
     if header.base_root != digest.root:
         raise WrongBase(
@@ -296,7 +323,7 @@ def apply_patch(
         else None
     )
     known = (history or History()).named(needed, blocks) if needed else None
-    sliced = not header.is_whole  # blocks begin and end within leaves, which are hashed at the end
+    sliced = not header.is_whole  # blocks may end within leaves: hash these at the end
     recorder = Recorder(max_records) if max_records else None
     indices = list(payloads)
     if sliced:
@@ -315,8 +342,7 @@ def apply_patch(
         changes = decode_block(index, block, entry, payloads[index], before, past)
         if entry.codec_id == codecs.SAME:
             return changes
-        # The old bits are noted before the first write, so that undo finds them whenever this
-        # stops.
+        # The old bits are recorded before the first write: the undo finds them wherever this stops.
         undo[index] = Changes(changes.positions, changes.replaced(before))
         if journal:
             journal(block, undo[index])
@@ -330,12 +356,12 @@ def apply_patch(
         written = [blocks[index] for index in group if index in undo and not sliced]
         return made, inner_leaves(written, lambda segment: state.read(*segment.place))
 
-    # 2. Blocks in parallel: check, decode, note the old bits, write, and hash again what was
-    # written.
+    # 2. Blocks in parallel: check, decode, record the old bits, write, and hash the changed leaves.
     leaves: Leaves = {}
     per_tensor: dict[str, list[Piece]] = {}
     try:
-        # closing() ends the calls in flight before the undo below, so that none writes after it.
+        # closing() waits for the calls in flight. Without it a call could write after the undo
+        # below.
         with closing(ordered_map(run, groups, threads)) as results:
             for made, written in results:
                 leaves |= written
@@ -345,8 +371,8 @@ def apply_patch(
                     if progress:
                         progress(blocks[index].nbytes)
         hit("apply.written")
-        # 3. The root covers every bit of the state, those that were there before as well as the new
-        # ones.
+        # 3. The root covers all leaves: changed ones are hashed again with their old and new bits,
+        # all others keep their digests.
         joined = {name: TensorChanges(pieces) for name, pieces in per_tensor.items()}
         if sliced:
             leaves = rehashed(state, joined, threads)
@@ -357,8 +383,8 @@ def apply_patch(
                 f"{header.target_root[:16]}…"
             )
     except BaseException:
-        # 4. Undo restores what was noted; what was not written yet is written once more with its
-        # own bits.
+        # 4. Undo: write back what was recorded. A block that was not written yet gets its own bits
+        # again.
         hit("apply.undo")
         for index, old in undo.items():
             scatter(blocks[index], state, old)
@@ -374,13 +400,15 @@ def decode_block(
     before: UIntArray,
     past: codecs.Past = (),
 ) -> Changes:
-    """The changes of one block with elements ``before`` and this ``past``, checked against its
-    entry; every error names the block and its tensors. Raises CorruptPatch."""
+    """Decode one block and check it against its header ``entry``.
+
+    ``before`` are its old elements, ``past`` its earlier changes. Every error names the block and
+    its tensors. Raises CorruptPatch.
+    """
     where = f"block {index} ({block})"
     if entry.codec_id == codecs.SAME:
         return Changes(np.empty(0, np.uint32), np.empty(0, block.dtype.uint))
-    # Here damage gets the name of its block, and costs no decoding. What proves the state is the
-    # root at the end.
+    # The checksum names the damaged block and saves its decoding. It is no proof: the root is.
     if check_of(payload) != entry.check:
         raise CorruptPatch(f"{where} does not match its checksum")
     try:
@@ -397,7 +425,7 @@ def decode_block(
 
 
 def scatter(block: Block, state: State, changes: Changes) -> None:
-    """Makes the changes of a block in a state."""
+    """Write the changes of a block into a state."""
     if (view := block.view(state)) is not None:
         bits.put(view, changes.positions, changes.values)
         return
@@ -406,7 +434,7 @@ def scatter(block: Block, state: State, changes: Changes) -> None:
 
 
 def _by_tensor(block: Block, changes: Changes) -> list[tuple[str, Piece]]:
-    """The changes of a block by the names of its tensors."""
+    """The changes of a block with the name of each tensor."""
     return [
         (segment.spec.name, Piece(piece.positions, segment.start - base, piece.values))
         for segment, base, piece in pieces_of(block, changes)
@@ -414,7 +442,7 @@ def _by_tensor(block: Block, changes: Changes) -> list[tuple[str, Piece]]:
 
 
 def rehashed(state: State, changes: StateChanges, threads: int | None) -> Leaves:
-    """The leaves of ``state`` in which something of the ``changes`` is, hashed again."""
+    """The leaves of ``state`` that contain ``changes``, hashed again."""
     runs = [run for name, changed in changes.items() for run in _runs(state.spec(name), changed)]
 
     def leaves(run: Segment) -> Leaves:
@@ -427,11 +455,11 @@ def rehashed(state: State, changes: StateChanges, threads: int | None) -> Leaves
 
 
 def _runs(spec: TensorSpec, changes: TensorChanges) -> Iterator[Segment]:
-    """The changed leaves of a tensor, those side by side as one segment of at most 16."""
+    """The changed leaves of a tensor; adjacent ones form one segment of at most 16."""
     per_leaf = LEAF_BYTES // spec.dtype.width
     changed = np.unique(changes.indices // per_leaf)
-    # Where a row of neighbors begins. Neighbors are hashed in one call, which fills the lanes of
-    # a processor.
+    # The starts of rows of adjacent leaves. One call hashes up to 16 of them on the vector lanes of
+    # a core.
     starts = np.flatnonzero(np.diff(changed, prepend=-2) != 1)
     for first, end in pairwise([*starts.tolist(), len(changed)]):
         for at in range(first, end, SIDE_BY_SIDE):

@@ -1,7 +1,7 @@
-"""How a state is cut into blocks: a pure function of the tensors' specs and of what a file holds of
-them (docs/format.md, section 3).
+"""How a state is cut into blocks (docs/format.md, section 3).
 
-Sender and receiver compute the same cut, so a patch header lists no block boundaries.
+The cut is a pure function of the tensors' specs and of the slices in a file. Sender and receiver
+compute the same cut, so a patch header lists no block boundaries.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ from ..state.bits import Allocate, UIntArray, joined, pageable
 from ..state.digest import LEAF_BYTES
 from ..state.tensors import DType, Segment, State, TensorSpec, is_view, views_of
 
+# Elements of a block, at most. Blocks of 2^20 make patches 2.3% larger; blocks of 2^23 make them
+# 0.2% smaller and halve the parallelism (design note 0001).
 BLOCK_ELEMENTS = 1 << 22
+# Between two tensors of a block lie at most 1/64 of a block's elements, or the block itself is that
+# small. This bounds what a worker that holds a part of the state decodes for nothing.
 _NEAR = 64
 _MOST_VIEWS = 1 << 14
 
 
 class Block(NamedTuple):
-    """A run of elements of one tensor, or what is held of several small tensors of one dtype, in
-    name order."""
+    """A run of elements of one tensor, or several small tensors of one dtype in name order.
+
+    Of small tensors it has the slices that the file holds.
+    """
 
     dtype: DType
     segments: tuple[Segment, ...]
@@ -48,13 +54,15 @@ class Block(NamedTuple):
         return Layout(self.dtype, tuple(runs))
 
     def read(self, state: State) -> UIntArray:
-        """The block's elements one after another: a view where they are so in host memory, else a
+        """The block's elements in order: a view if they are adjacent in host memory, else a
         copy."""
         return self.read_into(state, pageable)[0]
 
     def read_into(self, state: State, allocate: Allocate) -> tuple[UIntArray, bool]:
-        """The same, and whether it is a copy: the state made it, by a cast say, or it is in what
-        ``allocate`` makes."""
+        """The block's elements, and whether they are a copy.
+
+        A copy is either in memory from ``allocate`` or made by the state, for example by a cast.
+        """
         if len(self.segments) == 1:
             view = state.read(*self.segments[0].place)
             return view, view.flags.owndata
@@ -64,15 +72,18 @@ class Block(NamedTuple):
         return np.concatenate(parts, out=allocate(self.nbytes).view(self.dtype.uint)), True
 
     def view(self, state: State) -> UIntArray | None:
-        """The block's elements as one view of host memory, of several tensors that lie one behind
-        another there; else None. It is looked for once: of tens of thousands of small tensors that
-        takes longer than their bits."""
+        """One view of the block's tensors if they are adjacent in host memory; else None.
+
+        The result is cached: for tens of thousands of small tensors the search takes longer than
+        reading their bits.
+        """
         views = views_of(state)
         known = views.get(id(self))
         if known is None or known[0] is not self:
             if len(views) > _MOST_VIEWS:
                 views.clear()
-            # What is made when it is read lies nowhere, and would be made for nothing.
+            # A state that computes its elements has no memory of its own. Reading it here would
+            # compute them for nothing.
             several = len(self.segments) > 1 and all(
                 is_view(state, s.spec.name) for s in self.segments
             )
@@ -90,16 +101,21 @@ class Block(NamedTuple):
 def cut(
     specs: Sequence[TensorSpec], held: Sequence[Segment] | None = None, *, most: int | None = None
 ) -> tuple[Block, ...]:
-    """The blocks of a file that holds the slices ``held`` of the tensors ``specs``, both in order;
-    None: all of them.
+    """The blocks of a file that holds the slices ``held`` of the tensors ``specs``.
 
-    Tensors of at most `BLOCK_ELEMENTS` elements share a block with the next ones of their dtype
-    while the whole tensors fit, and little lies between them or is in the block, whatever the file
-    holds of them: so a reader that decodes whole tensors can decode parts of them. A slice of a
-    larger tensor is cut by `runs_of`. Tensors without elements are in no block. Blocks are in the
-    order in which their last tensor, or the one that closes them, comes. ``most``: another number
-    in the place of `BLOCK_ELEMENTS`, for what is no patch file.
+    A tensor of more than `BLOCK_ELEMENTS` elements is cut by `runs_of`. Smaller tensors of one
+    dtype share a block while they fit, and while little lies between them or is in the block. The
+    slices in a file do not change these blocks, so a reader that decodes whole tensors can decode
+    parts of them. Tensors without elements are in no block. The order of blocks is that of the
+    tensor that closes them.
+
+    Args:
+        specs: All tensors in name order.
+        held: The slices that the file holds, in the same order. Default: all elements.
+        most: Another number instead of `BLOCK_ELEMENTS`, for cuts that are not patch files.
     """
+    # `passed` counts the elements of all tensors so far: the distance between two tensors of a
+    # block.
     most = BLOCK_ELEMENTS if most is None else most
     of: dict[str, list[Segment]] = {}
     for segment in held or ():
@@ -137,8 +153,8 @@ _whole: tuple[tuple[TensorSpec, ...], tuple[Block, ...]] = (), ()
 
 
 def cut_whole(specs: tuple[TensorSpec, ...]) -> tuple[Block, ...]:
-    """`cut` of whole tensors. Versions of one stream have the same tensors: the last cut is
-    remembered."""
+    """`cut` of whole tensors. It remembers the last cut, since the versions of a stream share
+    tensors."""
     global _whole
     known, blocks = _whole
     if known is not specs:
@@ -149,32 +165,40 @@ def cut_whole(specs: tuple[TensorSpec, ...]) -> tuple[Block, ...]:
 
 @dataclass(slots=True)
 class _Group:
-    """Small tensors of one dtype, ``elements`` in all; the last one ends at element ``end`` of the
-    state. ``segments``: what is held of them."""
+    """Small tensors of one dtype that share a block, ``elements`` in all.
+
+    The last tensor ends at element ``end`` of the state. ``segments`` are the slices that the file
+    holds.
+    """
 
     segments: list[Segment] = field(default_factory=list)
     elements: int = 0
     end: int = 0
 
     def takes(self, elements: int, start: int, most: int) -> bool:
-        """Whether a tensor of so many elements, which starts at element ``start`` of the state,
-        joins. What lies between its tensors, or what it holds, stays small: who needs one of them
-        decodes all."""
+        """Whether a tensor of ``elements`` elements, which begins at element ``start`` of the
+        state, joins.
+
+        Either the distance to the group or the group itself must be small: a reader of one tensor
+        decodes the whole block.
+        """
         near, together = start - self.end, self.elements + elements
         return together <= most and min(near, together) <= most // _NEAR
 
 
 def runs_of(segment: Segment, most: int | None = None) -> list[Segment]:
-    """A slice of one tensor as the pieces that are coded one by one: as it is, if the tensor has at
-    most `BLOCK_ELEMENTS` elements; else the fewest runs of nearly equal length that end between
-    leaves."""
+    """Cut a slice of one tensor into the runs that are coded one by one.
+
+    A tensor of at most `BLOCK_ELEMENTS` elements stays one run. A larger one becomes the fewest
+    runs of nearly equal length that end between leaves.
+    """
     most = BLOCK_ELEMENTS if most is None else most
     spec, start, stop = segment
     if spec.elements <= most:
         return [segment]
     leaf = LEAF_BYTES // spec.dtype.width
-    # Counted from the start of a leaf: whatever a rank holds, its inner cuts lie between leaves,
-    # which one block then hashes alone.
+    # Runs count from the start of a leaf, so every inner cut lies between leaves for any slice of a
+    # rank. One block then hashes each leaf alone.
     first = start // leaf * leaf
     runs = -(-(stop - first) // most)
     step = -(-(stop - first) // (runs * leaf)) * leaf
@@ -182,7 +206,7 @@ def runs_of(segment: Segment, most: int | None = None) -> list[Segment]:
 
 
 def pieces_of(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Changes]]:
-    """The changes of a block by segment: (segment, place of its first element in the block, its
+    """For each changed segment of a block: (segment, position of its first element, its
     changes)."""
     ends = list(accumulate(segment.stop - segment.start for segment in block.segments))
     base = first = 0
@@ -197,17 +221,20 @@ def pieces_of(block: Block, changes: Changes) -> Iterator[tuple[Segment, int, Ch
 def recut(
     changes: Mapping[int, Changes], old: Sequence[Block], new: Sequence[Block]
 ) -> dict[int, Changes]:
-    """Changes by index of the blocks ``old`` as those of ``new``, another cut of the same tensors.
-    What lies in no block of ``new`` is left out."""
+    """Translate changes by index of the blocks ``old`` to the blocks ``new`` of the same tensors.
+
+    Changes outside of all ``new`` blocks are left out.
+    """
+    # 1. The changes by tensor, at positions from the start of their segment, in element order.
     of: dict[str, list[tuple[Segment, Changes]]] = {}
     for index, found in changes.items():
         for segment, base, piece in pieces_of(old[index], found):
             placed = Changes(piece.positions - np.uint32(base), piece.values)
             of.setdefault(segment.spec.name, []).append((segment, placed))
-    # 1. The changes by tensor, in the order of their elements; 2. those that lie in each of the new
-    # blocks.
+    # Every segment appears once, so sorting by its start orders the elements.
     for pieces in of.values():
         pieces.sort(key=lambda item: item[0].start)
+    # 2. For each new block, the overlap of its segments with those of the old blocks.
     made: dict[int, Changes] = {}
     for index, block in enumerate(new):
         positions, values, base = [], [], 0
@@ -218,6 +245,8 @@ def recut(
                     first, last = bits.below(
                         piece.positions, (low - segment.start, high - segment.start)
                     )
+                    # From a position in the old segment to one in the new block. The sum has 64
+                    # bits, since the shift may be negative.
                     shift = base + segment.start - start
                     positions.append(
                         (piece.positions[first:last].astype(np.int64) + shift).astype(np.uint32)

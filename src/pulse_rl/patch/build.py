@@ -1,5 +1,7 @@
-"""Builds a patch from two states: compare, encode, verify and hash in one pass over the blocks
-(docs/format.md, 3)."""
+"""Build a patch from two states (docs/format.md, section 3).
+
+One pass over the blocks compares, encodes, verifies and hashes.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ from .header import BlockEntry, check_of
 from .history import Blocks, History, Recorder
 from .tree import ChangedBlock, Leaves, changed_inner_leaves
 
-# where more than one element in so many changes, what old bits take weighs more than looking them
-# up
+# If more than one element in this many changed, old bits are not kept: their memory costs more than
+# to read them again.
 _DENSE = 4
 _STRIDE, _FEW = (
     16,
     4096,
-)  # of the trainer's tensors, one change in so many is looked at again, from so many on
+)  # of _FEW changes or more, one in _STRIDE is compared with the trainer's tensors
 
 
 class CodedBlock(NamedTuple):
-    """How a block is coded, and what changed in it, as `to_keep`; None where nothing did."""
+    """One coded block and its changes, as `to_keep` keeps them; None if nothing changed."""
 
     number: int
     encoded: codecs.Encoded
@@ -39,7 +41,7 @@ class CodedBlock(NamedTuple):
 
 
 class CodedGroup(NamedTuple):
-    """The blocks of a group, and those of their changed leaves that lie wholly in them."""
+    """The blocks of a group, and their changed leaves that lie wholly in one block."""
 
     coded: list[CodedBlock]
     leaves: Leaves
@@ -55,13 +57,19 @@ def code_blocks(
     recorder: Recorder | None = None,
     threads: int | None = None,
 ) -> Generator[CodedGroup, None, None]:
-    """Compares, codes, proves and hashes ``blocks`` of the state ``old``, group by group in order.
+    """Compare, encode, prove and hash ``blocks`` of the state ``old``, group by group in order.
 
-    A task is a group of neighbors of one dtype (`hashed_together`) and the state that has their
-    new elements. ``hashed`` makes of a group's changed blocks what the caller needs of their
-    hashes. ``history``: what changed up to ``old``; ``recorder`` gets what is to be remembered.
-    Raises IntegrityError where a block does not decode to the new elements, which means that they
-    changed during the call.
+    Args:
+        blocks: The cut of the state.
+        old: The state to code against.
+        tasks: Groups of neighboring blocks of one dtype (`hashed_together`), each with a state that
+            has their new elements.
+        codec: One of `pulse_rl.codec.CODECS`.
+        history: The changes that led to ``old``. Default: none.
+        recorder: Gets what a history remembers of the changes.
+        threads: The maximum number of threads. Default: one per core.
+    Raises:
+        IntegrityError: A block does not decode to the new elements, because they changed meanwhile.
     """
     known = (history or History()).of(blocks)
     spare = SpareMemory()
@@ -71,7 +79,7 @@ def code_blocks(
         coded: list[CodedBlock] = []
         changed: list[ChangedBlock] = []
         with spare.borrow() as copies:
-            # 1. Block by block, while its elements are in the cache: compare, code, decode again.
+            # 1. Block by block, while its elements are in the cache: compare, encode, decode again.
             for index in group:
                 block = blocks[index]
                 before, (after, copied) = block.read(old), block.read_into(new, copies)
@@ -88,12 +96,12 @@ def code_blocks(
                     continue
                 if recorder:
                     recorder.add(index, block.dtype, changes, before)
-                # What is hashed is what the patch leads to, not what the tensors hold by now: a
-                # trainer may write to them.
+                # The hash covers what the patch leads to, not what the tensors hold by now: a
+                # trainer may write to them during the call.
                 changed.append(ChangedBlock(block, after if copied else before, changes, copied))
                 coded.append(CodedBlock(index, encoded, to_keep(changes, block)))
-            # 2. The group's changed leaves are hashed side by side: several chains of SHA-256 keep
-            # a core busy.
+            # 2. Hash the group's changed leaves in one call: several chains of SHA-256 keep a core
+            # busy.
             return CodedGroup(coded, changed_inner_leaves(changed))
 
     with closing(ordered_map(run, tasks, threads)) as groups:
@@ -109,15 +117,15 @@ def encode_proved(
     codec: str = codecs.AUTO,
     stride: int = 1,
 ) -> tuple[codecs.Encoded, Changes | None]:
-    """One block, proved by decoding it, and its changes; None where there are none. Raises
-    IntegrityError.
+    """Encode one block and prove it by decoding; return it with its changes, or None.
 
-    What is decoded is compared with what the encoder saw, where it kept that, and with ``after`` as
-    it is by then; of many changes at one in ``stride``, since ``after`` is in no cache any more.
+    The decoded changes are compared with those that the encoder saw, if it kept them, and with the
+    current elements ``after``. Of many changes only one in ``stride`` is compared with ``after``,
+    which has left the cache by then. Raises IntegrityError.
     """
-    # A payload that does not decode would break the stream for every reader from here on. It is
-    # found before it is stored: a defect of a codec, of memory, or a trainer that writes to its
-    # tensors during the call.
+    # A payload that does not decode would break the stream for every reader from here on. This
+    # check finds it before the upload: a defect of a codec or of memory, or a trainer that writes
+    # to its tensors during the call.
     layout = block.layout._replace(past=past)
     try:
         encoded = codecs.encode_block(before, after, layout, codec=codec, prove=True)
@@ -140,8 +148,10 @@ def encode_proved(
 
 
 def to_keep(changes: Changes, block: Block) -> Changes:
-    """A block's changes as they wait for their commit: without the old bits where these are
-    many."""
+    """The changes of a block as they wait for the commit.
+
+    Old bits are dropped if there are many.
+    """
     return (
         changes._replace(before=None)
         if _DENSE * len(changes.positions) > block.elements
@@ -162,7 +172,7 @@ def _is_proved(encoded: codecs.Encoded, changes: Changes, after: UIntArray, stri
 
 
 def entry_of(encoded: codecs.Encoded) -> BlockEntry:
-    """What a header says of a block."""
+    """The header entry of a coded block."""
     return BlockEntry(
         encoded.codec_id, encoded.changed, len(encoded.payload), check_of(encoded.payload)
     )

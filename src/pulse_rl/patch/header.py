@@ -1,9 +1,8 @@
-"""The header of a patch file: its base, its target, what it holds of the state, and its blocks
-(docs/format.md, section 3).
+"""The header of a patch file: base, target, slices and blocks (docs/format.md, section 3).
 
-File: a 28-byte prelude, the header (one zstd frame), the blocks' payloads one after another to the
-end of the file. Names, dtypes and shapes are those of the base, whose root proves them: a header
-repeats none of them, and says by ranges of elements what the file holds.
+A file is a 28-byte prelude, the header in one zstd frame, and the payloads of the blocks up to the
+end of the file. Names, dtypes and shapes are those of the base, whose root proves them. So a header
+repeats none of them, and gives its slices as ranges of elements.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ FORMAT = 1
 MAX_HEADER_BYTES = 128 << 20
 MAX_BLOCKS = 1 << 20
 MAX_SLICES = 1 << 20
-"""Of all files of a patch together, counted by tensor."""
+"""The limit for all files of a patch together, counted by tensor."""
 CHECK_BYTES = 8
-"""Of a SHA-256: they tell damage apart from a file's own bytes. What proves a version is its
-root."""
+"""The bytes of a SHA-256 that a header keeps. They find accidental damage; only the root proves a
+version."""
 _PRELUDE = struct.Struct(
     "<8sIII8s"
 )  # magic, format, stored bytes, plain bytes, check of the stored header
@@ -42,13 +41,12 @@ _MAX_BLOCK_BYTES = 1 << 40
 _NO_CHECK = sha256(b"").digest()[:CHECK_BYTES]
 
 Slice = tuple[int, int]
-"""Elements [start, stop) of a state, counted through all its tensors in the order of their
-names."""
+"""Elements [start, stop) of a state, counted through all its tensors in name order."""
 
 
 class BlockEntry(NamedTuple):
-    """One block in the header. Blocks without changes (codec `SAME`) have no bytes and no ``check``
-    in the file."""
+    """One block in the header. A block without changes (codec `SAME`) has no bytes and no
+    ``check``."""
 
     codec_id: int
     changed: int
@@ -57,15 +55,18 @@ class BlockEntry(NamedTuple):
 
 
 def check_of(data: bytes | memoryview) -> bytes:
-    """The first bytes of the SHA-256 of ``data``, as a header has them."""
+    """The first 8 bytes of the SHA-256 of ``data``."""
     return sha256(data).digest()[:CHECK_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
 class PatchHeader:
-    """Roots are 64 hexadecimal digits. ``slices`` ascend and do not touch: what the file holds of
-    the state, all of it or a rank's part. ``blocks`` are in the order of `cut`. ``history``: what a
-    reader must know of the versions before to decode them, None if nothing."""
+    """The header of one file.
+
+    Roots are 64 hexadecimal digits. ``slices`` are the parts of the state that the file holds; they
+    ascend and do not touch. ``blocks`` are in the order of `cut`. ``history`` names the earlier
+    changes that a reader needs for decoding; None if it needs none.
+    """
 
     base_root: str
     target_root: str
@@ -79,7 +80,7 @@ class PatchHeader:
 
     @property
     def elements(self) -> int:
-        """Elements that the file holds, changed or not."""
+        """Elements that the file covers, changed or not."""
         return sum(stop - start for start, stop in self.slices)
 
     @property
@@ -92,6 +93,7 @@ class PatchHeader:
             raise InputError(
                 f"a patch file holds at most {MAX_BLOCKS} blocks and {MAX_SLICES} slices"
             )
+        # 1. The roots, and the history that the reader needs.
         out = bytearray(bytes.fromhex(self.base_root) + bytes.fromhex(self.target_root))
         if self.history and not 0 < self.history.windows <= MAX_WINDOWS:
             raise InputError(
@@ -100,16 +102,17 @@ class PatchHeader:
         put_number(out, self.history.windows if self.history else 0)
         if self.history:
             out += self.history.check
+        # 2. The slices, as gaps and lengths: small numbers take one byte.
         put_number(out, len(self.slices))
         at = 0
         for start, stop in self.slices:
             put_number(out, start - at)
             put_number(out, stop - start)
             at = stop
+        # 3. The blocks, column by column.
         put_number(out, len(self.blocks))
         out += bytes(entry.codec_id for entry in self.blocks)
-        # Ids above, then lengths, then checks: like stands with like when the header is compressed,
-        # and what is random does not come between.
+        # Columns compress better than rows, and random checks would separate them.
         for entry in self.blocks:
             if entry.codec_id != SAME:
                 put_number(out, entry.changed)
@@ -121,13 +124,14 @@ class PatchHeader:
 
 
 def all_of(specs: Sequence[TensorSpec]) -> tuple[Slice, ...]:
-    """The slices of a file that holds all of a state."""
+    """The slices of a file that covers a whole state."""
     total = sum(spec.elements for spec in specs)
     return ((0, total),) if total else ()
 
 
 def slices_of(specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> tuple[Slice, ...]:
-    """The slices of a file that holds these ``segments`` of the tensors ``specs``, all in order."""
+    """The slices of a file that holds these ``segments`` of the tensors ``specs``, both in
+    order."""
     begins = dict(
         zip(
             (s.name for s in specs),
@@ -147,22 +151,23 @@ def slices_of(specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> tuple
 
 
 class Room:
-    """What the headers of all files of a patch may list together: slices, each counted once for
-    every tensor that it has elements of."""
+    """The slices that the headers of all files of a patch may still list.
+
+    A slice counts once for every tensor of which it has elements.
+    """
 
     def __init__(self, left: int = MAX_SLICES) -> None:
         self.left = left
 
     def take(self, count: int) -> None:
-        """Raises CorruptPatch."""
+        """Use up ``count`` slices; raise CorruptPatch if there are not as many left."""
         self.left -= count
         if self.left < 0:
             raise CorruptPatch(f"the files of the patch list more than {MAX_SLICES} slices")
 
 
 class Base:
-    """The state that a patch is for: its tensors in the order of their elements, and its root,
-    where that is known ("": any)."""
+    """The state that a patch is for: its tensors in name order, and its root ("": any root)."""
 
     def __init__(self, specs: Sequence[TensorSpec], root: str = "") -> None:
         self.specs = tuple(specs)
@@ -176,7 +181,7 @@ class Base:
 
     @property
     def max_header_bytes(self) -> int:
-        """An upper bound of the plain header of a patch file for these tensors."""
+        """An upper bound for the plain header of a patch file for these tensors."""
         slices = min(MAX_SLICES, self.elements // 2 + 1)
         blocks = min(MAX_BLOCKS, self.elements // BLOCK_ELEMENTS + len(self._held) + 2 * slices)
         history = _NUMBER_BYTES + CHECK_BYTES
@@ -188,11 +193,12 @@ class Base:
         )
 
     def cut(self, slices: Sequence[Slice], room: Room) -> tuple[Block, ...]:
-        """The blocks of a file that holds ``slices``. Raises CorruptPatch."""
+        """The blocks of a file with these ``slices``. Raises CorruptPatch."""
         if [*slices] == [(0, self.elements)]:
             room.take(len(self._held))
             return cut_whole(self.specs)
         segments: list[Segment] = []
+        # A slice may span tensors: each of them gets a segment.
         for start, stop in slices:
             if stop > self.elements:
                 raise CorruptPatch(f"a slice ends at element {stop} of {self.elements}")
@@ -209,8 +215,10 @@ class Base:
 
 
 class ParsedHeader(NamedTuple):
-    """The ``header`` of a file, the blocks that it says the file has (None where the reader does
-    not know the tensors), and the bytes of prelude and header."""
+    """The header of a file, its blocks, and the bytes of prelude and header.
+
+    ``cuts`` is None if the reader does not know the tensors.
+    """
 
     header: PatchHeader
     cuts: tuple[Block, ...] | None
@@ -224,12 +232,12 @@ def parse_header(
     elements: int | None = None,
     room: Room | None = None,
 ) -> ParsedHeader:
-    """The header at the start of a patch file; raises CorruptPatch, and WrongBase where it is
-    for another state.
+    """Parse the header at the start of a patch file.
 
-    A reader that knows the ``state`` that it is for, or how many ``elements`` it has, says so: a
-    header that is longer than any for it, or speaks of more elements, is then refused before it
-    takes memory. ``room``: that of all files of the patch.
+    A reader that knows the base ``state``, or only its number of ``elements``, passes it. A header
+    that is too long for that state, or that names elements beyond it, is then refused before it
+    takes memory. ``room`` is shared by all files of the patch. Raises CorruptPatch, and WrongBase
+    if the file is for another state.
     """
     plain, end = open_header(data, None if state is None else state.max_header_bytes)
     most = state.elements if state is not None else _MAX_ELEMENTS if elements is None else elements
@@ -237,8 +245,11 @@ def parse_header(
 
 
 def open_header(data: memoryview, most: int | None = None) -> tuple[bytes, int]:
-    """(the plain header, bytes of prelude and header) of a patch file, checked against its
-    checksum. Raises CorruptPatch, also where it claims more than ``most`` bytes."""
+    """(plain header, bytes of prelude and stored header) of a patch file, after its checksum is
+    checked.
+
+    Raises CorruptPatch, also if the header claims more than ``most`` bytes.
+    """
     end = header_end(data)
     _, _, stored, plain, check = _PRELUDE.unpack_from(data)
     if most is not None and plain > most:
@@ -263,7 +274,7 @@ def closed_header(plain: bytes) -> bytes:
 
 
 def header_end(prelude: bytes | memoryview) -> int:
-    """Bytes of prelude and header of a patch file, of which ``prelude`` are the first; raises
+    """Bytes of prelude and header of a patch file that begins with ``prelude``; raises
     CorruptPatch."""
     if len(prelude) < PRELUDE_BYTES:
         raise CorruptPatch(
@@ -284,22 +295,28 @@ def header_end(prelude: bytes | memoryview) -> int:
 
 
 class _Reader:
-    """Reads a plain header strictly: nothing may be missing, out of its caps, unsorted or left
-    over."""
+    """A strict parser of a plain header.
+
+    It refuses missing, unsorted and remaining bytes, and numbers beyond their caps.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
 
     def header(self, state: Base | None, elements: int, room: Room, end: int) -> ParsedHeader:
+        # 1. The roots. A patch for another state is refused first, since its other numbers mean
+        # nothing here.
         base, target = self._take(32).hex(), self._take(32).hex()
         if state is not None and state.root and base != state.root:
             raise WrongBase(
                 f"the patch applies to root {base[:16]}…, the state has {state.root[:16]}…"
             )
+        # 2. The slices that the file covers. The cut follows from them.
         history = self._history()
         slices = self._slices(elements, room.left)
         cuts = None if state is None else state.cut(slices, room)
+        # 3. The blocks. Their count is bounded by the bytes that are left: one id byte each.
         count = self._number(min(MAX_BLOCKS, len(self._data) - self._at))
         if cuts is not None and count != len(cuts):
             raise CorruptPatch(
@@ -330,6 +347,7 @@ class _Reader:
 
     def _entries(self, count: int, cuts: Sequence[Block] | None) -> tuple[BlockEntry, ...]:
         ids = self._take(count)
+        # The columns of `PatchHeader.to_bytes`: ids, then numbers, then checks.
         entries = [BlockEntry(codec_id, 0, 0) for codec_id in ids]
         coded = [k for k, codec_id in enumerate(ids) if codec_id != SAME]
         for k in coded:
@@ -350,7 +368,7 @@ class _Reader:
         return part
 
     def _number(self, most: int) -> int:
-        """An unsigned LEB128 number of at most ten bytes and at most ``most``."""
+        """Read an unsigned LEB128 number of at most ten bytes and at most ``most``."""
         value = 0
         for shift in range(0, 70, 7):
             byte = self._take(1)[0]
@@ -365,7 +383,7 @@ class _Reader:
 
 
 def put_number(out: bytearray, value: int) -> None:
-    """Appends an unsigned LEB128 number."""
+    """Append an unsigned LEB128 number."""
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
         value >>= 7
@@ -374,8 +392,10 @@ def put_number(out: bytearray, value: int) -> None:
 
 @dataclass(frozen=True)
 class JoinedHeader:
-    """The headers of all ``files`` of a patch for the tensors ``specs``, as one. ``blocks`` has the
-    entries of all files in their order, ``cuts`` their blocks."""
+    """The headers of all ``files`` of a patch as one, for the tensors ``specs``.
+
+    ``blocks`` has the entries of all files in order, and ``cuts`` their blocks.
+    """
 
     specs: tuple[TensorSpec, ...]
     files: tuple[PatchHeader, ...]
@@ -384,12 +404,15 @@ class JoinedHeader:
 
     @classmethod
     def of(cls, parsed: Sequence[ParsedHeader], state: Base) -> JoinedHeader:
-        """Raises CorruptPatch unless the files belong together and hold each element once."""
+        """Join headers; raise CorruptPatch unless the files belong together and cover each element
+        once."""
         files = tuple(each.header for each in parsed)
         if len({(file.base_root, file.target_root) for file in files}) != 1:
             raise CorruptPatch("the files of the patch do not have the same base and target")
         if len({file.history for file in files if file.history}) > 1:
             raise CorruptPatch("the files of the patch name different histories")
+        # Sorted slices must tile the state: an overlap or a gap shows at the first start that is
+        # not `at`.
         at = 0
         for start, stop in sorted(one for file in files for one in file.slices):
             if start != at:
@@ -414,12 +437,13 @@ class JoinedHeader:
 
     @property
     def history(self) -> HistoryName | None:
-        """That of the files that name one."""
+        """The history that the files need; None if none of them needs one."""
         return next((file.history for file in self.files if file.history), None)
 
     @property
     def is_whole(self) -> bool:
-        """Whether its blocks are those of whole tensors: one file has all of the state."""
+        """Whether one file covers the whole state, so that its blocks are those of whole
+        tensors."""
         return len(self.files) == 1
 
     @property

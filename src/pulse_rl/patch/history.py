@@ -1,9 +1,8 @@
-"""What changed in the last versions: net steps of elements, by which the next ones are coded
-(docs/format.md, 3.9).
+"""The changes of the last versions, by which the next ones are coded (docs/format.md, 3.9).
 
-A history at a version has one window for each version since the last start: an anchor, or a version
-at which the publisher starts it anew (docs/protocol.md, section 12). Every way into the stream ends
-at a start, so a reader that follows the patches from there has the publisher's history.
+A history has one window for each version since the last start. A start is an anchor, or a version
+at which the publisher starts the history anew (docs/protocol.md, section 12). Every way into the
+stream ends at a start. So a reader that follows the patches from there has the publisher's history.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from ..state.bits import UIntArray
 from ..state.tensors import DType
 from .blocks import Block, recut
 
+# The span of the publisher's histories is 32 (`pulse_rl.history.START_SPAN`); the format allows
+# twice as many windows.
 MAX_WINDOWS = 64
 
 RECORD_BYTES = 4
@@ -34,18 +35,22 @@ Blocks = tuple[Block, ...]
 
 
 class HistoryName(NamedTuple):
-    """The history that a patch needs: the number of ``windows`` that end at the patch's base, and
-    as ``check`` the first 8 bytes of the SHA-256 of the roots at which these windows begin, oldest
-    first, 32 bytes each."""
+    """The history that a patch needs.
+
+    It has the last ``windows`` windows before the patch's base. ``check`` is the first 8 bytes of
+    the SHA-256 of the roots at which these windows begin, oldest first, 32 bytes each.
+    """
 
     windows: int
     check: bytes
 
 
 class Window(NamedTuple):
-    """The net steps from the version with root ``base_root`` to the next one: records
-    (`history_records`) by index of the block of a cut, ``blocks``; what did not change, or is not
-    held, is left out."""
+    """The net steps from the version with root ``base_root`` to the next version.
+
+    ``records`` has the records (`history_records`) by index of the cut ``blocks``. Blocks without
+    changes, and blocks that are not held, are left out.
+    """
 
     base_root: str
     records: Mapping[int, Records]
@@ -56,7 +61,7 @@ class Window(NamedTuple):
         return sum(records.nbytes for records in self.records.values())
 
     def of(self, blocks: Blocks) -> Window:
-        """The same by another cut of the same tensors."""
+        """The same window by another cut of the same tensors."""
         if self.blocks == blocks:
             return self
         changes = {index: _decoded(records) for index, records in self.records.items()}
@@ -68,8 +73,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """Windows that follow each other, oldest first. Never changed: replaced with the version at
-    which it ends."""
+    """Consecutive windows, oldest first. A history never changes; each version has a new one."""
 
     windows: tuple[Window, ...] = ()
 
@@ -79,19 +83,21 @@ class History:
 
     @property
     def name(self) -> HistoryName | None:
-        """None where nothing is remembered."""
+        """The name of the whole history; None if it has no windows."""
         if not self.windows:
             return None
         roots = b"".join(bytes.fromhex(window.base_root) for window in self.windows)
         return HistoryName(len(self.windows), sha256(roots).digest()[:8])
 
     def named(self, name: HistoryName | None, blocks: Blocks) -> History:
-        """The part of this history that a patch names, by the patch's blocks; raises WrongHistory
-        where it is not that."""
+        """The part of this history that a patch names, by the patch's blocks.
+
+        Raises WrongHistory if this history does not end with it.
+        """
         if name is None:
             return History()
-        # A patch may need less than is known. The number alone shows little: the roots show that
-        # it is the same past.
+        # A patch may need fewer windows than are known. The number alone proves little, so the
+        # roots at which the windows begin are compared.
         found = self.last(name.windows)
         if found.name != name:
             raise WrongHistory(
@@ -101,26 +107,27 @@ class History:
         return found.of(blocks)
 
     def of(self, blocks: Blocks) -> History:
-        """The same by another cut of the same tensors."""
+        """The same history by another cut of the same tensors."""
         one = self.windows[0].blocks if self.windows else blocks
         if one == blocks and all(
             window.blocks is one for window in self.windows
-        ):  # a cut is compared once
+        ):  # by identity: equal cuts are one object
             return self
         return History(tuple(window.of(blocks) for window in self.windows))
 
     def past(self, index: int) -> Past:
-        """What is known of a block: all windows, also where nothing in it changed."""
+        """The records of one block in all windows; empty ones where nothing changed."""
         return tuple(window.records.get(index, _NOTHING) for window in self.windows)
 
     def then(self, window: Window) -> History:
-        """Followed by one more window."""
+        """This history followed by one more window."""
+        # Equal cuts become one object: `of` compares cuts by identity first.
         if self.windows and window.blocks == (blocks := self.windows[-1].blocks):
             window = window._replace(blocks=blocks)
         return History((*self.windows, window))
 
     def last(self, count: int) -> History:
-        """The last so many windows."""
+        """The last ``count`` windows."""
         return (
             History(self.windows[len(self.windows) - count :])
             if count < len(self.windows)
@@ -128,15 +135,17 @@ class History:
         )
 
     def after(self, window: Window | None, windows: int, most: int) -> History:
-        """The history at the next version, whose manifest remembers the last ``windows``: those of
-        this history and ``window``, in at most ``most`` bytes. None: the reader does not know what
-        the version changed."""
+        """The history at the next version, whose manifest remembers the last ``windows`` windows.
+
+        It has at most ``most`` bytes. ``window`` is the next version's; None if the reader does not
+        know what that version changed.
+        """
         if window is None or not windows:
             return History()
         return self.then(window).last(windows).within(most)
 
     def within(self, nbytes: int) -> History:
-        """The last windows, of at most so many bytes."""
+        """The last windows that take at most ``nbytes``."""
         kept = self
         while kept.nbytes > nbytes:
             kept = kept.last(len(kept.windows) - 1)
@@ -146,8 +155,11 @@ class History:
 def records_of(
     dtype: DType, positions: npt.NDArray[np.uint32], old: UIntArray, new: UIntArray
 ) -> Records | None:
-    """What a window of one version remembers of a block of which the elements at ``positions`` went
-    from ``old`` to ``new``; None where that is nothing."""
+    """The records of one version of a block whose elements at ``positions`` went from ``old`` to
+    ``new``.
+
+    None if there is nothing to remember.
+    """
     if dtype.width > 4 or not len(positions):
         return None
     records = history_records(
@@ -157,9 +169,11 @@ def records_of(
 
 
 class Recorder:
-    """Collects the records of a window by block, of any number of threads, while they take at most
-    ``most`` bytes (None: any number of them); beyond that there are none. ``only``: of these
-    blocks."""
+    """Collects the records of a window by block; several threads may add to it.
+
+    It gives up if they take more than ``most`` bytes (None: no limit). ``only``: record these
+    blocks only.
+    """
 
     def __init__(self, most: int | None = None, only: Collection[int] | None = None) -> None:
         self.records: dict[int, Records] | None = {}
@@ -168,10 +182,11 @@ class Recorder:
         self._lock = allocate_lock()
 
     def add(self, index: int, dtype: DType, changes: Changes, before: UIntArray) -> None:
-        """The ``changes`` of a block whose elements were ``before``."""
+        """Record the ``changes`` of a block whose elements were ``before``."""
         if dtype.width > 4 or (self._only is not None and index not in self._only):
             return
-        # Counted before records are made: what is too much costs no time either.
+        # Bytes are counted before the records are made, so a version that is too large costs no
+        # time.
         with self._lock:
             if self._left is not None:
                 self._left -= RECORD_BYTES * len(changes.positions)
@@ -186,15 +201,17 @@ class Recorder:
 
 
 _LONGEST_GAP = 65535
-"""A record: u16 elements since the one before, the net step, the class. A longer gap is said by
-records of its own, with so many elements and step 0."""
+"""A record is 4 bytes: u16 elements since the record before, the net step, the class. A longer gap
+takes records of their own, each with this number of elements and step 0."""
 
 
 def _decoded(records: Records) -> Changes:
-    """The positions of which records speak, and what they say as numbers."""
+    """The positions of records, and their net step and class as one number."""
     said = records.view("<u4")
+    # Records of long gaps mark no element.
     speaks = (said & 0xFFFFFF) != _LONGEST_GAP
     ends = np.cumsum((said & _LONGEST_GAP) + speaks, dtype=np.int64)
+    # A record beyond any block comes from a damaged file; it must not index memory.
     speaks &= ends <= MAX_BLOCK_ELEMENTS
     return Changes((ends[speaks] - 1).astype(np.uint32), said[speaks] >> 16)
 

@@ -1,5 +1,4 @@
-"""The SHA-256 tree of a state that a patch leads to: new leaves where a block changed, the old
-state's elsewhere."""
+"""The SHA-256 tree of a patch's target: new leaves for changed blocks, old leaves elsewhere."""
 
 from __future__ import annotations
 
@@ -23,14 +22,18 @@ from ..state.tensors import Segment, TensorSpec
 from .blocks import Block
 
 Leaves = dict[tuple[str, int], bytes]
-"""Digests of leaves by the tensor's name and the leaf's number."""
+"""Digests of leaves by tensor name and leaf number."""
+# The vector lanes of a core hash this many leaves at once (AVX-512; other kernels have 4 or 8).
 SIDE_BY_SIDE = 16
-_ROUNDS = 4  # of so many leaves for each thread, at least
+_ROUNDS = 4  # full lanes that each thread needs; with fewer leaves a block is a group
 
 
 def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]:
-    """Which of the blocks one thread hashes at once: neighbors of one dtype, until their leaves
-    fill the lanes of a processor, where that leaves enough work for all threads."""
+    """Groups of blocks, as ranges of indices, that one thread hashes in one call.
+
+    Neighbors of one dtype form a group until their leaves fill the lanes of a processor. Groups are
+    single blocks if there are too few leaves for all threads.
+    """
     leaves = [
         sum(-(-(s.stop - s.start) * s.spec.dtype.width // LEAF_BYTES) for s in block.segments)
         for block in blocks
@@ -40,6 +43,7 @@ def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]
         if sum(leaves) >= SIDE_BY_SIDE * _ROUNDS * (threads or default_threads())
         else 1
     )
+    # Close a group when it fills the lanes or the dtype changes.
     groups, start, found = [], 0, 0
     for index, block in enumerate(blocks):
         if found >= lanes or block.dtype != blocks[start].dtype:
@@ -50,8 +54,10 @@ def hashed_together(blocks: Sequence[Block], threads: int | None) -> list[range]
 
 
 class ChangedBlock(NamedTuple):
-    """A block in which something changed: its ``elements`` before the ``changes``, or, ``made``,
-    after them."""
+    """A block with changes.
+
+    ``elements`` are those before the ``changes``, or after them if ``made``.
+    """
 
     block: Block
     elements: UIntArray
@@ -60,7 +66,7 @@ class ChangedBlock(NamedTuple):
 
 
 def inner(segment: Segment) -> Segment | None:
-    """The elements of a segment that lie in leaves that are wholly in it."""
+    """The part of a segment whose leaves lie wholly in it; None if there is none."""
     spec, per_leaf = segment.spec, LEAF_BYTES // segment.spec.dtype.width
     start = -(-segment.start // per_leaf) * per_leaf
     stop = segment.stop if segment.stop == spec.elements else segment.stop // per_leaf * per_leaf
@@ -68,16 +74,18 @@ def inner(segment: Segment) -> Segment | None:
 
 
 def inner_leaves(blocks: Iterable[Block], elements: Callable[[Segment], UIntArray]) -> Leaves:
-    """The leaves that lie wholly in a segment of the blocks, hashed side by side."""
+    """The leaves that lie wholly in a segment of ``blocks``, hashed in one call."""
     parts = [part for block in blocks for part in map(inner, block.segments) if part]
     return numbered(parts, leaves_of([elements(part) for part in parts])) if parts else {}
 
 
 def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
-    """The same of changed blocks of one dtype; those of segments without changes are left out."""
+    """The inner leaves of changed blocks of one dtype, without segments that have no changes."""
     parts: list[Segment] = []
     pieces: list[Changed] = []
     for block, elements, (positions, values, _), made in blocks:
+        # A segment covers positions [base, next end) of its block, and changes [first, last) of the
+        # block.
         ends = list(accumulate(segment.elements for segment in block.segments))
         places = pairwise([0, *bits.below(positions, ends)])
         for segment, (base, _), (first, last) in zip(
@@ -88,6 +96,8 @@ def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
                 continue
             start = base + part.start - segment.start
             end = start + part.elements
+            # The elements are new already: no change is put into them. Otherwise the changes of the
+            # part.
             if made:
                 low, high = 0, 0
             elif part == segment:
@@ -102,6 +112,7 @@ def changed_inner_leaves(blocks: Sequence[ChangedBlock]) -> Leaves:
 
 
 def numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
+    """Assign digests of consecutive leaves to tensor names and leaf numbers."""
     found: Leaves = {}
     for part, of in zip(parts, digests, strict=True):
         first = part.start * part.spec.dtype.width // LEAF_BYTES
@@ -112,7 +123,7 @@ def numbered(parts: Sequence[Segment], digests: Sequence[bytes]) -> Leaves:
 
 
 def numbered_leaves(digest: StateDigest) -> Leaves:
-    """All leaves of a tree."""
+    """All leaves of a tree by name and number."""
     return {
         (name, k): of[32 * k : 32 * k + 32]
         for name, of in digest.leaves.items()
@@ -121,7 +132,7 @@ def numbered_leaves(digest: StateDigest) -> Leaves:
 
 
 def tree_of(specs: tuple[TensorSpec, ...], leaves: Leaves) -> StateDigest:
-    """The tree of a state of ``specs``, of all its leaves."""
+    """The tree of a state of ``specs`` from all its leaves."""
     made = {
         spec.name: b"".join(leaves[spec.name, k] for k in range(-(-spec.nbytes // LEAF_BYTES)))
         for spec in specs
@@ -130,8 +141,10 @@ def tree_of(specs: tuple[TensorSpec, ...], leaves: Leaves) -> StateDigest:
 
 
 def with_leaves(old: StateDigest, changed: Leaves, tensors: bytes = b"") -> StateDigest:
-    """The tree ``old`` with the ``changed`` leaves in place of its own; of a state that is held in
-    part with the new digests of all ``tensors``."""
+    """The tree ``old`` with the ``changed`` leaves.
+
+    For a worker that holds a part of the state, ``tensors`` has the new digests of all tensors.
+    """
     made = {name: bytearray(digests) for name, digests in old.leaves.items()}
     for (name, number), digest in changed.items():
         made[name][32 * number : 32 * number + 32] = digest

@@ -1,7 +1,7 @@
-"""Flat arrays of bits: memory for many of them, and what is done in place: differ, take, put.
+"""Flat arrays of bits: memory for many of them, and in-place comparison, gather and scatter.
 
-The native kernels check bounds and release the GIL. The arrays are contiguous and aligned, as those
-of a `State` are: what is not, is refused (ValueError, TypeError).
+The native kernels check bounds and release the GIL. All arrays are contiguous and aligned, as those
+of a `State` are; other arrays raise ValueError or TypeError.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ Positions = npt.NDArray[np.uint32]
 
 
 def differing(old: UIntArray, new: UIntArray) -> Positions:
-    """The positions, ascending, at which two arrays of one dtype and of less than 2^32 elements
-    differ."""
+    """The positions, ascending, at which two arrays of one dtype differ.
+
+    Both have the same length, below 2^32 elements.
+    """
     return scan(old.view(np.uint8), new.view(np.uint8), old.dtype.itemsize)
 
 
 def below(positions: Positions, ends: Sequence[int]) -> list[int]:
-    """How many of the ascending ``positions`` are below each of ``ends``, which are below 2^32."""
-    # Ends of another dtype than the positions' would have all of these converted.
+    """For each of ``ends``: how many of the ascending ``positions`` are below it.
+
+    The ``ends`` are below 2^32.
+    """
+    # searchsorted would convert all positions to the dtype of the ends, so the few ends are
+    # converted.
     found: list[int] = positions.searchsorted(np.array(ends, positions.dtype)).tolist()
     return found
 
@@ -42,15 +48,18 @@ def take(elements: UIntArray, positions: Positions, base: int = 0) -> UIntArray:
 
 
 def held(elements: UIntArray, positions: Positions, values: UIntArray) -> bool:
-    """Whether ``elements[positions]`` are ``values``; raises IndexError."""
+    """Whether ``elements[positions]`` equal ``values``; raises IndexError."""
     return holds(
         elements.view(np.uint8), elements.dtype.itemsize, positions, 0, values.view(np.uint8)
     )
 
 
 def put(elements: UIntArray, positions: Positions, values: UIntArray, base: int = 0) -> None:
-    """``elements[positions - base] = values``, all or, on IndexError, nothing. Repeating it changes
-    nothing."""
+    """Set ``elements[positions - base] = values``.
+
+    On IndexError nothing is written. Writing the same values again changes nothing, so an undo may
+    repeat it.
+    """
     scatter(
         elements.view(np.uint8), elements.dtype.itemsize, positions, base, values.view(np.uint8)
     )
@@ -64,24 +73,26 @@ LINE = 64
 """Bytes of a cache line."""
 
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
-"""Makes memory of so many bytes, uninitialized."""
+"""Allocates uninitialized memory of the given number of bytes."""
 
 
 def pageable(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory as the system gives it."""
+    """Allocate ordinary memory."""
     return np.empty(nbytes, np.uint8)
 
 
 class SpareMemory:
-    """Memory that is needed for a while, and then by somebody else: of new memory each page costs a
-    fault. Threads may share it; it ends with this."""
+    """A pool of temporary memory for several threads. Each page of new memory costs a page fault.
+
+    The memory is freed with the pool.
+    """
 
     def __init__(self) -> None:
         self._free: list[npt.NDArray[np.uint8]] = []
 
     @contextmanager
     def borrow(self) -> Iterator[Allocate]:
-        """Lends memory until the end of the ``with``."""
+        """Lend memory until the end of the ``with`` block."""
         taken: list[npt.NDArray[np.uint8]] = []
 
         def lend(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -101,12 +112,13 @@ class SpareMemory:
 
 
 def contiguous(sizes: Sequence[int], allocate: Allocate = pageable) -> list[npt.NDArray[np.uint8]]:
-    """Arrays of so many bytes, uninitialized, each at a cache line of one allocation, which
-    ``allocate`` makes.
+    """Allocate uninitialized arrays of the given ``sizes`` in bytes, as slices of one allocation.
 
-    The system gives large pages to large allocations (numpy asks for them): tensors of a megabyte
-    each would cost a page fault for every 4 KiB. The memory is freed with the last of the arrays.
+    Each array starts at a cache line. The system gives large pages to large allocations, for which
+    numpy asks. Separate tensors of a megabyte each would cost a page fault for every 4 KiB. The
+    memory is freed with the last of the arrays.
     """
+    # One extra line, because the allocation itself may start inside a cache line.
     places = list(accumulate((size + -size % LINE for size in sizes), initial=0))
     memory = allocate(places[-1] + LINE)
     memory = memory[-memory.ctypes.data % LINE :]
@@ -117,11 +129,14 @@ def contiguous(sizes: Sequence[int], allocate: Allocate = pageable) -> list[npt.
 
 
 def joined(arrays: Sequence[npt.NDArray[T]]) -> npt.NDArray[T] | None:
-    """A view of flat ``arrays`` that lie one behind another in one allocation of `contiguous`; None
-    if they do not. It is writable if all of them are."""
+    """One view of flat ``arrays`` that are adjacent in one allocation of `contiguous`; else None.
+
+    The view is writable if all arrays are.
+    """
     memory = arrays[0].base
     if not isinstance(memory, np.ndarray) or memory.dtype != np.uint8 or memory.ndim != 1:
         return None
+    # Each array must start where the one before ends, in the same allocation.
     start = at = arrays[0].ctypes.data - memory.ctypes.data
     for array in arrays:
         if array.base is not memory or array.ctypes.data - memory.ctypes.data != at:

@@ -1,9 +1,8 @@
-"""The compute dtypes, and states as the forward pass sees them: bits after the cast, rounded to
-nearest, ties to even.
+"""Compute dtypes, and states as the forward pass sees them.
 
-A compute dtype is what a forward pass multiplies in. The casts are those of ``torch.Tensor.to``,
-bit for bit but for NaN payloads. FP8 is cast without a scale; with the scales of a checkpoint it is
-made by `quantize`.
+A compute dtype is the dtype in which a forward pass multiplies. Casts round to nearest, ties to
+even, and equal those of ``torch.Tensor.to`` bit for bit except for NaN payloads. FP8 is cast
+without a scale; the package `quantize` makes FP8 with the scales of a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 DTypeLike = Union[str, "torch.dtype"]
-"""What callers give as a compute dtype; see `compute_dtype_named`."""
+"""A compute dtype as callers give it; see `compute_dtype_named`."""
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _CHUNK = 1 << 16  # elements whose temporaries stay in the cache
@@ -34,9 +33,9 @@ _CHUNK = 1 << 16  # elements whose temporaries stay in the cache
 class Rounding(NamedTuple):
     """How FP32 rounds to a narrower float, as the native kernels take it.
 
-    ``mantissa``: explicit mantissa bits. ``least``: FP32 exponent field of the smallest normal
-    number. ``most``: FP32 bits of the largest finite number. ``beyond``: FP32 bits of what a larger
-    one becomes: infinity, or ``most``.
+    ``mantissa`` is the number of explicit mantissa bits. ``least`` is the FP32 exponent field of
+    the smallest normal number. ``most`` has the FP32 bits of the largest finite number. ``beyond``
+    has the FP32 bits that replace a larger number: infinity, or ``most``.
     """
 
     mantissa: int
@@ -45,6 +44,7 @@ class Rounding(NamedTuple):
     beyond: int
 
 
+# (mantissa bits, smallest normal exponent, largest finite number, overflow), see `Rounding`.
 ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
     {
         "BF16": Rounding(7, 1, 0x7F7F0000, 0x7F800000),
@@ -53,8 +53,8 @@ ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
         "F8_E5M2": Rounding(2, 113, 0x47600000, 0x7F800000),
     }
 )
-"""The compute dtypes by their safetensors names. E4M3 has no infinity and saturates at 448, as
-engines do."""
+"""The compute dtypes by their safetensors names. E4M3 has no infinity: it saturates at 448, as in
+inference engines."""
 
 _NAN = {"BF16": 0x7FC0, "F16": 0x7E00, "F8_E4M3": 0x7F, "F8_E5M2": 0x7F}
 
@@ -62,11 +62,11 @@ COMPUTE_DTYPES: Mapping[str, DType] = MappingProxyType({name: DTYPES[name] for n
 
 
 _SAFETENSORS_NAMES = {dtype.library: name for name, dtype in COMPUTE_DTYPES.items()}
-"""By the names that NumPy's extensions and torch use."""
+"""Safetensors names by the names that NumPy's extensions and torch use."""
 
 
 def compute_dtype_named(name: DTypeLike) -> DType:
-    """Return the compute dtype of this name.
+    """Return the compute dtype with the given name.
 
     Args:
         name: A torch.dtype such as torch.bfloat16, or a name in any letter case: safetensors'
@@ -74,9 +74,9 @@ def compute_dtype_named(name: DTypeLike) -> DType:
             "float8_e4m3fn", "float8_e5m2").
 
     Raises:
-        InputError: It is no compute dtype.
+        InputError: ``name`` is not a compute dtype.
     """
-    # The name of a torch.dtype is its string, so that torch need not be imported.
+    # str(torch.bfloat16) is "torch.bfloat16", so torch need not be imported here.
     text = str(name).lower().removeprefix("torch.")
     found = COMPUTE_DTYPES.get(_SAFETENSORS_NAMES.get(text, text.upper()))
     if found is None:
@@ -89,12 +89,11 @@ def compute_dtype_named(name: DTypeLike) -> DType:
 
 
 def round_bits(bits: npt.NDArray[np.uint32], dtype: DType) -> UIntArray:
-    """FP32 numbers [n], given by their bits, as the bits of a compute dtype [n]: uint16, or uint8
-    of FP8.
+    """Round FP32 numbers [n], given as bits, to a compute dtype: uint16 [n], or uint8 [n] for FP8.
 
-    What exceeds the range becomes Inf (E4M3: the largest number). NaN stays NaN with its sign;
-    those of BF16 and F16 keep the top bits of their payload and are quiet, those of FP8 are 0x7F.
-    Releases the GIL.
+    A number beyond the range becomes infinity; for E4M3 it becomes the largest number. NaN stays
+    NaN and keeps its sign. BF16 and F16 keep the top bits of its payload and make it quiet; FP8 has
+    the one payload 0x7F. Releases the GIL.
     """
     result = np.empty(bits.size, dtype.uint)
     round_values(bits, ROUNDINGS[dtype.name], _NAN[dtype.name], dtype.width, result.view(np.uint8))
@@ -102,13 +101,13 @@ def round_bits(bits: npt.NDArray[np.uint32], dtype: DType) -> UIntArray:
 
 
 def is_float(dtype: DType) -> bool:
-    """Whether it is a float that can be cast to a compute dtype."""
+    """Whether ``dtype`` is a float that can be cast to a compute dtype."""
     return dtype.name in _FLOATS
 
 
 def compute_dtype(spec: TensorSpec, dtype: DType) -> DType:
-    """What becomes of a tensor: floats wider than ``dtype`` are cast to it; all else stays as it
-    is."""
+    """The dtype of a tensor after the cast: ``dtype`` if the tensor is a wider float, else its
+    own."""
     return dtype if spec.dtype.name in _FLOATS and spec.dtype.width > dtype.width else spec.dtype
 
 
@@ -119,7 +118,7 @@ def cast_specs(specs: tuple[TensorSpec, ...], dtype: DType) -> tuple[TensorSpec,
 
 @dataclass(frozen=True, slots=True)
 class CastTensor:
-    """The tensor ``name`` of ``state`` in another dtype, cast on each read."""
+    """The tensor ``name`` of ``state``, cast to ``dtype`` on each read."""
 
     state: State
     name: str
@@ -132,8 +131,10 @@ class CastTensor:
 
 
 class CastState(State):
-    """``state`` cast to the compute dtype ``dtype``, computed on each read, so it needs no memory
-    of its own. Tied tensors stay tied."""
+    """``state`` cast to the compute dtype ``dtype`` on each read.
+
+    It needs no memory of its own. Tied tensors stay tied.
+    """
 
     def __init__(self, state: State, dtype: DType) -> None:
         specs = cast_specs(state.specs, dtype)
@@ -143,14 +144,17 @@ class CastState(State):
 
 
 def cast(bits: UIntArray, source: DType, target: DType) -> UIntArray:
-    """Flat bits of ``source`` as those of ``target``; the same array where both are one. Raises
-    UnsupportedTensor."""
+    """Cast flat bits of ``source`` to ``target``; return the same array if the two are equal.
+
+    Raises UnsupportedTensor for a pair without a cast.
+    """
     if source == target:
         return bits
     if source.name not in _FLOATS or target not in COMPUTE_DTYPES.values():
         raise UnsupportedTensor(f"no cast from {source.name} to {target.name}")
     if source.name == "F32":
         return round_bits(bits, target)
+    # In chunks, so that the FP32 temporaries stay in the cache.
     result = np.empty(bits.size, target.uint)
     for start in range(0, bits.size, _CHUNK):
         wide = to_f32(bits[start : start + _CHUNK], source)
@@ -159,7 +163,8 @@ def cast(bits: UIntArray, source: DType, target: DType) -> UIntArray:
 
 
 def to_f32(bits: UIntArray, source: DType) -> npt.NDArray[np.float32]:
-    """Flat bits of the float ``source`` as FP32; what lies beyond its range becomes Inf."""
+    """Flat bits of the float ``source`` as FP32 numbers; numbers beyond its range become
+    infinity."""
     if source.name == "BF16":
         wide: npt.NDArray[np.float32] = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return wide

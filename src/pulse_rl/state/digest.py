@@ -1,9 +1,12 @@
-"""The SHA-256 tree: leaves of 1 MiB, a digest per tensor, one root per state (docs/format.md,
-section 2).
+"""The SHA-256 tree of a state (docs/format.md, section 2).
 
-``leaf = SHA-256(bytes)``, ``tensor = SHA-256("pulse.tensor.1\\0", name, dtype, shape, leaves)``,
-``root = SHA-256("pulse.state.1\\0", tensor digests in name order)``. Name, dtype and shape are part
-of the root.
+A tree has leaves of 1 MiB, one digest per tensor, and one root per state::
+
+    leaf   = SHA-256(bytes)
+    tensor = SHA-256("pulse.tensor.1\\0", name, dtype, shape, leaves)
+    root   = SHA-256("pulse.state.1\\0", tensor digests in name order)
+
+So the root covers names, dtypes and shapes too.
 """
 
 from __future__ import annotations
@@ -28,15 +31,18 @@ LEAF_BYTES = 1 << 20
 _TENSOR_TAG = b"pulse.tensor.1\0"
 _STATE_TAG = b"pulse.state.1\0"
 
-# Leaves are hashed side by side, at most 16. Small tensors share a task: a thread switch costs more
-# than their hashes.
+# The kernel hashes up to 16 leaves at once on one core: 2.9 to 3.7 GB/s, against 1.7 for one leaf
+# at a time. Small tensors share a task, because a thread switch costs more than their hashes.
 _TASK_BYTES = 16 * LEAF_BYTES
 
 
 @dataclass(frozen=True, repr=False)
 class StateDigest:
-    """The SHA-256 tree of a state with ``specs``. ``leaves[name]`` holds a tensor's 32-byte leaf
-    digests, in order; the dictionary must not change."""
+    """The SHA-256 tree of a state with ``specs``.
+
+    ``leaves[name]`` holds the leaf digests of a tensor in order, 32 bytes each. The dictionary must
+    not change.
+    """
 
     specs: tuple[TensorSpec, ...]
     leaves: dict[str, bytes]
@@ -51,7 +57,7 @@ class StateDigest:
 
     @cached_property
     def tensor_digests(self) -> bytes:
-        """The 32-byte digests of the tensors, one after another, in the order of the names."""
+        """The digests of all tensors in name order, 32 bytes each."""
         return b"".join(map(self.tensor, self.specs))
 
     def tensor(self, spec: TensorSpec) -> bytes:
@@ -61,17 +67,22 @@ class StateDigest:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PartDigest(StateDigest):
-    """The tree of a state of which only ``specs`` are held, with their ``leaves``. ``whole`` are
-    the specs of all its tensors in the order of the names, ``tensors`` their 32-byte digests, one
-    after another."""
+    """The tree of a state of which a worker holds only the tensors ``specs``, with their
+    ``leaves``.
+
+    ``whole`` lists the specs of all its tensors in name order, ``tensors`` their digests, 32 bytes
+    each.
+    """
 
     whole: tuple[TensorSpec, ...]
     tensors: bytes
 
     @property
     def root(self) -> str:
-        """The root of the whole state as 64 hexadecimal digits, of what is held and the digests of
-        the rest."""
+        """The root of the whole state, 64 hexadecimal digits.
+
+        It is computed from the leaves of the held tensors and the stored digests of the others.
+        """
         own = {spec.name: self.tensor(spec) for spec in self.specs}
         digests = (
             own.get(s.name) or self.tensors[32 * k : 32 * k + 32] for k, s in enumerate(self.whole)
@@ -79,14 +90,14 @@ class PartDigest(StateDigest):
         return root_of(b"".join(digests))
 
     def of(self, specs: tuple[TensorSpec, ...]) -> PartDigest:
-        """The same tree, with the leaves of ``specs`` only."""
+        """The same tree with the leaves of ``specs`` only."""
         return PartDigest(
             specs, {spec.name: self.leaves[spec.name] for spec in specs}, self.whole, self.tensors
         )
 
 
 class Changed(NamedTuple):
-    """A flat array, and new bits ``values`` at ``positions - base``, which ascend, of elements of
+    """A flat array ``elements``, and new bits ``values`` at the ascending ``positions - base`` in
     it."""
 
     elements: UIntArray
@@ -96,19 +107,20 @@ class Changed(NamedTuple):
 
 
 def leaf_digests(bits: UIntArray) -> bytes:
-    """The leaf digests of a flat array, 32 bytes each, one after another; empty for an empty
-    array."""
+    """The leaf digests of a flat array, 32 bytes each; empty for an empty array."""
     return sha256_leaves([bits.view(np.uint8)], LEAF_BYTES)
 
 
 def leaves_of(arrays: Sequence[UIntArray]) -> list[bytes]:
-    """The leaf digests of each array, hashed side by side."""
+    """The leaf digests of each array, 32 bytes each, all hashed in one call."""
     return _split(sha256_leaves([a.view(np.uint8) for a in arrays], LEAF_BYTES), arrays)
 
 
 def changed_leaves_of(changed: Sequence[Changed]) -> list[bytes]:
-    """The leaf digests that arrays of one dtype would have once changed. Writes nothing. Raises
-    IndexError."""
+    """The leaf digests that arrays of one dtype would have after their changes; writes nothing.
+
+    Raises IndexError.
+    """
     if not any(len(change.values) for change in changed):
         return leaves_of([change.elements for change in changed])
     raw = [
@@ -119,6 +131,7 @@ def changed_leaves_of(changed: Sequence[Changed]) -> list[bytes]:
 
 
 def _split(digests: bytes, arrays: Sequence[UIntArray]) -> list[bytes]:
+    # An array of n bytes has ceil(n / 1 MiB) leaves of 32 bytes.
     ends = accumulate(32 * -(-a.nbytes // LEAF_BYTES) for a in arrays)
     starts = [0, *ends]
     return [digests[start:end] for start, end in pairwise(starts)]
@@ -133,8 +146,7 @@ def tensor_digest(spec: TensorSpec, leaves: bytes) -> bytes:
 
 
 def root_of(tensor_digests: bytes) -> str:
-    """The root (64 hexadecimal digits) over tensors' 32-byte digests, in the order of the sorted
-    names."""
+    """The root, 64 hexadecimal digits, of tensor digests of 32 bytes each in name order."""
     return sha256(_STATE_TAG + tensor_digests).hexdigest()
 
 
@@ -145,12 +157,13 @@ def state_digest(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> StateDigest:
-    """Hashes a whole state in threads. ``progress`` is called with the number of bytes done since
-    the last call.
+    """Hash a whole state in threads.
 
-    With a ``source`` of the same tensors, ``state`` is filled from it on the way, each piece hashed
-    while it is in the cache: the digest is that of the copy, whatever becomes of the source.
+    With a ``source`` of the same tensors, ``state`` is filled from it meanwhile, and each piece is
+    hashed while it is in the cache. The digest is that of the copy, even if the source changes
+    during the call. ``progress`` gets the number of bytes since its last call.
     """
+    # 1. Tasks of at most 16 MiB: pieces of large tensors, or several small tensors.
     tasks: list[list[tuple[str, int, int]]] = []
     room = 0
     for spec in state.specs:
@@ -170,6 +183,7 @@ def state_digest(
                 state.read(*piece)[:] = source.read(*piece)
         return leaves_of([state.read(*piece) for piece in task])
 
+    # 2. Results arrive in the order of the tasks, so the leaves of a tensor stay in order.
     leaves: dict[str, list[bytes]] = {spec.name: [] for spec in state.specs}
     for task, digests in zip(tasks, ordered_map(run, tasks, threads), strict=True):
         for (name, start, stop), digest in zip(task, digests, strict=True):

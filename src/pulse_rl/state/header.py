@@ -16,8 +16,10 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 def header_bytes(specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length prefix and header of a safetensors file that holds ``specs`` in this order; padded to
-    8 bytes. Raises InputError for metadata that safetensors cannot hold."""
+    """Length prefix and header of a safetensors file that holds ``specs`` in this order.
+
+    The header is padded to 8 bytes. Raises InputError for metadata that safetensors cannot hold.
+    """
     facts = metadata or {}
     if not isinstance(facts, Mapping) or not all(
         isinstance(text, str) for item in facts.items() for text in item
@@ -42,23 +44,25 @@ def header_bytes(specs: tuple[TensorSpec, ...], metadata: Mapping[str, str] | No
 def parse_header(
     prefix: bytes | memoryview, file_bytes: int
 ) -> tuple[list[tuple[TensorSpec, int]], dict[str, str], int]:
-    """([(spec, offset in the data)], metadata, start of the data) from the first bytes of a
-    safetensors file.
+    """Parse the start of a safetensors file of ``file_bytes`` bytes.
 
-    ``prefix`` must hold the whole header, see `header_length`. Raises CorruptCheckpoint.
+    ``prefix`` must hold the whole header (`header_length`). Returns the tensors with their offsets
+    in the data, the metadata, and the start of the data. Raises CorruptCheckpoint.
     """
+    # 1. The JSON object. A key that occurs twice would let two readers see two files.
     length = header_length(prefix, file_bytes)
     try:
         header = json.loads(
             bytes(prefix[8 : 8 + length]).decode(), object_pairs_hook=_no_duplicates
         )
-    except (ValueError, RecursionError) as error:  # of a number with thousands of digits, too
+    except (ValueError, RecursionError) as error:  # of a number of 10,000 digits, too
         raise CorruptCheckpoint(f"the safetensors header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise CorruptCheckpoint("the safetensors header is not an object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptCheckpoint("the safetensors metadata is not a map of strings")
+    # 2. The tensors must tile the data. Empty tensors sort before the tensor at their offset.
     placed = sorted(
         (_entry(name, entry) for name, entry in header.items()), key=lambda p: (p[1], p[0].nbytes)
     )
@@ -69,6 +73,7 @@ def parse_header(
                 f"tensor {spec.name!r} starts at byte {offset} of the data, not at {at}"
             )
         at += spec.nbytes
+    # 3. No byte of the file may be outside of a tensor.
     if 8 + length + at != file_bytes:
         raise CorruptCheckpoint(
             f"the file has {file_bytes} bytes, its header implies {8 + length + at}"
@@ -77,8 +82,10 @@ def parse_header(
 
 
 def header_length(prefix: bytes | memoryview, file_bytes: int) -> int:
-    """Bytes of JSON behind the 8-byte length prefix; raises CorruptCheckpoint past the file's end
-    or the cap."""
+    """Bytes of JSON after the 8-byte length prefix.
+
+    Raises CorruptCheckpoint if the length exceeds the file or 100 MiB.
+    """
     length = int.from_bytes(prefix[:8], "little")
     if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
         raise CorruptCheckpoint(
@@ -87,6 +94,8 @@ def header_length(prefix: bytes | memoryview, file_bytes: int) -> int:
     return length
 
 
+# Every number of an entry is checked for its type as well: JSON's true is 1 to Python, and 1e3 a
+# float.
 def _entry(name: str, entry: Any) -> tuple[TensorSpec, int]:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -1,8 +1,8 @@
 """Names, dtypes, shapes, and the bits of tensors as flat little-endian unsigned integers.
 
-Everything above this module sees a tensor as `TensorSpec` plus a flat unsigned array: comparisons
-are made on bits, so that NaN payloads, -0.0 and Inf survive and every dtype works alike. torch is
-never imported here.
+Everything above this module sees a tensor as a `TensorSpec` and a flat unsigned array. Comparisons
+are made on bits, so NaN payloads, -0.0 and Inf survive and every dtype works alike. This module
+never imports torch.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if sys.byteorder != "little":  # pragma: no cover
         "bytes"
     )
 
+# Caps on what a stranger's file or manifest can make a reader allocate.
 MAX_NAME_BYTES = 1024
 MAX_DIMS = 16
 MAX_TENSORS = 1 << 18
@@ -41,11 +42,11 @@ _UINT: dict[int, np.dtype[Any]] = {w: np.dtype(f"<u{w}") for w in (1, 2, 4, 8)}
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type with its safetensors ``name``; an element has ``width`` bytes.
+    """An element type with its safetensors ``name`` and its ``width`` in bytes.
 
-    ``exponent`` is (lowest bit, number of bits) of the exponent field, None if the dtype has none.
-    ``id`` is the byte that identifies the dtype in a patch header and never changes. ``library`` is
-    the name that numpy, ml_dtypes and torch give the type.
+    ``exponent`` is (lowest bit, number of bits) of the exponent field; None if the dtype has none.
+    ``id`` identifies the dtype in a patch header and never changes. ``library`` is the name that
+    numpy, ml_dtypes and torch use.
     """
 
     id: int
@@ -56,12 +57,12 @@ class DType:
 
     @property
     def uint(self) -> np.dtype[Any]:
-        """The unsigned dtype of the element's width."""
+        """The unsigned numpy dtype of the same width."""
         return _UINT[self.width]
 
     @property
     def is_wide(self) -> bool:
-        """Whether it is a float of more than two bytes, wider than what models compute in."""
+        """Whether this is a float of more than two bytes, wider than compute dtypes."""
         return self.exponent is not None and self.width > 2
 
 
@@ -95,7 +96,7 @@ _FROM_LIBRARY = {dtype.library: dtype for dtype in DTYPES.values()}
 
 
 def dtype_of(name: str) -> DType:
-    """The `DType` that safetensors calls ``name``; raises UnsupportedTensor."""
+    """The `DType` with the safetensors name ``name``; raises UnsupportedTensor."""
     if not isinstance(name, str) or name not in DTYPES:
         raise UnsupportedTensor(
             f"dtype {name!r} is not supported", hint=f"Supported: {', '.join(DTYPES)}."
@@ -104,7 +105,7 @@ def dtype_of(name: str) -> DType:
 
 
 def check_tensor_name(name: object) -> None:
-    """Raises InputError for what cannot name a tensor or an alias."""
+    """Raise InputError unless ``name`` can name a tensor or an alias."""
     if not isinstance(name, str):
         raise InputError(f"a tensor name must be a string, not {name!r}")
     try:
@@ -119,8 +120,15 @@ def check_tensor_name(name: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without its values: its ``name``, ``dtype`` and ``shape``. Raises InputError past
-    the caps."""
+    """Describe a tensor without its values.
+
+    Args:
+        name: The tensor's name, 1 to 1,024 bytes in UTF-8.
+        dtype: The element type (`DType`).
+        shape: The sizes of at most 16 dimensions; ``()`` for a scalar.
+    Raises:
+        InputError: A name, a size or the number of elements is out of range.
+    """
 
     name: str
     dtype: DType
@@ -155,10 +163,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """A tensor given as bits, for dtypes that numpy lacks: ``Bits(uint16_array, "BF16")``.
+    """Pass a tensor as bits, for dtypes that numpy lacks: ``Bits(uint16_array, "BF16")``.
 
-    ``array`` has an unsigned dtype of the element's width; its shape is the tensor's. ``dtype`` is
-    the dtype's safetensors name.
+    Args:
+        array: The bits: an array of unsigned integers of the element's width, in the tensor's
+            shape.
+        dtype: The safetensors name of the dtype, such as "BF16" or "F8_E4M3".
     """
 
     array: UIntArray
@@ -173,9 +183,9 @@ _INTS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensor:
-    """A torch tensor that is not in host memory; slices of it are copied on demand.
+    """A torch tensor outside of host memory; slices are copied on demand.
 
-    ``flat``: torch.uint8 [elements * width] on its device. ``width``: bytes of an element.
+    ``flat`` is torch.uint8 [elements * width] on its device; ``width`` is the bytes of an element.
     """
 
     flat: Any
@@ -183,11 +193,11 @@ class DeviceTensor:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it is in the memory of a CUDA (or ROCm) device."""
+        """Whether the tensor is in the memory of a CUDA or ROCm device."""
         return bool(self.flat.device.type == "cuda")
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Elements [``start``, ``stop``) in new host memory, unsigned, once they are there."""
+        """Copy elements [``start``, ``stop``) to new host memory, as unsigned integers."""
         host: npt.NDArray[np.uint8] = (
             self.flat[start * self.width : stop * self.width].cpu().numpy()
         )
@@ -203,19 +213,27 @@ class DeviceTensor:
 
 
 class Readable(Protocol):
-    """The elements of one tensor that is not in host memory in its dtype."""
+    """The elements of a tensor that is not in host memory in its dtype."""
 
     def read(self, start: int, stop: int) -> UIntArray:
         """Elements [``start``, ``stop``) of the flattened tensor, in new host memory."""
 
 
 class State:
-    """The full named set of tensors of one version, as bits.
+    """Hold the named tensors of one version, as bits.
 
-    ``specs`` is sorted by the UTF-8 bytes of the names. ``aliases`` maps the other names of tied
-    tensors to the name under which the tensor is stored; aliases are not part of ``specs``. Host
-    tensors are views of the source, not copies. Created by `of` and `empty`; ``data`` maps each
-    name to its flat elements.
+    Make a state with `as_state`, `of` or `empty`. Host tensors are views of the caller's memory,
+    not copies. Iteration yields all names, aliases included.
+
+    Args:
+        specs: The stored tensors. The attribute ``specs`` has them in the order of the UTF-8 bytes
+            of their names.
+        data: For each name the flat elements: an unsigned array [elements], or an object with
+            ``read(start, stop)``.
+        aliases: The other names of tied tensors, each with the name under which the tensor is
+            stored. Aliases are not in ``specs``. Default: none.
+    Raises:
+        InputError: There are too many tensors, or an alias fits no tensor.
     """
 
     def __init__(
@@ -247,13 +265,19 @@ class State:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> Self:
-        """The state of ``tensors``, a mapping of names to torch tensors, numpy arrays or `Bits`.
-        Host tensors are not copied, except strided ones and those at addresses that are not a
-        multiple of their element's width.
+        """Return the state of a mapping of names to tensors.
 
-        Names that share storage, shape and dtype are tied: the first in the mapping's order stores
-        the tensor and the others become aliases (Hugging Face checkpoints keep the first one as
-        well). Raises UnsupportedTensor and InputError.
+        Host tensors are not copied, except strided ones and those at an address that is not a
+        multiple of their element's width. Names that share storage, shape and dtype are tied: the
+        first name in the mapping stores the tensor, as in Hugging Face checkpoints, and the others
+        become aliases.
+
+        Args:
+            tensors: Torch tensors, numpy arrays or `Bits` by name, of any shape.
+        Returns: The state.
+        Raises:
+            UnsupportedTensor: A tensor has a dtype or a layout without plain bits.
+            InputError: ``tensors`` is not a mapping, or a name is invalid.
         """
         if not isinstance(tensors, Mapping):
             raise InputError(f"a {type(tensors).__name__} is not a mapping of names to tensors")
@@ -261,9 +285,8 @@ class State:
         data: dict[str, UIntArray | Readable] = {}
         aliases: dict[str, str] = {}
         seen: dict[object, str] = {}
-        # All values stay referenced until the end: a mapping may make them on the fly, and the
-        # memory of one that was freed could come back as the next one's, which would then look tied
-        # to it.
+        # Values stay referenced until the end. A mapping may create them on the fly; a freed
+        # tensor's memory could become the next tensor's, and the two would look tied.
         held = []
         for name, value in tensors.items():
             held.append(value)
@@ -279,9 +302,15 @@ class State:
 
     @classmethod
     def empty(cls, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> Self:
-        """A state of ``specs`` and ``aliases`` in new memory with uninitialized values."""
-        # Small tensors of one dtype share a block, whatever lies between them: so that it can be
-        # read as it is.
+        """Allocate a state with uninitialized values.
+
+        Args:
+            specs: The tensors.
+            aliases: The other names of tied tensors, each with its stored name. Default: none.
+        Returns: The state, in new host memory.
+        """
+        # Tensors of one dtype are adjacent in memory, because small ones share a block of a patch.
+        # A block can then be read without a copy.
         placed = sorted(specs, key=lambda s: (s.dtype.id, s.name.encode()))
         memory = contiguous([s.nbytes for s in placed])
         return cls(
@@ -302,7 +331,7 @@ class State:
 
     @property
     def names(self) -> list[str]:
-        """All names, aliases included."""
+        """All names in order, aliases included."""
         return sorted([*self._spec, *self.aliases])
 
     def __contains__(self, name: object) -> bool:
@@ -315,12 +344,26 @@ class State:
         return len(self.specs) + len(self.aliases)
 
     def spec(self, name: str) -> TensorSpec:
-        """The spec of the tensor ``name``, which may be an alias; raises KeyError."""
+        """Return the spec of a tensor.
+
+        Args:
+            name: The name of a tensor, or an alias.
+        Raises:
+            KeyError: The state has no such tensor.
+        """
         return self._spec[self.aliases.get(name, name)]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> UIntArray:
-        """Elements [``start``, ``stop``) of the tensor ``name``, flattened, as unsigned integers: a
-        view of host memory, a copy of device memory. Without ``stop``, to the end. Raises KeyError.
+        """Return elements of a flattened tensor as unsigned integers.
+
+        Args:
+            name: The name of a tensor, or an alias.
+            start: The first element. Default: 0.
+            stop: The element after the last one. Default: the number of elements.
+        Returns: An array [stop - start] of unsigned integers of the element's width: a view of host
+            memory, or a copy of device memory.
+        Raises:
+            KeyError: The state has no such tensor.
         """
         name = self.aliases.get(name, name)
         stop = self._spec[name].elements if stop is None else stop
@@ -331,21 +374,36 @@ class State:
         return isinstance(self._data.get(self.aliases.get(name, name)), np.ndarray)
 
     def copy(self, empty: Empty | None = None) -> State:
-        """The same state in new host memory, or in that which ``empty`` makes."""
+        """Copy the state into new host memory.
+
+        Args:
+            empty: Allocates the memory, as `State.empty` does. Default: `State.empty`.
+        Returns: The copy, with the same names and aliases.
+        """
         fresh = (empty or State.empty)(self.specs, self.aliases)
         for spec in self.specs:
             fresh.read(spec.name)[:] = self.read(spec.name)
         return fresh
 
     def with_aliases(self, aliases: Mapping[str, str]) -> State:
-        """The same memory with other ``aliases``. Raises InputError."""
+        """Return a state with the same memory and other aliases.
+
+        Args:
+            aliases: The other names of tied tensors, each with its stored name.
+        Raises:
+            InputError: An alias fits no tensor.
+        """
         if type(self) is State and self.aliases == aliases:
             return self
         return State(self.specs, self._data, aliases)
 
     def stored_as(self, names: Collection[str]) -> State:
-        """The same memory; each tied tensor of which exactly one name is in ``names`` is stored
-        under that name."""
+        """Return a state with the same memory that stores tied tensors under other names.
+
+        Args:
+            names: Names to store tensors under. A tied tensor of which exactly one name is among
+                them is stored under it; all others stay as they are.
+        """
         tied: dict[str, list[str]] = {}
         for alias, name in self.aliases.items():
             tied.setdefault(name, [name]).append(alias)
@@ -362,7 +420,7 @@ class State:
         )
 
     def readonly(self) -> State:
-        """The same memory, not writable through the result."""
+        """Return a state with the same memory, through which nobody can write."""
         views = {}
         for spec in self.specs:
             views[spec.name] = self.read(spec.name).view()
@@ -370,8 +428,13 @@ class State:
         return State(self.specs, views, self.aliases)
 
     def require_specs(self, specs: tuple[TensorSpec, ...], what: str) -> None:
-        """Raises StateMismatch, naming the first difference, unless this state has exactly
-        ``specs``. ``what`` names their owner in the message.
+        """Check that this state has exactly the given tensors.
+
+        Args:
+            specs: The expected tensors in name order.
+            what: Their owner, in words for the error message.
+        Raises:
+            StateMismatch: A tensor differs. The message names the first one.
         """
         if self.specs == specs:
             return
@@ -389,12 +452,12 @@ class State:
 
 
 Empty = Callable[[tuple[TensorSpec, ...], Mapping[str, str] | None], State]
-"""Makes memory for a state with uninitialized values, as `State.empty` does."""
+"""Allocates a state with uninitialized values, as `State.empty` does."""
 
 
 StateSource = Union[State, Mapping[str, Any], str, os.PathLike[str], "torch.nn.Module"]
-"""What is accepted as a state: a `State`, a mapping of names to tensors, the path of a checkpoint,
-or a module, by the names and ties that ``save_pretrained`` would write."""
+"""The sources of a state: a torch.nn.Module, a mapping of names to tensors, a checkpoint's path, or
+a `State`. A module has the names and ties that ``save_pretrained`` would write."""
 
 
 def as_state(source: StateSource) -> State:
@@ -404,11 +467,13 @@ def as_state(source: StateSource) -> State:
         source: A `State`; a mapping of names to tensors; the path of a checkpoint, which is mapped,
             not read; or a torch.nn.Module. The names and tied tensors of a module are those of
             `pulse_rl.frameworks.transformers.checkpoint_weights`: as ``save_pretrained`` writes
-            them, without the parts that DDP and torch.compile add. PEFT adapters are merged into
+            them, without the prefixes that DDP and torch.compile add. PEFT adapters are merged into
             copies.
 
+    Returns: The state.
+
     Raises:
-        InputError: ``source`` is nothing of these, or cannot be read.
+        InputError: ``source`` is none of these, or cannot be read.
         UnsupportedTensor: A tensor cannot be published, or a module is sharded over ranks.
         CorruptCheckpoint: The checkpoint's files are damaged.
     """
@@ -432,32 +497,34 @@ def as_state(source: StateSource) -> State:
 
 
 def _is_module(source: object) -> TypeIs[torch.nn.Module]:
-    """Whether it is a torch.nn.Module; a program that has one has imported torch."""
+    """Whether ``source`` is a torch.nn.Module. A program that has one has imported torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(source, torch.nn.Module)
 
 
 def stored_tensor(state: State, name: str) -> UIntArray | Readable:
-    """The flat elements of the tensor ``name``, as the state holds them. Raises KeyError."""
+    """The flat elements of the tensor ``name`` as the state stores them. Raises KeyError."""
     tensor: UIntArray | Readable = state._data[name]
     return tensor
 
 
 def is_view(state: State, name: str) -> bool:
-    """Whether `State.read` of this tensor is sure to be a view of host memory, which costs
-    nothing."""
+    """Whether `State.read` of this tensor is a view of host memory, which costs nothing."""
     return state._is_view(name)
 
 
 def views_of(state: State) -> dict[int, tuple[object, UIntArray | None]]:
-    """Where views of several of its tensors are remembered, by the identity of what they are of."""
+    """The state's cache of views over several tensors, by the identity of their block."""
     return state._views
 
 
 def _ingest(
     name: str, value: Any
 ) -> tuple[DType, tuple[int, ...], UIntArray | DeviceTensor, object]:
-    """(dtype, shape, flat data, storage identity or None) of one tensor-like value."""
+    """(dtype, shape, flat data, storage identity or None) of one tensor.
+
+    Two names with equal storage identity, dtype and shape are tied.
+    """
     if type(value).__module__.partition(".")[0] == "torch" or hasattr(value, "untyped_storage"):
         return _ingest_torch(name, value)
     if isinstance(value, Bits):
@@ -474,7 +541,8 @@ def _ingest(
             f"tensor {name!r} is a {type(value).__name__}, not a torch tensor or a numpy array",
             hint="Leave out what is no tensor, such as a module's extra state.",
         )
-    # Of the caller's own memory, before any conversion: a converted copy has an address of its own.
+    # The identity is that of the caller's memory, before any conversion: a converted copy has an
+    # address of its own.
     owned = isinstance(value, np.ndarray | Bits) and array.size > 0
     storage = (array.__array_interface__["data"][0], array.strides) if owned else None
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -489,6 +557,7 @@ def _ingest_torch(
         raise UnsupportedTensor(
             f"tensor {name!r} is a {type(value).__name__}, not a plain torch.Tensor"
         )
+    # 1. Refuse tensors without plain strided storage.
     if torch.nn.parameter.is_lazy(value):
         raise UnsupportedTensor(
             f"tensor {name!r} is not initialized",
@@ -499,13 +568,17 @@ def _ingest_torch(
             f"tensor {name!r} has no plain storage (layout {value.layout}, device {value.device})"
         )
     dtype = dtype_named(name, str(value.dtype).removeprefix("torch."))
+    # 2. The identity of the storage, and the elements as bytes. Fake and wrapped tensors pass the
+    # checks above and fail here.
     try:
+        # Lazy conjugates and negatives share their address with the tensor, but not its values.
         bits_of = (value.is_conj(), value.is_neg())
         storage = (
             (str(value.device), value.data_ptr(), value.stride(), bits_of)
             if value.numel()
             else None
         )
+        # FSDP frees the storage of unsharded parameters: reading one would be a segmentation fault.
         if value.device.type in ("cpu", "cuda") and value.untyped_storage().nbytes() < _end(value):
             raise UnsupportedTensor(f"tensor {name!r} has been freed: its memory is not there")
         flat = (
@@ -516,10 +589,11 @@ def _ingest_torch(
         RuntimeError,
         NotImplementedError,
         TypeError,
-    ) as error:  # fake, nested, wrapped, and what is yet to come
+    ) as error:  # fake, nested and wrapped tensors, and future kinds
         raise UnsupportedTensor(
             f"tensor {name!r} is a {type(value).__name__} without plain storage: {error}"
         ) from None
+    # 3. Host memory is viewed, device memory is copied when it is read.
     shape = tuple(value.shape)
     if host is None:
         return dtype, shape, DeviceTensor(flat, dtype.width), storage
@@ -527,27 +601,32 @@ def _ingest_torch(
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a DTensor. Its module takes half a second to import, and is there where one
-    is."""
+    """Whether ``tensor`` is a DTensor.
+
+    The module of DTensor takes half a second to import. A program that has a DTensor has imported
+    it.
+    """
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _end(tensor: Any) -> int:
-    """The bytes of its storage that a torch tensor needs."""
+    """The bytes of its storage that a torch tensor uses, up to its last element."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _aligned(flat: UIntArray) -> UIntArray:
-    """The array, or a copy of one whose elements lie apart, or at no multiple of their width: no
-    kernel reads these."""
+    """``flat``, or a copy if it is strided or misaligned. The kernels read contiguous, aligned
+    arrays only."""
     return np.require(flat, requirements=["C", "A"])
 
 
 def dtype_named(name: str, library_name: str) -> DType:
-    """The dtype of the tensor ``name``, which numpy, ml_dtypes, JAX or torch call so. Raises
-    UnsupportedTensor."""
+    """The dtype that numpy, ml_dtypes, JAX or torch call ``library_name``.
+
+    Raises UnsupportedTensor, which names the tensor ``name``.
+    """
     if library_name not in _FROM_LIBRARY:
         raise UnsupportedTensor(f"tensor {name!r} has dtype {library_name}, which is not supported")
     return _FROM_LIBRARY[library_name]
@@ -575,19 +654,20 @@ class Segment(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its tensor."""
+        """Whether the segment is its whole tensor."""
         return self.elements == self.spec.elements
 
 
 def cuda_tensors(state: State) -> dict[str, DeviceTensor]:
-    """Its tensors that are in the memory of CUDA devices, by the names under which it stores
-    them."""
+    """The tensors of ``state`` in the memory of CUDA devices, by their stored names."""
     return {spec.name: tensor for spec in state.specs if (tensor := _cuda_tensor(state, spec))}
 
 
 def await_devices(state: State) -> None:
-    """Returns once the CUDA tensors of ``state`` hold what the caller's current streams were given
-    to write. Threads that read them afterwards have other current streams."""
+    """Wait for the work on the caller's current CUDA streams, which may still write to ``state``.
+
+    Threads that read the tensors later have other current streams.
+    """
     for device in {tensor.flat.device for tensor in cuda_tensors(state).values()}:
         torch: Any = sys.modules["torch"]
         torch.cuda.current_stream(device).synchronize()

@@ -1,6 +1,6 @@
 """Stores hold streams: six calls on named immutable objects, behind one address.
 
-To add a backend: write a class that implements `base.Store` and passes
+To add a backend, write a class that implements `base.Store` and passes
 `pulse_rl.testing.StoreConformance` (tests/store/test_conformance.py), and add its scheme to
 `open_store`.
 """
@@ -32,7 +32,7 @@ _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
 def open_stores(given: Store | str | Sequence[Store | str]) -> list[Store]:
-    """The stores that a reader is given: one, or several in order of preference. Raises as
+    """Open the stores of a reader: one, or several in order of preference. Raises as
     `open_store`."""
     addresses: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
     if not addresses:
@@ -43,13 +43,20 @@ def open_stores(given: Store | str | Sequence[Store | str]) -> list[Store]:
 
 
 def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store:
-    """The store at ``address``: a folder's path, ``file:///folder``, ``memory://`` (new and empty
-    each time), ``s3://bucket/prefix``, ``gs://…`` or ``az://…`` with obstore's ``options``, or, for
-    readers, ``http://host:port`` or ``https://…`` with those of ``HttpStore``;
-    ``hf://buckets/namespace/bucket/prefix``, which is S3, or, for readers,
-    ``hf://namespace/repository/prefix``, of the Hugging Face Hub. A store is returned unchanged.
+    """Open the store at an address.
 
-    Raises InputError for any other address and StoreError when the store cannot be opened.
+    Args:
+        address: A folder's path or ``file:///folder``; ``memory://``, new and empty each time;
+            ``s3://bucket/prefix``, ``gs://…`` or ``az://…``;
+            ``hf://buckets/namespace/bucket/prefix``, which is S3. For readers also
+            ``http://host:port``, ``https://…`` or ``hf://namespace/repository/prefix``. A `Store`
+            is returned unchanged.
+        options: Passed to the backend: obstore's options for object stores, those of ``HttpStore``
+            for HTTP. Default: none.
+    Returns: The store.
+    Raises:
+        InputError: ``address`` is not a store address.
+        StoreError: The store cannot be opened.
     """
     if isinstance(address, Store):
         return address
@@ -57,11 +64,13 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
         text := os.fspath(address), str
     ):
         raise InputError(f"{type(address).__name__} is not a store address")
+    # 1. One slash ("s3:/bucket") would silently become a local folder of that name.
     if not text or "\0" in text or _ONE_SLASH.match(text):
         raise InputError(
             f"{_shown(text)!r} is not a store address",
             hint="Write a path, or scheme://bucket/prefix.",
         )
+    # 2. A folder.
     if "://" not in text:
         return LocalStore(Path(text).expanduser().absolute())
     try:
@@ -74,7 +83,7 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
                 f"{_shown(text)} names a host", hint="Write three slashes: file:///absolute/path."
             )
         return LocalStore(Path(unquote(url.path)))
-    # Each other backend's module is imported where it is asked for: the core is there without them.
+    # 3. Every other backend is imported on demand: the core works without them.
     if url.scheme == "memory":
         from ..stores.memory import MemoryStore
 
@@ -101,5 +110,5 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
 
 
 def _shown(address: str) -> str:
-    """An address without what may be a password in it."""
+    """The address without a password."""
     return _PASSWORD.sub(r"\1…@", address)

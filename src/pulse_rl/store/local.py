@@ -19,13 +19,15 @@ from .base import Data, ObjectInfo, check_folder, check_name, check_range, is_na
 
 _ASIDE = ".unfinished"
 _UNFINISHED = re.compile(r"\.[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.[a-z0-9_]{8}")
+# A writer that is still at work after a day is not known; its file would be lost.
 _ABANDONED_SECONDS = 24 * 3600
+# A folder that was read less than this after its last change may have changed again within one tick
+# of its clock (2 s on FAT, 1 s on some network file systems), so its listing is not kept.
 _SETTLED_NS = 2_000_000_000
 
 
 class _Folder(NamedTuple):
-    """What a folder held when it was read at ``read_ns``; ``key`` tells whether it has changed
-    since."""
+    """The content of a folder when it was read at ``read_ns``; ``key`` changes with the folder."""
 
     key: tuple[int, int]
     read_ns: int
@@ -34,10 +36,17 @@ class _Folder(NamedTuple):
 
 
 class LocalStore:
-    """A `Store` in a folder. Objects are files under ``root``, which the first write creates.
-    Unfinished ones are kept in a hidden folder beside them, are never listed, and are removed by a
-    writer a day later. Reading writes nothing. Writing needs Linux or macOS and a file system with
+    """Store objects as files in a folder.
+
+    Unfinished files lie in a hidden folder in ``root``. They are never listed, and a writer removes
+    them after a day. Reading writes nothing. Writing needs Linux or macOS and a file system with
     hard links; elsewhere it raises StoreError.
+
+    Args:
+        root: The folder. The first write creates it.
+    Raises:
+        InputError: ``root`` is not a path.
+        StoreError: ``root``, or a part of its path, is not a folder.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -45,6 +54,7 @@ class LocalStore:
         self._aside = self.root / _ASIDE
         self._swept = False
         self._folders: dict[str, _Folder] = {}
+        # The folder may not exist yet, but its nearest existing parent must be a folder.
         there = next((p for p in [self.root, *self.root.parents] if os.path.lexists(p)), self.root)
         if not there.is_dir():
             raise StoreError(f"cannot open the store {self.root}: {there} is not a folder")
@@ -66,7 +76,7 @@ class LocalStore:
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         try:
-            # Not blocking, or a FIFO in place of the object would be waited for.
+            # O_NONBLOCK: a FIFO in place of the object would block the open for ever.
             handle = os.open(self._path(name), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
             with open(handle, "rb") as file:
                 self._require_file(name, os.fstat(handle))
@@ -103,6 +113,8 @@ class LocalStore:
         self._require_no_link(name)
         try:
             self._path(name).unlink(missing_ok=True)
+        # On macOS unlink of a folder raises PermissionError. A folder is no object, so there is
+        # nothing to delete.
         except (IsADirectoryError, PermissionError) as error:
             if not self._path(name).is_dir():
                 raise disk_error(error, f"delete {name}") from error
@@ -113,12 +125,15 @@ class LocalStore:
         return self.root / check_name(name)
 
     def _names_below(self, folder: str, start_after: str | None) -> Iterator[str]:
-        """The names of a folder and its folders that are greater than ``start_after``, in order. A
-        folder is read when its turn comes."""
+        """Names in a folder and its subfolders that are greater than ``start_after``, in order.
+
+        Each subfolder is read when its turn comes.
+        """
         found = self._folder(folder)
         if found is None:
             return
         names = found.names[bisect_right(found.names, start_after) if start_after else 0 :]
+        # A folder whose name sorts before `start_after` still counts if `start_after` lies in it.
         folders = [f"{inner}/" for inner in found.folders]
         folders = [
             f
@@ -132,12 +147,15 @@ class LocalStore:
                 yield name
 
     def _folder(self, folder: str) -> _Folder | None:
-        """A folder's content, read again only where it has changed since: a poll must not cost more
-        the more versions there are. A folder that changed just before it was read may have changed
-        once more with the same time."""
+        """The content of a folder, read again only if the folder has changed.
+
+        A poll must not cost more the more versions there are.
+        """
         path = self.root / folder
         try:
             info = path.stat()
+            # A file that is created, renamed or deleted changes its folder's time; a replaced
+            # folder has another inode.
             key = (info.st_mtime_ns, info.st_ino)
             kept = self._folders.get(folder)
             if kept is None or kept.key != key:
@@ -162,6 +180,8 @@ class LocalStore:
         return kept
 
     def _require_file(self, name: str, found: os.stat_result) -> None:
+        """Raise NotFound for a folder and StoreError for anything else that is not a regular
+        file."""
         if stat.S_ISDIR(found.st_mode):
             raise NotFound(f"{name} is not in the store {self.root}")
         if not stat.S_ISREG(found.st_mode):
@@ -170,8 +190,8 @@ class LocalStore:
             )
 
     def _require_no_link(self, name: str) -> None:
-        """Raises StoreError where a folder on the way is a link: what is behind it may be somebody
-        else's."""
+        """Raise StoreError if a folder on the path is a link, since its files may belong to
+        somebody else."""
         for folder in Path(check_name(name)).parents[:-1]:
             if (self.root / folder).is_symlink():
                 raise StoreError(
@@ -180,8 +200,10 @@ class LocalStore:
                 )
 
     def _sweep(self) -> None:
-        """Removes what writers left unfinished a day ago, once. Nothing but own files, and never
-        through a link."""
+        """Remove files that writers left unfinished a day ago, once per process.
+
+        It removes only its own files, and never follows a link.
+        """
         if self._swept:
             return
         self._swept = True
@@ -192,7 +214,7 @@ class LocalStore:
             )
         with suppress(OSError), os.scandir(self._aside) as entries:
             for entry in entries:
-                with suppress(OSError):  # another process sweeps, or finishes it, at the same time
+                with suppress(OSError):  # another process removed or finished the file
                     info = entry.stat(follow_symlinks=False)
                     abandoned = time.time() - info.st_mtime > _ABANDONED_SECONDS
                     if (

@@ -1,8 +1,7 @@
-"""Anchors: a full state as safetensors shards, written and read as streams (docs/format.md, section
-4).
+"""Anchors: a full state as safetensors shards, written and read in ranges (docs/format.md, 4).
 
-A publisher of one process writes every tensor whole in one shard, so that any engine loads a shard
-as an ordinary safetensors file; ranks write slices.
+A publisher of one process writes every tensor whole in one shard, so any engine loads a shard as an
+ordinary safetensors file. Ranks write slices of tensors.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from ..state.tensors import Empty, Segment, State, TensorSpec
 from .manifest import Payload
 
 DEFAULT_SHARD_BYTES = 1 << 27
-"""A shard is named by its SHA-256, which is one chain of steps: several small shards are hashed
-side by side."""
+"""SHA-256 is one chain of steps, so one large shard hashes on one core. Several small ones are
+hashed in parallel."""
 SLICES_KEY = "pulse.slices"
-"""Of the safetensors metadata that says of which tensors the file holds slices, and where they
-begin."""
+"""The safetensors metadata that lists which tensors are slices, and where each slice starts."""
+# One request of 64 KiB reads most headers whole.
 _FIRST_READ = 1 << 16
 _NAMED_SHARDS = 16
 _LARGE_HEADER = 1 << 17
-"""Junk that is JSON takes 28 times its bytes as Python objects, in each thread. A larger header is
-parsed only in a shard whose SHA-256 is right."""
+"""JSON takes up to 28 times its bytes as Python objects, in each thread. A larger header is parsed
+only if the shard's SHA-256 is right."""
 
 
 def restore(
@@ -49,13 +48,24 @@ def restore(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[State, StateDigest, int]:
-    """The state of an anchor and its tree, verified by its ``root``, and the bytes that were read.
+    """Read an anchor into memory and verify it; return state, tree, and the bytes that were read.
 
-    ``elements`` and ``dense_bytes`` are what the manifest promises; memory is only allocated for
-    that much, by ``empty``. The root proves names, dtypes, shapes and bits (DigestMismatch), so
-    that the shards' own digests need not be computed. ``there``: the tree with this root; leaves
-    that the memory has already are not read. Raises CorruptCheckpoint.
+    The root proves names, dtypes, shapes and bits, so the digests of shards need not be computed.
+
+    Args:
+        shards: The payloads with readers of their ranges.
+        root: The root of the state.
+        elements: The number of elements that the manifest promises. No more memory is allocated.
+        dense_bytes: The bytes that the manifest promises.
+        empty: Allocates the state. It may return memory that holds a part of the state already.
+        there: The tree with this root. Leaves that the memory has already are not read.
+        threads: The maximum number of threads. Default: one per core.
+        progress: Gets the bytes that were read since its last call.
+    Raises:
+        CorruptCheckpoint: A shard is damaged, or the shards do not tile the tensors.
+        DigestMismatch: The state does not have the root.
     """
+    # 1. The headers, before any memory is allocated: a manifest is small, its claims may be large.
     files = AnchorFiles(shards, threads=threads)
     if (sum(s.elements for s in files.specs), sum(s.nbytes for s in files.specs)) != (
         elements,
@@ -64,6 +74,7 @@ def restore(
         raise CorruptCheckpoint(
             f"the anchor's shards do not hold the manifest's {dense_bytes} bytes of tensors"
         )
+    # 2. The elements to read: all, or the leaves that an interrupted restore has not written.
     state = empty(files.specs, None)
     found: dict[str, bytes] = {}
     wanted = [Segment(spec, 0, spec.elements) for spec in state.specs]
@@ -73,6 +84,8 @@ def restore(
     nbytes = dense_bytes - sum(segment.nbytes for segment in wanted)
     if progress and nbytes:
         progress(nbytes)
+    # 3. Read and hash. Only on a mismatch are the shards hashed one by one, to name the damaged
+    # one.
     tree = StateDigest(state.specs, files.hashed(state, wanted, progress, found))
     if tree.root != root:
         raise files.mismatch(state)
@@ -80,16 +93,18 @@ def restore(
 
 
 class ShardHeader(NamedTuple):
-    """``segments`` in the order in which their bytes tile the shard behind the header, whose own
-    bytes are ``data``."""
+    """The header of a shard, whose own bytes are ``data``.
+
+    ``segments`` are in the order in which their bytes tile the shard after the header.
+    """
 
     segments: list[Segment]
     data: UIntArray
 
 
 class _Piece(NamedTuple):
-    """Elements within a leaf, ``segment``, which are bytes [``start``, ``stop``) of the shard with
-    this number."""
+    """Elements within one leaf, ``segment``: bytes [``start``, ``stop``) of the shard with this
+    number."""
 
     shard: int
     start: int
@@ -98,9 +113,10 @@ class _Piece(NamedTuple):
 
 
 class AnchorFiles:
-    """The shards of an anchor, of which the headers are read at once and elements when they are
-    asked for. ``specs`` are the tensors of the state, in the order of their names. Raises
-    CorruptCheckpoint and StoreError."""
+    """The shards of an anchor. Headers are read at once, elements on demand.
+
+    ``specs`` are the tensors of the state in name order. Raises CorruptCheckpoint and StoreError.
+    """
 
     def __init__(
         self,
@@ -116,7 +132,7 @@ class AnchorFiles:
         )
         try:
             self.specs = _whole_tensors(self._headers)
-        except CorruptCheckpoint as error:  # one of the shards is not what it should be
+        except CorruptCheckpoint as error:  # one of the shards is damaged
             names = ", ".join(_named(payload) for payload, _ in shards[:_NAMED_SHARDS])
             raise CorruptCheckpoint(f"{error}: of {names}", hint=error.hint) from None
         self._places: dict[str, list[_Piece]] = {}
@@ -134,10 +150,13 @@ class AnchorFiles:
         done: Callable[[list[Segment]], None] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Puts the elements ``wanted`` into their places in ``state``. ``done`` is told, in any
-        thread, of pieces that are there and lie within leaves, in whole leaves where the shards
-        have these. One request reads many tensors: one for each would cost more time than its bytes
-        on most networks."""
+        """Read the elements ``wanted`` into ``state``.
+
+        ``done`` gets each piece that is there, in any thread. Pieces lie within leaves, and are
+        whole leaves if the shards have these. One request reads many tensors: on most networks a
+        request for each would cost more time than its bytes.
+        """
+        # 1. Pieces in file order, joined into requests of neighboring bytes.
         pieces = sorted(piece for segment in wanted for piece in self._pieces(segment))
         requests = [
             [pieces[first + number] for number in run]
@@ -145,6 +164,7 @@ class AnchorFiles:
             for run in ranges((piece.start, piece.stop) for piece in pieces[first:last])
         ]
 
+        # 2. Requests in parallel, each scattered into its places in the state.
         def fill(request: list[_Piece]) -> int:
             payload, read = self._shards[request[0].shard]
             begin, end = request[0].start, request[-1].stop
@@ -153,6 +173,7 @@ class AnchorFiles:
                 raise CorruptCheckpoint(f"{_named(payload)} ends too early")
             for _, start, stop, segment in request:
                 state.read(*segment.place).view(np.uint8)[:] = chunk[start - begin : stop - begin]
+            # The buffer is freed before the hashing of the pieces.
             del chunk
             if done:
                 done([piece.segment for piece in request])
@@ -170,9 +191,13 @@ class AnchorFiles:
         progress: Callable[[int], None] | None = None,
         there: Mapping[str, bytes] | None = None,
     ) -> dict[str, bytes]:
-        """Reads the elements ``wanted``, whole leaves, of a state of whole tensors; its leaves by
-        name, hashed while others are on their way. ``there``: those that it has, of which some are
-        wanted."""
+        """Read the whole leaves ``wanted`` into a state of whole tensors; return its leaves by
+        name.
+
+        Leaves are hashed while others are being fetched. ``there`` has the known leaves of the
+        memory; those that are wanted are replaced.
+        """
+        # 1. Tensors in one piece are hashed leaf by leaf as they arrive.
         cut_up = {
             s.spec.name for header in self._headers for s in header.segments if not s.is_whole
         }
@@ -190,21 +215,20 @@ class AnchorFiles:
                 found[spec.name][start * spec.dtype.width // LEAF_BYTES] = leaf
 
         self.read(state, wanted, leaves, progress)
-        # Slices end within leaves: these are hashed when all is there.
+        # 2. Slices end within leaves, so sliced tensors are hashed when everything is there.
         specs = tuple(spec for spec in state.specs if spec.name in cut_up)
         rest = State(specs, {spec.name: state.read(spec.name) for spec in specs})
         joined = {name: b"".join(digests) for name, digests in found.items()}
         return joined | state_digest(rest, threads=self._threads).leaves
 
     def holding(self, name: str) -> str:
-        """The shards that have elements of a tensor, in words."""
+        """The shards that have elements of a tensor, for an error message."""
         return ", ".join(
             _named(self._shards[place.shard][0]) for place in self._places[name][:_NAMED_SHARDS]
         )
 
     def mismatch(self, state: State) -> DigestMismatch:
-        """The error that names the damaged shard, of a state that has another root than its
-        manifest says."""
+        """The error for a state with a wrong root; it names the damaged shard."""
         for (payload, _), header in zip(self._shards, self._headers, strict=True):
             read = [
                 header.data,
@@ -219,6 +243,8 @@ class AnchorFiles:
     def _pieces(self, wanted: Segment) -> Iterator[_Piece]:
         spec, width = wanted.spec, wanted.spec.dtype.width
         leaf = LEAF_BYTES // width
+        # `held` is the shard's slice of the tensor, whose bytes begin at `at`. Its overlap with
+        # `wanted` is cut at leaf boundaries, so each piece can be hashed alone.
         for shard, at, _, held in self._places[spec.name]:
             start, last = max(wanted.start, held.start), min(wanted.stop, held.stop)
             while start < last:
@@ -231,7 +257,7 @@ class AnchorFiles:
 
 
 def _by_shard(pieces: Sequence[_Piece]) -> Iterator[tuple[int, int]]:
-    """Where the sorted pieces of each shard begin and end."""
+    """Start and end of the sorted pieces of each shard."""
     first = 0
     for at in range(1, len(pieces) + 1):
         if at == len(pieces) or pieces[at].shard != pieces[first].shard:
@@ -240,7 +266,7 @@ def _by_shard(pieces: Sequence[_Piece]) -> Iterator[tuple[int, int]]:
 
 
 def _unlike(leaves: Mapping[str, bytes], tree: StateDigest) -> Iterator[Segment]:
-    """What the leaves are not those of the ``tree`` of."""
+    """The leaves of a state that differ from those of ``tree``, as segments."""
     for spec in tree.specs:
         step, mine, right = (
             LEAF_BYTES // spec.dtype.width,
@@ -258,12 +284,15 @@ def _named(payload: Payload) -> str:
 
 
 def _whole_tensors(headers: list[ShardHeader]) -> tuple[TensorSpec, ...]:
-    """The tensors of the state, in the order of their names. Raises CorruptCheckpoint unless each
-    element of each is in one shard."""
+    """The tensors of the state in name order.
+
+    Raises CorruptCheckpoint unless each of their elements is in exactly one shard.
+    """
     found: dict[str, list[Segment]] = {}
     for header in headers:
         for segment in header.segments:
             found.setdefault(segment.spec.name, []).append(segment)
+    # Sorted slices of a tensor must tile it: no overlap, no gap, and no whole copy next to slices.
     for name, segments in found.items():
         ends = 0
         for segment in sorted(segments, key=lambda s: s.start):
@@ -282,7 +311,7 @@ def _whole_tensors(headers: list[ShardHeader]) -> tuple[TensorSpec, ...]:
 
 
 def _read_shard_header(shard: tuple[Payload, RangeReader], first_read: int) -> ShardHeader:
-    """The header of a shard. Raises CorruptCheckpoint and StoreError."""
+    """Read the header of a shard. Raises CorruptCheckpoint and StoreError."""
     payload, read = shard
 
     def end_of(head: bytes) -> int:
@@ -295,7 +324,7 @@ def _read_shard_header(shard: tuple[Payload, RangeReader], first_read: int) -> S
         head = read_head(read, payload.bytes, first_read, end_of)
         if 8 + header_length(head, payload.bytes) > len(
             head
-        ):  # without its last spaces it would still make sense
+        ):  # padding may be cut off: the JSON would still parse
             raise CorruptCheckpoint("its header ends too early")
         placed, metadata, start = parse_header(head, payload.bytes)
         segments = _segments_of([spec for spec, _ in placed], metadata)
@@ -307,7 +336,7 @@ def _read_shard_header(shard: tuple[Payload, RangeReader], first_read: int) -> S
 
 
 def _require_digest(payload: Payload, read: RangeReader) -> None:
-    """Raises CorruptCheckpoint unless the whole shard has the SHA-256 that its name promises."""
+    """Raise CorruptCheckpoint unless the whole shard has the SHA-256 of its name."""
     running = sha256()
     for start in range(0, payload.bytes, MAX_BYTES):
         running.update(read(start, min(start + MAX_BYTES, payload.bytes)))
@@ -316,13 +345,15 @@ def _require_digest(payload: Payload, read: RangeReader) -> None:
 
 
 def in_file_order(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Wider types first, as `checkpoint.serialize` has them."""
+    """Wider types first, as `checkpoint.serialize` orders them."""
     return tuple(sorted(segments, key=lambda segment: -segment.spec.dtype.width))
 
 
 def sliced_header(segments: Sequence[Segment]) -> bytes:
-    """Length prefix and header of the safetensors file that holds ``segments`` in this order, one
-    of a tensor at most."""
+    """Length prefix and header of a safetensors file that holds ``segments`` in this order.
+
+    It has at most one segment of a tensor.
+    """
     entries, slices = [], {}
     for segment in segments:
         spec = segment.spec
@@ -335,8 +366,10 @@ def sliced_header(segments: Sequence[Segment]) -> bytes:
 
 
 def _segments_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> list[Segment]:
-    """What the entries ``specs`` of a file with this ``metadata`` are in their whole tensors.
-    Raises CorruptCheckpoint."""
+    """The segments of whole tensors that the entries ``specs`` of a file stand for.
+
+    Raises CorruptCheckpoint.
+    """
     slices = _parsed_slices(metadata[SLICES_KEY]) if SLICES_KEY in metadata else {}
     segments = []
     for spec in specs:
@@ -363,6 +396,7 @@ def _parsed_slices(text: str) -> dict[str, Any]:
 
 
 def _segment(entry: TensorSpec, said: Any) -> Segment:
+    # A slice is stored as a 1-D tensor [elements]; the metadata has its whole shape and its start.
     try:
         shape, start = said["shape"], said["start"]
         if set(said) != {"shape", "start"} or type(start) is not int or not isinstance(shape, list):

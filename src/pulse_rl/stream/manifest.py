@@ -1,10 +1,9 @@
-"""The manifest: the small object whose creation commits a version (docs/format.md, section 5), and
-the links that it names: an anchor reaches its version from nothing, a patch from the version
-before, a fold from an earlier one.
+"""The manifest: the small object whose creation commits a version (docs/format.md, section 5).
 
-Canonical JSON: keys in the order of the structs below, no white space, UTF-8. The same manifest has
-the same bytes, so that a lost reply to its creation can be resolved by reading it back. This is the
-only module that imports msgspec.
+It names links: an anchor reaches its version from nothing, a patch from the version before, a fold
+from an earlier one. Manifests are canonical JSON: keys in the order of the structs below, no white
+space, UTF-8. Equal manifests have equal bytes, so a client whose reply was lost can read the object
+back and compare. This is the only module that imports msgspec.
 """
 
 from __future__ import annotations
@@ -33,25 +32,28 @@ _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX128 = re.compile(r"[0-9a-f]{128}")
 _STREAM_ID = re.compile(r"[0-9a-f]{32}")
 
-# Above the length of a stream that is kept in order, so that looking for a way around a gap reads
-# each manifest once.
+# More manifests than a pruned stream has, so that a search for a way around a gap reads each
+# manifest once.
 _MOST = 1 << 14
 _MAX_BYTES = 32 << 20
 Key = tuple[int | None, int, str]
-"""What tells two links apart: base, version, and the digest of a fold's list, or of the first
-payload ("" while it is not known)."""
+"""Identifies a link: base, version, and the digest of a fold's list or of the first payload (""
+while it is unknown)."""
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A stored object: the ``sha256`` of its bytes (64 hexadecimal digits), which is also its name,
-    and its length in ``bytes``."""
+    """A stored object: the ``sha256`` of its bytes (64 hexadecimal digits) and its length in
+    ``bytes``.
+
+    The digest is also its name.
+    """
 
     sha256: str
     bytes: int
 
 
 class FileRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file beside the weights: its ``name``, and the payload that holds it."""
+    """A file next to the weights: its ``name``, and the payload that holds it."""
 
     name: str
     sha256: str
@@ -59,13 +61,15 @@ class FileRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def payload(self) -> Payload:
-        """Where its bytes are."""
+        """The payload with the file's bytes."""
         return Payload(self.sha256, self.bytes)
 
 
 class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A patch from version ``base``, whose root is ``base_root``, with ``changed`` elements.
-    ``parts`` lists its files, one for each trainer rank that has written some."""
+
+    ``parts`` lists its files, one for each trainer rank that wrote one.
+    """
 
     base: int
     base_root: str
@@ -74,33 +78,46 @@ class PatchRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnchorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The full state as safetensors files, its ``shards``; each element is in exactly one of
-    them."""
+    """A full state as safetensors files, its ``shards``. Each element is in exactly one of them."""
 
     shards: tuple[Payload, ...]
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ed25519 over the manifest's bytes with ``signature`` null: the public ``key`` (32 bytes) and
-    the signature's ``value`` (64 bytes), in hexadecimal digits."""
+    """An Ed25519 signature of the manifest's bytes with ``signature`` null.
+
+    ``key`` is the public key (32 bytes) and ``value`` the signature (64 bytes), in hexadecimal
+    digits.
+    """
 
     key: str
     value: str
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One committed ``version`` of ``stream``, in ``format`` "pulse.manifest.1".
+    """One committed version of a stream.
 
-    ``stream_id`` is the stream's: 32 random hexadecimal digits, chosen at its birth, which tell it
-    from every other stream of this name. ``remembers`` is the number of versions by whose changes a
-    patch from this version may be coded: the last ones up to it, 0 at an anchor. ``root`` is the
-    root of the state, which has ``elements`` elements in ``dense_bytes`` bytes; ``aliases`` maps
-    the other names of tied tensors to the stored ones; ``metadata`` is the publisher's own data,
-    and ``files`` are those next to the weights, such as a config and a tokenizer. ``epoch`` is the
-    publisher's claim to the stream, ``publisher`` a random identifier of the process that wrote the
-    manifest: two publishers never write equal manifests. ``digest`` is the SHA-256 of the bytes
-    with an empty digest and no ``signature``. ``created`` is in Unix seconds and informational
-    only. At least one of ``patch`` and ``anchor`` is present.
+    Args:
+        format: "pulse.manifest.1".
+        stream: The stream's name.
+        stream_id: 32 random hexadecimal digits, chosen for the first version. They distinguish the
+            stream from every other of its name.
+        version: The number of the version.
+        epoch: The publisher's claim to the stream.
+        root: The root of the state, 64 hexadecimal digits.
+        elements: Elements of the state.
+        dense_bytes: Bytes of the state.
+        publisher: A random identifier of the process that wrote the manifest. Two publishers never
+            write equal manifests.
+        created: Unix seconds, for information only.
+        remembers: How many of the last versions the next patch may be coded by; 0 at an anchor.
+        aliases: The other names of tied tensors, each with its stored name.
+        metadata: The publisher's own data.
+        files: Files next to the weights, such as a config and a tokenizer.
+        patch: The patch to this version; None if there is none, then there is an ``anchor``.
+        anchor: The full state; None if there is none, then there is a ``patch``.
+        digest: The SHA-256 of the bytes with an empty digest and no ``signature``.
+        signature: The publisher's signature; None if it does not sign.
     """
 
     format: str
@@ -150,8 +167,10 @@ _DECODER = msgspec.json.Decoder(Manifest, strict=True)
 
 
 def parse(data: bytes, *, stream: str, version: int) -> Manifest:
-    """The manifest of ``version``; raises CorruptManifest unless it is canonical, complete and
-    where it belongs."""
+    """Parse the manifest of ``version`` of ``stream``.
+
+    Raises CorruptManifest unless it is canonical, complete, and named as it says.
+    """
     what = f"the manifest of version {version} of {stream!r}"
     if len(data) > MAX_BYTES:
         raise CorruptManifest(f"{what} has {len(data)} bytes, more than {MAX_BYTES}")
@@ -167,6 +186,8 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
         raise CorruptManifest(
             f"{what} claims to be version {manifest.version} of {manifest.stream!r}"
         )
+    # Other bytes with the same meaning would break the comparison after a lost reply, and
+    # signatures.
     if manifest.to_bytes() != data:
         raise CorruptManifest(f"{what} is not in canonical form")
     for flaw in _flaws(manifest):
@@ -175,10 +196,11 @@ def parse(data: bytes, *, stream: str, version: int) -> Manifest:
 
 
 def _flaws(manifest: Manifest) -> Iterator[str]:
-    """What is wrong with the values of a manifest that is well-formed."""
+    """Describe each invalid value of a well-formed manifest."""
     patch, anchor = manifest.patch, manifest.anchor
     if not is_stream_id(manifest.stream_id):
         yield f"has the stream_id {manifest.stream_id!r}"
+    # The fields of the patch and of the anchor.
     payloads = [*(patch.parts if patch else ()), *(anchor.shards if anchor else ())]
     if patch and (not 0 <= patch.base < manifest.version or not patch.parts):
         yield f"has a patch from version {patch.base}"
@@ -192,6 +214,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield "lists a part twice"
     if manifest.files and (flaw := flaw_of((file.name, file.bytes) for file in manifest.files)):
         yield flaw
+    # Numbers: other implementations hold them in 64 signed bits.
     counts = [manifest.elements, manifest.dense_bytes, patch.changed if patch else 0]
     facts = [value for value in manifest.metadata.values() if isinstance(value, int)]
     if min(counts) < 0 or any(
@@ -204,6 +227,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         yield f"has epoch {manifest.epoch}"
     if not payloads or any(p.bytes <= 0 for p in payloads):
         yield "lists nothing to restore the version from"
+    # Digests: they become names of objects, so their form keeps a reader in the stream's folder.
     digests = [manifest.root, *([patch.base_root] if patch else ()), *(p.sha256 for p in payloads)]
     digests += [file.sha256 for file in manifest.files]
     if not all(_HEX64.fullmatch(digest) for digest in digests):
@@ -211,6 +235,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
     signature = manifest.signature
     if signature and not (_HEX64.fullmatch(signature.key) and _HEX128.fullmatch(signature.value)):
         yield "has a signature that is not lower-case hexadecimal digits"
+    # Last, and the strongest: a bit that flipped in the store shows here even without a signature.
     if manifest.digest != manifest.own_digest():
         yield "does not match its own digest"
 
@@ -226,8 +251,10 @@ def is_stream_id(text: object) -> bool:
 
 
 def checked_metadata(metadata: Mapping[str, object]) -> Metadata:
-    """A copy with plain values; numpy scalars become Python's. Raises InputError for what JSON
-    cannot hold exactly."""
+    """A copy of ``metadata`` with plain values; numpy scalars become Python's.
+
+    Raises InputError for values that JSON cannot hold exactly.
+    """
     if not isinstance(metadata, Mapping):
         raise InputError(f"metadata must be a mapping, not a {type(metadata).__name__}")
     return {
@@ -260,9 +287,11 @@ def _checked_text(text: object, what: str) -> str:
 
 
 class ManifestCache:
-    """The manifests read last. Aliases equal to those of the manifest before are held once: a model
-    with hundreds of tied names has the same ones in each version. May be used from several
-    threads."""
+    """The manifests that were read last. Several threads may use it.
+
+    A model with hundreds of tied names has the same aliases in each version, so equal aliases of
+    consecutive manifests are stored once.
+    """
 
     def __init__(self, most: int = _MOST, max_bytes: int = _MAX_BYTES) -> None:
         self._most = most
@@ -277,17 +306,19 @@ class ManifestCache:
         return kept[0] if kept else None
 
     def keep(self, manifest: Manifest) -> None:
-        """Keeps ``manifest`` in place of the oldest where there is no more room, and by itself
-        however large it is."""
+        """Add ``manifest``, and drop the oldest ones if there is no room. One manifest always
+        fits."""
         with self._lock:
             if manifest.version in self._kept:
                 return
+            # Equal aliases in equal order: the manifest's bytes must not change by sharing them.
             if list(manifest.aliases.items()) == list(self._aliases.items()):
                 nbytes = len(with_aliases(manifest, {}).to_bytes())
                 manifest = with_aliases(manifest, self._aliases)
             else:
                 nbytes = len(manifest.to_bytes())
                 self._aliases = manifest.aliases
+            # A dictionary keeps the order of insertion: its first key was read longest ago.
             while self._kept and (
                 len(self._kept) >= self._most or self._nbytes + nbytes > self._most_bytes
             ):
@@ -297,9 +328,12 @@ class ManifestCache:
 
 
 class Link(NamedTuple):
-    """``base`` is None for an anchor. ``payloads`` are the objects to fetch, None while only their
-    size is known or guessed: the manifest of ``version`` lists them; or, of a fold, its link, where
-    the list has the SHA-256 ``parts``. ``is_fold``: it is not the version's own patch or anchor."""
+    """A way to a version: an anchor (``base`` is None), a patch, or a fold.
+
+    ``payloads`` are the objects to fetch. They are None while only their size is known or guessed:
+    the manifest of ``version`` lists them, or the link of a fold, whose list has the SHA-256
+    ``parts``. ``is_fold``: the link is not the version's own patch or anchor.
+    """
 
     base: int | None
     version: int
@@ -318,7 +352,7 @@ class Link(NamedTuple):
 
     @property
     def is_patch(self) -> bool:
-        """Whether it leads from a version to the next that there is."""
+        """Whether the link is a version's own patch."""
         return self.base is not None and not self.is_fold
 
     def __str__(self) -> str:
@@ -328,7 +362,7 @@ class Link(NamedTuple):
 
 
 def links_of(manifest: Manifest) -> list[Link]:
-    """The ways to reach a manifest's version that the manifest itself names."""
+    """The links that a manifest itself names: its patch and its anchor."""
     links = []
     if manifest.patch:
         links.append(_link(manifest.patch.base, manifest.version, manifest.patch.parts))
@@ -338,7 +372,7 @@ def links_of(manifest: Manifest) -> list[Link]:
 
 
 def with_payloads(link: Link, manifest: Manifest) -> Link:
-    """``link`` with its payloads; raises ChainGap where the manifest has no such link."""
+    """``link`` with its payloads; raises ChainGap if the manifest has no such link."""
     for found in links_of(manifest):
         if (found.base, found.version) == (link.base, link.version):
             return found
@@ -346,12 +380,12 @@ def with_payloads(link: Link, manifest: Manifest) -> Link:
 
 
 def patch_bytes(manifest: Manifest) -> int:
-    """Of all parts of its patch, 0 without one."""
+    """Bytes of all parts of the manifest's patch; 0 without one."""
     return sum(part.bytes for part in manifest.patch.parts) if manifest.patch else 0
 
 
 def anchor_bytes(manifest: Manifest) -> int:
-    """Of all shards of its anchor, 0 without one."""
+    """Bytes of all shards of the manifest's anchor; 0 without one."""
     return sum(shard.bytes for shard in manifest.anchor.shards) if manifest.anchor else 0
 
 

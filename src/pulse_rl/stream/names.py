@@ -1,7 +1,7 @@
 """The names of a stream's objects: built and parsed only here (docs/format.md, section 6).
 
-Names are zero-padded numbers, SHA-256 digests and checked words, so that no name that was read can
-lead elsewhere.
+Names are zero-padded numbers, SHA-256 digests and checked words, so no name from a store can lead
+elsewhere.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from ..errors import InputError, StreamError
 from ..store.base import NAME_HINT
 
 PATCH, SHARD, FILE = "patch", "safetensors", "file"
-"""The kinds of payload: a patch, one file of an anchor, and a file beside the weights."""
+"""The kinds of payload: a patch, one file of an anchor, and a file next to the weights."""
 
 TENSORS, LEAVES = "tensors", "leaves"
-"""What is stored of a state's digests: the tensors' digests; the tensors' specs and leaves."""
+"""The stored digests of a state: the digests of tensors; or the tensors' specs and leaves."""
 
 MOST = 10**12 - 1
 """The greatest version or epoch."""
+# A number this far above the one before is junk: no stream skips a million versions.
 _FARTHEST = 1 << 20
 
+# fullmatch on these patterns is the only way from a listed name to an object, so "..", "/" and
+# control characters never pass.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NUMBER = re.compile(r"[0-9]{12}")
 _VERSION = re.compile(r"([0-9]{12})\.json")
@@ -35,12 +38,12 @@ _ANCHOR = re.compile(r"([0-9]{12})-anchor-([0-9]{15})")
 
 MAX_FILES = 256
 MAX_FILES_BYTES = 128 << 20
-"""Of all files of a version; the largest tokenizers have a third of it."""
+"""The bytes of all files of a version. The largest tokenizers have a third of it."""
 _MAX_NAME = 255
 FILE_NAME_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _FILE_NAME = re.compile(rf"{FILE_NAME_PART}(?:/{FILE_NAME_PART}){{0,3}}")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
-"""A loader would take such a file for weights, or run what is in it."""
+"""A loader would take such a file for weights, or execute its content."""
 _OURS = "pulse."
 
 
@@ -65,8 +68,11 @@ class DigestsName(NamedTuple):
 
 
 class FoldName(NamedTuple):
-    """The link that lists a fold from ``base`` to ``version``: files of ``nbytes`` bytes in all,
-    and the ``sha256`` of their list, which the link holds."""
+    """The link that lists a fold from ``base`` to ``version``.
+
+    ``nbytes`` is the size of its files in all, ``sha256`` the digest of their list, which the link
+    holds.
+    """
 
     version: int
     base: int
@@ -101,7 +107,7 @@ ObjectName = (
 
 @dataclass(frozen=True, slots=True)
 class StreamNames:
-    """The names of the objects of ``stream``. Raises InputError for a stream that could escape its
+    """The names of the objects of ``stream``; raises InputError for a name that could leave its
     folder."""
 
     stream: str
@@ -149,7 +155,7 @@ class StreamNames:
         return f"{self.links}/{version:012d}-anchor-{nbytes:015d}"
 
     def links_from(self, version: int) -> str:
-        """Sorts before the links to ``version`` and after those to the versions before it."""
+        """A name that sorts before the links to ``version`` and after those to earlier versions."""
         return f"{self.links}/{version:012d}"
 
     def worker(self, worker: str, version: int) -> str:
@@ -160,7 +166,7 @@ class StreamNames:
         return f"{self.epochs}/{epoch:012d}"
 
     def parse(self, name: str) -> ObjectName | None:
-        """What ``name`` stands for, None where it is not spelled as one of these names is."""
+        """Parse ``name``; None if it is not spelled as one of these names."""
         folder, _, last = name.rpartition("/")
         if folder == self.versions and (found := _VERSION.fullmatch(last)):
             return VersionName(int(found[1]))
@@ -184,9 +190,10 @@ class StreamNames:
 
 
 def next_unused(taken: Iterable[int], after: int) -> int:
-    """The first number above ``after`` that is not ``taken``. Raises StreamError where there is
+    """The first number above ``after`` that is not ``taken``; raises StreamError if there is
     none."""
     free = after + 1
+    # Numbers in a row push the first free one up; the first gap ends the search.
     for number in sorted(number for number in taken if number > after):
         if number > free:
             break
@@ -197,8 +204,10 @@ def next_unused(taken: Iterable[int], after: int) -> int:
 
 
 def plausible(numbers: Iterable[int], after: int) -> list[int]:
-    """The ascending ``numbers`` up to the first that lies so far above the one before, or above
-    ``after``, that only junk can."""
+    """The ascending ``numbers`` up to the first implausible jump.
+
+    Only junk can lie a million above the number before, or above ``after``.
+    """
     found: list[int] = []
     for number in numbers:
         if number - (found[-1] if found else after) > _FARTHEST:
@@ -208,14 +217,14 @@ def plausible(numbers: Iterable[int], after: int) -> list[int]:
 
 
 def check_word(word: object, what: str) -> None:
-    """Raises InputError unless ``word`` can be one part of a name."""
+    """Raise InputError unless ``word`` can be one part of a name."""
     if not isinstance(word, str) or not _WORD.fullmatch(word):
         raise InputError(f"{word!r} is not a valid name for {what}", hint=NAME_HINT)
 
 
 def flaw_of(files: Iterable[tuple[str, int]]) -> str:
-    """What is wrong with the names and sizes of a version's files, which are in the order of their
-    names; "" if nothing is."""
+    """Describe a flaw in the names and sizes of a version's files, in name order; "" without
+    one."""
     total, names = 0, list[str]()
     for name, nbytes in files:
         if len(name) > _MAX_NAME or not _FILE_NAME.fullmatch(name):
@@ -228,7 +237,9 @@ def flaw_of(files: Iterable[tuple[str, int]]) -> str:
             return f"has more files than {MAX_FILES}, or more than {MAX_FILES_BYTES} bytes of them"
     if names != sorted(names):
         return "has files that are not in the order of their names"
+    # Folders on macOS and Windows ignore case: two such names would be one file there.
     folded = {name.lower() for name in names}
+    # A name that is both a file and a folder of others cannot be written to a disk.
     folders = {
         "/".join(name.split("/")[:depth])
         for name in folded
@@ -240,8 +251,7 @@ def flaw_of(files: Iterable[tuple[str, int]]) -> str:
 
 
 def payload_digest(name: str) -> str | None:
-    """The SHA-256 that a payload's bytes must have, in any stream; None for an object that is not a
-    payload."""
+    """The SHA-256 that a payload's bytes must have, in any stream; None for any other object."""
     stream, _, rest = name.partition("/")
     found = (
         _PAYLOAD.fullmatch(rest.removeprefix("payloads/")) if rest.startswith("payloads/") else None

@@ -1,8 +1,8 @@
 """Ed25519 signatures, for stores that others can write to (extra ``[sign]``).
 
-A manifest holds the root of its version, and a root covers every bit of the state, so no weight
-needs another signature. Claims and folds' links have signatures so that nobody else stops a
-publisher, or makes a worker try what leads nowhere.
+A manifest holds the root of its version, and a root covers every bit of the state, so weights need
+no other signature. Claims and the links of folds are signed too. Otherwise a stranger could stop a
+publisher, or send a worker along links that lead nowhere.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _KEY_FILE_BYTES = 1000
 _INSTALL = "Install it: pip install 'pulse-rl[sign]'."
 
+# Caps on what a reader fetches before it has checked a signature.
 MAX_CLAIM_BYTES = 512
 MAX_FOLD_BYTES = 512 + 81 * MAX_PARTS
 _SIGNATURE = r"([0-9a-f]{64}) ([0-9a-f]{128})"
@@ -40,7 +41,15 @@ NOBODY = "0" * 16
 
 
 class Signer:
-    """Signs a publisher's manifests. ``seed`` is the 32-byte private key; raises InputError."""
+    """Sign a publisher's manifests with an Ed25519 key.
+
+    The attribute ``public_key`` has 64 hexadecimal digits; give it to subscribers as a trusted key.
+
+    Args:
+        seed: The private key, 32 bytes.
+    Raises:
+        InputError: ``seed`` is not a private key, or the package cryptography is missing.
+    """
 
     def __init__(self, seed: bytes) -> None:
         self._key = _private_key(seed)
@@ -52,13 +61,18 @@ class Signer:
 
     @classmethod
     def generate(cls) -> Signer:
-        """A new key, from the system's random source."""
+        """Make a new key from the system's random source."""
         return cls(secrets.token_bytes(32))
 
     @classmethod
     def load(cls, path: str | Path) -> Signer:
-        """Loads the key from a file ``path`` written by `save`: 64 hexadecimal digits. Raises
-        InputError."""
+        """Load a private key from a file that `save` wrote.
+
+        Args:
+            path: The file, with 64 hexadecimal digits.
+        Raises:
+            InputError: The file cannot be read, or holds no private key.
+        """
         try:
             with open_regular(checked_path(path)) as file:
                 return cls(bytes.fromhex(file.read(_KEY_FILE_BYTES).decode().strip()))
@@ -67,8 +81,15 @@ class Signer:
             raise InputError(f"{path} is not a private key: {reason}") from None
 
     def save(self, path: str | Path) -> None:
-        """Writes the private key to the new file ``path``, readable only by its owner. Raises
-        InputError."""
+        """Write the private key to a new file that only its owner can read.
+
+        Args:
+            path: The file, which must not exist.
+        Raises:
+            InputError: The file cannot be created.
+            StoreFull: The disk has no space left.
+            StoreError: The file cannot be written.
+        """
         file = checked_path(path)
         try:
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -83,24 +104,34 @@ class Signer:
                 os.fsync(opened.fileno())
         except (
             BaseException
-        ) as error:  # also of an interrupt: a file without a key would be refused as a key for ever
+        ) as error:  # an interrupt too: an empty key file would be refused for ever
             file.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise disk_error(error, f"write {path}") from error
             raise
 
     def sign(self, manifest: Manifest) -> Manifest:
-        """``manifest`` with this key's signature."""
+        """Return a manifest with this key's signature in place of any other.
+
+        Args:
+            manifest: The manifest, sealed with its digest.
+        """
         return manifest.with_signature(self.signature(manifest.with_signature(None).to_bytes()))
 
     def signature(self, message: bytes) -> Signature:
-        """This key's signature of ``message``."""
+        """Return this key's signature of a message.
+
+        Args:
+            message: The bytes to sign.
+        """
         return Signature(self.public_key, self._key.sign(message).hex())
 
 
 class TrustedKeys:
-    """Accepts manifests that one of these public keys (64 hexadecimal digits each) has signed.
-    Raises InputError."""
+    """Accepts what one of these public keys, 64 hexadecimal digits each, has signed.
+
+    Raises InputError.
+    """
 
     def __init__(self, keys: Collection[str]) -> None:
         if not checked_collection("trusted_keys", keys, "[key]"):
@@ -112,22 +143,26 @@ class TrustedKeys:
 
     @property
     def keys(self) -> Collection[str]:
-        """As they are given, in lower case."""
+        """The keys in lower case."""
         return self._keys.keys()
 
     def check(self, manifest: Manifest) -> None:
-        """Raises Untrusted."""
+        """Raise Untrusted unless one of the keys has signed ``manifest``."""
         what = f"the manifest of version {manifest.version} of {manifest.stream!r}"
         self.check_message(manifest.with_signature(None).to_bytes(), manifest.signature, what)
 
     def check_message(self, message: bytes, signature: Signature | None, what: str) -> None:
-        """Raises Untrusted, in which ``what`` names the message, unless one of the keys has signed
-        it."""
+        """Raise Untrusted unless one of the keys has signed ``message``.
+
+        ``what`` names the message in the error.
+        """
         from cryptography.exceptions import InvalidSignature
 
         if signature is None:
             raise Untrusted(f"{what} is not signed")
         key = self._keys.get(signature.key)
+        # Untrusted keys are refused before any arithmetic: a stranger chooses the key and the
+        # signature.
         if key is None:
             raise Untrusted(f"{what} is signed by an untrusted key {signature.key[:16]!r}…")
         try:
@@ -137,14 +172,16 @@ class TrustedKeys:
 
 
 def keys_of(signer: Signer | None, trusted: Collection[str] | None) -> list[str] | None:
-    """The public keys that whoever signs with ``signer`` and trusts these believes, its own first;
-    None without any: whoever can write is trusted."""
+    """The public keys that a publisher believes: that of its ``signer`` first, then the trusted
+    ones.
+
+    None if there are none: then everyone who can write is trusted.
+    """
     return [*([signer.public_key] if signer else ()), *(trusted or ())] or None
 
 
 def trusted_by(keys: Collection[str] | None) -> TrustedKeys | None:
-    """The keys as they are given to the public functions: None trusts whoever writes to the
-    store."""
+    """The trusted keys of a public function; None trusts everyone who can write to the store."""
     return None if keys is None else TrustedKeys(keys)
 
 
@@ -173,9 +210,11 @@ def _public_key(text: str) -> Ed25519PublicKey:
 
 
 class Claim(NamedTuple):
-    """A publisher's claim to an ``epoch`` of the stream ``stream`` with this ``stream_id``.
-    ``publisher`` is a random word, 16 hexadecimal digits, ``previous`` that of the claim before,
-    `NOBODY` for the first."""
+    """A publisher's claim to an ``epoch`` of ``stream`` with this ``stream_id``.
+
+    ``publisher`` is a random word of 16 hexadecimal digits. ``previous`` is the word of the claim
+    before, `NOBODY` for the first claim.
+    """
 
     stream: str
     stream_id: str
@@ -189,13 +228,15 @@ class Claim(NamedTuple):
 
     @property
     def _message(self) -> bytes:
+        # The signature covers the stream's name and ID, so a claim cannot be copied to another
+        # stream.
         words = f"{self.stream} {self.stream_id} {self.epoch} {self.publisher} {self.previous}"
         return f"pulse.claim.1 {words}".encode()
 
 
 def read_claim(data: bytes, stream: str, epoch: int, trusted: TrustedKeys | None) -> Claim:
-    """The claim that an object holds. Raises FormatError, and Untrusted unless one of the keys, if
-    any, signed it."""
+    """Parse a claim. Raises FormatError, and Untrusted unless a trusted key, if any, has signed
+    it."""
     what = f"the claim to epoch {epoch} of {stream!r}"
     found = _CLAIM.fullmatch(data[: MAX_CLAIM_BYTES + 1].decode("ascii", "replace"))
     if not found:
@@ -209,8 +250,10 @@ def read_claim(data: bytes, stream: str, epoch: int, trusted: TrustedKeys | None
 
 
 def fold_name(base: int, version: int, parts: Iterable[Payload]) -> FoldName:
-    """The name of the link of a fold of these ``parts``: with their bytes in all, and the SHA-256
-    of their list."""
+    """The name of the link of a fold with these ``parts``.
+
+    It has their bytes in all and the SHA-256 of their list.
+    """
     found = tuple(parts)
     return FoldName(
         version, base, sum(part.bytes for part in found), sha256(_list_of(found)).hexdigest()
@@ -220,8 +263,7 @@ def fold_name(base: int, version: int, parts: Iterable[Payload]) -> FoldName:
 def write_fold(
     stream: str, stream_id: str, fold: FoldName, parts: Iterable[Payload], signer: Signer | None
 ) -> bytes:
-    """What a fold's link holds: the list of its parts and, if there is a ``signer``, a
-    signature."""
+    """The content of a fold's link: the list of its parts, signed if there is a ``signer``."""
     return (
         _list_of(parts) + " ".join(_signed(_fold_message(stream, stream_id, fold), signer)).encode()
     )
@@ -230,11 +272,16 @@ def write_fold(
 def read_fold(
     data: bytes, stream: str, stream_id: str, fold: FoldName, trusted: TrustedKeys | None
 ) -> tuple[Payload, ...]:
-    """The parts that a fold's link lists. Raises FormatError where it is not the list that the
-    link's name promises, and Untrusted unless one of the keys, if any, signed it."""
+    """The parts that a fold's link lists.
+
+    Raises FormatError if the list is not that of the link's name, and Untrusted unless a trusted
+    key, if any, has signed it.
+    """
+    # 1. The list, one line per part, and its signature on the last line.
     listed = data[: data.rfind(b"\n") + 1]
     lines = [_PART.fullmatch(line) for line in listed.decode("ascii", "replace").split("\n")[:-1]]
     parts = tuple(Payload(line[1], int(line[2])) for line in lines if line)
+    # 2. The list must have the digest and the length in the link's name, and no part twice.
     right = (
         sha256(listed).hexdigest() == fold.sha256
         and sum(part.bytes for part in parts) == fold.nbytes
@@ -242,6 +289,7 @@ def read_fold(
     what = f"the link of the fold {fold.base}->{fold.version} of {stream!r}"
     if not right or len(parts) != len(lines) or not 1 <= len(set(parts)) == len(parts) <= MAX_PARTS:
         raise FormatError(f"{what} does not list its parts")
+    # 3. The signature covers the name, and so the list.
     if trusted:
         found = _SIGNED.fullmatch(data[len(listed) :].decode("ascii", "replace"))
         signature = Signature(found[1], found[2]) if found else None
@@ -260,7 +308,7 @@ def _fold_message(stream: str, stream_id: str, fold: FoldName) -> bytes:
 
 
 def _signed(message: bytes, signer: Signer | None) -> list[str]:
-    """The signing key and its signature; nothing without a ``signer``."""
+    """The signing key and its signature; empty without a ``signer``."""
     if signer is None:
         return []
     signature = signer.signature(message)

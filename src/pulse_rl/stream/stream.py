@@ -1,9 +1,9 @@
 """A stream in a store: its listings, manifests and payloads, the commit, and the claims to it.
 
 Each publisher claims the next epoch, and stops when it sees a later one (docs/protocol.md, 3).
-Whoever can write to a store can write a claim. Where publishers sign, only signed claims to this
-very stream count; elsewhere a claim must at least be one, and no farther from the ones before it
-than any number of publishers could be.
+Anyone who can write to a store can write a claim. If publishers sign, only signed claims to this
+very stream count. Otherwise a claim must be well-formed, and its epoch must not be farther from the
+others than any number of publishers could explain.
 """
 
 from __future__ import annotations
@@ -72,15 +72,17 @@ from .signing import (
 )
 
 _AT_ONCE = 8
-"""Requests for lengths."""
+"""Parallel requests for lengths."""
 _TRIES = 100
-"""To claim a stream, while others do so, too."""
+"""Attempts to claim a stream while other publishers claim it too."""
 
 
 class Head(NamedTuple):
-    """What a look for the newest version found: its ``manifest``, the ``listed`` versions, readable
-    or not, ascending; and where there is no manifest, the ``error`` for which the newest one was
-    refused."""
+    """The result of a poll for the newest version.
+
+    ``listed`` are the versions in the store, ascending, readable or not. ``error`` is set if there
+    is no ``manifest``: why the newest listed version was refused.
+    """
 
     manifest: Manifest | None
     listed: list[int]
@@ -88,14 +90,15 @@ class Head(NamedTuple):
 
 
 def checked_stream_id(stream_id: str) -> str:
-    """Raises InputError for what is no stream ID."""
+    """Return ``stream_id``; raise InputError if it is not a stream ID."""
     if not is_stream_id(stream_id):
         raise InputError(f"{stream_id!r} is not a stream ID", hint="It has 32 hexadecimal digits.")
     return stream_id
 
 
 class Claims:
-    """The epochs of a stream; ``trusted`` keys, if any, must have signed a claim that counts."""
+    """The claims to a stream, one for each epoch. With ``trusted`` keys only signed claims
+    count."""
 
     def __init__(
         self, store: Store, names: StreamNames, signer: Signer | None, trusted: TrustedKeys | None
@@ -107,13 +110,16 @@ class Claims:
         self._unreadable = UnreadableObjects()
 
     def take(self, publisher: str, stream_id: str, above: int, *, born: bool) -> int:
-        """Claims the first free epoch after ``above`` and after all that count, and returns it.
-        Older publishers then stop. Until the stream is ``born`` its ID is not settled, and any
-        stream's claims count. Raises PublisherConflict where others are always faster.
+        """Claim the first free epoch after ``above`` and after all claims that count; return it.
+
+        Older publishers then stop. Until the stream is ``born`` its ID is not settled, so claims to
+        any stream of the name count. Raises PublisherConflict if other publishers are faster every
+        time.
         """
         for _ in range(_TRIES):
             listed = self._listed(0)
             newest = self._first(sorted(listed, reverse=True), listed, stream_id if born else "")
+            # Unreadable claims keep their numbers: an epoch is never used twice.
             epoch = next_unused(listed, max(newest.epoch if newest else 0, above))
             claim = Claim(
                 self._names.stream,
@@ -123,7 +129,7 @@ class Claims:
                 newest.publisher if newest else NOBODY,
             )
             hit("claim.before")
-            # Creation decides between publishers that saw the same list; who comes second looks
+            # Creation decides between publishers that saw the same list. The slower one lists
             # again.
             if create_or_confirm(
                 self._store, self._names.epoch(epoch), claim.to_bytes(self._signer)
@@ -134,27 +140,32 @@ class Claims:
         )
 
     def stream_id(self) -> str:
-        """The ID that the newest claim gives a stream whose manifests are all damaged, or "". Where
-        claims are signed none is believed: they may be those of an earlier stream of the name."""
+        """The ID that the newest claim gives to a stream whose manifests are all damaged; "" if
+        unknown.
+
+        With signed claims none is believed: they may be those of an earlier stream of the name.
+        """
         listed = {} if self._trusted else self._listed(0)
         newest = self._first(sorted(listed, reverse=True), listed, "")
         return newest.stream_id if newest else ""
 
     def after(self, epoch: int, publisher: str, stream_id: str) -> int | None:
-        """An epoch after ``epoch`` that another publisher has claimed. One listing where there is
-        none. ``publisher``'s own are none: the reply to one was lost.
+        """An epoch after ``epoch`` that another publisher has claimed; None if there is none.
 
-        A claim to another stream of the name counts only if it says that it follows
-        ``publisher``'s: it may be an old one of that stream, or be made by somebody who could not
-        read this one's manifests any more.
+        It costs one listing if there is no such claim. Claims of ``publisher`` itself do not count:
+        the reply to one was lost. A claim to another stream of the name counts only if it names
+        ``publisher`` as its predecessor. Without that it may be an old claim of that stream; with
+        it, a publisher that could not read this one's manifests has followed.
         """
         listed = self._listed(epoch)
         found = self._first(sorted(listed), listed, stream_id, publisher)
         return found.epoch if found else None
 
     def _listed(self, after: int) -> dict[int, ObjectInfo]:
-        """The claims after an epoch. What lies too far beyond the others is left out: it would use
-        up the numbers."""
+        """The claims after an epoch.
+
+        Claims far beyond the others are left out, since they would use up the numbers.
+        """
         infos = self._store.list(self._names.epochs, self._names.epoch(after))
         named = {
             name.epoch: i for i in infos if isinstance(name := self._names.parse(i.name), EpochName)
@@ -168,7 +179,7 @@ class Claims:
         stream_id: str,
         publisher: str | None = None,
     ) -> Claim | None:
-        """The first claim that counts, and is not ``publisher``'s own."""
+        """The first claim that counts and is not ``publisher``'s own."""
 
         def read(epoch: int) -> Claim:
             if listed[epoch].nbytes > MAX_CLAIM_BYTES:
@@ -192,13 +203,12 @@ class Claims:
 
 
 class Stream:
-    """Versions, payloads, claims, and links: objects whose names say all that planning needs
-    (docs/format.md, 6).
+    """A stream: versions, payloads, claims and links (docs/format.md, 6).
 
-    Raises InputError. With ``trusted`` keys only what one of them has signed is believed.
-    ``signer`` signs claims and folds' links. ``stream_id``: only versions of this very stream are
-    read; None: of whatever stream has the name. The listener ``on_refused`` is told once of each
-    version that `newest` passes over.
+    The names of links hold all that planning needs. With ``trusted`` keys only signed objects are
+    believed; ``signer`` signs claims and the links of folds. With a ``stream_id`` only versions of
+    this very stream are read; with None those of any stream of the name. ``on_refused`` is called
+    once for each version that `newest` skips. Raises InputError.
     """
 
     def __init__(
@@ -213,6 +223,7 @@ class Stream:
     ) -> None:
         if stream_id is not None:
             checked_stream_id(stream_id)
+        # A store that is bounded already, such as a cache, keeps its own bounds.
         self.store = store if isinstance(store, BoundedStore) else BoundedStore(store)
         self.name = name
         self.names = StreamNames(name)
@@ -231,13 +242,13 @@ class Stream:
         self._accepted: int | None = None
 
     def adopt(self, manifest: Manifest) -> None:
-        """Reads only versions of the stream that ``manifest`` is of from now on, unless it is known
-        whose it is."""
+        """Read only versions of the stream of ``manifest`` from now on, unless an ID is set
+        already."""
         self.stream_id = self.stream_id or manifest.stream_id
 
     def limited(self, seconds: float = DEFAULT_LATE_SECONDS) -> AbstractContextManager[None]:
-        """The span of one call: within it, reads of the store raise StoreUnavailable once they were
-        late by so many ``seconds`` in all."""
+        """The span of one call: reads raise StoreUnavailable after ``seconds`` of lateness in
+        all."""
         return self.store.limited(seconds)
 
     def versions(self, after: int | None = None) -> list[int]:
@@ -250,18 +261,18 @@ class Stream:
         return list(self._listed)
 
     def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
-        """The highest version above ``after`` that can be read and trusted; others may lie above
-        it. With ``anybody``, of any stream that has the name.
+        """The newest version above ``after`` that can be read and trusted.
 
-        Where a manifest above ``after`` is known the look is bounded, and what lies above that may
-        be found by a later one. Where none is, all that is listed is tried before the answer is
-        that there is none. Raises StoreUnavailable where that takes too long; the next look goes
-        on.
+        If a manifest above ``after`` is known, the poll is bounded; a later poll may find newer
+        versions above it. If none is known, every listed version is tried before the answer is that
+        there is none. Raises StoreUnavailable if that takes too long; the next call continues. With
+        ``anybody``, versions of any stream of the name count.
         """
         listed = self.versions(after)
-        # Manifests never change: the highest one that was read before bounds what is to be read
-        # now.
+        # Manifests never change, so versions below the highest one that was read before need no
+        # read.
         known = None if anybody else next(filter(None, map(self._kept, reversed(listed))), None)
+        # Newest first. Unreadable ones are skipped: a damaged version must not stop its readers.
         above = [
             version for version in reversed(listed) if known is None or version > known.version
         ]
@@ -284,13 +295,15 @@ class Stream:
         return Head(found, listed)
 
     def manifest(self, version: int) -> Manifest:
-        """Raises NotFound, CorruptManifest and Untrusted. Manifests never change, so they are
-        cached."""
+        """The manifest of a version, from the cache if it was read before: manifests never change.
+
+        Raises NotFound, CorruptManifest and Untrusted.
+        """
         manifest = self._manifests.get(version)
         if manifest is None:
             manifest = self._read(version)
             self._manifests.keep(manifest)
-        # Looked at each time: whose stream it is may be decided after the manifest was read.
+        # Checked each time: the stream's ID may be settled after the manifest was read.
         if not self._is_ours(manifest):
             raise Untrusted(
                 f"the manifest of version {version} of {self.name!r} is of another stream of "
@@ -301,8 +314,8 @@ class Stream:
         return manifest
 
     def still_has_manifest(self, manifest: Manifest) -> bool:
-        """`has_manifest`, but without a look at the object while it is listed as it was when it was
-        the newest."""
+        """`has_manifest` without a read, if the object is listed as it was when it was the
+        newest."""
         shown = self._listed.get(manifest.version)
         if shown is None or (shown != self._held and not self.has_manifest(manifest)):
             return False
@@ -310,7 +323,7 @@ class Stream:
         return True
 
     def has_manifest(self, manifest: Manifest) -> bool:
-        """Whether the store has this very manifest."""
+        """Whether the store has exactly this manifest."""
         name = self.names.version(manifest.version)
         try:
             return holds(self.store, name, manifest.to_bytes())
@@ -318,7 +331,7 @@ class Stream:
             return False
 
     def was_listed(self, version: int) -> bool:
-        """Whether the last listing of versions had this one."""
+        """Whether the last listing of versions contained this one."""
         return version in self._listed
 
     def has_version(self, version: int) -> bool:
@@ -326,7 +339,7 @@ class Stream:
         return self._has(self.names.version(version))
 
     def has_payloads(self, manifest: Manifest, *, files: bool = True) -> bool:
-        """Whether the store has all payloads that a manifest names, ``files`` among them."""
+        """Whether the store has all payloads of a manifest, by default with its ``files``."""
         patch = manifest.patch.parts if manifest.patch else ()
         shards = manifest.anchor.shards if manifest.anchor else ()
         named = [
@@ -337,29 +350,28 @@ class Stream:
         return all(self._has(self.names.payload(payload.sha256, kind)) for payload, kind in named)
 
     def forget_manifests(self) -> None:
-        """Forgets the manifests that were read."""
+        """Drop the cached manifests."""
         self._manifests = ManifestCache()
 
     def require_newest(self) -> Manifest:
-        """The newest version. Raises EmptyStream where there is none, and what is wrong with one
-        that is refused."""
+        """The newest version; raises EmptyStream, or the error of a version that was refused."""
         found = self.newest()
         if found.manifest is None:
             raise found.error or EmptyStream(f"stream {self.name!r} has no versions")
         return found.manifest
 
     def forget(self) -> None:
-        """Forgets the manifests that were read, and which stream they were of."""
+        """Drop the cached manifests and the stream's ID."""
         self.forget_manifests()
         self._unreadable = UnreadableObjects(self._on_refused)
         self._accepted = None
         self.stream_id = None
 
     def commit(self, manifest: Manifest) -> bool:
-        """Creates the manifest, which commits its version. False when the version is taken."""
+        """Create the manifest, which commits its version; False if the version is taken."""
         hit("commit.before")
-        # Creation is the commit. If its reply is lost, the object that is there says whether it was
-        # this one.
+        # Creation is the commit. If its reply is lost, the object in the store shows whether it was
+        # this manifest.
         committed = create_or_confirm(
             self.store, self.names.version(manifest.version), manifest.to_bytes()
         )
@@ -367,11 +379,13 @@ class Stream:
         return committed
 
     def links(self, after: int | None = None) -> list[Link]:
-        """The listed folds and anchors of versions greater than ``after``. One listing, no reads:
-        the payloads of folds are not known yet (`resolved`)."""
+        """The listed folds and anchors of versions greater than ``after``, from one listing.
+
+        The payloads of folds are not known yet (`resolved`).
+        """
         start_after = None if after is None else self.names.links_from(after + 1)
-        # Names carry base, length and digest: a plan needs no reads. They are anybody's word until
-        # they are resolved.
+        # A name has base, length and digest, so a plan needs no reads. Names are unverified until
+        # the link is resolved.
         found = []
         for info in self.store.list(self.names.links, start_after):
             match self.names.parse(info.name):
@@ -383,15 +397,17 @@ class Stream:
         return found
 
     def resolved(self, link: Link) -> Link:
-        """``link`` with its payloads, which a manifest or the link of a fold lists. Raises ChainGap
-        where the manifest of its version has no such link, and for a fold whose end is no start of
-        a history; what `manifest` raises, and for a fold what `fold` raises."""
+        """``link`` with its payloads, from the manifest of its version or from the link of a fold.
+
+        Raises ChainGap if the manifest has no such link, or if a fold does not end at the start of
+        a history. Raises also what `manifest` and `fold` raise.
+        """
         if link.payloads is not None:
             return link
         manifest = self.manifest(link.version)
         if not link.is_fold:
             return with_payloads(link, manifest)
-        # A fold shows only what differs between its ends. Its reader could not decode the patches
+        # A fold has only the differences between its ends. Its reader could not decode the patches
         # that follow, so a path over it would end there.
         if manifest.remembers:
             raise ChainGap(
@@ -400,9 +416,11 @@ class Stream:
         return link._replace(payloads=self.fold(name_of(link))[0])
 
     def fold(self, fold: FoldName) -> tuple[tuple[Payload, ...], bytes]:
-        """The payloads that the link of a fold lists, and the link's content. Raises NotFound,
-        FormatError for a link that is longer than any or is not the list of its name, and Untrusted
-        for one that no trusted key has signed."""
+        """The payloads that the link of a fold lists, and the link's content.
+
+        Raises NotFound, FormatError for a link that is too long or does not match its name, and
+        Untrusted for a link without a trusted signature.
+        """
         name = self.names.fold(fold)
         nbytes = self.store.head(name).nbytes
         if nbytes > MAX_FOLD_BYTES:
@@ -414,8 +432,8 @@ class Stream:
         return read_again(lambda: whole(self.store, name, nbytes), parse)
 
     def put_digests(self, tree: StateDigest, *, leaves: bool) -> None:
-        """Stores the tensors' digests of a version, and for one with an anchor also the
-        ``leaves``."""
+        """Store the tensors' digests of a version; with ``leaves`` also its leaves, as for an
+        anchor."""
         self.store.put(self.names.digests_of(tree.root, TENSORS), tree.tensor_digests)
         if leaves:
             data = [tree.leaves[spec.name] for spec in tree.specs]
@@ -423,7 +441,7 @@ class Stream:
             self.store.put(self.names.digests_of(tree.root, LEAVES), whole)
 
     def put_fold_link(self, base: int, version: int, parts: Sequence[Payload]) -> None:
-        """Lists a fold of one part or several."""
+        """List a fold of one part or several."""
         fold = fold_name(base, version, parts)
         hit("fold.before")
         self.store.put(
@@ -432,39 +450,39 @@ class Stream:
         )
 
     def put_fold_record(self, link: Link, record: bytes) -> None:
-        """Lists a fold as another store does, whose `fold` gave it."""
+        """List a fold with the content of its link in another store (`fold`)."""
         self.store.put(self.names.fold(name_of(link)), record)
 
     def put_anchor_link(self, version: int, nbytes: int) -> None:
         self.store.put(self.names.anchor(version, nbytes), b"")
 
     def put_payload(self, payload: Payload, kind: str, data: Data) -> None:
-        """Stores a payload under its digest. Repeating it is harmless."""
+        """Store a payload under its digest. Repeating this is harmless."""
         hit("payload.before")
         self.store.put(self.names.payload(payload.sha256, kind), data)
         hit("payload.after")
 
     def has_payload(self, payload: Payload, kind: str) -> bool:
-        """Whether the store has a payload, by its name and length."""
+        """Whether the store has a payload, judged by name and length."""
         try:
             return self.store.head(self.names.payload(payload.sha256, kind)).nbytes == payload.bytes
         except NotFound:
             return False
 
     def fetch(self, payload: Payload, kind: str) -> bytes:
-        """A payload's verified bytes. Raises NotFound and DigestMismatch.
+        """The verified bytes of a payload. Raises NotFound and DigestMismatch.
 
-        A damaged reply is fetched once more: networks corrupt bytes more often than disks do.
+        A damaged reply is fetched once more, since networks corrupt bytes more often than disks do.
         """
         name = self.names.payload(payload.sha256, kind)
         for _ in range(2):
-            # The length before the content: what is longer than promised is not worth its memory.
+            # The length is checked first: an object that is too long is not worth its memory.
             stored = self.store.head(name).nbytes
             if stored == payload.bytes:
                 self.store.expect(name, payload.bytes)
                 data = (
                     self.store.get(name, 0, payload.bytes) if payload.bytes else b""
-                )  # some stores have no empty range
+                )  # some stores refuse an empty range
                 if sha256(data).hexdigest() == payload.sha256:
                     return data
         raise DigestMismatch(
@@ -475,7 +493,7 @@ class Stream:
         return not self.stream_id or manifest.stream_id == self.stream_id
 
     def _kept(self, version: int) -> Manifest | None:
-        """The manifest of a version of this stream that was read before."""
+        """The cached manifest of a version of this stream; None if it was not read before."""
         manifest = self._manifests.get(version)
         return manifest if manifest and self._is_ours(manifest) else None
 
@@ -502,8 +520,10 @@ class Stream:
         return read_again(lambda: whole(self.store, name, nbytes), parse)
 
     def reader(self, payload: Payload, kind: str) -> RangeReader:
-        """Reads ranges of a payload. Raises NotFound, and DigestMismatch where it has another
-        length."""
+        """A reader of ranges of a payload.
+
+        Raises NotFound, and DigestMismatch if the payload has another length.
+        """
         name = self.names.payload(payload.sha256, kind)
         stored = self.store.head(name).nbytes
         if stored != payload.bytes:
@@ -516,14 +536,13 @@ class Stream:
     def shards(
         self, payloads: Sequence[Payload], threads: int | None = None
     ) -> list[tuple[Payload, RangeReader]]:
-        """The shards of an anchor, to be read in ranges. Raises as `reader`."""
+        """The shards of an anchor with readers of their ranges. Raises as `reader`."""
         return list(
             ordered_map(lambda payload: (payload, self.reader(payload, SHARD)), payloads, threads)
         )
 
     def parts(self, link: Link) -> list[tuple[RangeReader, int]]:
-        """The files of a link's patch with their lengths, to be read in ranges. Raises as
-        `reader`."""
+        """Readers of the files of a link's patch, with their lengths. Raises as `reader`."""
         payloads = link.payloads or ()
         return list(
             ordered_map(

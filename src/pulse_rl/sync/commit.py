@@ -1,5 +1,7 @@
-"""A version is stored and committed (docs/protocol.md, section 3): each rank stores its payloads,
-and rank 0 claims the stream, finds its head, and commits for all ranks."""
+"""Store and commit a version (docs/protocol.md, section 3).
+
+Each rank stores its payloads. Rank 0 claims the stream, finds its head, and commits for all ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,19 @@ from ..stream.signing import Signer
 from ..stream.stream import Stream
 from .pending import PublishState
 
+# A commit of unknown outcome is repeated within this time only. Garbage collection spares younger
+# payloads: its grace period is an hour by default.
 _LATEST_COMMIT_SECONDS = 600.0
 _AT_ONCE = 2
-"""So many shards are stored at once: one is on its way while the other is hashed."""
+"""Shards that are stored in parallel: one is uploaded while the other is hashed."""
 
 
 class Content(NamedTuple):
-    """What a manifest says of its state: ``root``, ``elements``, ``nbytes`` and ``aliases``; of its
-    payloads, of which at least one is there; ``remembers``: how many of the last versions
-    the next patch may be coded by; ``files``: those beside the weights."""
+    """The part of a manifest that describes the state and its payloads.
+
+    At least one of ``patch`` and ``anchor`` is set. ``remembers`` is how many of the last versions
+    the next patch may be coded by. ``files`` are those next to the weights.
+    """
 
     root: str
     elements: int
@@ -50,9 +56,12 @@ class Content(NamedTuple):
 
 
 class HeadState(NamedTuple):
-    """What rank 0 has found: ``keep``, the baseline is the head; ``lost``, the version of one that
-    the store no longer holds; or the ``version``, ``root`` and the stored ``names`` of tied tensors
-    of another head. Nothing of these where the stream is empty."""
+    """The head as rank 0 found it, for all ranks.
+
+    ``keep``: the baseline is the head. ``lost``: the version of a head that the store no longer
+    holds. Otherwise ``version`` and ``root`` are those of another head, and ``names`` the stored
+    names of its tied tensors. In an empty stream nothing is set.
+    """
 
     keep: bool = False
     lost: int | None = None
@@ -72,10 +81,10 @@ class HeadState(NamedTuple):
 class Committer:
     """Commits the versions of a stream, on rank 0 for all ranks.
 
-    ``epoch`` is 0 until the stream is claimed; ``head`` is the newest version known to be committed
-    (None: none), ``next`` the number of the one after it. ``publisher`` is a random word that tells
+    ``epoch`` is 0 until the stream is claimed. ``head`` is the newest version known to be
+    committed, and ``next`` the number after it. ``publisher`` is a random word that distinguishes
     this publisher's manifests from another's. Once another publisher has claimed the stream, every
-    call raises PublisherConflict. ``together``: other ranks store payloads, too.
+    call raises PublisherConflict. ``together``: other ranks store payloads too.
     """
 
     def __init__(
@@ -101,20 +110,23 @@ class Committer:
 
     @property
     def version(self) -> int | None:
-        """The head's version."""
+        """The head's version; None without a head."""
         return self.head.version if self.head else None
 
     @property
     def stream_id(self) -> str:
-        """The stream's ID, chosen here where the stream has none."""
+        """The stream's ID; a new one for a stream that has none."""
         return self._stream.stream_id or self._minted
 
     # -- in the order of a publish
 
     def settle(self) -> Manifest | None:
-        """Commits what an earlier call has left pending, unless its payloads may have been
-        collected since: then it is given up. Its commit may have succeeded all the same, and is
-        found as the head. The manifest, if it is committed."""
+        """Commit the version that an earlier call left unconfirmed; return its manifest if it is
+        committed.
+
+        The version is given up if its payloads may have been collected since. If its commit
+        succeeded all the same, `find` finds it as the head.
+        """
         if self._refused:
             raise PublisherConflict(self._refused)
         if self._pending is None:
@@ -126,18 +138,18 @@ class Committer:
         return None
 
     def find(self, version: int | None) -> HeadState:
-        """What the head is to ranks whose baseline is ``version``. Claims the stream where that is
-        to be done."""
-        # 1. In a steady state one look is enough, which finds a head that the store has lost.
+        """Find the head, for ranks whose baseline is ``version``. Claim the stream if it is not
+        claimed."""
+        # 1. In a steady state one request is enough; it also shows a head that the store has lost.
         if version is not None and version == self.version:
             if self._stream.has_version(version):
                 return HeadState(keep=True)
             self._reclaim()
             self._files.forget()
             return HeadState(lost=version)
-        # 2. A publisher that begins, or whose number was taken: what is there, and a claim that
-        # stops the older ones. The head first: the claim names the stream's ID, and its epoch is
-        # above the head's.
+        # 2. A publisher that starts, or whose number was taken: find the head, then make a claim
+        # that stops older publishers. The head comes first, since the claim names the stream's ID
+        # and its epoch must exceed the head's.
         if self.head and not self._claimed_as:
             # The claim has failed, and the stream may have been recreated since.
             self.head = None
@@ -148,19 +160,19 @@ class Committer:
         head = self.head
         if head is None:
             return HeadState()
-        # 3. Whether the next version owes new workers an anchor.
+        # 3. Decide whether the next version needs an anchor for new workers.
         try:
             self._since_anchor = bytes_since_anchor(self._stream, head.version, self._anchor_ratio)
-        except (ChainGap, *UNREADABLE):  # new workers cannot come here from the last anchor
+        except (ChainGap, *UNREADABLE):  # the patches since the last anchor are broken
             self._anchor_due = True
         if self._signer and head.signature and head.signature.key != self._signer.public_key:
-            self._anchor_due = True  # for those who trust the new key only
+            self._anchor_due = True  # for workers that trust the new key only
         return HeadState(
             version=head.version, root=head.root, names=tuple(sorted(set(head.aliases.values())))
         )
 
     def needs_anchor(self, patch_bytes: int, state_bytes: int) -> bool:
-        """Whether a version with a patch of ``patch_bytes`` is to have an anchor as well."""
+        """Whether a version with a patch of ``patch_bytes`` needs an anchor as well."""
         return (
             self._anchor_due or self._since_anchor + patch_bytes > self._anchor_ratio * state_bytes
         )
@@ -168,8 +180,10 @@ class Committer:
     def store_files(
         self, files: Mapping[str, bytes] | None
     ) -> tuple[tuple[FileRef, ...], tuple[FileRef, ...]]:
-        """(the files of the next version, all of them stored, those that are lost): ``files``, or,
-        for None, what the store has of the head's. Raises StoreError."""
+        """(the files of the next version, all stored; the files that the store has lost).
+
+        ``files`` None keeps those of the head that the store still has. Raises StoreError.
+        """
         named = self.head.files if self.head else ()
         if files is not None:
             return self._files.store(files, named), ()
@@ -177,14 +191,15 @@ class Committer:
         return kept, tuple(ref for ref in named if ref not in kept)
 
     def commit(self, content: Content, metadata: Metadata) -> Manifest | None:
-        """The manifest of the next version, if it was committed; None if its number is taken."""
+        """Commit the next version and return its manifest; None if its number is taken."""
         manifest = self._manifest(content, metadata)
         if self._signer:
             manifest = self._signer.sign(manifest)
-        # Before it is created for good: what no reader could parse must not be committed.
+        # Parsed before it is created: a manifest that no reader can parse would block the stream.
         manifests.parse(manifest.to_bytes(), stream=manifest.stream, version=manifest.version)
-        # Ranks may have been given stores that only look the same: rank 0 looks, at the first
-        # version and at each anchor, before a manifest names what readers would not find.
+        # Ranks may have different stores under equal-looking addresses. At the first version and at
+        # each anchor rank 0 checks that it sees all payloads, before a manifest names what readers
+        # would not find.
         if self._looks_for_payloads or (manifest.anchor and self._together):
             if not self._stream.has_payloads(manifest, files=False):
                 raise InputError(
@@ -193,15 +208,18 @@ class Committer:
                     "everywhere.",
                 )
             self._looks_for_payloads = False
+        # Kept until the outcome is known: after a lost reply `settle` repeats exactly this commit.
         self._pending = manifest, time.time()
         return self._confirm(manifest)
 
     # -- its parts
 
     def _can_settle(self, manifest: Manifest, uploaded: float) -> bool:
-        """Whether a commit that an earlier call left unconfirmed is to be repeated: it may have
-        succeeded, or can still do so, because the payloads, stored at ``uploaded`` (Unix seconds),
-        cannot have been collected since."""
+        """Whether to repeat a commit that an earlier call left unconfirmed.
+
+        It is repeated if it has succeeded, or if it can still succeed: the payloads, stored at
+        ``uploaded`` (Unix seconds), cannot have been collected, and there is no newer version.
+        """
         if self._stream.has_manifest(manifest):
             return True
         fresh = 0 <= time.time() - uploaded < _LATEST_COMMIT_SECONDS
@@ -225,18 +243,17 @@ class Committer:
             return manifest
 
     def _create(self, manifest: Manifest) -> bool:
-        """Creates the manifest of the version after the head, which commits it. Repeating this
-        after StoreUnavailable writes the same bytes, so that a commit whose reply was lost is
-        found.
+        """Create the manifest of the version after the head, which commits it.
 
-        False if the version is taken: by an older publisher that did not know yet that it was
-        superseded, which is the head then, or by what is no version of this stream, which is passed
-        over.
+        Repeating this after StoreUnavailable writes the same bytes, so a commit whose reply was
+        lost is found. Returns False if the number is taken. An older publisher may have taken it
+        before it knew of its successor; its version is the head then. Anything else that has the
+        number is skipped.
         """
-        # The last look before the manifest: whoever claimed the stream later goes on from the head,
-        # and this one stops.
+        # The last check before the manifest. A publisher that claimed the stream since continues
+        # from the head, so this one must stop.
         self._require_newest()
-        # Creation decides between two publishers that both came here.
+        # Creation decides between two publishers that both passed the check.
         if not self._stream.commit(manifest):
             with suppress(*UNREADABLE):
                 there = self._stream.manifest(manifest.version)
@@ -250,16 +267,18 @@ class Committer:
         self.head, self.next = manifest, manifest.version + 1
         self._stream.stream_id = manifest.stream_id
         if manifest.anchor:
-            # Listed for new workers. The manifest names it too, so failing to list it does not fail
-            # the publish.
+            # Listed for new workers. The manifest names the anchor too, so a failure here does not
+            # fail the publish.
             with suppress(StoreError):
                 self._stream.put_anchor_link(manifest.version, manifests.anchor_bytes(manifest))
         return True
 
     def _reclaim(self) -> None:
-        """The store no longer holds the head: claims the stream again, and goes on from there.
-        Raises PublisherConflict if another publisher has taken over, or has begun another stream
-        under its name."""
+        """Claim the stream again after the store has lost the head, and continue from there.
+
+        Raises PublisherConflict if another publisher has taken over, or has started another stream
+        of the name.
+        """
         self._require_newest()
         other = self._stream.newest(anybody=True).manifest
         if other and other.stream_id != self.stream_id:
@@ -293,7 +312,7 @@ class Committer:
         ).sealed()
 
     def _require_newest(self) -> None:
-        """Raises PublisherConflict if another publisher has claimed the stream since."""
+        """Raise PublisherConflict if another publisher has claimed the stream since."""
         newer = self._stream.claims.after(self.epoch, self.publisher, self._stream.stream_id or "")
         if newer:
             self._refuse(
@@ -301,22 +320,25 @@ class Committer:
             )
 
     def _find_head(self, *, lost: bool = False) -> None:
-        """``lost``: the store no longer holds the one that was known."""
+        """Find the newest version and the next free number. ``lost``: the store lost the known
+        head."""
+        # 1. The newest version that can be read.
         begins = self.head is None
         found = self._stream.newest(self.version)
         if (
             found.listed and not found.manifest and begins
-        ):  # before a stream is recreated, a second look
+        ):  # poll twice before a stream is recreated
             found = self._stream.newest()
+        # 2. The stream's ID: that of the head, or of the newest claim if no manifest can be read.
         if found.manifest:
             self.head = found.manifest
             self._stream.adopt(found.manifest)
-        elif found.listed and begins:  # all are damaged, or a stranger's
+        elif found.listed and begins:  # all manifests are damaged or another stream's
             self._minted = self._stream.claims.stream_id() or self._minted
+        # 3. The next number. Numbers of unreadable objects may have been versions, so none is used
+        # again.
         last = -1 if self.version is None else self.version
-        if (
-            begins or lost
-        ):  # what cannot be read may have been versions, and no number is used again
+        if begins or lost:  # an unreadable object may have been a version
             last = max(
                 plausible((version for version in found.listed if version > last), last),
                 default=last,
@@ -336,8 +358,10 @@ class Committer:
 
 
 class FileStore:
-    """Stores the files beside the weights, each once while it does not change. What the head names
-    is looked for once, and not again: garbage collection keeps it."""
+    """Stores the files next to the weights, each once while it does not change.
+
+    Files that the head names are looked up once only, since garbage collection keeps them.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -345,8 +369,8 @@ class FileStore:
         self._last: tuple[Mapping[str, bytes], tuple[FileRef, ...]] = ({}, ())
 
     def store(self, files: Mapping[str, bytes], named: Collection[FileRef]) -> tuple[FileRef, ...]:
-        """What a manifest says of ``files``, all of them stored then; ``named`` are the head's.
-        Raises StoreError."""
+        """Store ``files`` and return their references; ``named`` are the head's files. Raises
+        StoreError."""
         kept = {file.payload for file in named}
         if files != self._last[0]:
             made = (
@@ -355,6 +379,7 @@ class FileStore:
             )
             self._last = files, tuple(made)
         refs = self._last[1]
+        # A file that the head names and this process has seen needs no request.
         for ref in refs:
             if ref.payload not in kept or not self._holds(ref):
                 self._stream.put_payload(ref.payload, FILE, files[ref.name])
@@ -362,7 +387,7 @@ class FileStore:
         return refs
 
     def held(self, named: Collection[FileRef]) -> tuple[FileRef, ...]:
-        """Those of the head's files that the store holds."""
+        """The files of the head that the store has."""
         return tuple(ref for ref in named if self._holds(ref))
 
     def _holds(self, ref: FileRef) -> bool:
@@ -371,17 +396,17 @@ class FileStore:
         return ref.sha256 in self._seen
 
     def forget(self) -> None:
-        """The store may have lost what was there."""
+        """Forget which files the store has, since it may have lost them."""
         self._seen.clear()
 
 
 def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int:
-    """Bytes of the patches that a new worker replays to ``version`` after its last anchor.
+    """Bytes of the patches that a new worker applies from the last anchor to ``version``.
 
-    Counted no further than past ``anchor_ratio`` times the state's bytes, which makes the next
-    anchor due.
+    The count stops above ``anchor_ratio`` times the state's bytes: then an anchor is due anyway.
     """
     total = 0
+    # Back along the bases of patches to the last anchor.
     while True:
         manifest = stream.manifest(version)
         if manifest.anchor or not manifest.patch or total > anchor_ratio * manifest.dense_bytes:
@@ -393,8 +418,10 @@ def bytes_since_anchor(stream: Stream, version: int, anchor_ratio: float) -> int
 def published_as(
     manifest: Manifest, timer: PhaseTimer, reason: str, blocked_seconds: float | None = None
 ) -> Published:
-    """What the version of ``manifest`` cost; the caller was held up for ``blocked_seconds`` of it
-    (None: for all)."""
+    """The cost of the version of ``manifest``.
+
+    The caller waited for ``blocked_seconds`` of it (None: for all).
+    """
     seconds = sum(timer.seconds.values())
     return Published(
         stream=manifest.stream,
@@ -418,8 +445,10 @@ def published_as(
 
 
 class Stored(NamedTuple):
-    """What one rank has stored: its file of the patch and its shards; and what it says of a
-    history."""
+    """The payloads that one rank has stored, and its report on the history.
+
+    ``parts`` has its file of the patch, ``shards`` those of an anchor.
+    """
 
     parts: list[Payload]
     shards: list[Payload]
@@ -439,7 +468,7 @@ class Stored(NamedTuple):
 
 
 def store_patch(stream: Stream, chunks: Sequence[bytes]) -> Payload:
-    """Stores a file of a patch, given in chunks. Raises StoreError."""
+    """Store one file of a patch, given in chunks. Raises StoreError."""
     payload = _hashed(chunks)
     stream.put_payload(payload, PATCH, chunks)
     return payload
@@ -454,9 +483,13 @@ def store_anchor(
     threads: int | None,
     listener: Listener | None,
 ) -> list[Payload]:
-    """Stores this rank's shards of an anchor, of about ``shard_bytes`` each. ``filled`` gives what
-    of the state is there: each shard is hashed and stored as soon as all of its elements are, while
-    others are being filled. Raises StoreError, and what ``filled`` raises."""
+    """Store this rank's shards of an anchor, of about ``shard_bytes`` each.
+
+    ``filled`` yields the segments of the state as they become available. A shard is hashed and
+    stored as soon as all of its segments are there, while others are being filled. Raises
+    StoreError, and what ``filled`` raises.
+    """
+    # `missing` counts, for each shard, the elements that are not there yet.
     groups = _groups(draft.segments, shard_bytes)
     progress = progress_to(listener, "upload", sum(segment.nbytes for segment in draft.segments))
     of = {segment.spec.name: number for number, group in enumerate(groups) for segment in group}
@@ -471,6 +504,8 @@ def store_anchor(
                 if not missing[number]:
                     yield number
 
+    # The chunks are computed twice, once to hash and once to upload: they are views of the state,
+    # and a copy would need the memory of a shard.
     def put(number: int) -> tuple[int, Payload]:
         payload = _hashed(_chunks(draft, groups[number]))
         stream.put_payload(payload, SHARD, _chunks(draft, groups[number]))
@@ -490,8 +525,10 @@ def store_anchor(
 def uploaded(
     stored: Sequence[Stored], base: tuple[int, str] | None
 ) -> tuple[PatchRef | None, AnchorRef | None]:
-    """What a manifest says of the payloads of all ranks, of a patch from ``base``, (version, root),
-    if there is one."""
+    """The patch and the anchor that a manifest names, from the payloads of all ranks.
+
+    ``base`` is (version, root) of the patch's base; None without a patch.
+    """
     parts = tuple(payload for of in stored for payload in of.parts)
     shards = tuple(payload for of in stored for payload in of.shards)
     changed = sum(of.changed for of in stored)
@@ -508,8 +545,10 @@ def _hashed(chunks: Iterable[bytes | memoryview]) -> Payload:
 
 
 def _groups(segments: Sequence[Segment], shard_bytes: int) -> list[tuple[Segment, ...]]:
-    """The segments of each shard: about ``shard_bytes`` of them; a larger segment has a shard to
-    itself. One without tensors, where there are none."""
+    """The segments of each shard: about ``shard_bytes``; a larger segment has its own shard.
+
+    Without tensors there is one empty shard.
+    """
     groups: list[list[Segment]] = [[]]
     room = shard_bytes
     for segment in segments:

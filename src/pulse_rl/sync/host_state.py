@@ -1,7 +1,7 @@
-"""A host copy of a state that is only ever left at verified versions, and how it moves along a
-stream's links: fetch ahead, check, apply or restore (docs/protocol.md, section 4).
+"""A host copy of a state that rests only at verified versions (docs/protocol.md, section 4).
 
-What a subscriber holds, and what a publisher restores.
+It moves along a stream's links: fetch ahead, check, apply or restore. Subscribers hold one, and
+publishers restore their baseline with one.
 """
 
 from __future__ import annotations
@@ -47,18 +47,21 @@ if TYPE_CHECKING:
     from ..follow.selection import Selection
     from ..follow.state_folder import StateFolder
 
+# Patches that are fetched while one is applied.
 _PREFETCH = 4
 _NOTHING = History()
 _LARGEST_SHARE = 8
-"""Of the whole state's bytes at most one part in so many is remembered, whatever manifests say:
-publishers do less."""
+"""A reader remembers at most one part in this many of the state's bytes, whatever a manifest says.
+Publishers remember a twelfth."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """The version of a host state, and what of it is pending for its owner. Replaced as one, so
-    that an interrupt between two assignments can neither lose a change nor deliver one that is not
-    there. ``history``: what changed up to the version, as far as it is known."""
+    """The version of a host state, and the changes that its owner has not acknowledged.
+
+    It is replaced as a whole. An interrupt between two assignments could lose a change, or deliver
+    one that is not there. ``history`` has the known changes that led to the version.
+    """
 
     version: int
     state: State
@@ -68,9 +71,11 @@ class _Position:
 
 
 class HostState:
-    """``poisoned`` is set while the state in memory may be half-way between two versions. With a
-    ``selection`` only that part of a state is held; with a ``folder`` the state is in a file
-    there."""
+    """A state in host memory with its version, digest tree and history.
+
+    ``poisoned`` is set while the memory may be between two versions. With a ``selection`` only that
+    part of a state is held; with a ``folder`` the state is a file there.
+    """
 
     def __init__(
         self,
@@ -89,7 +94,7 @@ class HostState:
         self._at: _Position | None = None
         self._pinned: list[weakref.ref[Update]] = []
         self.followed: list[Link] = []
-        """The links that were followed, until somebody clears the list."""
+        """The links that were followed since the list was last cleared."""
 
     @property
     def version(self) -> int | None:
@@ -105,7 +110,7 @@ class HostState:
 
     @property
     def history(self) -> History:
-        """What changed up to the version, as far as it is known."""
+        """The known changes that led to the version."""
         return self._at.history if self._at else History()
 
     def adopt(
@@ -117,8 +122,10 @@ class HostState:
         history: History = _NOTHING,
         is_new: bool = False,
     ) -> None:
-        """Takes over ``state``, made by `empty`, as the version of ``manifest``, with the
-        ``history`` that there is. The owner has it already, unless it ``is_new`` to it."""
+        """Hold ``state``, made by `empty`, as the version of ``manifest`` with this ``history``.
+
+        The owner has the state already unless it ``is_new`` to it.
+        """
         pending = Pending() if is_new else Pending.nothing(manifest.version, state)
         history = history.last(manifest.remembers)
         self._at = _Position(manifest.version, state, digest, pending, history)
@@ -128,19 +135,19 @@ class HostState:
     def empty(
         self, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None
     ) -> State:
-        """Memory for a state that this one may become. Raises StoreFull and StoreError."""
+        """Allocate memory for a state that this one may become. Raises StoreFull and StoreError."""
         return self.folder.empty(specs, aliases) if self.folder else State.empty(specs, aliases)
 
     def _keep(self, manifest: Manifest) -> None:
-        """Has the state found again in the folder, as the version of ``manifest``."""
+        """Record the state in the folder as the version of ``manifest``, for the next start."""
         if self.folder and self._keeps:
             self.folder.keep(self.state, manifest, self.history)
 
     def recover(self) -> None:
-        """Ends `poisoned`: hashes the state, and drops it unless it is still its version."""
+        """End `poisoned`: hash the state, and drop it unless it is still its version."""
         at = self._at
-        # An interrupt stopped an apply or its undo: only the bits themselves can say whether they
-        # are a version's.
+        # An interrupt stopped an apply or its undo. Only the bits themselves show whether they are
+        # a version's.
         if (
             self.poisoned
             and at
@@ -150,8 +157,10 @@ class HostState:
         self.poisoned = False
 
     def staging_copy(self) -> HostState:
-        """An empty one, in which a state is restored that may take the place of this one's. Its
-        folder keeps no record of it."""
+        """An empty host state in which a state is restored that may replace this one.
+
+        Its folder keeps no record of it.
+        """
         made = HostState(
             threads=self.threads,
             listener=self.listener,
@@ -169,20 +178,19 @@ class HostState:
         patch: Patch,
         manifest: Manifest,
     ) -> None:
-        """Moves along ``link``, whose payload is ``patch``, to the version of ``manifest``, or
-        stays as it is, to the last bit.
+        """Move along ``link`` with its ``patch`` to the version of ``manifest``, or stay unchanged.
 
-        Raises what `apply_patch` raises, and WrongHistory where a patch fails that needed the
-        history, since that may be what is wrong.
+        Raises what `apply_patch` raises. If a patch fails that needs the history, it raises
+        WrongHistory, since the history may be wrong.
         """
         at, remembers = self._position, manifest.remembers
-        # Values of an update that is still held are views of the state: they keep it, and the state
-        # moves in a copy.
+        # The values of an update that is still alive are views of the state. They keep their bits,
+        # and a copy of the state moves on.
         if any(ref() is not None for ref in self._pinned):
             self._at = at = replace(at, state=at.state.copy(self.empty))
         self._pinned = []
-        # Until `apply_patch` returns or has undone all, an interrupt finds the bits of two versions
-        # here.
+        # Until `apply_patch` returns or has undone everything, the memory may hold the bits of two
+        # versions.
         self.poisoned = True
         try:
             applied = apply_patch(
@@ -197,15 +205,16 @@ class HostState:
             )
         except (FormatError, IntegrityError, StateMismatch, Stopped) as error:
             self.poisoned = False  # refused, or undone to the last bit
-            # The bytes of the payload are its manifest's. So a bit of the history may have flipped
-            # in memory or on disk, which a restore from an anchor repairs.
+            # The payload has the digest in its manifest, so a bit of the history may have flipped
+            # in memory or on disk. A restore from an anchor repairs that.
             if patch.header.history and isinstance(error, CorruptPatch | DigestMismatch):
                 raise WrongHistory(f"{link} leads astray by the history: {error}") from error
             raise
-        # The bits are those of the next version: what says so follows at once, or not at all.
+        # The bits are the next version's. The shield keeps an interrupt from coming between them
+        # and the position that says so.
         with shield():
             pending = at.pending.after_patch(applied.changes, link.nbytes, at.state)
-            history = _NOTHING  # at the start of a history, and where none is kept
+            history = _NOTHING  # at a start, or without records
             if remembers and applied.records is not None:
                 window = Window(at.digest.root, applied.records, patch.header.cuts)
                 history = at.history.after(window, remembers, _most_records(patch))
@@ -232,8 +241,8 @@ class HostState:
         digest: StateDigest,
         history: History,
     ) -> None:
-        """Takes ``state``, which was restored along ``links`` from an anchor and verified as the
-        version of ``manifest``, in place of the old one."""
+        """Replace the state by ``state``, restored along ``links`` and verified as ``manifest``'s
+        version."""
         old = self._at
         nbytes = sum(link.nbytes for link in links)
         pending = (
@@ -248,24 +257,26 @@ class HostState:
 
     @property
     def acknowledged(self) -> bool:
-        """Whether the owner knows the state as it is now."""
+        """Whether the owner has acknowledged the current version."""
         return self._at is None or self._at.pending.since == self._at.version
 
     def pending(self) -> Pending:
-        """All that the owner has not acknowledged, each element once."""
+        """The changes that the owner has not acknowledged, each element once."""
         at = self._position
         pending = at.pending.merged(at.state)
         self._at = replace(at, pending=pending)
         return pending
 
     def acknowledge(self) -> None:
-        """The owner knows the state as it is now."""
+        """Record that the owner has the current version."""
         at = self._position
         self._at = replace(at, pending=Pending.nothing(at.version, at.state))
 
     def pin(self, update: Update) -> None:
-        """Remembers an update whose values are views of the state: while it is alive, the state
-        moves in a copy."""
+        """Remember an update whose values are views of the state.
+
+        While it is alive, a copy of the state moves on.
+        """
         self._pinned = [*(ref for ref in self._pinned if ref() is not None), weakref.ref(update)]
 
     @property
@@ -275,7 +286,7 @@ class HostState:
 
 
 def most_remembered(nbytes: int) -> int:
-    """The bytes that a reader remembers of a state of ``nbytes``, at most."""
+    """The most bytes that a reader remembers for a state of ``nbytes``."""
     return nbytes // _LARGEST_SHARE
 
 
@@ -284,10 +295,9 @@ def _most_records(patch: Patch) -> int:
 
 
 class _Fetched(NamedTuple):
-    """A link as it was planned and as its manifest has it, with the bytes of its patch; None for an
-    anchor.
+    """A link as it was planned and as its manifest has it, with the bytes of its patch.
 
-    ``error``, if any, is raised when it is the link's turn.
+    ``payload`` is None for an anchor. ``error``, if any, is raised when it is the link's turn.
     """
 
     planned: Link
@@ -300,9 +310,9 @@ class _Fetched(NamedTuple):
 def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     """Follow the cheapest working path of links to version ``target``.
 
-    A link whose object is missing or damaged is avoided and the path planned again. A path from an
-    anchor is followed in a second state, which takes the place of the first at its end: a state
-    never goes back.
+    A link whose object is missing or damaged is avoided, and the path is planned again. A path from
+    an anchor is followed in a second state, which replaces the first at its end: a state never goes
+    back.
 
     Args:
         host: The state to move.
@@ -315,42 +325,46 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
     """
     host.recover()
     timer, route = PhaseTimer(), Planner(stream, target)
-    # Whether paths begin with an anchor though the host has a state: links lead forward only, and
-    # that of a host whose version or history is not the stream's cannot be followed.
+    # `over_anchor`: paths start at an anchor although the host has a state. Links lead forward
+    # only, and none leads on from a version or a history that is not the stream's.
     over_anchor = host.version is not None and host.version > target
-    # Where an anchor is restored and followed: until it is at the target, the worker keeps the
-    # verified state that it has. None while the host itself moves.
+    # The second state, in which an anchor is restored and followed; None while the host itself
+    # moves. The worker keeps its verified state until the second one is at the target.
     staging: HostState | None = None
-    # The links into `staging`, which become those of the host at the end: events and bytes.
+    # The links that led `staging` to its version. `replace` counts their bytes for the owner.
     passed: list[Link] = []
     while host.version != target:
-        # 1. Plan, from where the state is, without the links that have failed.
+        # 1. Plan from the state's version, without the links that have failed.
         follower = staging or host
         try:
             path = route.plan(None if over_anchor and not staging else follower.version)
         except ChainGap:
             if staging is None:
                 raise
-            staging = None  # the way from the anchor is closed; there may be one from the state
+            staging = None  # no path is left from the anchor; there may be one from the state
             continue
         timer.end("plan")
+        # An anchor for a host that has a state: restore it in a second one. If the anchor or a
+        # patch after it is damaged, the worker still has a version to serve.
         if host.version is not None and path[0].base is None:
             staging, passed = host.staging_copy(), []
             follower = staging
         if host.selection and path[0].base is None:
-            path = path[:1]  # what is needed of the patches follows from the anchor's tensors
-        # 2. Follow link by link; the next ones are fetched meanwhile. Whatever fails plans again.
+            path = path[:1]  # the anchor's tensors decide what is needed of the patches
+        # 2. Follow link by link while the next patches are fetched. After a failure plan again.
         with closing(_fetch_ahead(stream, path, follower)) as fetched:
             for item in fetched:
                 timer.end("fetch")
                 try:
                     passed.append(_apply_link(follower, stream, item))
                 except BROKEN_LINK as error:
-                    # The link may be good where the state is not what it was made for; from an
-                    # anchor it is tried once more.
+                    # A link from the host's state that fails may be good while the state is wrong.
+                    # It is not avoided then: the path over an anchor needs it again.
                     is_first = follower is host and not over_anchor
                     if is_first and _is_astray(host, stream, error):
                         over_anchor = True
+                        # The cached manifests have the same numbers as the new ones, but are of the
+                        # deleted versions.
                         stream.forget_manifests()
                         break
                     if is_first and isinstance(error, WrongHistory):
@@ -361,8 +375,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     break
                 finally:
                     timer.end("restore" if item.link.base is None else "apply")
-        # 3. The restored state takes the place of the old one, whose difference to it is what the
-        # owner lacks.
+        # 3. The restored state replaces the old one. The owner gets the difference between the two.
         if staging and staging.version == target:
             manifest = stream.manifest(target)
             host.replace(passed, manifest, staging.state, staging.digest, staging.history)
@@ -371,8 +384,11 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
 
 
 def _is_astray(host: HostState, stream: Stream, error: PulseError) -> bool:
-    """Whether the store has another state under the host's version: somebody has taken manifests
-    away, and their numbers were given again by a publisher that has never seen them."""
+    """Whether the store has another state under the host's version.
+
+    This happens if manifests were deleted and a publisher that never saw them used their numbers
+    again.
+    """
     if not isinstance(error, WrongBase) or isinstance(error, WrongHistory) or host.version is None:
         return False
     with suppress(*UNREADABLE):
@@ -384,7 +400,7 @@ def _is_astray(host: HostState, stream: Stream, error: PulseError) -> bool:
 
 
 def follow_link(host: HostState, stream: Stream, link: Link) -> None:
-    """Follows this one link only; raises its error."""
+    """Follow one link only; raise its error."""
     with closing(_fetch_ahead(stream, [link], host)) as fetched:
         for item in fetched:
             _apply_link(host, stream, item)
@@ -393,7 +409,8 @@ def follow_link(host: HostState, stream: Stream, link: Link) -> None:
 def _fetch_ahead(
     stream: Stream, path: list[Link], host: HostState
 ) -> Generator[_Fetched, None, None]:
-    """The path's links with the bytes of their patches, a few ahead of their use."""
+    """The links of a path with the bytes of their patches, fetched a few links ahead of their
+    use."""
     held = host.digest if host.version is not None else None
 
     def fetch(planned: Link) -> _Fetched:
@@ -418,10 +435,11 @@ def _payload_of(
     selection: Selection | None,
     held: StateDigest | None,
 ) -> list[bytes] | Patch | None:
+    """The files of a link's patch, or the selected parts of them; None for an anchor."""
     if link.base is None:
         return None
-    # No publisher writes such a patch: it would have been an anchor. It bounds what a stranger
-    # makes a worker fetch.
+    # A publisher would have written an anchor instead of such a patch. The limit bounds what a
+    # stranger can make a worker fetch.
     if link.nbytes > manifest.dense_bytes + MAX_HEADER_BYTES:
         raise FormatError(
             f"{link} has {link.nbytes} bytes, too many for a state of {manifest.dense_bytes}"
@@ -433,27 +451,27 @@ def _payload_of(
 
 
 def _apply_link(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
-    """Follows a link, and returns it with the number of bytes that were fetched for it."""
+    """Follow a link; return it with the number of bytes that were fetched for it."""
     if fetched.error:
         raise fetched.error
     link, manifest = fetched.link, fetched.manifest
     assert manifest is not None
-    # An anchor: the whole state is new, and so is what is remembered.
+    # An anchor: the whole state is new, and nothing before it is remembered.
     if fetched.payload is None:
         state, digest, nbytes = _restored(host, stream, manifest)
         link = link._replace(nbytes=nbytes)
         host.replace([link], manifest, state, digest, History())
         return link
-    # A patch, once it is seen to fit the state, to lead to its manifest's root, and to keep the
-    # ties of tensors.
+    # A patch: check that it fits the state, leads to its manifest's root, and keeps the ties of
+    # tensors. All of this comes before the first write.
     if link.base != host.version:
         raise ChainGap(
             f"{link} starts from version {link.base}, but the state is at {host.version}"
         )
     payload = fetched.payload
     patch = payload if isinstance(payload, Patch) else parse_patch(payload, host.digest)
-    # The patch is named by its digest, but not by what it leads to: a fold's link is anybody's
-    # word.
+    # The name of the patch is its digest, which does not say where it leads: the link of a fold is
+    # unverified without signatures.
     if patch.header.target_root != manifest.root:
         raise DigestMismatch(
             f"{link} leads to root {patch.header.target_root[:16]}…, not to its manifest's root"
@@ -466,8 +484,7 @@ def _apply_link(host: HostState, stream: Stream, fetched: _Fetched) -> Link:
 def _restored(
     host: HostState, stream: Stream, manifest: Manifest
 ) -> tuple[State, StateDigest, int]:
-    """The state of an anchor and its digest tree, verified against the manifest, and the bytes
-    fetched."""
+    """The verified state of an anchor, its digest tree, and the bytes that were fetched."""
     assert manifest.anchor is not None
     if host.selection:
         part, tree, nbytes = host.selection.restore(
@@ -478,7 +495,7 @@ def _restored(
     empty: Empty = State.empty
     there: StateDigest | None = None
     if host.folder:
-        # Nothing but the version's own leaves says what of an unfinished state is right.
+        # Only the version's own leaves show which parts of an unfinished state are right.
         empty = partial(host.folder.empty, resumes=True)
         with suppress(NotFound, FormatError, IntegrityError):
             there = None
@@ -501,7 +518,7 @@ def _restored(
 
 
 def _check_aliases(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> None:
-    """Raises CorruptManifest unless the aliases fit the tensors."""
+    """Raise CorruptManifest unless the aliases of ``manifest`` fit the tensors ``specs``."""
     stored = {spec.name for spec in specs}
     for alias, name in manifest.aliases.items():
         try:

@@ -1,4 +1,4 @@
-"""One rank's part of the next version before it is committed: changes to its baseline, or a new
+"""One rank's part of the next version before the commit: changes to its baseline, or a new
 baseline."""
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from ..stream.manifest import Payload
 
 _NOTHING = History()
 NO_SMALLER = "anchor: a patch would have"
-"""How `PublishState.reason` begins where a patch would be no smaller than the state."""
+"""The start of `PublishState.reason` for a patch that would be no smaller than the state."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``specs`` are the tensors of the state in the order of their names, ``aliases`` the other
-    names of tied ones. One process publishes all of each tensor; what several ranks do is said by
-    a layout of their own. Layouts of which ranks publish the same have one ``digest``."""
+    """The tensors ``specs`` of a version in name order, and the ``aliases`` of tied ones.
+
+    A single process publishes all of each tensor; a subclass says which rank publishes what.
+    Layouts in which ranks publish the same have the same ``digest``.
+    """
 
     specs: tuple[TensorSpec, ...]
     aliases: dict[str, str]
@@ -51,18 +53,21 @@ class Layout:
         return sum(spec.nbytes for spec in self.specs)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """What ``rank`` publishes, in the order of the names."""
+        """The segments that ``rank`` publishes, in name order."""
         return tuple(Segment(spec, 0, spec.elements) for spec in self.specs)
 
     def has_file(self, rank: int) -> bool:
-        """Whether ``rank`` stores a file of a patch, or a shard: it publishes something, or nobody
-        has anything."""
+        """Whether ``rank`` stores a file of a patch, or a shard.
+
+        A rank does if it publishes something, or if no rank does.
+        """
         return True
 
 
 def difference(old: Layout, new: Layout) -> str:
-    """Why no patch leads from one to the other; "" if one does."""
+    """Why no patch leads from ``old`` to ``new``; "" if one does."""
     if old.specs != new.specs:
+        # A tensor that became tied or untied explains a missing name better than the name itself.
         before, now = {spec.name for spec in old.specs}, {spec.name for spec in new.specs}
         for alias, name in old.aliases.items():
             if alias in now:
@@ -80,9 +85,11 @@ def difference(old: Layout, new: Layout) -> str:
 
 
 class Baseline(NamedTuple):
-    """What this rank publishes of a committed ``version`` with this ``root``: ``segments`` in the
-    order of the names, cut into ``blocks``, in a ``state`` of its own; the leaves that end on it,
-    and the ``history`` of its blocks, or, as ``sampled``, of some (`HistoryPolicy`)."""
+    """This rank's part of a committed version, in a ``state`` of its own.
+
+    ``segments`` are in name order and cut into ``blocks``. ``leaves`` are those that end on this
+    rank. ``history`` covers all blocks, ``sampled`` those of the sample (`HistoryPolicy`).
+    """
 
     version: int
     root: str
@@ -97,15 +104,29 @@ class Baseline(NamedTuple):
 
 @dataclass
 class PublishState:
-    """What this rank publishes of the next version, on its way from the caller's tensors to the
-    store: ``state`` and the ``changes`` to it by block; without a ``base`` the state is the
-    version's.
+    """This rank's part of the next version, on its way from the caller's tensors to the store.
 
-    ``leaves`` are those that end on this rank, ``records`` what a history is to remember, None
-    where that is too much. ``history``: what is remembered at the version; ``sampled``: of some
-    blocks. ``remembers``: whether all blocks are recorded. ``reason``: see `Published`. ``shards``:
-    those of the anchor, once they are stored. Of the version of all ranks: its ``root``, on rank 0
-    its digest ``tree``, and the ``patch_bytes`` of all blocks.
+    With a ``base`` it has the ``changes`` to the base's ``state`` by block. Without one ``state``
+    is the version's own.
+
+    Args:
+        layout: The tensors of the version, and who publishes what.
+        segments: What this rank publishes, in name order.
+        blocks: The cut of the segments.
+        state: The base's state, or the new state.
+        base: The version to which the changes apply; None for a full state.
+        reason: See `Published`.
+        coded: The encoded blocks of the patch.
+        changes: The changes by block; None for a block without changes.
+        leaves: The leaves that end on this rank.
+        records: What a history remembers of the patch; None if that is too large.
+        history: The history at the version.
+        sampled: The same for the blocks of the sample.
+        remembers: Whether all blocks are recorded.
+        shards: The shards of the anchor, once they are stored.
+        root: The root of the version of all ranks.
+        tree: On rank 0, the digest tree of the version.
+        patch_bytes: Bytes of the patches of all ranks.
     """
 
     layout: Layout
@@ -128,7 +149,7 @@ class PublishState:
 
     @property
     def own_patch_bytes(self) -> int:
-        """Bytes of the blocks of this rank's part."""
+        """Bytes of the blocks of this rank's patch."""
         return sum(len(encoded.payload) for encoded in self.coded)
 
     @property
@@ -136,8 +157,10 @@ class PublishState:
         return sum(encoded.changed for encoded in self.coded)
 
     def file(self) -> list[bytes]:
-        """This rank's file of the patch, in chunks: its header, and a payload a block."""
+        """This rank's file of the patch, in chunks: its header, then one payload for each block."""
         assert self.base is not None
+        # The header names the history only if a block needs it: a reader without it can then apply
+        # the patch.
         named = any(encoded.codec_id == codecs.HISTORY for encoded in self.coded)
         header = PatchHeader(
             self.base.root,
@@ -154,6 +177,8 @@ class PublishState:
         found = self.changes_in(segment)
         if found is None:
             return now
+        # The state still has the base's bits, which the next publish may need: the changes go into
+        # a copy.
         changed = now.copy()
         bits.put(changed, *found)
         return changed
@@ -161,8 +186,11 @@ class PublishState:
     def advance_baseline(
         self, version: int, root: str, *, journal: Journal | None = None, threads: int | None
     ) -> Baseline:
-        """The baseline that this is once it is committed. The state of the base is changed in
-        place, once; ``journal`` is told of each block before."""
+        """The baseline after the commit of this version.
+
+        It changes the base's state in place, so it can be called once. ``journal`` records each
+        block before the first write to it.
+        """
         hit("baseline.before")
         if self.changes:
             advance_state(self.state, self.blocks, self.changes, journal=journal, threads=threads)
@@ -171,19 +199,20 @@ class PublishState:
         return Baseline(version, root, *of, self.history, self.sampled)
 
     def changes_in(self, segment: Segment) -> tuple[np.ndarray, UIntArray, int] | None:
-        """(positions, values, position of the segment's first element) of a segment's changes;
-        None if there are none."""
+        """(positions, values, position of the segment's first element) of a segment's changes, or
+        None."""
         if not self.changes:
             return None
         index, base = self._place_of(segment)
         changes = self.changes[index]
         if changes is None:
             return None
+        # Positions count through the block, in which the segment begins at `base`.
         low, high = bits.below(changes.positions, (base, base + segment.elements))
         return (changes.positions[low:high], changes.values[low:high], base) if low < high else None
 
     def _place_of(self, segment: Segment) -> tuple[int, int]:
-        """The block in which it lies, and its position there."""
+        """The block that contains the segment, and its position there."""
         for index, of, base in self._places[segment.spec.name]:
             if of.start <= segment.start and segment.stop <= of.stop:
                 return index, base + segment.start - of.start
@@ -216,27 +245,28 @@ def make_pending(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> PublishState:
-    """The part of a version that this rank publishes, hashed as far as its leaves are its own.
+    """Build this rank's part of a version, with the leaves that lie wholly in it.
 
     Args:
-        layout, segments, blocks: What the version consists of, what of it this rank publishes, and
-            how that is cut.
+        layout, segments, blocks: The tensors of the version, the parts that this rank publishes,
+            and the cut of these.
         tasks: Groups of blocks that are hashed at once, each with a state that has their new
             elements.
-        base: What they are compared with and coded against, block by block; None: they are copied.
+        base: The version to compare with and to code against, block by block. None: the elements
+            are copied.
         reason: See `Published`.
-        owned: The state, where nobody else writes to it: it may become the baseline as it is.
-        allocate: Makes memory for segments that are copied.
+        owned: The new state if nobody else writes to it: it may become the baseline without a copy.
+        allocate: Allocates memory for copied segments.
         store: Stores a state while it is filled, and returns its shards.
-        history: What the patch may be coded by.
-        recorder: Gets what is to be remembered of the patch.
-        progress: Gets the bytes that were worked through since its last call.
+        history: The changes by which the patch may be coded.
+        recorder: Gets what a history remembers of the patch.
+        progress: Gets the bytes that were processed since its last call.
 
     Raises:
-        IntegrityError: The elements were changed meanwhile.
+        IntegrityError: The elements changed during the call.
     """
-    # A patch: of the new state only the changes are kept, until the commit moves the baseline by
-    # them.
+    # 1. A patch. Only the changes of the new state are kept; after the commit they move the
+    # baseline.
     if base:
         made = PublishState(
             layout, segments, blocks, base.state, base, reason, leaves=dict(base.leaves)
@@ -257,7 +287,7 @@ def make_pending(
                 _count(progress, blocks, [index for index, _, _ in coded])
         made.records = recorder.records if recorder else None
         return made
-    # No patch: the state is copied, which becomes the baseline, and hashed from the copy.
+    # 2. No patch. The state is copied; the copy becomes the baseline and is the one that is hashed.
     state = owned if owned is not None else allocate(segments)
     made = PublishState(layout, segments, blocks, state, None, reason)
 
@@ -276,6 +306,8 @@ def make_pending(
                 _count(progress, blocks, group)
                 yield [segment for index in group for segment in blocks[index].segments]
 
+    # The store draws segments as they are copied, so the upload overlaps the copy. The loop draws
+    # the rest, which is everything without a store.
     with closing(filled()) as segments_filled:
         if store:
             made.shards = store(made, segments_filled)

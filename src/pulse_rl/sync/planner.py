@@ -1,6 +1,8 @@
-"""Plans a path of links from one version to another: the fewest bytes, without links that failed
-(docs/protocol.md, section 4). `cheapest_path` is the plan, a function of the links; `Planner`
-gathers the links."""
+"""Plan a path of links to a version: the fewest bytes, without links that failed.
+
+See docs/protocol.md, section 4. `cheapest_path` plans, as a function of the links; `Planner`
+gathers the links.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from ..stream.manifest import Key, Link, links_of, patch_bytes
 from ..stream.stream import Stream
 
 _MAX_FALSE_LINKS = 16
-_FAR = 8  # versions behind, from which on the listed folds and anchors are worth their listing
+_FAR = 8  # versions behind; from here on folds and anchors are worth a listing
 BROKEN_LINK = (NotFound, FormatError, IntegrityError, StateMismatch, ChainGap)
-"""Errors that make a link unusable and another path worth trying; an unavailable store is not among
-them."""
+"""Errors that make a link unusable, so that another path is worth trying. StoreUnavailable is not
+among them."""
 
 
 def cheapest_path(links: Iterable[Link], have: int | None, target: int) -> list[Link]:
@@ -36,18 +38,21 @@ def cheapest_path(links: Iterable[Link], have: int | None, target: int) -> list[
     Raises:
         ChainGap: No path leads to ``target``. The message names both sides of the gap.
     """
-    # The cheapest way to each version: bytes in all, and its last link.
+    # The shortest paths so far, by node: (bytes in all, last link).
     best: dict[int | None, tuple[int, Link | None]] = {None: (0, None)}
     if have is not None:
         best[have] = (0, None)
-    # Every link leads to a higher version than its base, so in this order each base is final before
-    # it is used.
+    # Every link leads to a higher version than its base. So in this order the best path to a base
+    # is final before the first link from it, and one pass over the links suffices (no heap as in
+    # Dijkstra's algorithm).
     for link in sorted(links, key=lambda x: (x.version, x.nbytes)):
+        # No path leads to the base, or the reader is at the link's version already.
         if link.version == have or link.base not in best:
             continue
         cost = best[link.base][0] + link.nbytes
         if link.version not in best or cost < best[link.version][0]:
             best[link.version] = (cost, link)
+    # The message names both sides of the gap: the highest version below it that a path reaches.
     if target not in best:
         reached = max((v for v in best if v is not None and v < target), default=None)
         lower = (
@@ -56,6 +61,7 @@ def cheapest_path(links: Iterable[Link], have: int | None, target: int) -> list[
             else f"the chain reaches version {reached}"
         )
         raise ChainGap(f"no path leads to version {target}: {lower}")
+    # Back from the target along the last links.
     path: list[Link] = []
     last = best[target][1]
     while last is not None:
@@ -75,17 +81,16 @@ class Planner:
         self._believes_listings = True
 
     def avoid(self, planned: Link, link: Link, error: Exception) -> None:
-        """Excludes a link that failed: as planned, and with the payloads that its manifest
+        """Exclude a link that failed, as it was planned and with the payloads that its manifest
         names."""
         self._avoided[planned.key] = self._avoided[link.key] = f"{link}: {error}"
-        # A link in a listing is anybody's word. After some false ones only the manifests are
-        # believed.
+        # Names in a listing are not signed. After 16 false ones only manifests are believed.
         if self._listed is not None and len(self._avoided) > _MAX_FALSE_LINKS:
             self._listed, self._believes_listings = [], False
 
     def plan(self, have: int | None) -> list[Link]:
-        """Return the cheapest path by bytes from version ``have`` (None: from nothing) that is not
-        known to be broken.
+        """Return the cheapest path from version ``have`` (None: without a state) that is not known
+        to fail.
 
         Raises:
             ChainGap: There is none. The message has the reasons why links were avoided.
@@ -93,8 +98,8 @@ class Planner:
         if self._listed is None:
             self._listed = self._from_listings(have)
         reasons: list[str] = []
-        # The first set that has a path decides: gathering a larger one costs more than a better
-        # path saves.
+        # The first set with a path decides: a larger set costs more to gather than a better path
+        # saves.
         for links in self._candidates(self._listed, have, reasons):
             try:
                 usable = [link for link in links if self._usable(link)]
@@ -107,26 +112,28 @@ class Planner:
     def _candidates(
         self, listed: list[Link], have: int | None, reasons: list[str]
     ) -> Iterator[list[Link]]:
-        """Ever larger sets of links, each more expensive to gather; unreadable ones are added to
-        ``reasons``."""
+        """Sets of links, each larger and more expensive to gather than the one before.
+
+        Unreadable manifests are added to ``reasons``.
+        """
+        # 1. The links as the listings show them, without reading manifests.
         yield listed
-        # Names alone lead nowhere: manifests say what links there are, read from the target
-        # downwards.
+        # 2. The listings lead nowhere: read manifests from the target down to the reader's version.
         links = self._stream.links() if self._believes_listings else []
         links = [link for link in links if link.version <= self._target]
         yield [*links, *self._from_manifests(have, reasons)]
-        # At last every manifest there is: a gap below may have a way around that no manifest above
-        # it names.
+        # 3. Every manifest in the store. A gap may have a way around it that no manifest above it
+        # names.
         for version in self._stream.versions():
             if version <= self._target:
                 links += self._named_by(version, reasons)
         yield links
 
     def _from_listings(self, have: int | None) -> list[Link]:
-        """Links as the listings show them. The size of a patch is not listed: the target's stands
-        for all.
+        """Links as the listings show them.
 
-        When few versions behind, skip the listing: the patches in between are the path.
+        No listing has the sizes of patches, so that of the target's patch stands for all. A reader
+        that is fewer than 8 versions behind skips the listing: single patches are its path.
         """
         try:
             manifest = self._stream.manifest(self._target)
@@ -134,12 +141,14 @@ class Planner:
             return []
         if manifest.patch is None:
             return links_of(manifest)
+        # One version behind, as in a steady state: no listing at all.
         if manifest.patch.base == have:
             return links_of(manifest)
         guess = patch_bytes(manifest)
         if have is not None and self._target - have < _FAR:
             return [Link(v - 1, v, guess) for v in range(have + 1, self._target + 1)]
         links = [link for link in self._stream.links(have) if link.version <= self._target]
+        # Patches from the reader's version, or from the listed anchors.
         starts = (
             [have] if have is not None else [link.version for link in links if link.base is None]
         )
@@ -156,6 +165,8 @@ class Planner:
         while version is not None:
             found = [link for link in self._named_by(version, reasons) if self._usable(link)]
             links += found
+            # An anchor above the reader's version is one way; the patches down to the reader may be
+            # cheaper.
             anchored = any(link.base is None for link in found) and (
                 have is None or have >= version
             )

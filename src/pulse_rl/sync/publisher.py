@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublisherSettings:
-    """The settings that `Publisher` and `ShardedPublisher` have in common, checked; they are
-    documented there. Raises InputError."""
+    """The checked settings of `Publisher` and `ShardedPublisher`, which document them.
+
+    Raises InputError.
+    """
 
     anchor_ratio: float = 1.0
     keep: int | None = None
@@ -55,7 +57,7 @@ class PublisherSettings:
     threads: int | None = None
     on_event: Listener | None = None
     keys: frozenset[str] | None = field(init=False, default=None)
-    """All that are trusted, the signer's own included; None: every version is."""
+    """All trusted keys, the signer's included; None: every version is trusted."""
 
     def __post_init__(self) -> None:
         checked_number("anchor_ratio", self.anchor_ratio)
@@ -74,7 +76,7 @@ class PublisherSettings:
         object.__setattr__(self, "on_event", listener)
 
     def shared(self) -> dict[str, Any]:
-        """Those that are the same on all ranks, as JSON has them."""
+        """The settings that must be equal on all ranks, for JSON."""
         return {
             "anchor_ratio": self.anchor_ratio,
             "keep": self.keep,
@@ -86,35 +88,35 @@ class PublisherSettings:
 class Publisher(Closing, NotCopyable):
     """Publish the states of one policy as versions 0, 1, 2 … of a stream.
 
-    A stream that exists is continued, which is logged once. It has one Publisher at a time: a new
-    one takes over when it first publishes, and the one before is refused with PublisherConflict at
-    its next commit; the chain stays whole. A patch that is no smaller than an anchor is not stored:
-    the version is an anchor alone, and `Published.reason` says so. A context manager (see `close`).
-
-    Interrupts do no harm: the work is done on a thread of its own. After one, `head` says whether
-    the version was committed. One thread uses it at a time (ConcurrentUse). It cannot be copied,
-    pickled, or used in a forked process.
+    An existing stream is continued, which is logged once. It has one Publisher at a time: a new one
+    takes over at its first publish, and the earlier one gets PublisherConflict at its next commit;
+    no version is lost. If a patch would be no smaller than an anchor, the version is an anchor
+    alone, and `Published.reason` says so. An interrupt does no harm, because the work is done on a
+    thread of its own; `head` says afterwards whether the version was committed. One thread at a
+    time may use a Publisher (ConcurrentUse). It cannot be copied, pickled, or used in a forked
+    process. It is a context manager (see `close`).
 
     Args:
         store: A store, or its address (see `open_store`).
         stream: The stream's name.
-        anchor_ratio: An anchor is stored along with a patch whenever the patches since the last
-            anchor exceed this multiple of the state's bytes.
-        keep: How many of the newest versions stay. What they do not need is deleted in the
-            background, as `gc_stream` does, whenever an anchor has become old enough. None: all.
-        signer: Signs every manifest and claim; then only what is signed by its key or by one of
-            ``trusted_keys`` is believed.
-        trusted_keys: Ed25519 public keys, 64 hexadecimal digits each.
+        anchor_ratio: Store an anchor with a patch when the patches since the last anchor exceed
+            this multiple of the state's bytes. Default: 1.0.
+        keep: How many of the newest versions stay. Objects that they do not need are deleted in the
+            background, as `gc_stream` does, when an anchor has become old enough. Default: all
+            versions stay.
+        signer: Signs every manifest and claim. Then only objects that its key or one of
+            ``trusted_keys`` has signed are believed. Default: no signatures.
+        trusted_keys: Ed25519 public keys, 64 hexadecimal digits each. Default: none.
         baseline: A folder of this publisher's own, in which the last version is a mapped file
-            instead of memory; a publisher that starts again with it goes on from there, once that
-            is verified.
-        new: Whether the stream must not have versions yet.
-        threads: The maximum number of threads. None: one per core.
-        on_event: Gets the events of `pulse_rl.events`.
+            instead of memory. A publisher that starts again with it continues from there, once the
+            file is verified. Default: memory.
+        new: Whether the stream must not have versions yet. Default: False.
+        threads: The maximum number of threads. Default: one per core.
+        on_event: Called with the events of `pulse_rl.events`. Default: nobody.
 
     Raises:
-        InputError: A setting makes no sense.
-        PublisherConflict: The stream must be ``new``, and has versions.
+        InputError: A setting is out of range.
+        PublisherConflict: The stream must be ``new`` but has versions.
         ConcurrentUse: Another process uses the folder ``baseline``.
         StoreError: The store cannot be opened.
     """
@@ -139,6 +141,8 @@ class Publisher(Closing, NotCopyable):
             from ..follow.state_folder import StateFolder
 
             folder = StateFolder(checked_path(baseline), "baseline")
+        # A folder is locked when it is opened; an error must release it, or a retry would be
+        # refused.
         try:
             self._open(RankPublisher, RankGroup(Alone()), store, stream, settings, folder)
         except BaseException:
@@ -162,7 +166,7 @@ class Publisher(Closing, NotCopyable):
         settings: PublisherSettings,
         folder: StateFolder | None = None,
     ) -> None:
-        """Opens the stream, which ``make`` (a `RankPublisher`) publishes."""
+        """Open the stream with a `RankPublisher` from ``make``."""
         self._stream = Stream(
             open_store(store),
             stream,
@@ -196,67 +200,66 @@ class Publisher(Closing, NotCopyable):
         progress: bool = False,
         quantize: Quantize | None = None,
     ) -> Published:
-        """Commit a state as the next version, and return what it cost.
+        """Commit a state as the next version and return what it cost.
 
-        The in-memory baseline moves only after the commit is confirmed: if this raises
-        StoreUnavailable or StoreFull, nothing is lost, and whether the version was committed is
-        settled by the next call. A state with other names, dtypes or shapes than the last is
-        published with an anchor; so is the next one where the head is lost from the store, or was
-        signed with another key.
+        The baseline in memory moves only after the commit is confirmed. If this raises
+        StoreUnavailable or StoreFull nothing is lost; the next call settles whether the version was
+        committed. A state whose names, dtypes or shapes differ from the last version's is published
+        with an anchor. So is the next version after the store has lost the head, or if another key
+        signed the head.
 
         Args:
             source: A torch.nn.Module, a mapping of names to tensors (a ``state_dict``), a `State`,
                 or a checkpoint's path (see `as_state`). It must not change during the call.
-            metadata: The caller's own data about the version, small and flat, such as
-                ``{"step": 10}``.
-            dtype: The compute dtype that floating-point tensors wider than it are cast to, rounded
-                to nearest even as ``torch.Tensor.to`` does (NaN stays NaN); FP8 without a scale.
-                torch.bfloat16, "bfloat16" or "BF16", and so for float16, float8_e4m3fn and
-                float8_e5m2. None: as they are.
-            anchor: Whether an anchor is stored in any case, so that a new worker can start here
-                whatever it trusts or can reach of the versions before.
+            metadata: The caller's own data about the version, small and flat, such as ``{"step":
+                10}``. Default: none.
+            dtype: The compute dtype to cast wider floating-point tensors to: torch.bfloat16,
+                "bfloat16" or "BF16", and likewise float16, float8_e4m3fn and float8_e5m2. Numbers
+                round to nearest even as in ``torch.Tensor.to``; NaN stays NaN; FP8 has no scale.
+                Default: as they are.
+            anchor: Store an anchor in any case. A new worker can start at this version, even if it
+                cannot trust or reach earlier ones. Default: False.
             files: The small files that a loader needs next to the weights (config, tokenizer, chat
                 template …): names such as "config.json" to bytes or paths, or the folder of a
-                checkpoint whose files they are; at most 256 of 128 MiB in all. They are stored once
-                while they do not change. None keeps those of the version before, ``{}`` carries
-                none.
-            after: The version that this one must follow, -1 where the stream must be new; where
-                another has come since, nothing is published. None: whatever is the newest.
-            progress: Whether a bar is shown, with the time left, for what takes more than half a
-                second, in a terminal or a notebook.
-            quantize: How weights become codes and scales, as a checkpoint of a quantized model has
-                them: "fp8_block", "mxfp8", "mxfp4", "nvfp4", the model's ``quantization_config``,
-                or a function of a name and its FP32 array that returns the tensors in its place,
-                None for itself. ``dtype`` is then for all others, and a config.json among ``files``
-                that has no ``quantization_config`` gets one.
+                checkpoint. At most 256 files of 128 MiB in all; unchanged ones are stored once.
+                Default: those of the version before; ``{}``: none.
+            after: The version that this one must follow, or -1 if the stream must be new. If the
+                newest version is another one, nothing is published. Default: any.
+            progress: Show a bar, with the time left, in a terminal or a notebook for work of more
+                than half a second. Default: False.
+            quantize: Turn weights into codes and scales, as in a checkpoint of a quantized model:
+                "fp8_block", "mxfp8", "mxfp4", "nvfp4", or the model's ``quantization_config``. Or a
+                function of a name and its FP32 array that returns the tensors in its place, or None
+                to leave it. ``dtype`` then applies to all other tensors. A config.json in ``files``
+                without a ``quantization_config`` gets one. Default: no quantization.
 
         Returns:
             What the version cost.
 
         Raises:
-            InputError: An argument makes no sense.
+            InputError: An argument is out of range.
             UnsupportedTensor: A tensor has a dtype or a layout that cannot be published.
-            PublisherConflict: Another publisher has taken the stream over, or ``after`` is not its
+            PublisherConflict: Another publisher has taken over the stream, or ``after`` is not its
                 newest version.
             StoreUnavailable, StoreFull, StoreError: The store failed.
         """
-        # An error of a submitted version is raised here first: what follows it would hide it.
+        # Errors of submitted versions are raised first: the next version would hide them.
         self._raise_unasked()
         with self._call() as number:
             with failures_to(self._listener, self._stream.name, "publish"):
-                # In the caller's thread: whose devices must have written the state, and whose
-                # arguments are wrong.
+                # 1. In the caller's thread: check the arguments, and wait for the caller's device
+                # streams.
                 request = self._request(
                     lambda: PublishRequest.of(
                         self._read(source, dtype, quantize),
                         metadata=metadata,
                         dtype=dtype,
                         anchor=anchor,
-                        files=files if self._rank.first else None,  # rank 0's are the version's
+                        files=files if self._rank.first else None,  # rank 0's are stored
                         after=after,
                     ).awaited()
                 )
-                # All else on the publisher's own thread, which no interrupt reaches.
+                # 2. All else on the publisher's own thread, which no interrupt reaches.
                 published, _ = self._serial.run(
                     lambda: self._rank.publish(request, number=number, progress=progress)
                 )
@@ -277,14 +280,12 @@ class Publisher(Closing, NotCopyable):
         """Copy a state and return; a background thread commits the version as `publish` does.
 
         The state may change as soon as this returns. One version is in flight and one may wait; for
-        another one this waits for room. Needs the memory of a state for each. An error that nobody
-        has asked the `Submission` for is raised by the next call, which then does nothing else;
-        `close` waits for all. ``Published.blocked_seconds`` tells how long this took.
-
-        CUDA tensors are copied into page-locked memory (as they are: they are cast later) by a
-        stream of their own, after the work that the caller's current stream has been given; what it
-        is given later waits on the device for the copy, and the host for neither. Where no memory
-        can be page-locked, this returns after the copy.
+        a third this waits. Each copy needs the memory of a state. The next call raises an error of
+        which nobody has asked the `Submission`, and does nothing else; `close` waits for all
+        versions. CUDA tensors are copied uncast into page-locked memory by a stream of their own,
+        after the work on the caller's current stream. Later work on that stream waits on the device
+        for the copy; the host waits for neither. If no memory can be page-locked, this returns
+        after the copy.
 
         Args:
             source: As for `publish`.
@@ -292,17 +293,18 @@ class Publisher(Closing, NotCopyable):
             dtype: As for `publish`.
             anchor: As for `publish`.
             files: As for `publish`.
-            copy_on_device: Whether CUDA tensors are first copied within their device, where there
-                is memory for that, so that training does not wait for the bus.
-            replace: Whether the version that waits, if there is one, is cancelled in favor of this
-                one, which takes over its memory.
+            copy_on_device: Copy CUDA tensors within their device first, if its memory suffices, so
+                that training does not wait for the bus. Default: False.
+            replace: Cancel the version that waits, if there is one, and reuse its memory. Default:
+                False.
             quantize: As for `publish`.
 
         Returns:
-            A future of what the version cost.
+            A future of what the version cost. ``Published.blocked_seconds`` is the duration of this
+                call.
 
         Raises:
-            InputError: An argument makes no sense.
+            InputError: An argument is out of range.
             UnsupportedTensor: A tensor has a dtype or a layout that cannot be published.
         """
         self._raise_unasked()
@@ -310,7 +312,8 @@ class Publisher(Closing, NotCopyable):
         with self._call() as number:
             if self._submissions is None:
                 self._submissions = Submissions(self._serial, together=self._together)
-            # 1. Room: the memory of a version that is published or cancelled, or new memory.
+            # 1. Room: the memory of a version that is published or cancelled, or None for new
+            # memory.
             spare = self._submissions.make_room(replace)
             # 2. The copy, in the caller's thread.
             request = self._request(
@@ -338,8 +341,9 @@ class Publisher(Closing, NotCopyable):
         taken: PublishRequest | None,
         submission: Submission,
     ) -> tuple[Published, PublishRequest | None]:
-        """Publishes what was submitted; the second is the request whose memory is free again."""
-        # Cancelled, and its memory taken back. Among ranks each must hear of it in its turn.
+        """Publish a submitted version; also return the request whose memory is free again."""
+        # Cancelled, and its memory was reclaimed. Among ranks each rank must report that in its
+        # turn, so the call goes on.
         if taken is None and not self._together:
             raise CancelledError
         request = taken or PublishRequest.refusing(CancelledError())
@@ -350,13 +354,19 @@ class Publisher(Closing, NotCopyable):
         return published, None if kept else taken
 
     def begin_from(self, found: Checkout, *, metadata: Metadata | None = None) -> Published:
-        """Begins this stream, which must be new, with the version that ``found``
-        (`pulse_rl.checkout`) holds: the same bits, files and metadata, and more ``metadata`` of the
-        caller's. What is published next is a patch from there.
+        """Start this stream, which must be new, with a version of another stream.
 
-        The metadata's ``begun_from`` says from which version of which stream; it is signed with the
-        manifest, and `verify_stream` checks it where both streams are in one store. Raises
-        PublisherConflict where the stream has versions, and what `publish` raises.
+        The first version has the same bits, files and metadata; the next publish is a patch from
+        it. The metadata's ``begun_from`` names the version and its stream. It is signed with the
+        manifest, and `verify_stream` checks it if both streams are in one store.
+
+        Args:
+            found: The version to start from (`pulse_rl.checkout`).
+            metadata: More metadata of the caller. Default: none.
+        Returns: What the version cost.
+        Raises:
+            PublisherConflict: The stream has versions.
+            PulseError: What `publish` raises.
         """
         from ..ops.checkout import begun_from
 
@@ -364,16 +374,26 @@ class Publisher(Closing, NotCopyable):
         return self.publish(found.state, metadata=facts, files=found.files(), after=-1)
 
     def head(self) -> Manifest | None:
-        """The newest committed version that can be read and trusted, None while there is none. Its
-        metadata tells a restarted trainer where it was."""
+        """Return the newest committed version that can be read and trusted.
+
+        Its metadata tells a restarted trainer where it was.
+
+        Returns: The manifest, or None if there is no version.
+        Raises:
+            Untrusted: No version has a trusted signature.
+            CorruptManifest: No version can be read.
+            StoreError: The store failed.
+        """
         return self._serial.run(self._head)
 
     @property
     def stream_id(self) -> str | None:
-        """The stream's ID, 32 hexadecimal digits, for subscribers to pin; None before the first
-        publish. Where the caller knows it, it may be set before the first publish: versions of
-        another stream of this name, which somebody has put there, are then passed over. Setting it
-        raises InputError for what is no ID, or for another than the stream's."""
+        """The stream's ID, 32 hexadecimal digits, for subscribers to pin.
+
+        It is None before the first publish. A caller that knows the ID may set it before that.
+        Versions of another stream of this name are then skipped. Setting it raises InputError for
+        anything but an ID, and for another ID than the stream's.
+        """
         return self._stream.stream_id
 
     @stream_id.setter
@@ -386,7 +406,10 @@ class Publisher(Closing, NotCopyable):
         self._stream.stream_id = None if stream_id is None else checked_stream_id(stream_id)
 
     def wait(self) -> None:
-        """Wait until what was submitted is published, and old versions are deleted."""
+        """Wait until all submitted versions are published and old versions are deleted.
+
+        Raises: The first error of a submitted version of which nobody has asked its `Submission`.
+        """
         self._serial.run(self._collect)
         if self._submissions:
             self._submissions.raise_unasked()
@@ -399,14 +422,22 @@ class Publisher(Closing, NotCopyable):
         most_behind: int = 0,
         timeout_seconds: float = 600.0,
     ) -> tuple[str, ...]:
-        """Waits until workers hold ``version`` (None: the newest of now), or one that is at most
-        ``most_behind`` older: a bound on staleness.
+        """Wait until workers hold a version: a bound on staleness.
 
-        ``workers``: how many, or their names, as they say themselves in the store
-        (`pulse_rl.metrics.Heartbeat`, or ``pulse follow --name``). Returns those that are still
-        behind after ``timeout_seconds``, of a number those that were heard of and as many "?" as
-        were not: none, if all is well. Looks about once a second. Whoever can write to the store
-        can say what is not so. Raises InputError, and what `head` raises.
+        Workers report their versions in the store (`pulse_rl.metrics.Heartbeat`, or ``pulse follow
+        --name``); this polls them about once a second. Anyone who can write to the store can report
+        a false version.
+
+        Args:
+            version: The version to wait for. Default: the newest one at the time of the call.
+            workers: The names of the workers, or how many of them to wait for.
+            most_behind: How many versions a worker may be behind ``version``. Default: 0.
+            timeout_seconds: Seconds to wait. Default: 600.
+        Returns: The names of the workers that are still behind; empty if none is. For a number of
+            workers, those known and one "?" for each unknown one.
+        Raises:
+            InputError: An argument is out of range.
+            StoreError: The store failed.
         """
         from ..metrics import wait_for_workers
 
@@ -422,10 +453,10 @@ class Publisher(Closing, NotCopyable):
         )
 
     def close(self) -> None:
-        """Wait for what was submitted, and release the baseline.
+        """Wait for submitted versions, and release the baseline.
 
-        What is committed stays; a version that is not settled is left to the next Publisher. May be
-        called twice; publishing afterwards starts as a new Publisher would.
+        Committed versions stay. The next Publisher settles a version whose commit is not confirmed.
+        This may be called twice; publishing afterwards starts as a new Publisher would.
         """
         self._serial.run(self._forget)
         if self._submissions:
@@ -444,21 +475,21 @@ class Publisher(Closing, NotCopyable):
         try:
             self.close()
         except PulseError:
-            if (
-                error is None
-            ):  # an error that is on its way out is not hidden by one that came before it
+            if error is None:  # an error of the block must not be hidden by an earlier one
                 raise
 
     def _read(self, source: Any, dtype: DTypeLike | None, quantize: Quantize | None) -> LocalState:
-        """What this rank has of a state that a call was given."""
+        """This rank's part of the state that a call was given."""
         return LocalState.of(source, dtype, quantize)
 
     def _request(self, made: Callable[[], PublishRequest]) -> PublishRequest:
-        """The request of a call, looked at in the caller's thread; among several ranks an error is
-        kept until all can be told."""
+        """The request of a call, checked in the caller's thread.
+
+        Among several ranks an error is kept until it can be reported to all of them.
+        """
         try:
             return made()
-        except Exception as error:  # whatever it is: the others wait to be told
+        except Exception as error:  # of any kind: the other ranks wait for a report
             if not self._together:
                 raise
             return PublishRequest.refusing(error)
@@ -482,19 +513,22 @@ class Publisher(Closing, NotCopyable):
         fell_back(self._listener, stream, f"version {version}", error)
 
     def _raise_unasked(self) -> None:
-        """Raises an error that nobody has asked for. Ranks, which would part, leave that to `wait`
-        and `close`."""
+        """Raise an error of which nobody has asked.
+
+        Ranks, which must stay in step, leave that to `wait` and `close`.
+        """
         if self._submissions and not self._together:
             self._submissions.raise_unasked()
 
     @contextmanager
     def _call(self) -> Iterator[int]:
-        """The number of a call that all ranks make. What it has made superfluous is deleted behind
-        the caller's work."""
+        """The number of a call that all ranks make. Afterwards old versions are deleted in the
+        background."""
         self._calls += 1
         try:
             yield self._calls
         except ConcurrentUse:
+            # The call was refused before the ranks could meet, so it has no number.
             self._calls -= 1
             raise
         finally:

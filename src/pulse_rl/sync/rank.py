@@ -1,5 +1,8 @@
-"""A publish, step by step (docs/protocol.md, section 3). The outline is the same for one process
-and for each rank of several; `sharded.ShardedRank` has what several do together."""
+"""One publish, step by step (docs/protocol.md, section 3).
+
+The steps are the same for a single process and for each rank of several. `sharded.ShardedRank`
+overrides what several ranks do together.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +68,16 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _log = logging.getLogger("pulse_rl")
+# Each stale commit is of an older publisher that did not know of its successor; more than a few in
+# a row mean that publishers fight over the stream.
 _MAX_STALE_COMMITS = 8
 _SMALL = 1 << 16
-"""Bytes: below that a request costs more than what it carries, and a patch needs no larger
-state."""
+"""Bytes. Below this a request costs more than its payload, so even a patch larger than the state is
+stored as a patch."""
 
 
 class Recovery(StrEnum):
-    """How a publisher that begins has made the head its baseline; ANCHORED: not at all."""
+    """How a publisher that starts made the head its baseline; ANCHORED: it did not."""
 
     KEPT = "kept"
     MATCHED = "matched"
@@ -81,8 +86,10 @@ class Recovery(StrEnum):
 
 
 class RankPublisher:
-    """Publishes what this rank has of a state, together with the other ``ranks``. All ranks call
-    its methods in the same order; one thread at a time."""
+    """Publishes this rank's part of a state, together with the other ranks in ``ranks``.
+
+    All ranks call its methods in the same order. One thread at a time may use it.
+    """
 
     def __init__(
         self,
@@ -95,9 +102,9 @@ class RankPublisher:
         self.shard_bytes = DEFAULT_SHARD_BYTES
         self.history = HistoryPolicy(ranks.size)
         self.new = False
-        """Whether the stream must not have versions before the first one from here."""
+        """Whether the stream must have no versions before the first one from here."""
         self.retention: Retention | None = None
-        """Deletes what is not to be kept, on rank 0 with ``keep``."""
+        """Deletes old versions, on rank 0 with ``keep``."""
         self._stream = stream
         self._ranks = ranks
         self._threads = settings.threads
@@ -108,8 +115,8 @@ class RankPublisher:
         )
         self._baseline: Baseline | None = None
         self._pending: PublishState | None = None
-        self._continued = False  # whether it was said that the stream had versions before
-        self._events: list[Event] = []  # of a step in which a listener's error would part the ranks
+        self._continued = False  # whether the continuation was logged
+        self._events: list[Event] = []  # held back: a failing listener would part the ranks
         self._notices = Notices(stream.name, self._listener, first=self.first)
 
     @property
@@ -131,10 +138,13 @@ class RankPublisher:
         blocked_seconds: float | None = None,
         progress: bool = False,
     ) -> tuple[Published, bool]:
-        """Commits the next version; returns what it cost, and whether the request's memory has
-        become the baseline. Raises what `Publisher.publish` raises. ``number``: of the call, the
-        same on all ranks, which part where it is not. Raises CancelledError, on all, if the
-        ``submission`` is cancelled on one. ``progress``: rank 0 shows it."""
+        """Commit the next version; return its cost, and whether the request's memory became the
+        baseline.
+
+        Raises what `Publisher.publish` raises. ``number`` is the number of the call, equal on all
+        ranks; ranks with different numbers have diverged. If the ``submission`` is cancelled on one
+        rank, all raise CancelledError. ``progress``: rank 0 shows a bar.
+        """
         with progress_shown(progress and self.first, self._listener) as self._shown_to:
             timer = PhaseTimer()
             if self._folder:
@@ -143,14 +153,15 @@ class RankPublisher:
                 with self._as_one(), self._stream.limited():
                     manifest, state, local = self._commit_next(request, number, submission, timer)
             finally:
-                self._emit_events()  # a listener that fails must not part the ranks
-        # It is committed. What follows concerns no other rank, and may fail without parting them.
+                self._emit_events()  # after the step: a failing listener must not part the ranks
+        # The version is committed. The rest concerns no other rank, and may fail here alone.
         if self.retention:
             self.retention.committed(manifest)
         published = published_as(manifest, timer, state.reason, blocked_seconds)
         self._tell(published)
         self._notices.look_at(manifest.version, state, local.source)
-        # As an anchor, or as the head that a publisher which resumes has found it to be.
+        # The memory became the baseline: as an anchor, or because it equals the head of a publisher
+        # that starts again.
         return published, local.owned and state.state is local.source
 
     def _commit_next(
@@ -160,8 +171,8 @@ class RankPublisher:
         submission: Submission | None,
         timer: PhaseTimer,
     ) -> tuple[Manifest, PublishState, LocalState]:
-        """The manifest of the version that was committed, and what it was made of."""
-        # All ranks make the same call, and know what each of them has of the state.
+        """Commit the next version; return its manifest, and what it was made of."""
+        # Agree with all ranks on the call, and on what each of them has of the state.
         local = self._meet(request, number, submission)
         if request.files and local.config:
             from ..follow.companions import of_quantized
@@ -171,20 +182,19 @@ class RankPublisher:
             manifest, state = self._try_commit(request, local, timer)
             if manifest:
                 return manifest, state, local
-            # An older publisher took the number, and all look at the head again.
+            # An older publisher took the number: all ranks find the head again.
         came = f"{_MAX_STALE_COMMITS} commits of older publishers came between"
         raise self._ranks.mark_collective(PublisherConflict(came))
 
     def _try_commit(
         self, request: PublishRequest, local: LocalState, timer: PhaseTimer
     ) -> tuple[Manifest | None, PublishState]:
-        """The manifest of the next version, None if its number was taken; and what it is made
-        of."""
+        """Try to commit the next version; the manifest is None if its number was taken."""
         ranks, committer = self._ranks, self._committer
-        # 1. Settle: a commit whose reply was lost has happened or has not; the baseline is then the
-        # head's, or not.
+        # 1. Settle: find out whether a commit whose reply was lost has happened. If it has, the
+        # baseline moves to it.
         self._advance(ranks.from_first(committer.settle, _to_message, self._parsed))
-        # 2. Resume: what is the head, and is the baseline it? Else the head is restored, or an
+        # 2. Resume: compare the head with the baseline. If they differ the head is restored, or an
         # anchor starts over.
         version = self._baseline.version if self._baseline else None
         found = ranks.from_first(
@@ -197,17 +207,17 @@ class RankPublisher:
         self._require_head(-1 if self.new and request.after is None else request.after, found)
         self._compare_step(request.metadata)
         timer.end("resume")
-        # 3. Build: compare, code, decode as a check, and hash; or copy all of the state.
+        # 3. Build: compare, encode, decode as a check, and hash; or copy the whole state.
         state = self._recover(local, found, timer) if found.version is not None else None
         if state is None:
             state = self._build(local, found, timer, stored=True)
-        # 4. Rank 0 decides what the version needs, and its number.
+        # 4. Decide, on rank 0: files, anchor and number of the version.
         layout, base, made = state.layout, state.base, state
         files, with_anchor, next_version = ranks.from_first(
             lambda: self._decide(request, made), _decided_to_message, json.loads
         )
-        # 5. Upload: each rank stores its own parts. Nothing refers to them yet: a rank that is lost
-        # here leaves no version.
+        # 5. Upload: each rank stores its own parts. Nothing refers to them yet, so a rank that is
+        # lost here leaves no version.
         stored = ranks.each(
             lambda: self._store(made, with_anchor, next_version),
             Stored.to_message,
@@ -216,8 +226,8 @@ class RankPublisher:
         if base is not None and not with_anchor:
             self.history.agree(state, [of.note for of in stored])
         timer.end("upload")
-        # 6. Commit: the manifest makes the version. Whether it was created may stay unknown:
-        # `_pending` is kept until that is settled, here or at the begin of the next publish.
+        # 6. Commit: the manifest makes the version. If the reply is lost, `_pending` stays until
+        # the next publish settles it (step 1).
         patch, anchor = uploaded(stored, (base.version, base.root) if base else None)
         content = Content(
             root=state.root,
@@ -233,7 +243,7 @@ class RankPublisher:
         manifest = ranks.from_first(
             lambda: committer.commit(content, request.metadata), _to_message, self._parsed
         )
-        # 7. The baseline follows.
+        # 7. Move the baseline to the committed version.
         manifest = self._advance(manifest)
         self.new = self.new and manifest is None
         timer.end("commit")
@@ -244,7 +254,7 @@ class RankPublisher:
     def _meet(
         self, request: PublishRequest, number: int, submission: Submission | None
     ) -> LocalState:
-        """This rank's part of the state, once it is there."""
+        """Wait for this rank's part of the state."""
         if submission and not submission.begin():
             raise CancelledError
         local = request.arrived()
@@ -253,7 +263,7 @@ class RankPublisher:
         return local
 
     def _layout_of(self, local: LocalState, known: frozenset[str]) -> Layout:
-        """Who publishes what; tied tensors are stored under the names that are ``known``."""
+        """Which rank publishes what. Tied tensors are stored under the names that are ``known``."""
         state = local.state.stored_as(known)
         return Layout(state.specs, state.aliases)
 
@@ -266,19 +276,22 @@ class RankPublisher:
         yield ((group, local) for group in hashed_together(blocks, self._threads))
 
     def _allocate(self, segments: Sequence[Segment]) -> State:
-        """Memory for what this rank publishes, with uninitialized values."""
+        """Uninitialized memory for what this rank publishes."""
         empty = self._folder.empty if self._folder else State.empty
         return empty(tuple(segment.spec for segment in segments), None)
 
     def _hash(self, state: PublishState) -> None:
-        """Completes the ``state``: its ``patch_bytes``, and its ``tree``, which rank 0 has."""
+        """Set the ``patch_bytes`` of ``state``, and on rank 0 its ``tree``."""
         state.patch_bytes = state.own_patch_bytes
         state.tree = tree_of(state.layout.specs, state.leaves)
 
     def _restored(
         self, layout: Layout | None, head: Manifest, host: HostState
     ) -> tuple[Baseline | None, str]:
-        """The baseline at the ``head``, read from the store; or None, and why that fails."""
+        """Restore the baseline at the ``head`` from the store.
+
+        Returns (the baseline or None, why it failed).
+        """
         try:
             catch_up(host, self._stream, head.version)
         except (ChainGap, *UNREADABLE) as error:
@@ -299,8 +312,7 @@ class RankPublisher:
     # -- steps of a publish
 
     def _require_head(self, after: int | None, found: HeadState) -> None:
-        """Raises PublisherConflict, on all ranks, where another version than ``after`` is the
-        newest."""
+        """Raise PublisherConflict, on all ranks, if the newest version is not ``after``."""
         if found.keep and self._baseline:
             head: int | None = self._baseline.version
         else:
@@ -316,7 +328,7 @@ class RankPublisher:
             )
 
     def _compare_step(self, metadata: Metadata) -> None:
-        """Logs once that a stream is continued, and a ``step`` that goes back."""
+        """Log once that a stream is continued, and each ``step`` that goes back."""
         head = self._committer.head
         if not self.first or head is None:
             return
@@ -338,20 +350,23 @@ class RankPublisher:
     def _recover(
         self, local: LocalState, found: HeadState, timer: PhaseTimer
     ) -> PublishState | None:
-        """Makes the head the baseline, where the ranks have another or none; then the version after
-        it. None if that has to be an anchor."""
+        """Make the head the baseline, and build the version after it.
+
+        This runs on a publisher that starts, or whose number was taken by another. Returns None if
+        no baseline could be made: then the version must be an anchor.
+        """
         head = self._ranks.from_first(lambda: self._committer.head, _to_message, self._parsed)
         assert head is not None
-        # What is kept in the folder is the head, or a version before it, from where some patches
-        # lead there.
+        # 1. Kept: the folder holds the head, or an earlier version from which patches lead to the
+        # head. `_restored` follows these.
         host = HostState(threads=self._threads, listener=self._shown_to, folder=self._folder)
         how = Recovery.KEPT
         reason = ""
         if self._is_kept(host, head.version):
             self._baseline, reason = self._restored(None, head, host)
         else:
-            # A trainer that starts again often has the head's own weights: built as a full state
-            # they have its root, and nothing is fetched.
+            # 2. Matched: a restarted trainer often has the head's own weights. Built as a full
+            # state they have the head's root, and nothing is fetched.
             state = self._build(local, found, timer, stored=False)
             if state.root == head.root:
                 how = Recovery.MATCHED
@@ -360,13 +375,16 @@ class RankPublisher:
                 )
                 self._keep(self._baseline, head)
             else:
+                # 3. Restored: the trainer has other weights, so the head is read from the store.
                 how, layout = Recovery.RESTORED, state.layout
                 del state  # before another state is restored
                 self._baseline, reason = self._restored(layout, head, host)
         if self._baseline is None:
             how = Recovery.ANCHORED
         elif self._baseline.history.windows:
-            self.history.on = True  # until it is measured
+            # The readers have this history too, so the next patch is coded by it until its gain is
+            # measured.
+            self.history.on = True
         self._resumed(head.version, how, reason)
         timer.end("resume")
         if self._baseline is None:
@@ -374,7 +392,8 @@ class RankPublisher:
         return self._build(local, HeadState(keep=True), timer, stored=True)
 
     def _is_kept(self, host: HostState, newest: int) -> bool:
-        """Whether the folder keeps a version of the stream, ``newest`` at most; ``host`` has it."""
+        """Whether the folder holds a version of the stream up to ``newest``; ``host`` then has
+        it."""
         if self._folder is None:
             return False
         from ..follow.state_folder import adopt_kept
@@ -384,11 +403,13 @@ class RankPublisher:
     def _build(
         self, local: LocalState, found: HeadState, timer: PhaseTimer, *, stored: bool
     ) -> PublishState:
-        """The next version: a patch from the baseline, or all of the state, where there is none, or
-        one of other tensors, or where a patch would be no smaller. ``stored``: a full state is sure
-        to be an anchor, and is stored while it is copied."""
-        # A tied tensor is stored under the name that it had: under another one no patch would lead
-        # there.
+        """Build the next version: a patch from the baseline, or the whole state.
+
+        The whole state is used without a baseline, if the tensors differ, or if a patch would be no
+        smaller. ``stored``: a whole state will be an anchor for sure, so it is stored while it is
+        copied.
+        """
+        # A tied tensor keeps its stored name. Under another name no patch would lead there.
         known = frozenset(found.names)
         if self._baseline:
             known = frozenset(spec.name for spec in self._baseline.layout.specs)
@@ -400,7 +421,7 @@ class RankPublisher:
             reason = f"{NO_SMALLER} {state.patch_bytes} bytes, the state has {layout.nbytes}"
             del state  # before the state is copied
             state = self._compared(local, layout, None, reason, stored)
-        # The root is of the whole state, whoever has it.
+        # All ranks need the root of the whole state; rank 0 has it.
         tree = state.tree
         state.root = self._ranks.from_first(
             lambda: tree.root if tree else "", str.encode, bytes.decode
@@ -416,7 +437,7 @@ class RankPublisher:
         reason: str,
         stored: bool,
     ) -> PublishState:
-        """This rank's part of a version, hashed."""
+        """This rank's part of a version, compared with ``base`` and hashed."""
         segments = base.segments if base else layout.segments(self._ranks.rank)
         blocks = base.blocks if base else cut(layout.specs, segments)
         remembers = self.history.remembers
@@ -441,6 +462,7 @@ class RankPublisher:
                     progress=progress_to(self._shown_to, "diff" if base else "digest", nbytes),
                 )
 
+        # If the build fails on one rank, it fails on all: none may go on to the upload.
         state = self._ranks.together(build)
         state.remembers = remembers
         self._hash(state)
@@ -449,7 +471,8 @@ class RankPublisher:
     def _decide(
         self, request: PublishRequest, state: PublishState
     ) -> tuple[tuple[FileRef, ...], bool, int]:
-        """(the files of the next version, stored; whether it gets an anchor; its number)."""
+        """Decide on rank 0: (files of the next version, stored; whether it gets an anchor; its
+        number)."""
         files, lost = self._committer.store_files(request.files)
         for ref in lost:
             reason = "the store no longer holds it, and no version names it from now on"
@@ -458,13 +481,13 @@ class RankPublisher:
             )
         due = self._committer.needs_anchor(state.patch_bytes, state.layout.nbytes)
         with_anchor = state.base is None or request.anchor or due
-        # Before the manifest: who selects tensors of the version looks for them at once.
+        # Before the manifest: workers that select tensors read the digests as soon as they see it.
         if state.tree:
             self._stream.put_digests(state.tree, leaves=with_anchor)
         return files, with_anchor, self._committer.next
 
     def _store(self, state: PublishState, with_anchor: bool, version: int) -> Stored:
-        """What this rank has stored of the version with this number."""
+        """Store this rank's parts of the version with this number."""
         parts, shards, note = [], [], Note()
         if state.layout.has_file(self._ranks.rank):
             if state.base:
@@ -491,13 +514,15 @@ class RankPublisher:
         )
 
     def _advance(self, manifest: Manifest | None) -> Manifest | None:
-        """Moves the baseline to the pending version, if rank 0 has committed it; else gives that
-        up."""
+        """Move the baseline to the pending version if rank 0 has committed it, else give that
+        version up."""
         pending, self._pending = self._pending, None
         if manifest is None or pending is None:
             return None
         with shield():
-            self._baseline = None  # should this be interrupted by an error
+            # Until the move is complete there is no baseline: after an error the next publish must
+            # not code against a state between two versions.
+            self._baseline = None
             journal = self._folder.journal(pending.state) if self._folder and pending.base else None
             baseline = pending.advance_baseline(
                 manifest.version, manifest.root, journal=journal, threads=self._threads
@@ -508,7 +533,7 @@ class RankPublisher:
         return manifest
 
     def _keep(self, baseline: Baseline, manifest: Manifest) -> None:
-        """Has the baseline found again in the folder, as the version of ``manifest``."""
+        """Record the baseline in the folder as the version of ``manifest``, for the next start."""
         if self._folder:
             self._folder.keep(baseline.state, manifest, baseline.history)
 
@@ -516,13 +541,13 @@ class RankPublisher:
 
     @contextmanager
     def _as_one(self) -> Iterator[None]:
-        """Around what all ranks do together: an error that is not raised on all of them ends
-        that."""
+        """Around what all ranks do together: an error on one rank alone closes the group."""
         try:
             yield
         except BaseException as error:
             if self.together and error is not self._ranks.common_error:
-                # The others do not know of it: none of them may mistake its next step for theirs.
+                # The other ranks do not know of the error. None of them may take its next step for
+                # theirs.
                 self._baseline, self._pending = None, None
                 self._ranks.close()
             raise
@@ -530,14 +555,14 @@ class RankPublisher:
             self._ranks.common_error = None  # it would keep what the call worked on
 
     def forget(self) -> None:
-        """Releases all that is held, and the ranks."""
+        """Release everything that is held, and the ranks."""
         self._baseline, self._pending = None, None
         self._ranks.close()
         if self._folder:
             self._folder.close()
 
     def _parsed(self, message: bytes) -> Manifest | None:
-        """The manifest that rank 0 has sent; None where there is none."""
+        """The manifest that rank 0 has sent, or None."""
         if not message:
             return None
         return manifests.parse(
@@ -561,7 +586,7 @@ def _to_message(manifest: Manifest | None) -> bytes:
 
 
 def _decided_to_message(decided: tuple[tuple[FileRef, ...], bool, int]) -> bytes:
-    """Without the files, which rank 0 alone names in the manifest."""
+    """The decision without the files, which only rank 0 needs."""
     return json.dumps([[], *decided[1:]]).encode()
 
 

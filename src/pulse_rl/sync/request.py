@@ -1,5 +1,5 @@
-"""What one rank is to publish: the caller's own memory, or a copy that was taken of it
-(docs/protocol.md, section 3)."""
+"""The request of a publish: the caller's own memory, or a copy of it (docs/protocol.md, section
+3)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from ..submit import Snapshot
 
 Files = Mapping[str, bytes | str | os.PathLike[str]] | str | os.PathLike[str]
-"""What is accepted as a version's files: a mapping of names to their bytes or their paths, or a
-checkpoint's folder."""
+"""A version's files as callers may pass them: a mapping of names to bytes or paths, or the folder
+of a checkpoint."""
 
 
 class LocalState(NamedTuple):
-    """This rank's elements of a state: ``source``, to be cast to ``dtype`` if there is one.
-    ``boxes``: which elements of a tensor they are, where they are not all. ``owned``: nobody else
-    writes to them. ``quantize``: what is to be made of them first, once the ranks have agreed on
-    scales (`quantized`). ``config``: what the config.json of a quantized state says of it."""
+    """This rank's elements of a state.
+
+    ``source`` has them; they are cast to ``dtype`` if it is set. ``boxes`` gives the parts of
+    tensors that this rank has, for tensors that it does not have whole. ``owned``: nobody else
+    writes to them. ``quantize`` says how they become codes and scales, once the ranks have agreed
+    on scales (`quantized`). ``config`` is the quantization entry of config.json.
+    """
 
     source: State
     dtype: DType | None = None
@@ -42,9 +45,10 @@ class LocalState(NamedTuple):
     def of(
         cls, source: StateSource, dtype: DTypeLike | None, quantize: Quantize | None = None
     ) -> Self:
-        """All of a state. Raises UnsupportedTensor and InputError."""
+        """A whole state. Raises UnsupportedTensor and InputError."""
         compute = None if dtype is None else compute_dtype_named(dtype)
         state = as_state(source)
+        # A module is gathered by `as_state`; a mapping may hold placeholders of sharded weights.
         if isinstance(source, Mapping):
             require_weights((spec.name, spec.shape) for spec in state.specs)
         if quantize is not None:
@@ -56,13 +60,17 @@ class LocalState(NamedTuple):
 
     @property
     def state(self) -> State:
-        """What the version is to hold of them."""
+        """The elements as the version will have them."""
         return self.source if self.dtype is None else CastState(self.source, self.dtype)
 
 
 def require_weights(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Raises UnsupportedTensor for what sharded training leaves in place of weights, by names and
-    shapes."""
+    """Raise UnsupportedTensor for the placeholders that sharded training leaves in place of
+    weights.
+
+    They are recognized by names and shapes.
+    """
+    # ZeRO-3 leaves tensors of shape (0,); elsewhere such a tensor is legitimate.
     zero = "deepspeed" in sys.modules
     for name, shape in shapes:
         if name.rpartition(".")[2] == "_flat_param" or (zero and shape == (0,)):
@@ -76,10 +84,12 @@ def require_weights(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """What is to be published: the elements that ``local`` has, once its ``copy``, where there is
-    one, was waited for; nothing where it was ``refused``; and the ``files`` beside the weights,
-    None for those of the version before. ``after``: the version that the new one must follow, see
-    `Publisher.publish`."""
+    """One publish: the elements ``local``, with the arguments of the call.
+
+    ``copy``, if any, is a copy that must be waited for first. A ``refused`` request has an error
+    and no elements. ``files`` are those next to the weights; None keeps those of the version
+    before. ``after`` is the version that the new one must follow, see `Publisher.publish`.
+    """
 
     local: LocalState | None
     metadata: Metadata
@@ -92,7 +102,7 @@ class PublishRequest:
 
     @property
     def quantize(self) -> Quantize | None:
-        """What `LocalState` is to be quantized by."""
+        """How the elements are to be quantized; None: not at all."""
         return self.local.quantize if self.local else None
 
     @classmethod
@@ -106,7 +116,10 @@ class PublishRequest:
         files: Files | None,
         after: int | None = None,
     ) -> Self:
-        """The request of a call of `Publisher.publish`. Raises what that does for its arguments."""
+        """The request of a call of `Publisher.publish`; raises what that raises for its
+        arguments."""
+        # All arguments are checked here, in the caller's thread, before any rank or device has
+        # worked.
         facts = checked_metadata({} if metadata is None else metadata)
         taken = None
         if files is not None:
@@ -124,18 +137,20 @@ class PublishRequest:
 
     @classmethod
     def refusing(cls, error: Exception) -> Self:
-        """One whose error the other ranks wait to be told."""
+        """A request that reports ``error`` to the other ranks."""
         return cls(None, {}, None, anchor=False, refused=error)
 
     def awaited(self) -> Self:
-        """The same, once the caller's devices have written what is to be published."""
+        """Wait until the caller's devices have written the state; return the request."""
         if self.local:
             await_devices(self.local.source)
         return self
 
     def arrived(self) -> LocalState:
-        """This rank's elements. Returns once all is copied; raises what is wrong with the request,
-        and what the device reports."""
+        """Wait for the copy; return this rank's elements.
+
+        Raises the error of a refused request, and what the device reports.
+        """
         if self.refused:
             raise self.refused
         assert self.local is not None

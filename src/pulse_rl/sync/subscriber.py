@@ -1,4 +1,4 @@
-"""The worker's side: follows a stream with a verified host state (docs/protocol.md, section 4)."""
+"""The worker's side: follow a stream with a verified host state (docs/protocol.md, section 4)."""
 
 from __future__ import annotations
 
@@ -26,38 +26,41 @@ from ..stream.stream import Stream
 from .host_state import HostState
 from .update import Pending, Receipt, Update, make_update
 
+# Updates to one version whose acknowledgment still counts; a caller that ignores its updates must
+# not make the list grow.
 _KEPT_RECEIPTS = 8
 
 
 class Subscriber(Closing, NotCopyable):
-    """Holds one version of a stream in host memory and moves it forward on `sync`.
+    """Hold one version of a stream in host memory and move it forward with `sync`.
 
-    It is a context manager; see `close`. Interrupts do no harm: the work is done on a thread of its
-    own, which an interrupted call leaves at a verified version. One thread uses it at a time
-    (ConcurrentUse); `Update.acknowledge`, `version` and `status` may be used by any. It cannot be
+    It is a context manager; see `close`. An interrupt does no harm: the work is done on a thread of
+    its own, which an interrupted call leaves at a verified version. One thread at a time may use it
+    (ConcurrentUse); any thread may use `Update.acknowledge`, `version` and `status`. It cannot be
     copied, pickled, or used in a forked process.
 
     Args:
-        store: A store, or its address (see `open_store`); or several in order of preference, the
-            stream's own last, such as ``[near, origin]`` where a `Relay` keeps ``near``. A nearer
-            one decides what is newest, unless it is away or damaged, or a farther one has had a
-            newer version for `patience_seconds`.
+        store: A store, or its address (see `open_store`). Or several in order of preference, the
+            stream's own store last, such as ``[near, origin]`` where a `Relay` fills ``near``. The
+            first store decides which version is the newest. The next one decides if the first is
+            unavailable or damaged, or has been behind for `patience_seconds`.
         stream: The stream's name.
         base: A state that the worker has already, such as its checkpoint's path. If its root is
-            that of a version of the stream, syncing starts there instead of from an anchor.
-        cache: A folder below which, in ``pulse-cache``, payloads are kept, 64 GiB at most, so that
-            a restart does not download them again. Not with ``select``.
+            that of a version of the stream, the first sync starts there instead of at an anchor.
+            Default: none.
+        cache: A folder that keeps up to 64 GiB of payloads in ``pulse-cache``, so that a restart
+            does not download them again. Not with ``select``. Default: no cache.
         trusted_keys: Ed25519 public keys, 64 hexadecimal digits each (extra ``[sign]``). Only
-            manifests that one of them has signed are accepted.
+            manifests that one of them has signed are accepted. Default: all are accepted.
         stream_id: The stream's ID (`Manifest.stream_id`). Default: that of the first version found;
-            later ones of another stream of this name are passed over.
+            later versions of another stream of this name are skipped.
         select: Names of tensors, or patterns such as ``"layers.0.*"``. Only these are fetched,
             held, verified and shown. Default: all.
         state: A folder of this worker's own in which the state is a mapped file instead of memory.
             A worker that starts again with it continues from the version in it, once that is
-            verified. Not with ``select``.
+            verified. Not with ``select``. Default: memory.
         threads: The maximum number of threads. Default: one per core.
-        on_event: Called with the events of `pulse_rl.events`.
+        on_event: Called with the events of `pulse_rl.events`. Default: nobody.
     Raises:
         InputError: A setting is out of range, or two exclude each other.
         StoreError: The store cannot be opened.
@@ -81,6 +84,7 @@ class Subscriber(Closing, NotCopyable):
         threads: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
+        # 1. Check the settings, and open the stores.
         checked_threads(threads)
         checked_listener(on_event)
         opened = open_stores(store)
@@ -95,6 +99,7 @@ class Subscriber(Closing, NotCopyable):
                 "select and state do not go together: a folder holds whole states",
                 hint="Give one of the two.",
             )
+        # 2. One stream per store. The callback is weak: it would keep a dropped subscriber alive.
         trusted = trusted_by(trusted_keys)
         streams = [
             Stream(
@@ -114,6 +119,7 @@ class Subscriber(Closing, NotCopyable):
         self._pinned = stream_id is not None
         self._allow_recreated = False
         self._serial = SerialThread("Subscriber", self._idle_seconds)
+        # 3. Optional parts, imported on demand.
         self._selection = None
         if select is not None:
             from ..follow.selection import Selection
@@ -124,6 +130,7 @@ class Subscriber(Closing, NotCopyable):
             from ..follow.state_folder import StateFolder
 
             self._folder = StateFolder(state, "state")
+        # 4. The host state, empty until the first sync.
         self._host = self._empty_host(threads, on_event)
         self._base = base
         self._threads = threads
@@ -131,11 +138,11 @@ class Subscriber(Closing, NotCopyable):
         self._delivered: list[Receipt] = []
         self._files: dict[str, bytes] = {}
         self._checkpoint: Path | None = None
-        """Where the state lay when it was last written or found: what is unchanged there need not
-        be written again."""
+        """The checkpoint on disk that was last written or found: its unchanged parts need not be
+        written again."""
 
     def _read_through(self, store: Store, cache: str | os.PathLike[str] | None) -> Store:
-        """What the stream is read from."""
+        """The store with the cache in front of it, if there is one."""
         if cache is None:
             return store
         from ..stores.cached import CachedStore
@@ -144,16 +151,21 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def status(self) -> str:
-        """One of "empty" (no version yet), "ready" (the state is the verified `version`) and
-        "poisoned"."""
+        """The state: "ready" at the verified `version`, "empty" without one, or "poisoned".
+
+        The state is poisoned if an interrupt stopped an apply; the next `sync` verifies or restores
+        it.
+        """
         if self._host.poisoned:
             return "poisoned"
         return "empty" if self._host.version is None else "ready"
 
     @property
     def patience_seconds(self) -> float:
-        """How long a nearer store may be late, or a farther one have a newer version, before the
-        farther one decides; 30 until it is set. Raises InputError for less than 0."""
+        """Seconds that a nearer store may be unavailable or behind before a farther one decides.
+
+        Default: 30. Setting it raises InputError below 0.
+        """
         return self._failover.patience_seconds
 
     @patience_seconds.setter
@@ -177,13 +189,12 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def version(self) -> int | None:
-        """The version that the host state holds, None before the first sync."""
+        """The version that the host state holds; None before the first sync."""
         return self._host.version
 
     @property
     def stream_id(self) -> str | None:
-        """The ID of the stream that is followed, 32 hexadecimal digits (docs/format.md, 5); None
-        until the first sync."""
+        """The ID of the followed stream, 32 hexadecimal digits; None until the first sync."""
         return self.stream.stream_id
 
     @property
@@ -203,34 +214,33 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def state(self) -> State:
-        """The verified state as read-only views, which the next `sync` overwrites: copy what you
-        keep.
+        """The verified state as read-only views, which the next `sync` overwrites.
 
-        Raises EmptyStream before the first sync and IntegrityError after an interrupted one.
+        Copy what you keep. Raises EmptyStream before the first sync and IntegrityError after an
+        interrupted one.
         """
         return self._serial.run(self._state)
 
     def sync(self, target: int | None = None, *, progress: bool = False) -> Update | None:
         """Move to a version and return what changed since the last acknowledged update.
 
-        Everything is fetched and verified on the host before this returns, so that a worker pauses
-        only to scatter the update. A missing or damaged object makes it take another path. What was
-        returned before and not acknowledged (`Update.acknowledge`) is returned again, together with
-        what is newer.
+        Everything is fetched and verified on the host before this returns, so a worker pauses only
+        to scatter the update. A missing or damaged object makes it take another path. Changes that
+        an earlier update returned and nobody acknowledged (`Update.acknowledge`) are returned
+        again, together with newer ones. If this raises, the state stays at a verified version, from
+        which a repeated call continues.
 
         Args:
             target: The version to move to; versions below the current one are ignored. Default: the
-                newest version that can be read and reached. Newer ones that cannot are passed over
-                with a `FallbackUsed`.
+                newest version that can be read and reached. Newer ones that cannot are skipped with
+                a `FallbackUsed`.
             progress: Show a bar, with the time left, in a terminal or a notebook for work of more
-                than half a second.
+                than half a second. Default: False.
         Returns: The update, or None if there is nothing newer.
         Raises:
             ChainGap: No path leads to the version.
             StoreUnavailable: The store cannot be reached.
             StreamRecreated: The stream was deleted and recreated.
-
-        When it raises, the state rests at a verified version, at which a repeated call goes on.
         """
         if target is not None:
             checked_count("target", target, 0)
@@ -238,9 +248,17 @@ class Subscriber(Closing, NotCopyable):
             return self._serial.run(lambda: self._sync_shown(target, progress))
 
     def files(self) -> dict[str, bytes]:
-        """The files beside the weights that the current version carries (`Publisher.publish`),
-        verified: names such as "tokenizer/vocab.txt" to bytes. Each is fetched once while it does
-        not change. Raises as `state` does, StoreError and DigestMismatch."""
+        """Return the files next to the weights that the current version has (`Publisher.publish`).
+
+        Each file is verified, and fetched once while it does not change.
+
+        Returns: Names such as "tokenizer/vocab.txt" to bytes.
+        Raises:
+            EmptyStream: Nothing was synced yet.
+            IntegrityError: The last sync was interrupted.
+            StoreError: The store failed.
+            DigestMismatch: A file is damaged.
+        """
         return self._serial.run(self._read_files)
 
     def save(
@@ -255,25 +273,25 @@ class Subscriber(Closing, NotCopyable):
     ) -> None:
         """Write the current version to ``path``, a folder that engines load, or one file.
 
-        A folder changes to the new version in one step, and whenever this process is killed it is
-        the one version or the other: its files are links into ``.pulse/current``, and that is a
-        link to a folder of one version. The version before stays there until the next `save`. What
-        is remembered of the versions before is written, too, as ``pulse.history``: a Subscriber
-        with this ``path`` as ``base`` continues from it.
+        A folder changes to the new version in one step: whenever this process is killed, it is the
+        one version or the other. Its files are links into ``.pulse/current``, which is a link to
+        the folder of one version. The version before stays there until the next `save`. The history
+        of the version is written too, as ``pulse.history``: a Subscriber with this ``path`` as
+        ``base`` continues from it.
 
         Args:
             path: A folder; or a name that ends with ``.safetensors``, for the weights alone.
-            metadata: Strings to add to the metadata of the weights.
+            metadata: Strings to add to the metadata of the weights. Default: none.
             sharded: Write the files of the published index, or files of 5 GB. Default: one file,
                 ``model.safetensors``.
-            force: Replace files that pulse did not write. Default: refuse, also where other weights
+            force: Replace files that pulse did not write. Default: refuse, also if other weights
                 lie in the folder.
             layout: Give each version a folder of plain files in ``path``, as a framework's trainer
                 writes it: "prime-rl", "slime", "areal", "hf", or a pattern such as
-                ``"step_{}/STABLE"``: the folder's name, where the number is the ``step`` of the
-                version's metadata, or the version without one; and a file that is written last.
-                It appears whole. Shards that did not change since the version before, which this
-                Subscriber wrote, are hard links to it.
+                ``"step_{}/STABLE"``. A pattern is the folder's name, where the number is the
+                ``step`` of the version's metadata, or else the version; and a file that is written
+                last. A folder appears whole. Shards that did not change since the version before,
+                which this Subscriber wrote, are hard links to it. Default: no such folders.
             keep: How many of the folders of a ``layout`` stay, the newest ones. Default: all.
         Raises: What `state` and `files` raise, InputError, StoreFull and StoreError.
         """
@@ -281,6 +299,8 @@ class Subscriber(Closing, NotCopyable):
 
         target = checked_path(path)
         alone = target.suffix == ".safetensors" and layout is None
+        # One operation reads everything, so that all of it is of one version. The writing needs no
+        # thread of its own: an interrupted save leaves the old version in place.
         held = self._serial.run(
             lambda: HeldVersion(
                 self._state(),
@@ -302,8 +322,10 @@ class Subscriber(Closing, NotCopyable):
         )
 
     def full_update(self) -> Update:
-        """The whole current state as an update, for a model that is new or missed one. Raises as
-        `state` does."""
+        """Return the whole current state as an update, for a model that is new or missed one.
+
+        Raises: What `state` raises.
+        """
         return self._serial.run(lambda: self._update(Pending(), time.perf_counter()))
 
     def updates(
@@ -318,8 +340,8 @@ class Subscriber(Closing, NotCopyable):
         Asking for the next update acknowledges the one before.
 
         Args:
-            poll_seconds: Seconds between two polls (see `wait_for_new`).
-            timeout_seconds: End when no version has appeared for so long. Default: never.
+            poll_seconds: Seconds between two polls (see `wait_for_new`). Default: 1.
+            timeout_seconds: End when no version has appeared for this time. Default: never.
             progress: As for `sync`.
         Raises: InputError, and what `sync` raises.
         """
@@ -339,13 +361,21 @@ class Subscriber(Closing, NotCopyable):
                 return
 
     def wait_for_new(self, poll_seconds: float = 1.0, max_seconds: float = math.inf) -> None:
-        """Sleeps between two calls of `sync`: for ``poll_seconds``, a quarter more or less, and at
-        most ``max_seconds``. Raises InputError."""
+        """Sleep between two calls of `sync`.
+
+        Args:
+            poll_seconds: Seconds to sleep, a quarter more or less at random. Default: 1.
+            max_seconds: Seconds to sleep at most. Default: no limit.
+        Raises:
+            InputError: An argument is out of range.
+        """
         pause(poll_seconds, max_seconds)
 
     def close(self) -> None:
-        """Lets the host state go; what is in the folder ``state`` stays there. May be called twice;
-        a `sync` afterwards starts as a new Subscriber would."""
+        """Release the host state; the folder ``state`` keeps its files.
+
+        This may be called twice. A `sync` afterwards starts as a new Subscriber would.
+        """
         self._serial.run(self._close)
 
     def __repr__(self) -> str:
@@ -365,8 +395,8 @@ class Subscriber(Closing, NotCopyable):
     def _sync(self, target: int | None) -> Update | None:
         started = time.perf_counter()
         host = self._host
-        # 1. What earlier calls left: a state that an error left half-way, and what the owner has
-        # applied since.
+        # 1. Settle what earlier calls left: a state that an error left half-way, and updates that
+        # the owner has acknowledged since.
         host.recover()
         if any(
             receipt.acknowledged for receipt in self._delivered if receipt.version == host.version
@@ -374,15 +404,15 @@ class Subscriber(Closing, NotCopyable):
             host.acknowledge()
             self._delivered = []
         newcomer = host.version is None and not self._pinned
-        # What the folder keeps is looked up whenever there is nothing; what it keeps of a stream
-        # that was recreated goes with its place in it.
+        # The folder is read whenever there is no state. A version of a stream that was recreated is
+        # not taken from it.
         if self._folder and host.version is None:
             from ..follow.state_folder import adopt_kept
 
             self._folder.open()
             if adopt_kept(host, self.stream, self._failover.manifest):
                 self._failover.adopt_id(self.stream.stream_id or self._manifest().stream_id)
-        # A base is looked up once: it saves the first anchor, and means nothing afterwards.
+        # A base is used once: it saves the first anchor, and means nothing afterwards.
         if host.version is not None:
             self._base = None
         if self._base is not None:
@@ -394,14 +424,14 @@ class Subscriber(Closing, NotCopyable):
             if found.looked:
                 self._base, self._checkpoint = None, found.place or self._checkpoint
         looked = time.perf_counter() - started
-        # 2. Find and follow: every path ends at a verified version, whatever raises on the way.
+        # 2. Find and follow: every path ends at a verified version, even if an error ends it early.
         phases: dict[str, float] = {}
         previous = host.version
         if target is None:
             phases = self._sync_to_head(newcomer)
         elif host.version is None or host.version < target or self._goes_back:
             phases = self._failover.reach(host, target)
-        host = self._host  # another one where the stream was recreated
+        host = self._host  # a new one if the stream was recreated
         if host.version is None:
             self._absence.seen()
         if (
@@ -410,9 +440,11 @@ class Subscriber(Closing, NotCopyable):
             or host.acknowledged
         ):
             return None
-        # 3. All that was not acknowledged, each element once: also what earlier calls have
-        # returned.
+        # 3. Return all changes that were not acknowledged, each element once, those of earlier
+        # calls too.
         update = self._update(host.pending(), started)
+        # The links of earlier calls that raised are counted too: their bytes were fetched for this
+        # update.
         links, host.followed = host.followed, []
         if self._listener and links:
             self._listener(
@@ -496,13 +528,13 @@ class Subscriber(Closing, NotCopyable):
     def _update(self, pending: Pending, started: float) -> Update:
         host = self._ready()
         update = make_update(pending, self._state(), self._manifest(), started, self._serial)
-        # An acknowledged update to an older version says nothing of what came since: its receipt is
-        # let go.
+        # The acknowledgment of an older version says nothing about the changes since, so older
+        # receipts are dropped.
         self._delivered = [r for r in self._delivered if r.version == update.version][
             -_KEPT_RECEIPTS:
         ]
         self._delivered.append(update._receipt)
-        # Whole values are views of the host state; what changed alone has arrays of its own.
+        # Values of whole tensors are views of the host state; changes have arrays of their own.
         if any(tensor.whole for tensor in update.tensors):
             host.pin(update)
         return update

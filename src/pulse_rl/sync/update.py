@@ -1,5 +1,4 @@
-"""What a worker scatters into its live model: all that changed since it last acknowledged an
-update."""
+"""Updates for a live model: the changes since the last acknowledged one."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from ..stream.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What the owner of a state has not acknowledged: all ``changes`` since version ``since``, of
-    which it knows the ``aliases``, for which ``nbytes`` were fetched. ``changes`` and ``since`` are
-    None where everything is new to it.
+    """The changes that the owner of a state has not acknowledged.
 
-    ``most`` elements may be pending before they are merged.
+    ``changes`` lead from version ``since``, of which the owner knows the ``aliases``; both are None
+    if everything is new to it. ``nbytes`` were fetched for them. Changes of up to ``most`` elements
+    are kept before they are merged.
     """
 
     since: int | None = None
@@ -39,19 +38,25 @@ class Pending:
         return cls(version, state.aliases, ())
 
     def after_patch(self, changed: StateChanges, nbytes: int, state: State) -> Pending:
-        """The same once ``state`` was patched. Elements that change again and again take no more
-        memory: they are merged whenever they are twice as many as were left by the last time; where
-        they are most of the state, everything is new."""
+        """Add the changes of a patch that led to ``state``.
+
+        Elements that change again and again must not take more memory each time. So changes are
+        merged when they have twice as many elements as the last merge left. If they cover most of
+        the state, everything is new.
+        """
         more = replace(self, nbytes=self.nbytes + nbytes)
         if self.changes is None:
             return more
         changes = (*self.changes, changed)
+        # Merging costs a sort, so it waits until the pending changes have doubled.
         if len(changes) == 1 or sum(map(elements, changes)) <= self.most:
             return replace(more, changes=changes, most=max(self.most, 2 * elements(changed)))
         return more._all_in_one(changes, state)
 
     def after_restore(self, nbytes: int, old: State, new: State) -> Pending:
-        """Pending as changes if ``new`` has the tensors of ``old``, else everything is new."""
+        """Add the difference from ``old`` to ``new``; everything is new if their tensors differ."""
+        # The two states have nothing in common but their names and shapes, so every element is
+        # compared.
         if self.changes is None or old.specs != new.specs:
             return Pending(nbytes=self.nbytes + nbytes)
         return replace(
@@ -59,7 +64,7 @@ class Pending:
         )
 
     def merged(self, state: State) -> Pending:
-        """The same with each element once, with its bits in ``state``."""
+        """The same changes with each element once, with its bits in ``state``."""
         return (
             self
             if self.changes is None or len(self.changes) < 2
@@ -68,15 +73,22 @@ class Pending:
 
     def _all_in_one(self, changes: tuple[StateChanges, ...], state: State) -> Pending:
         whole = merged(changes, state)
-        # Indices take 4 to 8 bytes each: near all of the state, values alone are smaller.
+        # An index takes 4 to 8 bytes. If most elements changed, all values without indices are
+        # smaller.
         if 5 * elements(whole) > 4 * state.elements:
             return Pending(nbytes=self.nbytes)
         return replace(self, changes=(whole,), most=2 * elements(whole))
 
 
 class TensorUpdate:
-    """New bits of the tensor ``spec``: ``values`` at ``indices``, or everywhere if these are
-    None."""
+    """Describe the new bits of one tensor in an `Update`.
+
+    Args:
+        spec: The tensor's name, dtype and shape.
+        indices: Ascending int64 positions [changes] in the flattened tensor. None: all positions.
+        values: The new bits, unsigned integers of the element's width: [changes], or [elements]
+            without ``indices``.
+    """
 
     __slots__ = ("_changes", "spec")
 
@@ -88,7 +100,7 @@ class TensorUpdate:
 
     @classmethod
     def _of(cls, spec: TensorSpec, changes: TensorChanges) -> TensorUpdate:
-        """With indices that are made when they are asked for."""
+        """An update whose indices are computed on first use."""
         update = cls.__new__(cls)
         update.spec, update._changes = spec, changes
         return update
@@ -98,33 +110,35 @@ class TensorUpdate:
 
     @property
     def elements(self) -> int:
-        """How many it writes."""
+        """The number of elements that the update writes."""
         return len(self._changes)
 
     @property
     def whole(self) -> bool:
-        """Whether it writes all elements."""
+        """Whether the update writes all elements of the tensor."""
         return not isinstance(self._changes, TensorChanges)
 
     @property
     def indices(self) -> npt.NDArray[np.int64] | None:
-        """Where, in the flattened tensor: int64, ascending; None: everywhere."""
+        """Ascending int64 positions [changes] in the flattened tensor; None: all positions."""
         return self._changes.indices if isinstance(self._changes, TensorChanges) else None
 
     @property
     def values(self) -> UIntArray:
-        """The new bits, unsigned integers of the element's width, one for each index."""
+        """The new bits [changes], unsigned integers of the element's width."""
         return self._changes.values if isinstance(self._changes, TensorChanges) else self._changes
 
 
 def changes_of(update: TensorUpdate) -> TensorChanges | None:
-    """What it writes, if that is not all. Its indices are not made for this."""
+    """The changes of an update, without computing their indices; None if it writes all elements."""
     return update._changes if isinstance(update._changes, TensorChanges) else None
 
 
 class Receipt:
-    """Whether the update to ``version`` was ``acknowledged``. ``source`` stands for the subscriber
-    that delivered it, None for an update made elsewhere."""
+    """Whether the update to ``version`` was ``acknowledged``.
+
+    ``source`` identifies the subscriber that delivered it; None for an update made elsewhere.
+    """
 
     __slots__ = ("acknowledged", "source", "version")
 
@@ -136,18 +150,25 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Update(OneLine):
-    """All that changed from version ``previous``, the last that was acknowledged (None:
-    everything), to ``version``, verified against ``root``.
+    """Hold all changes since the last acknowledged version, verified against ``root``.
 
-    Iterating yields (name, flat indices or None, values as unsigned integers of the element's
-    width). The next update has all of this one again until this one is acknowledged: `apply_` does
-    it, so does iterating to the end, and asking `Subscriber.updates` for the next one; whoever
-    reads ``tensors`` in another way calls `acknowledge`. `Subscriber.full_update` gives a model
-    that missed an acknowledged one the whole state. Full values are read-only views of the host
-    state, which moves on in a copy while the update is alive: let it go after use. ``aliases`` maps
-    the other names of tied tensors to the name that the update uses; ``tensors`` without changes
-    are left out. ``metadata`` is the publisher's. ``payload_bytes`` were fetched for it, in
-    ``seconds`` of wall-clock time.
+    Iteration yields (name, flat indices or None, values as unsigned integers of the element's
+    width), and acknowledges the update at its end. `apply_` acknowledges it too, and so does asking
+    `Subscriber.updates` for the next one. Other readers of ``tensors`` call `acknowledge`. Until
+    then the next update contains all changes of this one again. Values of whole tensors are
+    read-only views of the host state, which moves on in a copy while the update is alive: drop it
+    after use.
+
+    Args:
+        version: The version that the update leads to.
+        previous: The version from which it leads, the last one acknowledged. None: everything is
+            new.
+        root: The root of the state, 64 hexadecimal digits.
+        tensors: The new bits by tensor, without unchanged tensors.
+        aliases: The other names of tied tensors, each with the name in ``tensors``.
+        metadata: The publisher's own data about the version.
+        payload_bytes: Bytes that were fetched for the update.
+        seconds: Wall-clock seconds of the call that returned it.
     """
 
     version: int
@@ -168,22 +189,24 @@ class Update(OneLine):
 
     @property
     def full(self) -> bool:
-        """Whether the whole state is new to the model."""
+        """Whether the update writes the whole state."""
         return self.previous is None
 
     @property
     def acknowledged(self) -> bool:
-        """Whether the live model has taken it over."""
+        """Whether the live model has taken the update."""
         return self._receipt.acknowledged
 
     @property
     def changed(self) -> int:
-        """Elements that the update writes."""
+        """The number of elements that the update writes."""
         return sum(tensor.elements for tensor in self.tensors)
 
     def acknowledge(self) -> None:
-        """Says that the live model has taken the update over. May be called from any thread, and
-        again."""
+        """Record that the live model has taken the update.
+
+        Any thread may call this, and repeat it.
+        """
         self._receipt.acknowledged = True
 
     def __iter__(self) -> Iterator[tuple[str, npt.NDArray[np.int64] | None, UIntArray]]:
@@ -195,14 +218,16 @@ class Update(OneLine):
 def make_update(
     pending: Pending, state: State, manifest: Manifest, started: float, source: object = None
 ) -> Update:
-    """The update with all that is ``pending``, merged, to the version of ``manifest``, whose
-    verified ``state``, or the part of it that the owner wants, is read-only. ``source`` stands for
-    who delivers it.
+    """The update with all ``pending`` changes to the version of ``manifest``.
+
+    ``pending`` is merged. ``state`` is the verified state, read-only, or the part of it that the
+    owner wants. ``source`` identifies who delivers the update.
     """
     if pending.changes is None:
         tensors = [TensorUpdate(spec, None, state.read(spec.name)) for spec in state.specs]
     else:
-        # A tensor that has another name since is shown whole: a live model may hold the two apart.
+        # A tensor whose stored name has changed is sent whole: a live model may hold the two names
+        # apart.
         renamed = {
             name for alias, name in state.aliases.items() if pending.aliases.get(alias) != name
         }
@@ -217,6 +242,7 @@ def make_update(
             for name in sorted(renamed)
             if name in state
         ]
+    # The receipt is not a parameter of `Update`: users make updates without one.
     update = Update(
         version=manifest.version,
         previous=pending.since,
