@@ -118,6 +118,14 @@ def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_new_trainer_does_not_know_what_its_name_withheld_before_a_snapshot() -> None:
+    """It lost its checkpoint while the messages of the rounds before the snapshot are there."""
+    outcome = run(1000000486, "rounds")
+    assert not outcome.violation, described(outcome)
+    assert outcome.counts["unknown"]
+
+
+@pytest.mark.slow
 def test_what_breaks_a_promise_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A promise that two workers break by their mere being: what is left of a long sequence is that
     they join."""
