@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from pulse_rl import PulseError, PulseLoCo, Signer, state_root
-from pulse_rl._util import faults
 from pulse_rl._util.threads import Call
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, parameters, round_posts, store_rounds, wire
@@ -256,7 +255,8 @@ class Rounds:
         self._stack = ExitStack()
         # Nothing waits: where a trainer would, its call fails, and goes on when it has its turn
         # again.
-        self._stack.enter_context(faults.armed("round.waits", _wait))
+        for module in (store_rounds, round_posts):
+            self._stack.enter_context(patch.object(module, "pause", _wait))
         nonces = Random(rng.getrandbits(32))
         self._stack.enter_context(
             patch.object(wire, "os", SimpleNamespace(urandom=nonces.randbytes))
@@ -556,5 +556,5 @@ class _AtOnce(Call[Any]):
         pass
 
 
-def _wait() -> None:
+def _wait(began: float, now: float) -> None:
     raise _Waits("the round is not closed")
