@@ -11,6 +11,7 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import Any, Protocol, Self
 
+import msgspec
 import numpy as np
 import torch.distributed as dist
 
@@ -27,16 +28,6 @@ _TOO_LARGE = b"PLSH"
 _SUMS = b"PLSS"
 _SUMS_HEAD = len(_SUMS) + 32
 _MAX_HANDSHAKE_BYTES = 1 << 20
-_FIELDS: dict[str, type] = {
-    "settings": dict,
-    "round": int,
-    "root": str,
-    "momentum": str,
-    "messages": list,
-    "specs": str,
-    "format": int,
-}
-
 
 # -- meeting
 
@@ -73,18 +64,14 @@ class Handshake:
         """Raises CorruptMessage unless ``data`` is a handshake. Fields that are not known are
         ignored."""
         try:
-            fields = json.loads(data)
-        except ValueError as error:
-            raise CorruptMessage(f"a trainer's handshake is not JSON: {error}") from None
-        if not isinstance(fields, dict) or any(
-            not isinstance(fields.get(k), t) for k, t in _FIELDS.items()
-        ):
-            raise CorruptMessage(f"a trainer's handshake lacks one of {', '.join(_FIELDS)}")
-        if fields["format"] != FORMAT:
+            found = msgspec.json.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptMessage(f"a trainer's handshake cannot be read: {error}") from None
+        if found.format != FORMAT:
             raise CorruptMessage(
-                f"a trainer's handshake has format {fields['format']}, this one reads {FORMAT}"
+                f"a trainer's handshake has format {found.format}, this one reads {FORMAT}"
             )
-        return cls(**{name: fields[name] for name in _FIELDS})
+        return found
 
 
 def outcome_of(

@@ -221,7 +221,7 @@ class Trainer:
 
     def __init__(self, state: OuterState, residual: Residual | None) -> None:
         self.state, self.residual, self.parameters = state, residual, state.parameters
-        self.frozen = FrozenTensors(self.parameters.model, self.parameters.tensors)
+        self.frozen = FrozenTensors(self.parameters)
         self._serial = SerialThread("PulseLoCo")
         self.round = self.inner_step = 0
         self.name = ""

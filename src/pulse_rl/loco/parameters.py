@@ -34,7 +34,6 @@ from .ranks import (
 BLOCK_ELEMENTS = 1 << 22
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.uint32]
-_DIGEST_BYTES = 32
 _MAX_PROBLEM_BYTES = 2000
 _UNCHANGED = (
     "Pass all optimizers that train the model, in a list; keep modules with running statistics "
@@ -203,8 +202,8 @@ class Parameters:
     dense memory.
 
     ``rank_seconds``: where a model is of DTensors, or in DDP, its ranks are one trainer, and wait
-    for each other so long. Then ``tensors`` and the ``model`` are whole where ``ranks.leads``, as
-    when `Ranks.collect` was called.
+    for each other so long. Then ``tensors``, and all that are ``named``, are whole where
+    ``ranks.leads``, as when `Ranks.collect` was called.
     """
 
     def __init__(
@@ -224,21 +223,18 @@ class Parameters:
         self.optimizers.require(self._named)
         self._trained = self.optimizers.ids
         self.ranks: Ranks | None = None
-        self.model = model
+        self.named = self._named
         if ranks and rank_seconds is not None:
             self.ranks = Ranks(ranks, model, self._named, self._trained, rank_seconds)
-            self.model = _WholeModel(
-                model, {name: self.ranks.whole(p) for name, p in self._named.items()}
-            )
+            self.named = {name: self.ranks.whole(p) for name, p in self._named.items()}
         tensors: dict[str, torch.Tensor] = {}
         found: set[int] = set()
         # In the model's order, so that of tied names the first stands for all.
-        for name, p in self._named.items():
-            if id(p) in self._trained and id(p) not in found:
-                found.add(id(p))
-                if self.ranks:
-                    p = self.ranks.whole(p)
-                elif is_sharded(p):
+        for name, p in self.named.items():
+            trained = id(self._named[name])
+            if trained in self._trained and trained not in found:
+                found.add(trained)
+                if is_sharded(p):
                     raise UnsupportedTensor(
                         f"parameter {name!r} is sharded over ranks that would each be a trainer "
                         "of a process group",
@@ -290,6 +286,12 @@ class Parameters:
             raise InputError(
                 f"the optimizer's parameters have changed: {', '.join(what)}", hint=_NEW
             )
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of a module, also those that a checkpoint leaves out, in name order. A
+        mapping has none."""
+        model = self._model
+        return dict(sorted(model.named_buffers())) if isinstance(model, torch.nn.Module) else {}
 
     def name_at(self, position: int) -> str:
         """The name of the parameter that a position of the flat array belongs to."""
@@ -421,21 +423,6 @@ class Parameters:
             )
 
 
-class _WholeModel(torch.nn.Module):
-    """A sharded ``model`` with other ``parameters``, by name, and its own buffers."""
-
-    def __init__(self, model: Model, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._model, self._whole = [model], parameters  # in a list: not a submodule
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
-        return iter(self._whole.items())
-
-    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        (model,) = self._model
-        return model.named_buffers() if isinstance(model, torch.nn.Module) else iter(())
-
-
 def _named(model: Model) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else dict(model)
 
@@ -450,8 +437,8 @@ def _few(names: list[str]) -> str:
 
 
 class FrozenTensors:
-    """The frozen parameters and the buffers of a model: all that `Parameters` has not, without what
-    shares its memory.
+    """The frozen parameters and the buffers of a model: all that its ``parameters`` do not train,
+    without what shares memory with them.
 
     **Frozen** is a parameter that no optimizer trains, whether it requires gradients or not. A
     tensor of either kind must be the same on all trainers when they meet, and must stay as it was
@@ -460,12 +447,12 @@ class FrozenTensors:
     Raises UnsupportedTensor for what has no dense memory that can be read and written.
     """
 
-    def __init__(self, model: Model, trained: Mapping[str, torch.Tensor]) -> None:
-        self._model = model
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
         self.threads: int | None = None
         # By storage, the first and last byte of the tensors that are known.
         spans = defaultdict[Storage, list[tuple[int, int]]](list)
-        for tensor in filter(torch.Tensor.numel, trained.values()):
+        for tensor in filter(torch.Tensor.numel, parameters.tensors.values()):
             storage, span = _span(tensor)
             spans[storage].append(span)
 
@@ -478,9 +465,9 @@ class FrozenTensors:
             spans[storage].append((first, last))
             return not known
 
-        named = sorted(_named(model).items())
+        named = sorted(parameters.named.items())
         self._frozen = {name: p for name, p in named if is_new(f"parameter {name!r}", p)}
-        buffers = _buffers(model).items()
+        buffers = parameters.buffers().items()
         self._buffer_names = [name for name, b in buffers if is_new(f"buffer {name!r}", b)]
         self.specs = [_spec(name, tensor) for name, tensor in self._tensors().items()]
         self._fingerprints: dict[str, object] = {}
@@ -505,17 +492,13 @@ class FrozenTensors:
         own = self._note()
         if not self or group.size == 1:
             return
-        by_rank = group.all_gather_fixed(b"".join(own))
-        for number, (name, _, _) in enumerate(self.specs):
-            at = _DIGEST_BYTES * number
-            found = [digests[at : at + _DIGEST_BYTES] for digests in by_rank]
-            others = [rank for rank, digest in enumerate(found) if digest != found[0]]
-            if others:
-                raise StateMismatch(
-                    f"{name!r}, which no optimizer of PulseLoCo trains, is not trainer 0's on "
-                    f"trainers {others}",
-                    hint="Start from the same model on all trainers.",
-                )
+        name, others = group.first_difference([name for name, _, _ in self.specs], b"".join(own))
+        if others:
+            raise StateMismatch(
+                f"{name!r}, which no optimizer of PulseLoCo trains, is not trainer 0's on "
+                f"trainers {others}",
+                hint="Start from the same model on all trainers.",
+            )
 
     def require_unchanged_on_all(self, group: TrainerGroup) -> int:
         """As `require_unchanged`, on all trainers alike. Returns the bytes of this trainer's
@@ -562,7 +545,7 @@ class FrozenTensors:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The tensors as they are now: a module may have replaced some of its buffers."""
-        now = _buffers(self._model)
+        now = self._parameters.buffers()
         return {**self._frozen, **{name: now[name] for name in self._buffer_names if name in now}}
 
     def _fingerprints_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
@@ -584,9 +567,3 @@ def _span(tensor: torch.Tensor) -> tuple[Storage, tuple[int, int]]:
     first = int(tensor.storage_offset()) * tensor.element_size()
     storage = str(tensor.device), tensor.untyped_storage().data_ptr()
     return storage, (first, first + length * tensor.element_size())
-
-
-def _buffers(model: Model) -> dict[str, torch.Tensor]:
-    """The buffers of a module, also those that a checkpoint leaves out, in name order. A mapping
-    has none."""
-    return dict(sorted(model.named_buffers())) if isinstance(model, torch.nn.Module) else {}

@@ -107,7 +107,7 @@ class RoundPosts:
         data = b"".join([head, *messages])
         post = Upload(self.place.trainer, sha256(head).hexdigest(), len(data))
         self._heads[post] = parts
-        self._messages[post] = self._by_block(by_share)
+        self._messages[post] = self.by_block(by_share)
         self.own = post, data
         return self.own
 
@@ -213,7 +213,7 @@ class RoundPosts:
             if isinstance(found, str):
                 return found
             by_share.append(found)
-        return self._by_block(by_share)
+        return self.by_block(by_share)
 
     def _bytes(self, post: Upload, start: int, stop: int) -> bytes:
         if self.own is not None and post == self.own[0]:
@@ -266,19 +266,13 @@ class RoundPosts:
             return "its head has other entries, or another norm"
         return entries
 
-    def _by_block(self, by_share: Sequence[Sequence[Entries]]) -> list[Entries]:
-        return by_block(self.shares, by_share, len(self.reduction.state.parameters.blocks))
-
-
-def by_block(
-    shares: Sequence[Sequence[Unit]], by_share: Sequence[Sequence[Entries]], blocks: int
-) -> list[Entries]:
-    """The entries of shares, which are runs in order, as those of blocks."""
-    found: list[list[Entries]] = [[] for _ in range(blocks)]
-    for units, entries in zip(shares, by_share, strict=True):
-        for unit, of in zip(units, entries, strict=True):
-            found[unit.block.number].append(unit.place(of))
-    return [each[0] if len(each) == 1 else _joined(each) for each in found]
+    def by_block(self, by_share: Sequence[Sequence[Entries]]) -> list[Entries]:
+        """The entries of the shares, which are runs in order, as those of blocks."""
+        found: list[list[Entries]] = [[] for _ in self.reduction.state.parameters.blocks]
+        for units, entries in zip(self.shares, by_share, strict=True):
+            for unit, of in zip(units, entries, strict=True):
+                found[unit.block.number].append(unit.place(of))
+        return [each[0] if len(each) == 1 else _joined(each) for each in found]
 
 
 def _joined(entries: Sequence[Entries]) -> Entries:

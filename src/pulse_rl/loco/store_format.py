@@ -10,11 +10,12 @@ import re
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
+import msgspec
 import numpy as np
 
 from .._util.threads import checkpoint
@@ -177,16 +178,10 @@ class Close:
     refused: tuple[Refused, ...] = ()
 
     def to_bytes(self, signer: Signer | None) -> bytes:
-        fields = {
-            "run": self.run,
-            "round": self.round,
-            "theta": self.theta,
-            "posts": [list(post) for post in self.posts],
-        }
         named = self.refused[:MAX_REFUSED]
-        refused = [[each.trainer, each.sha256, each.reason[:_REASON]] for each in named]
+        refused = tuple(each._replace(reason=each.reason[:_REASON]) for each in named)
         while True:
-            data = sealed("close", {**fields, "refused": refused}, signer)
+            data = sealed("close", asdict(replace(self, refused=refused)), signer)
             if len(data) <= MAX_CLOSE_BYTES or not refused:
                 return data
             refused = refused[: len(refused) // 2]  # letters that take six bytes each
@@ -197,23 +192,18 @@ class Close:
     ) -> Self:
         """Raises CorruptMessage unless ``data`` closes round ``number`` of the run, and
         Untrusted."""
-        fields = unsealed(data, "close", name, trusted)
         try:
-            posts = tuple(Upload(*post) for post in fields["posts"])
-            refused = tuple(Refused(*each) for each in fields["refused"])
-            found = cls(fields["run"], fields["round"], fields["theta"], posts, refused)
-            names = [post.trainer for post in posts]
-            good = (
-                (found.run, found.round) == (run, number)
-                and isinstance(found.theta, str)
-                and 0 < len(names) <= MAX_TRAINERS
-                and names == sorted(set(names))
-                and all(POST.fullmatch(f"{each[0]}.{each[1]}") for each in (*posts, *refused))
-                and all(type(post.nbytes) is int and post.nbytes >= 0 for post in posts)
-                and all(isinstance(each.reason, str) for each in refused)
-            )
-        except (ValueError, KeyError, TypeError) as error:
+            found = msgspec.convert(unsealed(data, "close", name, trusted), cls)
+        except msgspec.ValidationError as error:
             raise CorruptMessage(f"{name} cannot be read: {error}") from None
+        names, uploads = [post.trainer for post in found.posts], (*found.posts, *found.refused)
+        good = (
+            (found.run, found.round) == (run, number)
+            and 0 < len(names) <= MAX_TRAINERS
+            and names == sorted(set(names))
+            and all(POST.fullmatch(f"{each[0]}.{each[1]}") for each in uploads)
+            and all(post.nbytes >= 0 for post in found.posts)
+        )
         if not good:
             raise CorruptMessage(f"{name} does not close round {number} of this run")
         return found

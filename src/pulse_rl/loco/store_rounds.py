@@ -67,7 +67,7 @@ from .gate import GatedReduction
 from .group import TrainerNote
 from .outer import MessageOutcome, Trainer, specs_digest
 from .parameters import Floats
-from .round_posts import RoundPosts, RoundSums, by_block, cannot_count, cut_runs
+from .round_posts import RoundPosts, RoundSums, cannot_count, cut_runs
 from .store_format import MAX_TRAINERS, TRAINER, Close, RoundKey, RunStore, Snapshot, Upload, pause
 from .wire import Entries
 
@@ -443,8 +443,7 @@ class StoreRounds(Meeting):
                 raise cannot_count(close, name, found)
             taken.append(nothing if is_left else found)
             left.append(found if is_left else nothing)
-        blocks = len(self._blocks)
-        return by_block(posts.shares, taken, blocks), by_block(posts.shares, left, blocks)
+        return posts.by_block(taken), posts.by_block(left)
 
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
