@@ -139,18 +139,25 @@ class StoreExchange:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Round(OneLine):
-    """What the finished round ``number``, counted from 1, of so many ``trainers`` did, as one of
-    them saw it.
+    """What a finished round did, as one of its trainers saw it.
 
-    ``entries`` of ``parameters`` passed this trainer's gate; its messages took ``payload_bytes``,
-    those about frozen parameters and buffers included; ``sent_bytes`` left its process in all
-    (headers, padding, and what it passed on or summed for others). ``summed`` parameters have a sum
-    that is not 0, and passed its gate if there is one. ``scattered``: each trainer summed a share
-    of the parameters (docs/loco.md, 4.3); otherwise all got all messages. ``root`` is that of
-    theta, FP32. ``seconds`` by phase: "gate", "exchange", "decode", "update", "verify", and
-    "frozen" for frozen parameters and buffers. ``excluded_reason``: over a store, why messages of
-    this trainer were not in this round, or in those that it took up before it; "" where it was not
-    left out.
+    Args:
+        number: The round, counted from 1.
+        trainers: How many trainers were in it.
+        parameters: How many parameters are trained.
+        entries: How many of them passed this trainer's gate.
+        summed: How many have a sum that is not 0, and passed its gate if there is one.
+        scattered: Whether each trainer summed a share of the parameters (docs/loco.md, 4.3);
+            otherwise all got all messages.
+        payload_bytes: Bytes of this trainer's messages, those about frozen parameters and buffers
+            included.
+        sent_bytes: Bytes that left its process: headers, padding, and what it passed on or summed
+            for others included.
+        root: The root of theta, FP32.
+        seconds: By phase: "gate", "exchange", "decode", "update", "verify", and "frozen" for frozen
+            parameters and buffers.
+        excluded_reason: Over a store, why messages of this trainer were not in this round, or in
+            those that it took up before it; "" where it was not left out.
     """
 
     number: int
@@ -201,12 +208,12 @@ class Meeting(ABC):
         StoreError."""
 
     @abstractmethod
-    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+    def run(self, phase: Phase, lookahead: np.float32) -> Round | None:
         """Runs the round that is due; its ``seconds`` are the caller's. With overlap it ends the
         one before, if there is any, and begins the one that is due. Raises what `PulseLoCo`
         does."""
 
-    def finish(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+    def finish(self, phase: Phase, lookahead: np.float32) -> Round | None:
         """Ends the round that was begun, if there is any. Raises what `run` does."""
         return None
 

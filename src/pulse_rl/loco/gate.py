@@ -111,36 +111,32 @@ class Gate:
     ) -> list[Entries] | str:
         """What this trainer has to send in the round after ``number``, by block, or the name of a
         parameter whose pseudo-gradient is not finite; fills the next residual."""
+        parameters = state.parameters
 
         def of(block: FlatBlock) -> Entries:
-            return self._gate_block(state, residual, wire, number, block)
+            # 1. s and the open entries, in one pass over memory.
+            theta, s = block.of(state.theta), block.of(residual.next)
+            positions = self.select(state, block, block.of(residual.flat), s, residual.started_with)
+            if positions is None:
+                raise NonFinite(parameters.name_at(block.start + int(np.argmin(is_finite(s)))))
+            if self.sweeps(block, number):
+                positions = _nonzero(wire.round(s))
+            # 2. What they are on the wire. A value may become infinite there, which no theta
+            # survives.
+            selected = s[positions]
+            sent = wire.round(self.values(theta[positions], selected))
+            finite = is_finite(sent)
+            if not finite.all():
+                place = int(positions[np.argmin(finite)])
+                raise NonFinite(parameters.name_at(block.start + place))
+            # 3. s = sent + residual holds exactly: nothing is lost.
+            s[positions] = self.remainder(selected, sent)
+            return positions, sent
 
         try:
             return state.each_block(of)
-        except NonFinite as error:
+        except NonFinite as error:  # with the name alone
             return str(error)
-
-    def _gate_block(
-        self, state: OuterState, residual: Residual, wire: Wire, number: int, block: FlatBlock
-    ) -> Entries:
-        """The block's entries. Raises NonFinite with the parameter's name alone."""
-        # 1. s and the open entries, in one pass over memory.
-        theta, s = block.of(state.theta), block.of(residual.next)
-        positions = self.select(state, block, block.of(residual.flat), s, residual.started_with)
-        if positions is None:
-            raise NonFinite(state.parameters.name_at(block.start + int(np.argmin(is_finite(s)))))
-        if self.sweeps(block, number):
-            positions = _nonzero(wire.round(s))
-        # 2. What they are on the wire. A value may become infinite there, which no theta survives.
-        selected = s[positions]
-        sent = wire.round(self.values(theta[positions], selected))
-        finite = is_finite(sent)
-        if not finite.all():
-            place = int(positions[np.argmin(finite)])
-            raise NonFinite(state.parameters.name_at(block.start + place))
-        # 3. s = sent + residual holds exactly: nothing is lost.
-        s[positions] = self.remainder(selected, sent)
-        return positions, sent
 
     def entries_of(self, state: OuterState, flat: Floats, wire: Wire, number: int) -> list[Entries]:
         """What a message for the round after ``number`` has, by block, where ``flat`` is all there

@@ -218,14 +218,9 @@ class TrainerNotes:
         self._met = False
         self._own = TrainerNote(0, 0, 0)
 
-    def begin(self, own: TrainerNote) -> None:
-        """The first note in the group. Those of the others may be left over from an earlier group
-        until `met`."""
-        self._met = False
-        self.note(own)
-
     def met(self) -> None:
-        """All others have begun."""
+        """All others have made a note in this group: until then theirs may be left over from an
+        earlier one."""
         self._met = True
 
     def note(self, own: TrainerNote) -> None:

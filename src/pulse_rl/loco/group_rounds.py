@@ -103,7 +103,7 @@ class GroupRounds(Meeting):
     def join(self, settings: dict[str, object], lookahead: np.float32, note: TrainerNote) -> None:
         trainer, state = self._trainer, self._trainer.state
         group = TrainerGroup(self._process_group, timeout_seconds=self._exchange.timeout_seconds)
-        group.progress.begin(note)
+        group.progress.note(note)
         try:
             # 1. Handshakes: all have one model and the same settings.
             own = self._handshake(settings)
@@ -175,7 +175,7 @@ class GroupRounds(Meeting):
             message, before = residual.pending_message, trainer.from_checkpoint
             residual.catch_up(outcome_of(message, trainer.round, leader, from_checkpoint=before))
 
-    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round:
+    def run(self, phase: Phase, lookahead: np.float32) -> Round:
         group, trainer, state = self._met(), self._trainer, self._trainer.state
         sent = group.sent_bytes
         try:
@@ -190,7 +190,7 @@ class GroupRounds(Meeting):
             # 3. The outer step. No interrupt comes between its parts.
             def take_effect() -> int:
                 with phase("update"):
-                    summed = pending.apply(lookahead())
+                    summed = pending.apply(lookahead)
                     trainer.complete_round(pending.messages)
                 return summed
 

@@ -124,14 +124,10 @@ class OuterLoop(NotCopyable):
                 if self.on_round:
                     self.on_round(done)
 
-    def _end_round(
-        self, call: Callable[[Phase, Callable[[], np.float32]], Round | None]
-    ) -> Round | None:
+    def _end_round(self, call: Callable[[Phase, np.float32], Round | None]) -> Round | None:
         self._seconds = {}
         # The callback gets theta in the model.
-        done = call(
-            self._phase, lambda: np.float32(0) if self._callback_wanted else self._lookahead()
-        )
+        done = call(self._phase, np.float32(0) if self._callback_wanted else self._lookahead())
         self.meeting.note(self._note())
         if done is None:
             self._write_start()
@@ -279,10 +275,13 @@ class OuterLoop(NotCopyable):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Within, the model holds the global weights, theta, to be evaluated or published; it may
-        hold this trainer's own start of the next inner steps otherwise. Between rounds only: raises
-        InputError after the first inner step of one. An inner step that is taken within starts from
-        theta."""
+        """Within, the model holds the global weights, theta, to be evaluated or published.
+
+        Otherwise the model may hold this trainer's own start of the next inner steps. An inner step
+        that is taken within starts from theta.
+
+        Raises: InputError after the first inner step of a round.
+        """
         if self.inner_step:
             raise InputError(
                 f"{self.inner_step} inner steps of the round are taken: the model is on its way",
@@ -307,14 +306,21 @@ class OuterLoop(NotCopyable):
             failure = None
 
     def global_state(self) -> dict[str, torch.Tensor]:
-        """Theta by name, FP32 on the host, in this object's memory: copy or cast it, do not
-        write."""
+        """Theta, the global weights.
+
+        Returns: Tensors by name, FP32 on the host, in this object's memory: copy or cast them, do
+            not write.
+        Raises: InputError on a rank of a sharded trainer that is not the first.
+        """
         self._require_state()
         return self.trainer.settled(lambda: self.parameters.by_name(self.state.theta))
 
     def residual(self) -> dict[str, torch.Tensor]:
-        """What this trainer holds back so far, by name, FP32 on the host, in this object's memory.
-        DiLoCo has none."""
+        """What this trainer holds back so far; DiLoCo holds nothing back.
+
+        Returns: Tensors by name, FP32 on the host, in this object's memory.
+        Raises: InputError on a rank of a sharded trainer that is not the first.
+        """
         self._require_state()
         residual = self.reduction.residual
         if residual is None:
@@ -323,14 +329,16 @@ class OuterLoop(NotCopyable):
 
     def averaged_state(self) -> dict[str, torch.Tensor]:
         """Theta less what all trainers hold back: the mean of what their next inner steps start
-        from, by name, FP32 on the host, the same bits on all trainers (docs/loco.md, 1.2). What to
-        keep at the end of a training, when there is no round left for what is late; it changes
-        nothing here.
+        from (docs/loco.md, 1.2).
 
-        All trainers call it, within the ``with``, between rounds (else InputError); a call on some
-        only ends their processes, as any collective does that others do not take part in. It costs
-        a dense all-reduce, or nothing without a lookahead, where it is theta. Raises TrainerLost,
-        CorruptMessage and Diverged as a round does.
+        Keep it at the end of a training, when there is no round left for what is late; it changes
+        nothing here. All trainers call it, within the ``with``, between rounds; a call on some only
+        ends their processes, as any collective does that others do not take part in. It costs a
+        dense all-reduce, or nothing without a lookahead, where it is theta.
+
+        Returns: Tensors by name, FP32 on the host, the same bits on all trainers.
+        Raises: InputError during a round, and where trainers meet over a store. TrainerLost,
+            CorruptMessage and Diverged as a round does.
         """
         if self.inner_step:
             raise InputError(
@@ -343,23 +351,28 @@ class OuterLoop(NotCopyable):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Theta, outer momentum, residual and counters: copies, by name.
+        """Theta, outer momentum, residual and counters.
 
         Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three
-        together resume to the same bits. Of a sharded trainer the first rank has all of it, the
-        others only the counters.
+        together resume to the same bits.
+
+        Returns: Copies, by name. Of a sharded trainer the first rank has all of them, the others
+            only the counters.
         """
         if self._ranks and not self._ranks.leads:
             return {"round": self.round, "inner_step": self.inner_step}
         return self.trainer.settled(self.trainer.saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the saved ``state``, before the first round or after it. Raises StateMismatch
-        and NonFinite, with nothing changed.
+        """Restores what `state_dict` returned, before the first round or after it.
 
         At a round's boundary (``inner_step`` 0) the model gets theta; mid-round it is left to its
         own checkpoint, as frozen parameters and buffers always are. All ranks of a sharded trainer
-        call it; the first one's ``state`` counts.
+        call it.
+
+        Args:
+            state: What was saved. Of a sharded trainer the first rank's counts.
+        Raises: StateMismatch and NonFinite, with nothing changed.
         """
 
         def restore() -> None:

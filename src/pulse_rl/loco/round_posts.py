@@ -297,9 +297,8 @@ class RoundSums:
         self._store, self._posts, self._threads = posts.store, posts, posts.threads
         self._name, self._number = posts.place.trainer, posts.place.round
         # By share: what was read, as entries by unit, one after the other; and, of what this
-        # trainer has made, the message, with a gate that knows what was withheld.
+        # trainer has made, a gate that knows what was withheld.
         self._read: dict[int, list[list[Entries]]] = {}
-        self._made: dict[int, tuple[bytes, ReduceGate]] = {}
         self._withheld: dict[int, ReduceGate] = {}
         # One that was interrupted may still go on behind the inner steps.
         self._one_at_a_time = Lock()
@@ -417,7 +416,6 @@ class RoundSums:
         gate, sums = self._gated(share, parts)
         message = b"" if sums is None else self._posts.coder.encode(self._posts.shares[share], sums)
         place = self._posts.place
-        self._made[share] = message, gate
         where = place.run, place.round, share, place.root
         made = ShareSums(*where, self._name, tuple(left_out), message)
         if self._store.put_sums(made):
@@ -487,14 +485,12 @@ class RoundSums:
         if not sums.message:
             found = self._same_parts(share, left_out)
         elif sums.trainer == self._name and share not in self._withheld:
-            message, gate = self._made.get(share, (b"", None))
-            if gate is None or message != sums.message:  # an earlier process has made it
-                gate, again = self._gated(share, self._same_parts(share, left_out))
-                if again is None or not _same(again, found[0]):
-                    raise CorruptMessage(
-                        f"the sums of share {share} are in this trainer's name, and not what it "
-                        "makes"
-                    )
+            # An earlier process has made it, or this one, which has not seen that it was stored.
+            gate, again = self._gated(share, self._same_parts(share, left_out))
+            if again is None or not _same(again, found[0]):
+                raise CorruptMessage(
+                    f"the sums of share {share} are in this trainer's name, and not what it makes"
+                )
             self._withheld[share] = gate
         self.left_out[share], self._read[share] = left_out, found
 

@@ -233,12 +233,7 @@ class ShareSums(NamedTuple):
     message: bytes
 
     def to_bytes(self, signer: Signer | None) -> bytes:
-        fields = {
-            "run": self.run,
-            "round": self.round,
-            "share": self.share,
-            "theta": self.theta,
-            "trainer": self.trainer,
+        fields = self._asdict() | {
             "left_out": [[name, reason[:_REASON]] for name, reason in self.left_out],
             "message": sha256(self.message).hexdigest(),
         }

@@ -209,13 +209,13 @@ class StoreRounds(Meeting):
 
     # -- a round
 
-    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+    def run(self, phase: Phase, lookahead: np.float32) -> Round | None:
         """Ends the round that is due: this trainer's message is put, and counts in this round or
         stays to be sent in the next one."""
         self._trainer.parameters.require()
         return self._report(partial(self._run, phase, lookahead))
 
-    def finish(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+    def finish(self, phase: Phase, lookahead: np.float32) -> Round | None:
         residual = self._reduction.residual
         if not residual.includes_sent or residual.pending_message is None:
             return None
@@ -223,7 +223,7 @@ class StoreRounds(Meeting):
         def work() -> Round | None:
             with phase("exchange"):
                 if residual.overlap and not self._late:
-                    return self._end_exchange(lookahead())[0]
+                    return self._end_exchange(lookahead)[0]
                 self._put()  # it counts if the others go on
                 return None
 
@@ -247,14 +247,14 @@ class StoreRounds(Meeting):
         self._reported_bytes += sent
         return replace(done, sent_bytes=sent, excluded_reason=reason)
 
-    def _run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+    def _run(self, phase: Phase, lookahead: np.float32) -> Round | None:
         residual = self._reduction.residual
         with phase("frozen"):
             self._trainer.frozen.require_unchanged()
         # 1. The round before ends, if its message was sent behind these steps; rounds that others
         # have closed meanwhile are taken up.
         with phase("exchange"):
-            done, outcome = self._end_exchange(lookahead())
+            done, outcome = self._end_exchange(lookahead)
         if not self._trainer.inner_step:
             return done  # its steps have counted, in the message of a call that failed, or may have
         late = self._late = outcome is MessageOutcome.NOT_COUNTED
@@ -270,7 +270,7 @@ class StoreRounds(Meeting):
         if residual.pending_message is None:
             with phase("gate"):
                 if residual.includes_sent or behind:
-                    self._trainer.whole(partial(self._take_steps, lookahead()))
+                    self._trainer.whole(partial(self._take_steps, lookahead))
                     self._refused = True  # unless it is not
                 own = self._reduction.message(self._trainer.round)
                 if isinstance(own, str):
@@ -291,7 +291,7 @@ class StoreRounds(Meeting):
 
             def go_on() -> None:
                 self._trainer.inner_step = 0
-                self._trainer.write_start(lookahead())
+                self._trainer.write_start(lookahead)
 
             self._trainer.whole(go_on)
             self._under_way = self._behind(self._exchange)
@@ -300,9 +300,9 @@ class StoreRounds(Meeting):
             close = self._exchange()
         with phase("update"):
             try:
-                return self._apply(close, lookahead())
+                return self._apply(close, lookahead)
             except NotFound:  # the others are far ahead already
-                return self._catch_up(lookahead())[0]
+                return self._catch_up(lookahead)[0]
 
     def _exchange(self) -> Close:
         """Puts this trainer's message, and waits for the end of the round."""
@@ -416,15 +416,13 @@ class StoreRounds(Meeting):
             self._sums.gather(self.exchange.grace_seconds)
             return self._sums.entries()
         self._sums = None
-        messages = ordered_map(partial(self._named, close), close.posts, posts.threads)
+        messages: list[list[Entries]] = []
+        reads = ordered_map(posts.message, close.posts, posts.threads)
+        for post, found in zip(close.posts, reads, strict=True):
+            if isinstance(found, str):
+                raise cannot_count(close, post.trainer, found)
+            messages.append(found)
         return [list(of_block) for of_block in zip(*messages, strict=True)]
-
-    def _named(self, close: Close, post: Upload) -> list[Entries]:
-        """The entries, by block, of a post that a close has named."""
-        found = self._round_posts().message(post)
-        if isinstance(found, str):
-            raise cannot_count(close, post.trainer, found)
-        return found
 
     def _own_entries(
         self, close: Close, sums: RoundSums | None
