@@ -129,16 +129,16 @@ class StoreRounds(Meeting):
             # Whoever creates the run gives it its theta: all others take that.
             self._store.begin({"run": secrets.token_hex(16), **run})
             found = self._store.beginning()
-        if found.get("settings") != run["settings"]:
-            raise InputError(
-                f"the run has the settings {found.get('settings')}, this trainer {run['settings']}"
-            )
         for key, what in (("specs", "parameters"), ("untrained", "frozen parameters")):
             if found.get(key) != run[key]:
                 raise StateMismatch(
                     f"this trainer's {what} or buffers are not those of the run",
                     hint="Start from the same model.",
                 )
+        if found.get("settings") != run["settings"]:
+            raise InputError(
+                f"the run has the settings {found.get('settings')}, this trainer {run['settings']}"
+            )
         self._store.run = str(found.get("run"))
         self._root = self._state.digest(self._state.theta).root
         residual = self._reduction.residual
@@ -155,7 +155,8 @@ class StoreRounds(Meeting):
                 "so far",
                 hint="Give the store of its run, or a new one without rounds below loco/.",
             )
-        self._members = self._store.members_before(trainer.round)
+        # What was made of the round before it was known who was in the last one has other shares.
+        self._members, self._posts = self._store.members_before(trainer.round), None
         if self._own is not None and self._own[0].sha256 != residual.pending_message:
             self._own = None  # of a state before the one that was loaded
         pending = residual.pending_message if residual.includes_sent and not self._own else None
