@@ -184,7 +184,7 @@ class Round(OneLine):
 
     @property
     def metadata(self) -> dict[str, int]:
-        """What a publisher may note of the round beside its reward: ``pulse report`` draws reward
+        """What a publisher may note of the round next to its reward: ``pulse report`` draws reward
         by bytes from it."""
         return {
             "round": self.number,

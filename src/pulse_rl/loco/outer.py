@@ -160,13 +160,13 @@ class Residual:
 
         def work(block: FlatBlock) -> None:
             flat = block.of(self.flat)
-            learnt = self._steps(block) if steps else np.zeros_like(flat)
+            learned = self._steps(block) if steps else np.zeros_like(flat)
             if outcome == MessageOutcome.UNKNOWN:
                 flat.fill(0)
             elif outcome == MessageOutcome.COUNTED:
                 places, values = sent[block.number]
                 flat[places] -= values
-            flat += learnt
+            flat += learned
 
         self._state.each_block(work)
         self.forget_message()

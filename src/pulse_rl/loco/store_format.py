@@ -158,7 +158,7 @@ class Upload(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A post that whoever closed the round has read, and did not name, and why."""
+    """A post that the trainer that closed the round has read and not named, and why."""
 
     trainer: str
     sha256: str
@@ -298,7 +298,7 @@ def unsealed(
         except Untrusted as error:
             raise Untrusted(
                 str(error),
-                hint=f"Whoever owns the store should delete {name}, and let only members write; "
+                hint=f"The owner of the store should delete {name}, and let only members write; "
                 "then rejoin().",
             ) from None
     return dict(fields)

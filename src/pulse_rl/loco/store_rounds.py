@@ -1,10 +1,10 @@
 """Rounds over a store: trainers that share nothing but a folder or a bucket (docs/loco.md, section
 7).
 
-A trainer puts its message of a round, and whoever sees enough of them closes the round by creating
-one object that names who is in. Everybody reads the same messages in the same order, or, among
-many, the sums that the owners of shares make of them, and comes to the same theta. Who is left out
-keeps what it has learnt in its residual.
+A trainer puts its message of a round. A trainer that sees enough of them closes the round: it
+creates one object that names who is in. All trainers read the same messages in the same order, or,
+among many, the sums that the owners of shares make of them, and come to the same theta. A trainer
+that is left out keeps what it has learned in its residual.
 """
 
 # The states of a trainer, and the values of the flags that mean them. ``pending``, ``includes`` and
@@ -126,7 +126,7 @@ class StoreRounds(Meeting):
         try:
             found = self._store.beginning()
         except NotFound:
-            # Whoever creates the run gives it its theta: all others take that.
+            # The trainer that creates the run gives it its theta: all others take that.
             self._store.begin({"run": secrets.token_hex(16), **run})
             found = self._store.beginning()
         for key, what in (("specs", "parameters"), ("untrained", "frozen parameters")):
@@ -386,7 +386,7 @@ class StoreRounds(Meeting):
                 raise TrainerLost(
                     f"round {number + 1}: {len(good)} of {exchange.quorum} trainers in "
                     f"{exchange.deadline_seconds:g} s",
-                    hint="Start more trainers, then call rejoin(): nothing that was learnt is "
+                    hint="Start more trainers, then call rejoin(): nothing that was learned is "
                     "lost.",
                 )
             pause(began, now)
@@ -533,7 +533,7 @@ class StoreRounds(Meeting):
         return bool(self._trainer.inner_step) and not may_be
 
     def _keep_local_steps(self, outcome: MessageOutcome) -> None:
-        """Puts what was learnt since the last round into the residual, all of it or, of what may
+        """Puts what was learned since the last round into the residual, all of it or, of what may
         have counted, none."""
         if self._trainer.inner_step or outcome == MessageOutcome.UNKNOWN:
             self._reduction.residual.catch_up(outcome)

@@ -167,7 +167,7 @@ def digest_of(message: bytes) -> str:
 
 class Classes:
     """The classes of all parameters of ``blocks`` by their present theta and momentum, as far as
-    they are known: a byte for each. Whoever changes theta or momentum renews or forgets them."""
+    they are known: a byte for each. What changes theta or momentum must renew or forget them."""
 
     def __init__(self, blocks: Sequence[FlatBlock]) -> None:
         self._flat = np.empty(blocks[-1].stop, np.uint8)
