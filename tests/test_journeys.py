@@ -18,7 +18,7 @@ from tests.support.trainers import Trainer, together
 
 pytestmark = pytest.mark.slow
 
-MAX_FILES = {"publish": 30, "sync": 22, "round": 17, "store round": 23, "pause": 9}
+MAX_FILES = {"publish": 30, "sync": 22, "round": 16, "store round": 18, "pause": 9}
 """Files of `pulse_rl` that each of these may enter."""
 
 
@@ -93,7 +93,7 @@ def trains_in_a_group(trainer: Trainer) -> set[str]:
     trainer.connect("journey")
     torch.manual_seed(0)
     with journey() as traced:
-        return trains(torch.nn.Linear(8, 8), traced, group=Exchange())
+        return trains(torch.nn.Linear(8, 8), traced, over=Exchange())
 
 
 def test_a_round_in_a_group() -> None:

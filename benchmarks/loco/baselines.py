@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -17,13 +16,13 @@ import torch
 from pulse_rl._native import add_entries
 from pulse_rl.errors import CorruptMessage, NonFinite
 from pulse_rl.loco import PulseLoCo
-from pulse_rl.loco.exchange import PendingRound, Phase, exchange_of
+from pulse_rl.loco.exchange import Exchange, Phase
 from pulse_rl.loco.gate import Gate
 from pulse_rl.loco.group import TrainerGroup
+from pulse_rl.loco.group_rounds import GroupRounds, PendingRound, Reduction
 from pulse_rl.loco.loop import OuterLoop
-from pulse_rl.loco.outer import OuterState, Residual
+from pulse_rl.loco.outer import OuterState, Residual, Trainer
 from pulse_rl.loco.parameters import FlatBlock, Floats, Parameters, Positions, is_finite
-from pulse_rl.loco.rendezvous import GroupRounds
 from pulse_rl.loco.wire import Entries
 
 CHUNK = 4096
@@ -167,9 +166,15 @@ def sparse_loco(
     **settings: Any,
 ) -> OuterLoop:
     state = OuterState(Parameters(model, optimizer), outer_lr, 0.0)
-    reduction = SparseReduction(state, fraction, decay)
-    meet = partial(GroupRounds, exchange_of(settings.pop("group", None)), reduction)
-    return OuterLoop(state, reduction, meet, **{"on_round": None, **settings})
+    return _loop(state, SparseReduction(state, fraction, decay), **settings)
+
+
+def _loop(
+    state: OuterState, reduction: Reduction, *, over: Exchange | None = None, **settings: Any
+) -> OuterLoop:
+    trainer = Trainer(state, reduction.residual)
+    meeting = GroupRounds(over or Exchange(), reduction, trainer)
+    return OuterLoop(trainer, reduction, meeting, **{"on_round": None, **settings})
 
 
 class QuantizedReduction:
@@ -236,9 +241,7 @@ def quantized_diloco(
     state = OuterState(
         Parameters(model, optimizer), settings.pop("outer_lr"), settings.pop("outer_momentum")
     )
-    reduction = QuantizedReduction(state, code)
-    meet = partial(GroupRounds, exchange_of(settings.pop("group", None)), reduction)
-    return OuterLoop(state, reduction, meet, **{"on_round": None, **settings})
+    return _loop(state, QuantizedReduction(state, code), **settings)
 
 
 def to_few_bits(values: Floats, code: Literal["int8", "FP4"]) -> bytes:

@@ -30,7 +30,7 @@ from benchmarks.loco.jobs import OUTER_LR, OUTER_MOMENTUM
 from benchmarks.loco.threads import in_threads
 from pulse_rl import MemoryStore
 from pulse_rl.loco import PulseLoCo, StoreExchange, round_posts
-from pulse_rl.loco.exchange import GATE_SUMS_FROM
+from pulse_rl.loco.gate import GATE_SUMS_FROM
 from pulse_rl.loco.store_format import head_bytes
 from pulse_rl.loco.wire import WireName
 

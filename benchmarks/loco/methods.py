@@ -79,8 +79,8 @@ def make_loop(
     outer = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM} if method.outer else {}
     settings = {**outer, **method.settings, **changed}
     exchange = {key: settings.pop(key) for key in _OF_EXCHANGE if key in settings}
-    group = Exchange(timeout_seconds=_TIMEOUT_SECONDS, **exchange)
-    loop = method.make(parameters, optimizer, sync_every=sync_every, group=group, **settings)
+    over = Exchange(timeout_seconds=_TIMEOUT_SECONDS, **exchange)
+    loop = method.make(parameters, optimizer, sync_every=sync_every, over=over, **settings)
     assert isinstance(loop, OuterLoop)
     loop.threads = 1
     return loop

@@ -18,7 +18,7 @@ import torch
 from benchmarks.loco import baselines
 from benchmarks.loco.baselines import Ddp
 from benchmarks.loco.jobs import SYNC_EVERY, TRAINERS, WARM_UP
-from pulse_rl.loco import PulseLoCo, Round, rendezvous
+from pulse_rl.loco import PulseLoCo, Round, group_rounds
 from pulse_rl.loco.group import TrainerGroup
 from pulse_rl.loco.loop import OuterLoop
 
@@ -222,7 +222,7 @@ def _exchanges(trainers: int, barrier: threading.Barrier) -> Iterator[threading.
         return ThreadedGroup(rank_of.value, trainers, places, barrier)
 
     with (
-        mock.patch.object(rendezvous, "TrainerGroup", make),
+        mock.patch.object(group_rounds, "TrainerGroup", make),
         mock.patch.object(baselines, "TrainerGroup", make),
     ):
         yield rank_of

@@ -63,7 +63,7 @@ class Trainer:
             self.optimizer,
             sync_every=settings.sync_every,
             on_round=self._end_round,
-            group=Exchange(timeout_seconds=settings.patience),
+            over=Exchange(timeout_seconds=settings.patience),
         )
         if saved is not None:
             self.loco.load_state_dict(saved["loco"])

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from pulse_rl import PulseError, PulseLoCo, Signer, state_root
-from pulse_rl._util.threads import Call, armed
+from pulse_rl._util.threads import Call
 from pulse_rl.errors import CorruptMessage, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, parameters, round_posts, store_rounds, wire
 from pulse_rl.loco.store_format import Close, RoundKey, ShareSums, Upload, head_bytes, sealed
@@ -39,6 +39,7 @@ _SIZE = 96
 _STEPS = 2
 _BLOCK = 40
 _CLOSED, _POSTS, _SUMS = "loco/closed", "loco/posts", "loco/sums"
+_SNAPSHOTS = "loco/snapshots"
 
 
 LIES = ("forged", "replayed", "oversized", "nan", "close", "sums", "snapshot")
@@ -100,6 +101,7 @@ class Node:
         self.loop.meeting._behind = _AtOnce
         self.learnt, self.counted, self.newest = np.zeros(_SIZE), np.zeros(_SIZE), np.zeros(_SIZE)
         self.round, self.own, self.behind, self.on_way = 0, set[str](), False, False
+        self.is_new = True
         if saved is not None:
             self.loop.load_state_dict(saved[0])
             self.learnt, self.counted, self.round = (
@@ -128,6 +130,7 @@ class Node:
         calls."""
         self.line.expect(_faults(rng))
         self.behind, self.on_way = self.is_whole, self.loop.state_dict().get("message") is not None
+        self.is_new = not (self.round or self.loop.inner_step or self.on_way)
         try:
             if work == "train":
                 self.train(rng)
@@ -180,8 +183,10 @@ class Node:
         """Its theta is that of its round; its residual is what it has learnt and what has not
         counted."""
         world, first, may_lack = self.world, self.round, np.zeros(_SIZE)
-        # What this trainer has withheld in rounds that a snapshot has led past, unless it lives on.
+        # What this trainer has withheld in rounds that a snapshot has led past, unless it lives on:
+        # where their messages are gone, or where it is new and takes the newest snapshot.
         lost, gone = list[np.ndarray](), False
+        led_to = world.newest_snapshot() if self.is_new else 0
         while self.round < self.loop.round:
             digest, ended = world.closed(self.round).get(self.name), world.ended(self.round)
             if digest is not None and digest in self.own:
@@ -198,7 +203,7 @@ class Node:
             if withheld is not None:
                 self.learnt += withheld
                 world.counts["withheld"] += 1
-                if gone:
+                if gone or self.round < led_to:
                     lost.append(withheld)
             self.round += 1
         check(
@@ -250,7 +255,8 @@ class Rounds:
         self._stack = ExitStack()
         # Nothing waits: where a trainer would, its call fails, and goes on when it has its turn
         # again.
-        self._stack.enter_context(armed("round.waits", _wait))
+        for module in (store_rounds, round_posts):
+            self._stack.enter_context(patch.object(module, "pause", _wait))
         nonces = Random(rng.getrandbits(32))
         self._stack.enter_context(
             patch.object(wire, "os", SimpleNamespace(urandom=nonces.randbytes))
@@ -356,6 +362,11 @@ class Rounds:
             for name, digest in posts
         )
 
+    def newest_snapshot(self) -> int:
+        """After how many rounds a member has stored the newest snapshot, 0 without one."""
+        found = [json.loads(self.disk.peek(name) or b"{}") for name in self.disk.names(_SNAPSHOTS)]
+        return max((each["round"] for each in found if "momentum" in each), default=0)
+
     def _note_sums(self, name: str, data: bytes) -> None:
         if name.startswith(_SUMS):
             self.sums.setdefault(name, json.loads(data.partition(b"\n")[0]))
@@ -432,7 +443,7 @@ class Rounds:
                 self._lies[name] = data
         elif kind == "snapshot":
             fields = {"run": run, "round": number, "theta": {"root": "", "pieces": []}}
-            name = f"loco/snapshots/{rng.choice((number, number + 7)):012d}.json"
+            name = f"{_SNAPSHOTS}/{rng.choice((number, number + 7)):012d}.json"
             if self.disk.peek(name) is None:
                 self.disk.plant(name, sealed("snapshot", fields, signer))
         else:
@@ -500,7 +511,7 @@ class Rounds:
                 if node.may_train:
                     node.call(_Calm(rng), "train")
         self.counts["rounds"] += len(self.closes())
-        self.counts["snapshots"] += len(self.disk.names("loco/snapshots"))
+        self.counts["snapshots"] += len(self.disk.names(_SNAPSHOTS))
 
     def disk_is_clean(self) -> None:
         """Objects whose bytes are not what their names say would stop a trainer that reads them
@@ -545,5 +556,5 @@ class _AtOnce(Call[Any]):
         pass
 
 
-def _wait() -> None:
+def _wait(began: float, now: float) -> None:
     raise _Waits("the round is not closed")

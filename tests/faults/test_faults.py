@@ -118,6 +118,21 @@ def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "steps"),
+    [
+        # One that lost its checkpoint takes a snapshot, and what its name withheld before is lost.
+        (1000000486, (0, 3, 5, 8, 10, 11, 13, 15, 25)),
+        # One whose joining was interrupted has looked at posts before it knew the shares.
+        (11000000226, (1, 2, 12, 13, 14, 31, 33, 35)),
+    ],
+)
+def test_rounds_that_once_stopped(seed: int, steps: tuple[int, ...]) -> None:
+    outcome = run(seed, "rounds", only=steps)
+    assert not outcome.violation, described(outcome)
+
+
+@pytest.mark.slow
 def test_what_breaks_a_promise_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A promise that two workers break by their mere being: what is left of a long sequence is that
     they join."""

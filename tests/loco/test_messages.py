@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from pulse_rl.errors import CorruptMessage
-from pulse_rl.loco import frozen
-from pulse_rl.loco.trainer import Handshake, MessageOutcome, outcome_of, specs_digest
+from pulse_rl.loco import ranks
+from pulse_rl.loco.group_rounds import Handshake, outcome_of
+from pulse_rl.loco.outer import MessageOutcome, specs_digest
 from pulse_rl.loco.wire import Message
 from pulse_rl.state.tensors import DTYPES, TensorSpec
 from tests.support.entry_blocks import WIRES
@@ -141,8 +142,8 @@ def test_a_damaged_message_is_refused(damage: object) -> None:
 def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, where it is no SHA-256: changes that cancel in a sum, in any piece, and another
     order."""
-    monkeypatch.setattr(frozen, "_PIECE", 1 << 4)
-    frozen._weights.cache_clear()
+    monkeypatch.setattr(ranks, "_PIECE", 1 << 4)
+    ranks._weights.cache_clear()
     x = torch.arange(40).to(dtype)
     others = [x.clone() for _ in range(4)]
     others[0][33] = others[0][32]
@@ -151,10 +152,10 @@ def test_a_fingerprint_tells_any_bit(dtype: torch.dtype, monkeypatch: pytest.Mon
     others[3] = x.roll(16)
     try:
         found = [
-            frozen.fingerprint_on_device(t)
+            ranks.fingerprint_on_device(t)
             for t in [x, x.clone(), x.reshape(5, 8).t().contiguous().t(), *others]
         ]
     finally:
-        frozen._weights.cache_clear()
+        ranks._weights.cache_clear()
     assert found[0] == found[1] == found[2]
     assert len(set(found)) == 1 + len(others)

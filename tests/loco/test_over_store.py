@@ -527,17 +527,17 @@ def refusals() -> dict[str, tuple[Callable[[Store], Any], type[PulseError], str]
         ),
         "model": (lambda s: run(s, nn.Linear(2, 2)).__enter__(), StateMismatch, "those of the run"),
         "buffers": (buffers, StateMismatch, "1.running_mean'.* changed"),
-        "both": (
-            lambda s: PulseLoCo(*_parts(), sync_every=1, group=object(), over=s),
+        "neither": (
+            lambda s: PulseLoCo(*_parts(), sync_every=1, over=object()),  # type: ignore[arg-type]
             InputError,
-            "not both",
-        ),  # type: ignore[arg-type]
+            "store",
+        ),
         "name": (lambda s: StoreExchange(s, trainer="a/b"), InputError, "trainer"),
         "a wide sweep": (lambda s: StoreExchange(s, sweep=4), InputError, "wire 'FP32'"),
         "no sweep": (lambda s: StoreExchange(s, sweep=0, wire="int4"), InputError, "sweep"),
         "a sweep that overshoots": (
             lambda s: PulseLoCo(
-                *_parts(), sync_every=1, lookahead=0, group=Exchange(sweep=4, wire="int2")
+                *_parts(), sync_every=1, lookahead=0, over=Exchange(sweep=4, wire="int2")
             ),
             InputError,
             "lookahead",

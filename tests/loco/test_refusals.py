@@ -21,8 +21,8 @@ from pulse_rl.errors import (
     StateMismatch,
 )
 from pulse_rl.loco import DiLoCo, PulseLoCo
-from pulse_rl.loco.exchange import Transfer
 from pulse_rl.loco.group import TrainerGroup
+from pulse_rl.loco.group_rounds import Transfer
 from pulse_rl.loco.wire import Coder, Message
 from tests.support.loco_reference import Job, flat, group_of, pulse_loco, same
 from tests.support.trainers import Trainer, force_scattered, together

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from pulse_rl import MemoryStore, PulseLoCo, Signer, Store
-from pulse_rl._util.threads import armed
 from pulse_rl.errors import CorruptMessage, StoreError, StoreUnavailable, Untrusted
 from pulse_rl.loco import StoreExchange, round_posts, store_format
 from pulse_rl.loco.round_posts import RoundPosts, RoundSums
@@ -116,10 +116,8 @@ def test_who_comes_after_a_late_owner_makes_its_sums_first() -> None:
 
         def distance(name: str, share: int) -> int:
             posts = posts_of(meeting)
-            posts.place = posts.place._replace(round=3)
-            return RoundSums(
-                meeting._store, posts, close, meeting._state, meeting._reduction, name
-            )._distance(share)
+            posts.place = posts.place._replace(round=3, trainer=name)
+            return RoundSums(posts, close)._distance(share)
 
         assert [distance(name, 0) for name in "abcdefghx"] == [5, 6, 7, 0, 1, 2, 3, 4, 8]
         assert distance("a", 5) == 0
@@ -354,11 +352,11 @@ def test_sums_that_no_list_shows_yet_are_made_once() -> None:
         line.calls.clear()
         pauses = iter(range(3))
 
-        def wait() -> None:
+        def wait(*_: float) -> None:
             if next(pauses, None) is None:
                 line.hidden.clear()
 
-        with armed("round.waits", wait):
+        with mock.patch.object(round_posts, "pause", wait):
             together(a, b)
     assert [call for call, of in line.calls if of == name and call == "put_new"] == ["put_new"]
 

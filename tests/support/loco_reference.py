@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, exchange, parameters
-from pulse_rl.loco.exchange import GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM
+from pulse_rl.loco import DiLoCo, Exchange, PulseLoCo, gate, parameters
+from pulse_rl.loco.gate import GATE_SUMS_FROM, GATE_SWEPT_SUMS_FROM
 from pulse_rl.loco.group import TrainerGroup
+from pulse_rl.loco.group_rounds import GroupRounds
 from pulse_rl.loco.loop import OuterLoop
-from pulse_rl.loco.rendezvous import GroupRounds
 
 Flat = torch.Tensor
 
@@ -239,8 +239,8 @@ def diloco(model: Any, optimizers: Any, **settings: Any) -> DiLoCo:
 def made(
     kind: Any, model: Any, optimizers: Any, *, threads: int | None = None, **settings: Any
 ) -> Any:
-    group = Exchange(**{name: settings.pop(name) for name in _OF_EXCHANGE if name in settings})
-    loop = kind(model, optimizers, group=group, **settings)
+    exchange = Exchange(**{name: settings.pop(name) for name in _OF_EXCHANGE if name in settings})
+    loop = kind(model, optimizers, over=exchange, **settings)
     loop.threads = threads
     return loop
 
@@ -255,8 +255,8 @@ def force_gated(gated: bool | None) -> None:
     """From now on the sums of two trainers or more in this process are gated, or none are, or
     (None) the rule decides. Without a lookahead none are."""
     forced = None if gated is None else 2 if gated else 1 << 30
-    exchange.GATE_SUMS_FROM = forced or GATE_SUMS_FROM
-    exchange.GATE_SWEPT_SUMS_FROM = forced or GATE_SWEPT_SUMS_FROM
+    gate.GATE_SUMS_FROM = forced or GATE_SUMS_FROM
+    gate.GATE_SWEPT_SUMS_FROM = forced or GATE_SWEPT_SUMS_FROM
 
 
 def group_of(loop: OuterLoop) -> TrainerGroup:

@@ -27,8 +27,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from pulse_rl.errors import PulseError, TrainerLost
-from pulse_rl.loco import exchange as exchange_module
-from pulse_rl.loco.exchange import SCATTER_FEW_BITS_FROM, SCATTER_FROM
+from pulse_rl.loco import gate as gate_module
+from pulse_rl.loco.gate import SCATTER_FEW_BITS_FROM, SCATTER_FROM
 from pulse_rl.loco.group import TrainerGroup
 
 # One process imports what programs are made of; the trainers are forks of it, which takes
@@ -218,8 +218,8 @@ def each(trainer: Trainer, cases: Sequence[Callable[[Trainer], None]], size: int
 def force_scattered(scattered: bool | None) -> None:
     """From now on all rounds of this process are scattered, none is, or (None) the rule decides."""
     forced = None if scattered is None else 1 if scattered else 1 << 30
-    exchange_module.SCATTER_FROM = forced or SCATTER_FROM
-    exchange_module.SCATTER_FEW_BITS_FROM = forced or SCATTER_FEW_BITS_FROM
+    gate_module.SCATTER_FROM = forced or SCATTER_FROM
+    gate_module.SCATTER_FEW_BITS_FROM = forced or SCATTER_FEW_BITS_FROM
 
 
 @contextmanager

@@ -233,8 +233,6 @@ POINTS = frozenset(
         # the state is verified as the next version, and its folder does not say so yet
         "apply.moved",
         "apply.after",  # the state is verified, and its owner has not been given the update
-        # a trainer's message of a round is in the store, and the round is not closed
-        "round.waits",
         "relay.before",  # what leads to a version is copied, its manifest is not
     }
 )

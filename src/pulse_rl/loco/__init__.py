@@ -7,8 +7,7 @@
 from .._util import extra
 
 with extra("torch"):
-    from .exchange import Exchange, StoreExchange
-    from .pulseloco import DiLoCo, PulseLoCo
-    from .rendezvous import Round
+    from .exchange import Exchange, Round, StoreExchange
+    from .loop import DiLoCo, PulseLoCo
 
 __all__ = ["DiLoCo", "Exchange", "PulseLoCo", "Round", "StoreExchange"]

@@ -157,15 +157,23 @@ class TrainerGroup:
         """Raises Diverged on all trainers, naming the first tensor that differs among the ``trees``
         of round ``number``."""
         for what, tree in trees().items():
-            by_rank = self.all_gather_fixed(b"".join(tree.tensor(spec) for spec in tree.specs))
-            for i, spec in enumerate(tree.specs):
-                found = [digests[32 * i : 32 * i + 32] for digests in by_rank]
-                diverged = [rank for rank, digest in enumerate(found) if digest != found[0]]
-                if diverged:
-                    raise Diverged(
-                        f"round {number}: {what} of {spec.name!r} on trainers {diverged} is not "
-                        "trainer 0's"
-                    )
+            digests = b"".join(tree.tensor(spec) for spec in tree.specs)
+            name, others = self.first_difference([spec.name for spec in tree.specs], digests)
+            if others:
+                raise Diverged(
+                    f"round {number}: {what} of {name!r} on trainers {others} is not trainer 0's"
+                )
+
+    def first_difference(self, names: Sequence[str], digests: bytes) -> tuple[str, list[int]]:
+        """The first of the ``names`` whose digest, of 32 bytes each, is not the same on all
+        trainers, and where it is not trainer 0's: nowhere if there is none."""
+        by_rank = self.all_gather_fixed(digests)
+        for number, name in enumerate(names):
+            own = slice(_DIGEST_BYTES * number, _DIGEST_BYTES * (number + 1))
+            others = [rank for rank, each in enumerate(by_rank) if each[own] != by_rank[0][own]]
+            if others:
+                return name, others
+        return "", []
 
     def close(self) -> None:
         """Gives the group up. Safe after a failure."""
@@ -210,14 +218,9 @@ class TrainerNotes:
         self._met = False
         self._own = TrainerNote(0, 0, 0)
 
-    def begin(self, own: TrainerNote) -> None:
-        """The first note in the group. Those of the others may be left over from an earlier group
-        until `met`."""
-        self._met = False
-        self.note(own)
-
     def met(self) -> None:
-        """All others have begun."""
+        """All others have made a note in this group: until then theirs may be left over from an
+        earlier one."""
         self._met = True
 
     def note(self, own: TrainerNote) -> None:

@@ -1,27 +1,34 @@
-"""The outer loop: local steps, then a round in which all trainers agree on the next theta
-(docs/loco.md, section 1)."""
+"""PULSELoCo and DiLoCo. Both are one outer loop: local steps, then a round in which all trainers
+agree on the next theta (docs/loco.md, section 1)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from .._util.serial import NotCopyable, SerialThread
+from .._util.serial import NotCopyable
+from .._util.settings import checked_number
 from ..errors import InputError
-from .exchange import Phase, Reduction
+from ..store import Store
+from .exchange import Exchange, Meeting, Phase, Round, StoreExchange
+from .gate import Gate, GatedReduction
 from .group import TrainerNote
-from .outer import OuterState
+from .group_rounds import DenseReduction, GroupReduction, GroupRounds, Reduction
+from .outer import MAX_LOOKAHEAD, OuterState, Residual, Trainer
+from .parameters import Parameters
 from .ranks import Ranks
-from .rendezvous import Round, RoundProtocol
-from .trainer import Trainer
+from .store_rounds import StoreRounds
+from .wire import Wire
+
+_MOST_SECONDS = 30 * 86400.0  # torch counts in microseconds
 
 
 class OuterLoop(NotCopyable):
@@ -32,16 +39,16 @@ class OuterLoop(NotCopyable):
     0's weights, later the outer state of the latest round. Leaving it removes the hook. Outer state
     is FP32 in host memory, wherever the model is.
 
-    A loop is made of an outer ``state``, a ``reduction``, and what the trainers ``meet`` in:
+    A loop is made of a ``trainer``, a ``reduction``, and the ``meeting`` of the trainers:
     `PulseLoCo` and `DiLoCo` put them together. ``threads`` (default: all cores) share a round's
     blocks. Raises InputError for a ``sync_every`` below 1.
     """
 
     def __init__(
         self,
-        state: OuterState,
-        reduction: Reduction,
-        meet: Callable[[Trainer, SerialThread], RoundProtocol],
+        trainer: Trainer,
+        reduction: Reduction | GatedReduction,
+        meeting: Meeting,
         *,
         sync_every: int,
         on_round: Callable[[Round], None] | None,
@@ -52,12 +59,9 @@ class OuterLoop(NotCopyable):
                 hint="Give the number of inner steps in a round, 1 or more.",
             )
         self.sync_every, self.on_round = sync_every, on_round
-        self.reduction, self.state = reduction, state
-        self.trainer = Trainer(state, reduction.residual)
-        self.parameters, self.frozen = state.parameters, self.trainer.frozen
+        self.trainer, self.reduction, self.meeting = trainer, reduction, meeting
+        self.state, self.parameters, self.frozen = trainer.state, trainer.parameters, trainer.frozen
         self.last_round: Round | None = None
-        self._serial = SerialThread(type(self).__name__)
-        self.meeting = meet(self.trainer, self._serial)
         self._hooks: list[Any] = []
         self._seconds: dict[str, float] = {}
         self._in_global_weights = self._callback_wanted = False
@@ -120,14 +124,10 @@ class OuterLoop(NotCopyable):
                 if self.on_round:
                     self.on_round(done)
 
-    def _end_round(
-        self, call: Callable[[Phase, Callable[[], np.float32]], Round | None]
-    ) -> Round | None:
+    def _end_round(self, call: Callable[[Phase, np.float32], Round | None]) -> Round | None:
         self._seconds = {}
         # The callback gets theta in the model.
-        done = call(
-            self._phase, lambda: np.float32(0) if self._callback_wanted else self._lookahead()
-        )
+        done = call(self._phase, np.float32(0) if self._callback_wanted else self._lookahead())
         self.meeting.note(self._note())
         if done is None:
             self._write_start()
@@ -228,7 +228,7 @@ class OuterLoop(NotCopyable):
 
         def rewind() -> None:
             self.meeting.forget_steps()
-            self._serial.run(lambda: self.trainer.rewind(self._lookahead()), whole=True)
+            self.trainer.whole(lambda: self.trainer.rewind(self._lookahead()))
 
         self._lead(rewind)
 
@@ -271,14 +271,17 @@ class OuterLoop(NotCopyable):
             and self.inner_step == 0
             and residual.started_with != self._lookahead()
         ):
-            self._serial.run(lambda: self.trainer.write_start(self._lookahead()), whole=True)
+            self.trainer.whole(lambda: self.trainer.write_start(self._lookahead()))
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Within, the model holds the global weights, theta, to be evaluated or published; it may
-        hold this trainer's own start of the next inner steps otherwise. Between rounds only: raises
-        InputError after the first inner step of one. An inner step that is taken within starts from
-        theta."""
+        """Within, the model holds the global weights, theta, to be evaluated or published.
+
+        Otherwise the model may hold this trainer's own start of the next inner steps. An inner step
+        that is taken within starts from theta.
+
+        Raises: InputError after the first inner step of a round.
+        """
         if self.inner_step:
             raise InputError(
                 f"{self.inner_step} inner steps of the round are taken: the model is on its way",
@@ -303,30 +306,39 @@ class OuterLoop(NotCopyable):
             failure = None
 
     def global_state(self) -> dict[str, torch.Tensor]:
-        """Theta by name, FP32 on the host, in this object's memory: copy or cast it, do not
-        write."""
+        """Theta, the global weights.
+
+        Returns: Tensors by name, FP32 on the host, in this object's memory: copy or cast them, do
+            not write.
+        Raises: InputError on a rank of a sharded trainer that is not the first.
+        """
         self._require_state()
-        self._serial.run(lambda: None)  # whatever an interrupt left behind has ended
-        return self.parameters.by_name(self.state.theta)
+        return self.trainer.settled(lambda: self.parameters.by_name(self.state.theta))
 
     def residual(self) -> dict[str, torch.Tensor]:
-        """What this trainer holds back so far, by name, FP32 on the host, in this object's memory.
-        DiLoCo has none."""
+        """What this trainer holds back so far; DiLoCo holds nothing back.
+
+        Returns: Tensors by name, FP32 on the host, in this object's memory.
+        Raises: InputError on a rank of a sharded trainer that is not the first.
+        """
         self._require_state()
-        self._serial.run(lambda: None)
         residual = self.reduction.residual
-        return {} if residual is None else self.parameters.by_name(residual.flat)
+        if residual is None:
+            return {}
+        return self.trainer.settled(lambda: self.parameters.by_name(residual.flat))
 
     def averaged_state(self) -> dict[str, torch.Tensor]:
         """Theta less what all trainers hold back: the mean of what their next inner steps start
-        from, by name, FP32 on the host, the same bits on all trainers (docs/loco.md, 1.2). What to
-        keep at the end of a training, when there is no round left for what is late; it changes
-        nothing here.
+        from (docs/loco.md, 1.2).
 
-        All trainers call it, within the ``with``, between rounds (else InputError); a call on some
-        only ends their processes, as any collective does that others do not take part in. It costs
-        a dense all-reduce, or nothing without a lookahead, where it is theta. Raises TrainerLost,
-        CorruptMessage and Diverged as a round does.
+        Keep it at the end of a training, when there is no round left for what is late; it changes
+        nothing here. All trainers call it, within the ``with``, between rounds; a call on some only
+        ends their processes, as any collective does that others do not take part in. It costs a
+        dense all-reduce, or nothing without a lookahead, where it is theta.
+
+        Returns: Tensors by name, FP32 on the host, the same bits on all trainers.
+        Raises: InputError during a round, and where trainers meet over a store. TrainerLost,
+            CorruptMessage and Diverged as a round does.
         """
         if self.inner_step:
             raise InputError(
@@ -339,23 +351,28 @@ class OuterLoop(NotCopyable):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Theta, outer momentum, residual and counters: copies, by name.
+        """Theta, outer momentum, residual and counters.
 
         Mid-round (``inner_step`` above 0) save the model and the inner optimizer with it; the three
-        together resume to the same bits. Of a sharded trainer the first rank has all of it, the
-        others only the counters.
+        together resume to the same bits.
+
+        Returns: Copies, by name. Of a sharded trainer the first rank has all of them, the others
+            only the counters.
         """
         if self._ranks and not self._ranks.leads:
             return {"round": self.round, "inner_step": self.inner_step}
-        return self._serial.run(self.trainer.saved)
+        return self.trainer.settled(self.trainer.saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the saved ``state``, before the first round or after it. Raises StateMismatch
-        and NonFinite, with nothing changed.
+        """Restores what `state_dict` returned, before the first round or after it.
 
         At a round's boundary (``inner_step`` 0) the model gets theta; mid-round it is left to its
         own checkpoint, as frozen parameters and buffers always are. All ranks of a sharded trainer
-        call it; the first one's ``state`` counts.
+        call it.
+
+        Args:
+            state: What was saved. Of a sharded trainer the first rank's counts.
+        Raises: StateMismatch and NonFinite, with nothing changed.
         """
 
         def restore() -> None:
@@ -366,7 +383,7 @@ class OuterLoop(NotCopyable):
                 load(self._lookahead())
                 self.reduction.forget()
 
-            self._serial.run(take_up, whole=True)
+            self.trainer.whole(take_up)
 
         self._lead(restore)
 
@@ -382,3 +399,136 @@ class OuterLoop(NotCopyable):
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class PulseLoCo(OuterLoop):
+    """Keeps trainers in sync by sending only what would change the next forward pass (PULSE,
+    Algorithm 2; docs/loco.md).
+
+    A round follows ``sync_every`` inner steps from ``start`` to ``w``. With ``s = (start - w) +
+    residual``, the entries with ``cast(theta) != cast(theta - s)`` are sent and leave the residual,
+    where theta stands for the global weights. Theta takes one Nesterov step along the mean over all
+    trainers, summed in rank order, and the model gets the next start. Between rounds the model may
+    hold this trainer's own start: evaluate and publish the global weights, which the model holds
+    while ``on_round`` is called and within `global_weights`.
+
+    Memory on the host: 17 bytes per parameter, and 8 for each entry that a round receives.
+
+    Args:
+        model: A module, or a mapping of names to the FP32 or BF16 tensors that are trained. Frozen
+            parameters and buffers must be equal on all trainers and must not change. Over a store a
+            model of DTensors (FSDP2), or in DDP, is one trainer: all its ranks make and enter this
+            (docs/loco.md, 7.4).
+        inner_optimizer: One optimizer, or a list in the order of their ``step()`` calls; the last
+            one's call ends an inner step.
+        sync_every: Inner steps in a round.
+        outer_lr: Learning rate of the outer step.
+        outer_momentum: Nesterov momentum of the outer step, in [0, 1).
+        lookahead: The inner steps start from ``theta - lookahead * residual``, so that no trainer
+            learns again what it holds back. "auto" is ``outer_lr / (1 - outer_momentum)``, at most
+            1024; 0 is the paper's (docs/loco.md, 1.1).
+        gate_dtype: The dtype that inference computes in.
+        over: What the trainers meet over. A process group, or an `Exchange`; default: all of
+            torch.distributed, without it this trainer alone. Or a store: its address, a store, or
+            a `StoreExchange`. Over a store a round does not wait for stragglers; they lose nothing.
+        overlap: 1 exchanges a round over a store behind the inner steps of the next one
+            (docs/loco.md, 7.1).
+        on_round: Called with a `Round` after each round, while the model holds the global weights.
+    Raises: InputError for settings out of range and parameters that cannot be trained, and
+        UnsupportedTensor, with the name, for tensors that cannot be kept equal. From inside the
+        last optimizer's ``step()``: TrainerLost (see `rejoin`), NonFinite (see `rewind`), Diverged,
+        StateMismatch, CorruptMessage, InputError, and RankLost where another rank of this trainer
+        died.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.Tensor],
+        inner_optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        *,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        lookahead: float | Literal["auto"] = "auto",
+        gate_dtype: torch.dtype = torch.bfloat16,
+        over: dist.ProcessGroup | Exchange | Store | str | StoreExchange | None = None,
+        overlap: int = 0,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> None:
+        exchange: Exchange | StoreExchange
+        rank_seconds: float | None = None
+        if over is None or isinstance(over, (dist.ProcessGroup, Exchange)):
+            exchange = _exchange_of(over)
+        elif isinstance(over, StoreExchange):
+            exchange = over
+        else:
+            exchange = StoreExchange(over)
+        if isinstance(exchange, StoreExchange):
+            # The ranks of a trainer wait for that which speaks for them, and may wait for two
+            # rounds.
+            seconds = 600 + 2 * (exchange.deadline_seconds + exchange.grace_seconds)
+            rank_seconds = min(seconds, _MOST_SECONDS)
+        parameters = Parameters(model, inner_optimizer, rank_seconds)
+        state = OuterState(parameters, outer_lr, outer_momentum)
+        if lookahead == "auto":
+            lookahead = min(outer_lr / (1 - outer_momentum), MAX_LOOKAHEAD)
+        if overlap not in (0, 1) or (overlap and not isinstance(exchange, StoreExchange)):
+            raise InputError(
+                f"overlap is {overlap!r}", hint="Use 0, or, where trainers meet over a store, 1."
+            )
+        if exchange.sweep and not lookahead:
+            raise InputError(
+                "a sweep without a lookahead overshoots",
+                hint='Leave lookahead at "auto", or sweep out.',
+            )
+        ahead = checked_number("lookahead", lookahead, maximum=MAX_LOOKAHEAD)
+        residual = Residual(state, ahead, overlap=bool(overlap))
+        trainer, gate = Trainer(state, residual), Gate(gate_dtype, exchange.sweep)
+        self.reduction: GatedReduction
+        meeting: Meeting
+        if isinstance(exchange, StoreExchange):
+            reduction = GatedReduction(state, residual, gate, Wire(exchange.wire))
+            meeting = StoreRounds(exchange, reduction, trainer)
+        else:
+            reduction = GroupReduction(state, residual, gate, Wire(exchange.wire))
+            meeting = GroupRounds(exchange, reduction, trainer)
+        super().__init__(trainer, reduction, meeting, sync_every=sync_every, on_round=on_round)
+        self.lookahead = residual.lookahead
+
+
+class DiLoCo(OuterLoop):
+    """Dense FP32 pseudo-gradients, summed by an all-reduce (DiLoCo, arXiv 2311.08105).
+
+    The model holds the global weights between rounds.
+
+    Args:
+        model: As for `PulseLoCo`.
+        inner_optimizer: As for `PulseLoCo`.
+        sync_every: Inner steps in a round.
+        outer_lr: Learning rate of the outer step.
+        outer_momentum: Nesterov momentum of the outer step, in [0, 1).
+        over: A process group, or an `Exchange`, of which ``group`` and ``timeout_seconds`` count.
+        on_round: Called with a `Round` after each round.
+    Raises: As `PulseLoCo`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.Tensor],
+        inner_optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        *,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        over: dist.ProcessGroup | Exchange | None = None,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> None:
+        state = OuterState(Parameters(model, inner_optimizer), outer_lr, outer_momentum)
+        trainer, reduction = Trainer(state, None), DenseReduction(state)
+        meeting = GroupRounds(_exchange_of(over), reduction, trainer)
+        super().__init__(trainer, reduction, meeting, sync_every=sync_every, on_round=on_round)
+
+
+def _exchange_of(over: dist.ProcessGroup | Exchange | None) -> Exchange:
+    """A process group gets the default settings."""
+    return over if isinstance(over, Exchange) else Exchange(group=over)

@@ -1,24 +1,29 @@
-"""The outer optimizer: theta and its momentum, the residual, and what the next inner steps start
-from (docs/loco.md, sections 1 and 1.2)."""
+"""What one trainer brings from round to round: theta and its momentum, the residual, and what the
+next inner steps start from (docs/loco.md, sections 1, 1.2 and 5)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from hashlib import sha256
+from typing import Any, TypeVar
 
 import numpy as np
 
-from .._native import outer_step, sparse_outer_step, sum_entries
+from .._native import outer_step
+from .._util.serial import SerialThread
 from .._util.threads import ordered_map
-from ..errors import CorruptMessage, InputError, NonFinite
-from ..state.cast import Rounding
+from ..errors import InputError, NonFinite, StateMismatch
 from ..state.digest import StateDigest, state_digest
-from .group import TrainerGroup
-from .parameters import BLOCK_ELEMENTS, FlatBlock, Floats, Parameters, is_finite, parts
-from .wire import Classes, Entries
+from ..state.tensors import TensorSpec
+from .parameters import FlatBlock, Floats, FrozenTensors, Parameters, is_finite, parts
+from .wire import Entries, Unit
+
+MAX_LOOKAHEAD = 1024.0
+
+T = TypeVar("T")
 
 
 class OuterState:
@@ -60,62 +65,6 @@ class OuterState:
 
         self.each_block(step)
 
-    def sparse_step(
-        self,
-        entries: Sequence[Sequence[Entries]],
-        trainers: int,
-        residual: Residual,
-        lookahead: np.float32,
-        rounding: Rounding,
-        classes: Classes,
-        swept: Callable[[FlatBlock], bool],
-    ) -> int:
-        """One step along the sum of ``entries``, by block and then in the order of the addition, /
-        ``trainers``. In the same pass over memory the model gets ``theta - lookahead *
-        residual.next``, and parameters their ``classes`` of the next round. A block that is
-        ``swept`` first moves by the whole of what its sums move theta by in the end. The number of
-        parameters whose sum is not 0."""
-
-        # One pass over memory for all that follows from the sums; a pass is what a round costs a
-        # large model.
-        def step(block: FlatBlock) -> int:
-            summed, found = np.zeros(1, np.int64), entries[block.number]
-            # A swept block moves by the whole of its mean at once, past the momentum (1.3); the
-            # step that follows takes its sums as 0.
-            if swept(block):
-                places, sums = sum_entries(found, block.stop - block.start)
-                block.of(self.theta)[places] -= residual.lookahead * (sums / np.float32(trainers))
-                summed[0], found = len(places), ()
-            theta, momentum, held_back = map(block.of, (self.theta, self.momentum, residual.next))
-            known, octaves = classes.renewed(block, momentum)
-            for part, segment in parts(block):
-                # ``start`` is the model's own memory where it is FP32 on the host. All positions of
-                # the part count as one granule, so that ``summed`` has one number.
-                def fill(start: Floats, part: slice = part) -> None:
-                    sparse_outer_step(
-                        theta=theta[part],
-                        momentum=momentum[part],
-                        residual=held_back[part],
-                        lookahead=float(lookahead),
-                        start=start,
-                        from_=part.start,
-                        summands=found,
-                        trainers=trainers,
-                        lr=self.lr,
-                        mu=self.mu,
-                        offset=0,
-                        granule=BLOCK_ELEMENTS,
-                        counts=summed,
-                        rounding=rounding,
-                        octaves=octaves,
-                        classes=known[part],
-                    )
-
-                self.parameters.give(segment, fill)
-            return int(summed[0])
-
-        return sum(self.each_block(step))
-
 
 class MessageOutcome(Enum):
     """What became of the message that a trainer sent in a round whose end it did not see."""
@@ -151,15 +100,15 @@ class Residual:
         # Adds what a gate of sums held back here in the round under way.
         self.apply_withheld: Callable[[Floats], None] | None = None
 
-    def write_start(self) -> None:
+    def write_start(self, lookahead: np.float32) -> None:
         """Gives the model what its next inner steps start from."""
-        state = self._state
+        state, self.started_with = self._state, lookahead
 
         def write(block: FlatBlock) -> None:
             for part, segment in parts(block):
                 state.parameters.give(segment, partial(self._fill_start, block, part))
 
-        if self.started_with:
+        if lookahead:
             self._require_sendable_entries()
             state.each_block(write)
         else:
@@ -175,11 +124,9 @@ class Residual:
         np.multiply(self.started_with, block.of(self.flat)[part], out=out)
         np.subtract(block.of(self._state.theta)[part], out, out=out)
         if self._sendable_entries is not None:
-            places, values = self._sendable_entries[block.number]
-            of = slice(*np.searchsorted(places, (part.start, part.stop)))
-            out[places[of] - np.uint32(part.start)] += (self.started_with - np.float32(1)) * values[
-                of
-            ]
+            sendable = self._sendable_entries[block.number]
+            places, values = Unit(block, part.start, part.stop).take(sendable)
+            out[places] += (self.started_with - np.float32(1)) * values
 
     def complete_next(self) -> None:
         """What was held back of sums is part of what the next steps start from."""
@@ -213,13 +160,13 @@ class Residual:
 
         def work(block: FlatBlock) -> None:
             flat = block.of(self.flat)
-            learnt = self._steps(block) if steps else np.zeros_like(flat)
+            learned = self._steps(block) if steps else np.zeros_like(flat)
             if outcome == MessageOutcome.UNKNOWN:
                 flat.fill(0)
             elif outcome == MessageOutcome.COUNTED:
                 places, values = sent[block.number]
                 flat[places] -= values
-            flat += learnt
+            flat += learned
 
         self._state.each_block(work)
         self.forget_message()
@@ -235,15 +182,10 @@ class Residual:
                 self.flat.fill(0)
             case MessageOutcome.NOT_COUNTED:
                 for block in self._state.parameters.blocks:
-                    s = self._accumulated(block)
+                    s = self._steps(block)
+                    s += block.of(self.flat)
                     np.copyto(block.of(self.flat), s, where=is_finite(s))
         self.forget_message()
-
-    def _accumulated(self, block: FlatBlock) -> Floats:
-        """What this trainer has to send of the block in all: its local steps and its residual."""
-        s = self._steps(block)
-        s += block.of(self.flat)
-        return s
 
     def _require_finite_steps(self, block: FlatBlock) -> None:
         parameters, now = self._state.parameters, block.of(self.next)
@@ -264,61 +206,152 @@ class Residual:
         return np.subtract(start, s, out=s)
 
 
-def averaged(group: TrainerGroup, state: OuterState, residual: Residual) -> Floats:
-    """``theta - lookahead * (sum of all residuals in rank order / trainers)``, FP32, each operation
-    rounded. All trainers call it; each sums a part of every block. Raises TrainerLost, and
-    CorruptMessage on all alike."""
-    mean = np.empty_like(state.theta)
-    problem: CorruptMessage | None = None
-    for (
-        block
-    ) in state.parameters.blocks:  # to the last one, whatever arrives: the others go on as well
-        try:
-            mean[block.start : block.stop] = _mean(group, block.of(residual.flat))
-        except CorruptMessage as error:
-            problem = error
-    failed = group.failures(problem)
-    if problem is not None:
-        raise problem
-    if failed:
-        raise CorruptMessage(
-            f"trainer {failed[0]} could not read what it was sent for the averaged state"
-        )
-    np.multiply(residual.lookahead, mean, out=mean)
-    return np.subtract(state.theta, mean, out=mean)
+def specs_digest(
+    specs: Sequence[TensorSpec], untrained: Sequence[tuple[str, str, tuple[int, ...]]] = ()
+) -> str:
+    """SHA-256 of names, dtypes and shapes in order, of the trained parameters and of ``untrained``
+    tensors, 64 hexadecimal digits (docs/loco.md, section 5)."""
+    both = [[(s.name, s.dtype.name, s.shape) for s in specs], list(untrained)]
+    return sha256(json.dumps(both, separators=(",", ":")).encode()).hexdigest()
 
 
-def _mean(group: TrainerGroup, residual: Floats) -> Floats:
-    """Both collectives are made in any case."""
-    size = group.size
-    bounds = [len(residual) * rank // size for rank in range(size + 1)]
-    lengths = [residual.itemsize * (stop - start) for start, stop in pairwise(bounds)]
-    shares = [residual[start:stop].tobytes() for start, stop in pairwise(bounds)]
-    problem: CorruptMessage | None = None
-    own = b""
-    try:
-        arrived = group.all_to_all(shares, max_bytes=lengths)
-        own = _mean_of(arrived, lengths[group.rank], size).tobytes()
-    except CorruptMessage as error:
-        problem = error
-    means = group.all_gather(own, max_bytes=max(lengths))
-    if problem is not None:
-        raise problem
-    for rank, share in enumerate(means):
-        if len(share) != lengths[rank]:
-            raise CorruptMessage(
-                f"trainer {rank} could not add its share of the residuals: it sent {len(share)} "
-                "bytes"
+class Trainer:
+    """Theta and momentum (``state``), the ``residual`` if there is error feedback, what no
+    optimizer trains of the model, and the counters of the round under way."""
+
+    def __init__(self, state: OuterState, residual: Residual | None) -> None:
+        self.state, self.residual, self.parameters = state, residual, state.parameters
+        self.frozen = FrozenTensors(self.parameters)
+        self._serial = SerialThread("PulseLoCo")
+        self.round = self.inner_step = 0
+        self.name = ""
+        """Among trainers that meet in a store; a checkpoint keeps it."""
+        self.messages: list[str] = []
+        """The digests of the last round's messages."""
+        # The others may have completed rounds since this state was saved, with messages that it
+        # knows nothing of.
+        self.from_checkpoint = False
+        self.restored_in: int | None = None
+        """The round in which it came back from a checkpoint of inner steps."""
+
+    def whole(self, work: Callable[[], T]) -> T:
+        """``work``, which no interrupt parts."""
+        return self._serial.run(work, whole=True)
+
+    def settled(self, work: Callable[[], T]) -> T:
+        """``work``, once all that an interrupt has left behind has ended."""
+        return self._serial.run(work)
+
+    # -- what the model holds
+
+    def load_model_weights(self) -> None:
+        """Before the first round theta is what the model holds: it may have been loaded since this
+        was made."""
+        if self.round == 0 and not self.from_checkpoint:
+            self.state.theta[:] = self.parameters.read()
+
+    def write_start(self, lookahead: np.float32) -> None:
+        """Gives the model its local start; all of it, as the model may hold anything."""
+        if self.residual is not None:
+            self.residual.write_start(lookahead)
+        else:
+            self.parameters.write(self.state.theta)
+
+    def rewind(self, lookahead: np.float32) -> None:
+        """Gives the model the start of the round."""
+        self.inner_step = 0
+        self.restored_in = None
+        self.write_start(lookahead)
+
+    def complete_round(self, messages: list[str]) -> None:
+        self.messages = messages
+        self.round, self.inner_step = self.round + 1, 0
+
+    # -- joining
+
+    def take_up(
+        self,
+        number: int,
+        theta: Floats,
+        momentum: Floats,
+        lookahead: np.float32,
+        messages: Sequence[str] = (),
+    ) -> None:
+        """Takes the outer state after round ``number``; local steps are discarded, the residual
+        stays."""
+        self.state.theta[:], self.state.momentum[:] = theta, momentum
+        self.round, self.messages = number, list(messages)
+        self.rewind(lookahead)
+
+    # -- checkpoints
+
+    def saved(self) -> dict[str, Any]:
+        """Copies, by name."""
+        residual = self.residual
+        saved: dict[str, Any] = {
+            "round": self.round,
+            "inner_step": self.inner_step,
+            "messages": list(self.messages),
+        }
+        if self.name:
+            saved["trainer"] = self.name
+        for key, flat in self._arrays().items():
+            saved[key] = self.parameters.copies(flat)
+        if residual is not None and residual.started_with:
+            saved["started_with"] = float(residual.started_with)
+        if residual is not None and residual.includes_sent:
+            saved["message"] = residual.pending_message
+        return saved
+
+    def loaded(self, saved: Mapping[str, Any]) -> Callable[[np.float32], None]:
+        """What gives this trainer the state that was ``saved``, and cannot fail; the model starts a
+        round with the lookahead that it gets. Raises StateMismatch and NonFinite."""
+        fresh = {key: np.empty_like(flat) for key, flat in self._arrays().items()}
+        missing = {"round", "inner_step", "messages", *fresh} - saved.keys()
+        if missing:
+            raise StateMismatch(f"the saved state has no {sorted(missing)}")
+        ahead = saved.get("started_with", 0.0)
+        if not isinstance(ahead, float) or not 0 <= ahead <= MAX_LOOKAHEAD:
+            raise StateMismatch(f"the saved state's steps started with lookahead {ahead!r}")
+        message = saved.get("message")
+        if message is not None and not isinstance(message, str):
+            raise StateMismatch(f"the saved state's message is {message!r}, no digest")
+        counters, messages = (saved["round"], saved["inner_step"]), saved["messages"]
+        good = isinstance(messages, list) and all(isinstance(m, str) for m in messages)
+        if not (good and all(isinstance(n, int) and n >= 0 for n in counters)):
+            raise StateMismatch(
+                f"the saved state's counters {counters} or messages are not what they should be"
             )
-    return np.frombuffer(b"".join(means), np.float32)
+        for key, flat in fresh.items():
+            self.parameters.load(saved[key], flat, f"saved {key}")
 
+        def load(lookahead: np.float32) -> None:
+            for key, flat in self._arrays().items():
+                flat[:] = fresh[key]
+            (self.round, self.inner_step), self.messages = counters, list(messages)
+            self.from_checkpoint = True
+            self.restored_in = self.round if self.inner_step else None
+            if self.name and isinstance(saved.get("trainer"), str):
+                self.name = saved["trainer"]
+            if self.residual is not None:
+                self.residual.forget_message()
+                if self.name:  # over a store
+                    self.residual.pending_message = message
+                    self.residual.includes_sent = "message" in saved
+                self.residual.started_with = np.float32(ahead)
+            if self.inner_step == 0:  # in mid-round the model is left to its own checkpoint
+                self.rewind(lookahead)
 
-def _mean_of(messages: Sequence[bytes], nbytes: int, trainers: int) -> Floats:
-    total = np.zeros(nbytes // 4, np.float32)
-    for rank, message in enumerate(messages):
-        if len(message) != nbytes:
-            raise CorruptMessage(
-                f"trainer {rank} sent {len(message)} bytes of its residual, not {nbytes}"
+        return load
+
+    def require_finite(self) -> None:
+        """Raises NonFinite where theta is not finite."""
+        if name := self.parameters.first_non_finite(self.state.theta):
+            raise NonFinite(
+                f"theta is not finite at {name!r}", hint="Start from weights without NaN and Inf."
             )
-        total += np.frombuffer(message, np.float32)
-    return np.divide(total, np.float32(trainers), out=total)
+
+    def _arrays(self) -> dict[str, Floats]:
+        """The flat arrays that a checkpoint holds."""
+        held_back = {} if self.residual is None else {"residual": self.residual.flat}
+        return {"theta": self.state.theta, "momentum": self.state.momentum, **held_back}

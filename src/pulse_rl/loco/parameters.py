@@ -1,25 +1,44 @@
-"""What the inner optimizers train: who trains what, which call ends an inner step, and the
-parameters as one flat FP32 array in blocks."""
+"""The tensors of a model. What the inner optimizers train: which call ends an inner step, and the
+parameters as one flat FP32 array in blocks. What no optimizer trains and the forward pass reads:
+frozen parameters and buffers, which must not change (docs/loco.md, section 4.1)."""
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .._util.threads import ordered_map
 from ..errors import InputError, NonFinite, StateMismatch, UnsupportedTensor
 from ..patch.blocks import cut
 from ..state.tensors import DTYPES, Segment, State, TensorSpec, is_sharded
-from .frozen import Model, require_dense
-from .ranks import Ranks, ranks_of, require_no_flat_parameters, reshard, without_ddp
+from .group import TrainerGroup
+from .ranks import (
+    Model,
+    Ranks,
+    digest_of,
+    fingerprint,
+    ranks_of,
+    require_dense,
+    require_no_flat_parameters,
+    reshard,
+    without_ddp,
+)
 
 BLOCK_ELEMENTS = 1 << 22
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.uint32]
+_MAX_PROBLEM_BYTES = 2000
+_UNCHANGED = (
+    "Pass all optimizers that train the model, in a list; keep modules with running statistics "
+    "in eval()."
+)
 _NEW = "Create a new PulseLoCo for them, on all trainers."
 _PROBES = 8
 _NOT_IN_THE_MODEL = (
@@ -183,8 +202,8 @@ class Parameters:
     dense memory.
 
     ``rank_seconds``: where a model is of DTensors, or in DDP, its ranks are one trainer, and wait
-    for each other so long. Then ``tensors`` and the ``model`` are whole where ``ranks.leads``, as
-    when `Ranks.collect` was called.
+    for each other so long. Then ``tensors``, and all that are ``named``, are whole where
+    ``ranks.leads``, as when `Ranks.collect` was called.
     """
 
     def __init__(
@@ -204,21 +223,18 @@ class Parameters:
         self.optimizers.require(self._named)
         self._trained = self.optimizers.ids
         self.ranks: Ranks | None = None
-        self.model = model
+        self.named = self._named
         if ranks and rank_seconds is not None:
             self.ranks = Ranks(ranks, model, self._named, self._trained, rank_seconds)
-            self.model = _WholeModel(
-                model, {name: self.ranks.whole(p) for name, p in self._named.items()}
-            )
+            self.named = {name: self.ranks.whole(p) for name, p in self._named.items()}
         tensors: dict[str, torch.Tensor] = {}
         found: set[int] = set()
         # In the model's order, so that of tied names the first stands for all.
-        for name, p in self._named.items():
-            if id(p) in self._trained and id(p) not in found:
-                found.add(id(p))
-                if self.ranks:
-                    p = self.ranks.whole(p)
-                elif is_sharded(p):
+        for name, p in self.named.items():
+            trained = id(self._named[name])
+            if trained in self._trained and trained not in found:
+                found.add(trained)
+                if is_sharded(p):
                     raise UnsupportedTensor(
                         f"parameter {name!r} is sharded over ranks that would each be a trainer "
                         "of a process group",
@@ -270,6 +286,12 @@ class Parameters:
             raise InputError(
                 f"the optimizer's parameters have changed: {', '.join(what)}", hint=_NEW
             )
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of a module, also those that a checkpoint leaves out, in name order. A
+        mapping has none."""
+        model = self._model
+        return dict(sorted(model.named_buffers())) if isinstance(model, torch.nn.Module) else {}
 
     def name_at(self, position: int) -> str:
         """The name of the parameter that a position of the flat array belongs to."""
@@ -401,21 +423,6 @@ class Parameters:
             )
 
 
-class _WholeModel(torch.nn.Module):
-    """A sharded ``model`` with other ``parameters``, by name, and its own buffers."""
-
-    def __init__(self, model: Model, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._model, self._whole = [model], parameters  # in a list: not a submodule
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
-        return iter(self._whole.items())
-
-    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        (model,) = self._model
-        return model.named_buffers() if isinstance(model, torch.nn.Module) else iter(())
-
-
 def _named(model: Model) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else dict(model)
 
@@ -424,3 +431,139 @@ def _few(names: list[str]) -> str:
     """Up to three of the names, for messages."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more
+
+
+# -- what no optimizer trains
+
+
+class FrozenTensors:
+    """The frozen parameters and the buffers of a model: all that its ``parameters`` do not train,
+    without what shares memory with them.
+
+    **Frozen** is a parameter that no optimizer trains, whether it requires gradients or not. A
+    tensor of either kind must be the same on all trainers when they meet, and must stay as it was
+    then.
+
+    Raises UnsupportedTensor for what has no dense memory that can be read and written.
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self.threads: int | None = None
+        # By storage, the first and last byte of the tensors that are known.
+        spans = defaultdict[Storage, list[tuple[int, int]]](list)
+        for tensor in filter(torch.Tensor.numel, parameters.tensors.values()):
+            storage, span = _span(tensor)
+            spans[storage].append(span)
+
+        def is_new(what: str, tensor: torch.Tensor) -> bool:
+            require_dense(tensor, what)
+            if not tensor.numel():
+                return False
+            storage, (first, last) = _span(tensor)
+            known = any(first < stop and start < last for start, stop in spans[storage])
+            spans[storage].append((first, last))
+            return not known
+
+        named = sorted(parameters.named.items())
+        self._frozen = {name: p for name, p in named if is_new(f"parameter {name!r}", p)}
+        buffers = parameters.buffers().items()
+        self._buffer_names = [name for name, b in buffers if is_new(f"buffer {name!r}", b)]
+        self.specs = [_spec(name, tensor) for name, tensor in self._tensors().items()]
+        self._fingerprints: dict[str, object] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.specs)
+
+    def digest(self) -> str:
+        """SHA-256 of the SHA-256s of all tensors, 64 hexadecimal digits; from now on
+        `require_unchanged` compares with what they are now. Raises StateMismatch as that does for
+        buffers that are gone or of another shape."""
+        return sha256(b"".join(self._note())).hexdigest()
+
+    def require_unchanged(self) -> None:
+        """Raises StateMismatch, with the names, if a tensor has changed since the trainers met."""
+        if problem := self._problem():
+            raise StateMismatch(problem, hint=_UNCHANGED)
+
+    def meet(self, group: TrainerGroup) -> None:
+        """Compares the tensors with those of the other trainers, who all call it. Raises
+        StateMismatch, with the first name that differs, on all alike, and TrainerLost."""
+        own = self._note()
+        if not self or group.size == 1:
+            return
+        name, others = group.first_difference([name for name, _, _ in self.specs], b"".join(own))
+        if others:
+            raise StateMismatch(
+                f"{name!r}, which no optimizer of PulseLoCo trains, is not trainer 0's on "
+                f"trainers {others}",
+                hint="Start from the same model on all trainers.",
+            )
+
+    def require_unchanged_on_all(self, group: TrainerGroup) -> int:
+        """As `require_unchanged`, on all trainers alike. Returns the bytes of this trainer's
+        message, none where nothing has changed. Raises TrainerLost too."""
+        if not self:
+            return 0
+        problem = self._problem().encode()[:_MAX_PROBLEM_BYTES]
+        for rank, words in enumerate(group.all_gather(problem, max_bytes=_MAX_PROBLEM_BYTES)):
+            if words:
+                raise StateMismatch(
+                    f"trainer {rank}: {words.decode(errors='replace')}", hint=_UNCHANGED
+                )
+        return len(problem)
+
+    def _note(self) -> list[bytes]:
+        """The SHA-256 of each tensor, in the order of ``specs``; they must not change from now
+        on."""
+        tensors = self._tensors()
+        if problem := self._replaced(tensors):
+            raise StateMismatch(problem, hint="Create a new PulseLoCo on all trainers.")
+        self._fingerprints = self._fingerprints_of(tensors)
+        return list(ordered_map(digest_of, list(tensors.values()), self.threads))
+
+    def _problem(self) -> str:
+        """Words for what has changed since the trainers met, "" if nothing has."""
+        tensors = self._tensors()
+        if problem := self._replaced(tensors):
+            return problem
+        now = self._fingerprints_of(tensors)
+        changed = [name for name in now if now[name] != self._fingerprints[name]]
+        if not changed:
+            return ""
+        return f"{', '.join(map(repr, changed))} changed, and no optimizer of PulseLoCo trains it"
+
+    def _replaced(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Words for the first buffer that is gone, or of another dtype or shape, "" without one."""
+        for name, dtype, shape in self.specs:
+            if name not in tensors:
+                return f"buffer {name!r}, {dtype} {list(shape)}, is gone"
+            _, now, size = _spec(name, tensors[name])
+            if (now, size) != (dtype, shape):
+                return f"buffer {name!r}, {dtype} {list(shape)}, is now {now} {list(size)}"
+        return ""
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors as they are now: a module may have replaced some of its buffers."""
+        now = self._parameters.buffers()
+        return {**self._frozen, **{name: now[name] for name in self._buffer_names if name in now}}
+
+    def _fingerprints_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+        found = ordered_map(fingerprint, list(tensors.values()), self.threads)
+        return dict(zip(tensors, found, strict=True))
+
+
+def _spec(name: str, tensor: torch.Tensor) -> tuple[str, str, tuple[int, ...]]:
+    return name, str(tensor.dtype), tuple(tensor.shape)
+
+
+Storage = tuple[str, int]
+
+
+def _span(tensor: torch.Tensor) -> tuple[Storage, tuple[int, int]]:
+    """(device and storage, first and last byte) of a tensor that is not empty."""
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    length = 1 + sum(int(stride * (size - 1)) for stride, size in sizes)
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    storage = str(tensor.device), tensor.untyped_storage().data_ptr()
+    return storage, (first, first + length * tensor.element_size())

@@ -7,6 +7,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from .._util.collective import GlooTransport, RankGroup
 from .._util.serial import SerialThread
 from ..errors import InputError, RankLost, StateMismatch, UnsupportedTensor
-from ..state.tensors import is_sharded
-from .frozen import Model, digest_of, fingerprint
+from ..state.tensors import State, is_sharded
 
+Model = torch.nn.Module | Mapping[str, torch.Tensor]
+_INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 20
+_ODD = 0x1E3779B97F4A7C15
 _HINT = (
     "Every rank of a trainer must have its shard of every DTensor: data, tensor and expert "
     "parallelism, no stages."
@@ -322,3 +327,61 @@ def _slice(full: torch.Tensor, tensor: Any) -> torch.Tensor:
     return distribute_tensor(
         full, tensor.device_mesh, tensor.placements, src_data_rank=None
     ).to_local()
+
+
+# -- tensors as bits
+
+
+def require_dense(tensor: torch.Tensor, what: str) -> None:
+    """Raises UnsupportedTensor, with the words ``what``, for a tensor without dense memory that can
+    be written: meta, sparse, sharded, quantized, uninitialized, wrapped, of a dtype without a plain
+    bit view, or expanded."""
+    try:
+        State.of({what: tensor})
+    except (UnsupportedTensor, ValueError) as error:  # a ValueError of torch: not initialized
+        raise UnsupportedTensor(f"trainers cannot keep {what} equal: {error}") from None
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise UnsupportedTensor(
+            f"trainers cannot keep {what} equal: its elements share memory",
+            hint="Give the tensor memory of its own: clone() an expanded one.",
+        )
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """SHA-256 of the tensor's bytes."""
+    return sha256(_bytes(tensor).cpu().numpy().data).digest()
+
+
+def fingerprint(tensor: torch.Tensor) -> object:
+    """What compares unequal in this process for other bits of the tensor, but for a chance of
+    2^-60. It is computed on the tensor's device and takes one reading of its memory."""
+    return digest_of(tensor) if tensor.device.type == "cpu" else fingerprint_on_device(tensor)
+
+
+@torch.no_grad()
+def fingerprint_on_device(tensor: torch.Tensor) -> int:
+    """The elements as integers, multiplied by numbers at random and added up, modulo 2^64."""
+    words = _bytes(tensor).view(_INTS[tensor.element_size()])
+    weights, found = (
+        _weights(tensor.device),
+        torch.zeros((), dtype=torch.int64, device=tensor.device),
+    )
+    for start in range(0, len(words), _PIECE):
+        piece = words[start : start + _PIECE]
+        found = found * _ODD + (piece * weights[: len(piece)]).sum()
+    return int(found)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes where they are, 1-D uint8; a copy if they do not lie in order."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """`_PIECE` odd numbers at random, INT64."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    drawn = torch.randint(-(1 << 62), 1 << 62, (_PIECE,), generator=generator, device="cpu")
+    return (2 * drawn + 1).to(device)

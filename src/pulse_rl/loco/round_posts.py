@@ -7,22 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import closing
-from functools import partial
 from hashlib import sha256
-from itertools import accumulate
+from itertools import islice
 from threading import Lock
 
 import numpy as np
 
-from .._native import sum_entries
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, NotFound, Untrusted
 from ..store.base import CONNECTIONS
-from ..stream.signing import TrustedKeys
-from .exchange import GatedReduction, StoreExchange
-from .gate import ReduceGate
-from .outer import OuterState
-from .parameters import FlatBlock, Floats, is_finite
+from .gate import GatedReduction, ReduceGate, add_up
+from .parameters import FlatBlock, Floats
 from .store_format import (
     MAX_SUMS_HEAD,
     Close,
@@ -35,7 +30,6 @@ from .store_format import (
     Upload,
     head_bytes,
     norm,
-    norm_of,
     pause,
     read_head,
     squares_of,
@@ -79,18 +73,16 @@ class RoundPosts:
     def __init__(
         self,
         store: RunStore,
-        exchange: StoreExchange,
+        max_norm: float | None,
         reduction: GatedReduction,
-        state: OuterState,
         place: RoundKey,
         shares: list[list[Unit]],
-        trusted: TrustedKeys | None,
         own: tuple[Upload, bytes] | None,
     ) -> None:
         self.place, self.shares, self.own = place, shares, own
-        self._store, self._exchange, self._state, self._trusted = store, exchange, state, trusted
+        self.store, self.max_norm, self.reduction = store, max_norm, reduction
         self.coder = reduction.coder(place.round)
-        self.threads = 1 if state.threads == 1 else CONNECTIONS
+        self.threads = 1 if reduction.state.threads == 1 else CONNECTIONS
         """So many objects are read at once."""
         self._most = [self.coder.max_bytes(units) for units in shares]
         """Bytes of each part."""
@@ -108,16 +100,14 @@ class RoundPosts:
             [unit.take(entries[unit.block.number]) for unit in units] for units in self.shares
         ]
         messages = self.coder.encode_each(self.shares, by_share)
-        parts = ShardedMessage.of(
-            [Part.of(message, of) for message, of in zip(messages, by_share, strict=True)]
-        )
+        parts = ShardedMessage.of(map(Part.of, messages, by_share))
         if (reason := self._out_of_bounds(parts)) is not None:
             return reason
-        head = write_head(self.place, parts, self._exchange.signer)
+        head = write_head(self.place, parts, self.store.signer)
         data = b"".join([head, *messages])
         post = Upload(self.place.trainer, sha256(head).hexdigest(), len(data))
         self._heads[post] = parts
-        self._messages[post] = self._by_block(by_share)
+        self._messages[post] = self.by_block(by_share)
         self.own = post, data
         return self.own
 
@@ -137,7 +127,7 @@ class RoundPosts:
         tried: Counter[str] = Counter()
         posts = list[Upload]()
         for post in sorted(
-            self._store.posts(self.place.round),
+            self.store.posts(self.place.round),
             key=lambda post: (post.trainer not in members, *post),
         ):
             tried[post.trainer] += not self._is_refused(post)
@@ -191,14 +181,13 @@ class RoundPosts:
             return parts
         if len(parts) == 1 and isinstance(entries := self._messages.get(post), list):
             return entries
-        start = head_bytes(len(parts)) + sum(part.nbytes for part in parts[:share])
+        start, part = head_bytes(len(parts)), parts[share]
+        start += sum(before.nbytes for before in islice(parts, share))
         try:
-            message_of_share = self._verified(
-                post, start, start + parts[share].nbytes, parts[share].digest
-            )
+            message = self._verified(post, start, start + part.nbytes, part.digest)
         except CorruptMessage:
             return f"part {share} is damaged in the store"
-        return self._decoded(parts, share, message_of_share)
+        return self._decoded(parts, share, message)
 
     def message(self, post: Upload) -> list[Entries] | str:
         """All entries of a post, by block."""
@@ -214,21 +203,22 @@ class RoundPosts:
         if isinstance(parts, str):
             return parts
         by_share: list[list[Entries]] = []
-        stops = accumulate([part.nbytes for part in parts], initial=head_bytes(len(parts)))
-        for share, (start, part) in enumerate(zip(stops, parts, strict=False)):
-            message = data[start : start + part.nbytes]
+        stop = head_bytes(len(parts))
+        for share, part in enumerate(parts):
+            start, stop = stop, stop + part.nbytes
+            message = data[start:stop]
             if sha256(message).digest() != part.digest:
                 raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
             found = self._decoded(parts, share, message)
             if isinstance(found, str):
                 return found
             by_share.append(found)
-        return self._by_block(by_share)
+        return self.by_block(by_share)
 
     def _bytes(self, post: Upload, start: int, stop: int) -> bytes:
         if self.own is not None and post == self.own[0]:
             return self.own[1][start:stop]
-        return self._store.post(self.place.round, post, start, stop)
+        return self.store.post(self.place.round, post, start, stop)
 
     def _verified(self, post: Upload, start: int, stop: int, digest: bytes) -> bytes:
         """Some bytes of a post. Raises CorruptMessage where they have not this SHA-256, however
@@ -246,7 +236,7 @@ class RoundPosts:
             raise CorruptMessage(f"the message of {post.trainer} is damaged in the store")
         try:
             place = self.place._replace(trainer=post.trainer)
-            parts = read_head(head, post.nbytes, place, self._trusted, len(self.shares))
+            parts = read_head(head, post.nbytes, place, self.store.trusted, len(self.shares))
             found = self._out_of_bounds(parts) or parts
         except (CorruptMessage, Untrusted) as error:
             found = str(error)
@@ -254,23 +244,20 @@ class RoundPosts:
         return found
 
     def _too_long(self, post: Upload) -> str | None:
-        most = head_bytes(len(self.shares)) + sum(self._most)
-        return (
-            f"it has {post.nbytes} bytes, more than its entries can need"
-            if post.nbytes > most
-            else None
-        )
-
-    def _out_of_bounds(self, parts: Sequence[Part]) -> str | None:
-        for share, (part, of_part) in enumerate(zip(parts, self._most, strict=True)):
-            if part.nbytes > of_part:
-                return f"part {share} has more bytes than its entries can need"
-        longest, norm = self._exchange.max_norm, norm_of(parts)
-        if longest is not None and norm > longest:
-            return f"its norm is {norm:g}, more than {longest:g}"
+        if post.nbytes > head_bytes(len(self.shares)) + sum(self._most):
+            return f"it has {post.nbytes} bytes, more than its entries can need"
         return None
 
-    def _decoded(self, parts: Sequence[Part], share: int, message: bytes) -> list[Entries] | str:
+    def _out_of_bounds(self, parts: ShardedMessage) -> str | None:
+        for share, (part, most) in enumerate(zip(parts, self._most, strict=True)):
+            if part.nbytes > most:
+                return f"part {share} has more bytes than its entries can need"
+        found = norm(part.squares for part in parts)
+        if self.max_norm is not None and found > self.max_norm:
+            return f"its norm is {found:g}, more than {self.max_norm:g}"
+        return None
+
+    def _decoded(self, parts: ShardedMessage, share: int, message: bytes) -> list[Entries] | str:
         try:
             entries = self.coder.decode_one(self.shares[share], message)
         except CorruptMessage as error:
@@ -279,19 +266,13 @@ class RoundPosts:
             return "its head has other entries, or another norm"
         return entries
 
-    def _by_block(self, by_share: Sequence[Sequence[Entries]]) -> list[Entries]:
-        return by_block(self.shares, by_share, len(self._state.parameters.blocks))
-
-
-def by_block(
-    shares: Sequence[Sequence[Unit]], by_share: Sequence[Sequence[Entries]], blocks: int
-) -> list[Entries]:
-    """The entries of shares, which are runs in order, as those of blocks."""
-    found: list[list[Entries]] = [[] for _ in range(blocks)]
-    for units, entries in zip(shares, by_share, strict=True):
-        for unit, of in zip(units, entries, strict=True):
-            found[unit.block.number].append(unit.place(of))
-    return [each[0] if len(each) == 1 else _joined(each) for each in found]
+    def by_block(self, by_share: Sequence[Sequence[Entries]]) -> list[Entries]:
+        """The entries of the shares, which are runs in order, as those of blocks."""
+        found: list[list[Entries]] = [[] for _ in self.reduction.state.parameters.blocks]
+        for units, entries in zip(self.shares, by_share, strict=True):
+            for unit, of in zip(units, entries, strict=True):
+                found[unit.block.number].append(unit.place(of))
+        return [each[0] if len(each) == 1 else _joined(each) for each in found]
 
 
 def _joined(entries: Sequence[Entries]) -> Entries:
@@ -304,30 +285,20 @@ def _joined(entries: Sequence[Entries]) -> Entries:
 
 
 class RoundSums:
-    """The sums of a round that ``close`` has ended, as the trainer ``name`` makes and reads them.
-    Who owns a share sums its parts of all ``posts``, and withholds what the gate holds back.
+    """The sums of a round that ``close`` has ended, as the trainer of ``posts`` makes and reads
+    them. Who owns a share sums its parts of all posts, and withholds what the gate holds back.
 
     ``left_out``: by share, the trainers whose part could not count, and why; what it had is still
     theirs."""
 
-    def __init__(
-        self,
-        store: RunStore,
-        posts: RoundPosts,
-        close: Close,
-        state: OuterState,
-        reduction: GatedReduction,
-        name: str,
-    ) -> None:
+    def __init__(self, posts: RoundPosts, close: Close) -> None:
         self.close = close
         self.left_out: list[dict[str, str]] = [{} for _ in posts.shares]
-        self._store, self._posts, self._state, self._reduction = store, posts, state, reduction
-        self._name, self._number = name, posts.place.round
-        self._threads = posts.threads
+        self._store, self._posts, self._threads = posts.store, posts, posts.threads
+        self._name, self._number = posts.place.trainer, posts.place.round
         # By share: what was read, as entries by unit, one after the other; and, of what this
-        # trainer has made, the message, with a gate that knows what was withheld.
+        # trainer has made, a gate that knows what was withheld.
         self._read: dict[int, list[list[Entries]]] = {}
-        self._made: dict[int, tuple[bytes, ReduceGate]] = {}
         self._withheld: dict[int, ReduceGate] = {}
         # One that was interrupted may still go on behind the inner steps.
         self._one_at_a_time = Lock()
@@ -335,7 +306,8 @@ class RoundSums:
     def entries(self) -> list[list[Entries]]:
         """By block, what theta moves against, in the order of the addition. `gather` has read
         all."""
-        found: list[list[Entries]] = [[] for _ in self._state.parameters.blocks]
+        blocks = self._posts.reduction.state.parameters.blocks
+        found: list[list[Entries]] = [[] for _ in blocks]
         for share, units in enumerate(self._posts.shares):
             for by_unit in self._read[share]:
                 for unit, entries in zip(units, by_unit, strict=True):
@@ -351,45 +323,45 @@ class RoundSums:
         """Why a part of the trainer's message is not in the sums, if one is not."""
         return next((names[trainer] for names in self.left_out if trainer in names), None)
 
-    def gather(self, exchange: StoreExchange) -> None:
+    def gather(self, grace_seconds: float) -> None:
         """Makes the sums of this trainer's shares, after ``grace_seconds`` those of owners that are
         late, and reads all. Raises NotFound where the round is long over, and what was in it is
         gone; and CorruptMessage where the sums are more than messages within ``max_norm`` add up
         to."""
         with self._one_at_a_time:
-            self._gather(exchange)
+            self._gather(grace_seconds)
 
-    def _gather(self, exchange: StoreExchange) -> None:
-        for post, head in zip(
-            self.close.posts, ordered_map(self._head, self.close.posts, self._threads), strict=True
-        ):
+    def _gather(self, grace_seconds: float) -> None:
+        heads = ordered_map(self._head, self.close.posts, self._threads)
+        for post, head in zip(self.close.posts, heads, strict=True):
             if isinstance(head, str):
                 raise cannot_count(self.close, post.trainer, head)
+        shares = range(len(self._posts.shares))
         began = time.monotonic()
         over, tried = False, set[int]()
         while True:
+            # 1. Those that are there are read.
             there = self._store.sums(self._number)
-            shares = range(len(self._posts.shares))
-            new = [share for share in shares if share in there and share not in self._read]
-            sizes = [(share, there[share]) for share in new]
-            for share, found in zip(
-                new, ordered_map(self._fetched, sizes, self._threads), strict=True
-            ):
+            sizes = [(n, there[n]) for n in shares if n in there and n not in self._read]
+            reads = ordered_map(self._fetched, sizes, self._threads)
+            for (share, _), found in zip(sizes, reads, strict=True):
                 self._take(share, *found)
             missing = [share for share in shares if share not in self._read]
             if not missing:
-                return self._require_bound(exchange.max_norm)
+                return self._require_bound()
+            # 2. Of a round that is long over nothing is made.
             if over:
                 raise NotFound(f"the sums of round {self._number + 1} are gone")
             if over := self._is_over():
                 continue  # all had been there by then
+            # 3. This trainer makes its own, and with time those of others, each once.
             now = time.monotonic()
             due = [share for share in missing if share not in tried]
             own = [share for share in due if self._owner(share) == self._name]
             if due and not own:
                 # First the next trainer makes them, then two more, then four.
                 near = min(due, key=self._distance)
-                if now - began >= exchange.grace_seconds * self._distance(near).bit_length():
+                if now - began >= grace_seconds * self._distance(near).bit_length():
                     own = [near]
             for share in own:
                 self._make(share)
@@ -405,7 +377,8 @@ class RoundSums:
         except (CorruptMessage, NotFound):
             return None
 
-    def _require_bound(self, max_norm: float | None) -> None:
+    def _require_bound(self) -> None:
+        max_norm = self._posts.max_norm
         if max_norm is None:
             return
         found = norm(
@@ -443,10 +416,8 @@ class RoundSums:
         gate, sums = self._gated(share, parts)
         message = b"" if sums is None else self._posts.coder.encode(self._posts.shares[share], sums)
         place = self._posts.place
-        self._made[share] = message, gate
-        made = ShareSums(
-            place.run, place.round, share, place.root, self._name, tuple(left_out), message
-        )
+        where = place.run, place.round, share, place.root
+        made = ShareSums(*where, self._name, tuple(left_out), message)
         if self._store.put_sums(made):
             self._withheld[share] = gate
 
@@ -489,15 +460,11 @@ class RoundSums:
     ) -> tuple[ReduceGate, list[Entries] | None]:
         """The sums of a share that pass the gate, by unit, None where one is too large for a
         message; and the gate."""
-        reduction, units = self._reduction, self._posts.shares[share]
-        gate = partial(ReduceGate, self._state.theta, reduction.gate, reduction.wire, self._number)
-        used, sent = gate(), list[Entries]()
-        for number, unit in enumerate(units):
-            sums = sum_entries([part[number] for part in parts], unit.stop - unit.start)
-            sent.append(used.filter(unit, sums, len(self.close.posts)))
-            if not is_finite(sent[-1][1]).all():
-                return gate(), None
-        return used, sent
+        reduction, units = self._posts.reduction, self._posts.shares[share]
+        gate = reduction.reduce_gate(self._number)
+        summands = [[part[number] for part in parts] for number in range(len(units))]
+        sums = add_up(units, summands, len(self.close.posts), gate, self._posts.coder.threads)
+        return gate if sums is not None else reduction.reduce_gate(self._number), sums
 
     def _fetched(self, size: tuple[int, int]) -> tuple[ShareSums, list[list[Entries]]]:
         share, nbytes = size
@@ -518,14 +485,12 @@ class RoundSums:
         if not sums.message:
             found = self._same_parts(share, left_out)
         elif sums.trainer == self._name and share not in self._withheld:
-            message, gate = self._made.get(share, (b"", None))
-            if gate is None or message != sums.message:  # an earlier process has made it
-                gate, again = self._gated(share, self._same_parts(share, left_out))
-                if again is None or not _same(again, found[0]):
-                    raise CorruptMessage(
-                        f"the sums of share {share} are in this trainer's name, and not what it "
-                        "makes"
-                    )
+            # An earlier process has made it, or this one, which has not seen that it was stored.
+            gate, again = self._gated(share, self._same_parts(share, left_out))
+            if again is None or not _same(again, found[0]):
+                raise CorruptMessage(
+                    f"the sums of share {share} are in this trainer's name, and not what it makes"
+                )
             self._withheld[share] = gate
         self.left_out[share], self._read[share] = left_out, found
 

@@ -10,14 +10,15 @@ import re
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import islice
-from typing import Any, NamedTuple, Self, overload
+from typing import Any, NamedTuple, Self
 
+import msgspec
 import numpy as np
 
-from .._util.threads import checkpoint, hit
+from .._util.threads import checkpoint
 from ..errors import CorruptMessage, NotFound, StoreError, StoreUnavailable, Untrusted
 from ..store import Store
 from ..store.base import create_or_confirm, is_name, whole
@@ -73,28 +74,23 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedMessage(Sequence[Part]):
-    """Those of a post, by share, as its head has them: of many trainers they are many."""
+class ShardedMessage:
+    """The parts of a post, by share, as its head has them: of many trainers they are many."""
 
     table: bytes
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> Self:
+    def of(cls, parts: Iterable[Part]) -> Self:
         return cls(b"".join(_PART.pack(*part) for part in parts))
 
     def __len__(self) -> int:
         return len(self.table) // _PART.size
 
-    @overload
-    def __getitem__(self, share: int) -> Part: ...
-    @overload
-    def __getitem__(self, share: slice) -> list[Part]: ...
-    def __getitem__(self, share: int | slice) -> Part | list[Part]:
-        if isinstance(share, slice):
-            return [self[number] for number in range(*share.indices(len(self)))]
-        if not 0 <= share < len(self):
-            raise IndexError(share)
-        return Part(*_PART.unpack_from(self.table, _PART.size * share))
+    def __iter__(self) -> Iterator[Part]:
+        return map(Part._make, _PART.iter_unpack(self.table))
+
+    def __getitem__(self, share: int) -> Part:
+        return Part._make(_PART.unpack_from(self.table, _PART.size * share))
 
 
 def squares_of(entries: Sequence[Entries]) -> float:
@@ -107,11 +103,6 @@ def squares_of(entries: Sequence[Entries]) -> float:
             squares[0] += total
             total = float(np.add.accumulate(squares)[-1])
     return total
-
-
-def norm_of(parts: Sequence[Part]) -> float:
-    """The L2 norm of a post."""
-    return norm(part.squares for part in parts)
 
 
 def norm(squares: Iterable[float]) -> float:
@@ -128,7 +119,7 @@ def head_bytes(shares: int) -> int:
     return _PARTS_AT + _PART.size * shares
 
 
-def write_head(place: RoundKey, parts: Sequence[Part], signer: Signer | None) -> bytes:
+def write_head(place: RoundKey, parts: Iterable[Part], signer: Signer | None) -> bytes:
     table = ShardedMessage.of(parts).table
     signature = bytes.fromhex(signer.signature(place.signed(table)).value) if signer else _UNSIGNED
     return _MAGIC + bytes.fromhex(place.root) + signature + table
@@ -167,7 +158,7 @@ class Upload(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A post that whoever closed the round has read, and did not name, and why."""
+    """A post that the trainer that closed the round has read and not named, and why."""
 
     trainer: str
     sha256: str
@@ -187,22 +178,13 @@ class Close:
     refused: tuple[Refused, ...] = ()
 
     def to_bytes(self, signer: Signer | None) -> bytes:
-        fields = {
-            "run": self.run,
-            "round": self.round,
-            "theta": self.theta,
-            "posts": [list(post) for post in self.posts],
-        }
-        refused = [
-            [each.trainer, each.sha256, each.reason[:_REASON]]
-            for each in self.refused[:MAX_REFUSED]
-        ]
-        while (
-            len(data := sealed("close", {**fields, "refused": refused}, signer)) > MAX_CLOSE_BYTES
-            and refused
-        ):
+        named = self.refused[:MAX_REFUSED]
+        refused = tuple(each._replace(reason=each.reason[:_REASON]) for each in named)
+        while True:
+            data = sealed("close", asdict(replace(self, refused=refused)), signer)
+            if len(data) <= MAX_CLOSE_BYTES or not refused:
+                return data
             refused = refused[: len(refused) // 2]  # letters that take six bytes each
-        return data
 
     @classmethod
     def parse(
@@ -210,23 +192,18 @@ class Close:
     ) -> Self:
         """Raises CorruptMessage unless ``data`` closes round ``number`` of the run, and
         Untrusted."""
-        fields = unsealed(data, "close", name, trusted)
         try:
-            posts = tuple(Upload(*post) for post in fields["posts"])
-            refused = tuple(Refused(*each) for each in fields["refused"])
-            found = cls(fields["run"], fields["round"], fields["theta"], posts, refused)
-            names = [post.trainer for post in posts]
-            good = (
-                (found.run, found.round) == (run, number)
-                and isinstance(found.theta, str)
-                and 0 < len(names) <= MAX_TRAINERS
-                and names == sorted(set(names))
-                and all(POST.fullmatch(f"{each[0]}.{each[1]}") for each in (*posts, *refused))
-                and all(type(post.nbytes) is int and post.nbytes >= 0 for post in posts)
-                and all(isinstance(each.reason, str) for each in refused)
-            )
-        except (ValueError, KeyError, TypeError) as error:
+            found = msgspec.convert(unsealed(data, "close", name, trusted), cls)
+        except msgspec.ValidationError as error:
             raise CorruptMessage(f"{name} cannot be read: {error}") from None
+        names, uploads = [post.trainer for post in found.posts], (*found.posts, *found.refused)
+        good = (
+            (found.run, found.round) == (run, number)
+            and 0 < len(names) <= MAX_TRAINERS
+            and names == sorted(set(names))
+            and all(POST.fullmatch(f"{each[0]}.{each[1]}") for each in uploads)
+            and all(post.nbytes >= 0 for post in found.posts)
+        )
         if not good:
             raise CorruptMessage(f"{name} does not close round {number} of this run")
         return found
@@ -237,11 +214,9 @@ class Close:
         if digest is None:
             return "it was closed before this trainer had put its message"
         why = next((each.reason for each in self.refused if each[:2] == (trainer, digest)), None)
-        return (
-            "this trainer's message came too late"
-            if why is None
-            else f"this trainer's message was refused: {why}"
-        )
+        if why is None:
+            return "this trainer's message came too late"
+        return f"this trainer's message was refused: {why}"
 
 
 class ShareSums(NamedTuple):
@@ -258,12 +233,7 @@ class ShareSums(NamedTuple):
     message: bytes
 
     def to_bytes(self, signer: Signer | None) -> bytes:
-        fields = {
-            "run": self.run,
-            "round": self.round,
-            "share": self.share,
-            "theta": self.theta,
-            "trainer": self.trainer,
+        fields = self._asdict() | {
             "left_out": [[name, reason[:_REASON]] for name, reason in self.left_out],
             "message": sha256(self.message).hexdigest(),
         }
@@ -280,12 +250,10 @@ class ShareSums(NamedTuple):
         fields = unsealed(head, "sums", name, trusted, by="trainer")
         try:
             left_out = tuple((str(who), str(reason)) for who, reason in fields["left_out"])
-            found = cls(
-                place.run, place.round, share, place.root, str(fields["trainer"]), left_out, message
-            )
-            good = (fields["run"], fields["round"], fields["share"], fields["theta"]) == found[
-                :4
-            ] and fields["message"] == sha256(message).hexdigest()
+            where, trainer = (place.run, place.round, share, place.root), str(fields["trainer"])
+            found = cls(*where, trainer, left_out, message)
+            said = (fields["run"], fields["round"], fields["share"], fields["theta"])
+            good = said == where and fields["message"] == sha256(message).hexdigest()
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptMessage(f"{name} cannot be read: {error}") from None
         if not good:
@@ -312,11 +280,8 @@ def unsealed(
     if any, signed it: the one that the field ``by`` names, if that is given."""
     try:
         fields = json.loads(data)
-        seal, key, value = (
-            fields.pop("sha256"),
-            fields.pop("key", None),
-            fields.pop("signature", None),
-        )
+        seal, key = fields.pop("sha256"), fields.pop("key", None)
+        value = fields.pop("signature", None)
         good = seal == _seal(fields) and fields["format"] == FORMAT and fields["kind"] == kind
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
@@ -333,7 +298,7 @@ def unsealed(
         except Untrusted as error:
             raise Untrusted(
                 str(error),
-                hint=f"Whoever owns the store should delete {name}, and let only members write; "
+                hint=f"The owner of the store should delete {name}, and let only members write; "
                 "then rejoin().",
             ) from None
     return dict(fields)
@@ -361,13 +326,15 @@ _PIECE = 16 << 20
 """Elements of theta or momentum in one object of a snapshot."""
 
 
+Snapshot = tuple[str, Floats, Floats]
+"""The root of theta, theta and momentum."""
+
 _POLL_SECONDS = (0.05, 5.0)
 
 
 def pause(began: float, now: float) -> None:
     """Before another look at what was not there ``now``: a tenth of the time since ``began``, as a
     look costs requests."""
-    hit("round.waits")
     shortest, longest = _POLL_SECONDS
     wake = now + min(max((now - began) / 10, shortest), longest)
     while (left := wake - time.monotonic()) > 0:
@@ -379,12 +346,8 @@ def pieces_of(snapshot: Any) -> set[str]:
     """The names of the pieces that a snapshot's ``fields`` tell of, as far as they are of this
     format."""
     try:
-        return {
-            name
-            for what in ("theta", "momentum")
-            for name in snapshot[what]["pieces"]
-            if is_name(name)
-        }
+        named = [*snapshot["theta"]["pieces"], *snapshot["momentum"]["pieces"]]
+        return set(filter(is_name, named))
     except (KeyError, TypeError):
         return set()
 
@@ -401,8 +364,9 @@ class RunStore:
     ) -> None:
         self.run = ""
         self.sent_bytes = 0
+        self.signer, self.trusted = signer, trusted
+        self._store, self._state = store, state
         self._first_pieces: set[str] = set()
-        self._store, self._state, self._signer, self._trusted = store, state, signer, trusted
 
     def beginning(self) -> dict[str, Any]:
         """What the run began with."""
@@ -413,7 +377,7 @@ class RunStore:
     def begin(self, fields: dict[str, Any]) -> None:
         """Begins a run with these fields, unless another trainer has begun it; ``state`` is its
         first snapshot."""
-        self._create(_RUN, sealed("run", {**fields, "snapshot": self._put_state(0)}, self._signer))
+        self._create(_RUN, sealed("run", {**fields, "snapshot": self._put_state(0)}, self.signer))
 
     # -- rounds
 
@@ -421,7 +385,7 @@ class RunStore:
         """What has closed the round after ``number`` others."""
         try:
             data = self._bytes(name := f"{_CLOSED}/{number:012d}.json", MAX_CLOSE_BYTES)
-            return Close.parse(data, name, self.run, number, self._trusted)
+            return Close.parse(data, name, self.run, number, self.trusted)
         except NotFound:
             return None
 
@@ -432,13 +396,13 @@ class RunStore:
 
     def close(self, close: Close) -> None:
         """Closes a round, unless it is closed."""
-        self._create(f"{_CLOSED}/{close.round:012d}.json", close.to_bytes(self._signer))
+        self._create(f"{_CLOSED}/{close.round:012d}.json", close.to_bytes(self.signer))
 
     def posts(self, number: int) -> Iterator[Upload]:
         """Those of a round, by their names; members' alone where members have keys."""
         for info in islice(self._store.list(f"{_POSTS}/{number:012d}"), _MAX_LEFT):
             match = POST.fullmatch(info.name.rpartition("/")[2])
-            if match and (self._trusted is None or match[1] in self._trusted.keys):
+            if match and (self.trusted is None or match[1] in self.trusted.keys):
                 yield Upload(match[1], match[2], info.nbytes)
 
     def has_post(self, number: int, trainer: str, digest: str) -> bool:
@@ -475,21 +439,18 @@ class RunStore:
         found = {}
         for info in islice(self._store.list(f"{_SUMS}/{number:012d}"), _MAX_LEFT):
             stem = info.name.rpartition("/")[2]
-            if (
-                stem.isascii()
-                and stem.isdecimal()
-                and info.name == self._sums_name(number, int(stem))
-            ):
+            is_share = stem.isascii() and stem.isdecimal()
+            if is_share and info.name == self._sums_name(number, int(stem)):
                 found[int(stem)] = info.nbytes
         return found
 
     def share_sums(self, place: RoundKey, share: int, nbytes: int) -> ShareSums:
         name = self._sums_name(place.round, share)
-        return ShareSums.parse(whole(self._store, name, nbytes), name, place, share, self._trusted)
+        return ShareSums.parse(whole(self._store, name, nbytes), name, place, share, self.trusted)
 
     def put_sums(self, sums: ShareSums) -> bool:
         """Stores the sums of a share, unless it has some; whether these are in the store."""
-        return self._create(self._sums_name(sums.round, sums.share), sums.to_bytes(self._signer))
+        return self._create(self._sums_name(sums.round, sums.share), sums.to_bytes(self.signer))
 
     @staticmethod
     def _sums_name(number: int, share: int) -> str:
@@ -504,7 +465,7 @@ class RunStore:
         if before >= number:
             return
         fields = {"run": self.run, **self._put_state(number)}
-        self._create(f"{_SNAPSHOTS}/{number:012d}.json", sealed("snapshot", fields, self._signer))
+        self._create(f"{_SNAPSHOTS}/{number:012d}.json", sealed("snapshot", fields, self.signer))
         # Of the rounds up to the snapshot before that one nobody needs a message any more, nor
         # sums. What closed them stays: a round is never closed a second time.
         for folder in (_POSTS, _SUMS):
@@ -526,9 +487,8 @@ class RunStore:
         for info in islice(self._store.list(_SNAPSHOTS), _MAX_LEFT):
             stem = info.name.rpartition("/")[2].removesuffix(".json")
             numbers += [int(stem)] if stem.isdecimal() and len(stem) == 12 else []
-        for number in sorted((n for n in numbers if below is None or n < below), reverse=True)[
-            :_MAX_SNAPSHOTS
-        ]:
+        earlier = sorted(number for number in numbers if below is None or number < below)
+        for number in earlier[::-1][:_MAX_SNAPSHOTS]:
             try:
                 fields = self._json("snapshot", f"{_SNAPSHOTS}/{number:012d}.json")
             except (CorruptMessage, Untrusted, NotFound):
@@ -536,10 +496,8 @@ class RunStore:
             if (fields.get("run"), fields.get("round")) == (self.run, number):
                 yield number, fields
 
-    def snapshot(
-        self, fields: Any, number: int, *, unless: str = ""
-    ) -> tuple[str, Floats, Floats] | None:
-        """The root of theta, theta and momentum of the snapshot after ``number`` rounds that
+    def snapshot(self, fields: Any, number: int, *, unless: str = "") -> Snapshot | None:
+        """The snapshot after ``number`` rounds that
         ``fields`` tell of; None where the root is ``unless``."""
         try:
             roots = [fields[what]["root"] for what in ("theta", "momentum")]
@@ -589,7 +547,7 @@ class RunStore:
         return create_or_confirm(self._store, name, data)
 
     def _json(self, kind: str, name: str) -> dict[str, Any]:
-        return unsealed(self._bytes(name, _MAX_RUN_BYTES), kind, name, self._trusted)
+        return unsealed(self._bytes(name, _MAX_RUN_BYTES), kind, name, self.trusted)
 
     def _bytes(self, name: str, most: int) -> bytes:
         nbytes = self._store.head(name).nbytes

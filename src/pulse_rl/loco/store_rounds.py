@@ -1,10 +1,10 @@
 """Rounds over a store: trainers that share nothing but a folder or a bucket (docs/loco.md, section
 7).
 
-A trainer puts its message of a round, and whoever sees enough of them closes the round by creating
-one object that names who is in. Everybody reads the same messages in the same order, or, among
-many, the sums that the owners of shares make of them, and comes to the same theta. Who is left out
-keeps what it has learnt in its residual.
+A trainer puts its message of a round. A trainer that sees enough of them closes the round: it
+creates one object that names who is in. All trainers read the same messages in the same order, or,
+among many, the sums that the owners of shares make of them, and come to the same theta. A trainer
+that is left out keeps what it has learned in its residual.
 """
 
 # The states of a trainer, and the values of the flags that mean them. ``pending``, ``includes`` and
@@ -62,14 +62,13 @@ from ..errors import (
 from ..store import open_store
 from ..store.base import BoundedStore
 from ..stream.signing import trusted_by
-from .exchange import GatedReduction, Phase, StoreExchange
+from .exchange import Meeting, Phase, Round, StoreExchange
+from .gate import GatedReduction
 from .group import TrainerNote
-from .outer import MessageOutcome
+from .outer import MessageOutcome, Trainer, specs_digest
 from .parameters import Floats
-from .rendezvous import Round
-from .round_posts import RoundPosts, RoundSums, by_block, cannot_count, cut_runs
-from .store_format import MAX_TRAINERS, TRAINER, Close, RoundKey, RunStore, Upload, pause
-from .trainer import Trainer, specs_digest
+from .round_posts import RoundPosts, RoundSums, cannot_count, cut_runs
+from .store_format import MAX_TRAINERS, TRAINER, Close, RoundKey, RunStore, Snapshot, Upload, pause
 from .wire import Entries
 
 _FIRST_TRAINERS = 16
@@ -77,25 +76,18 @@ _SNAPSHOT_TRIES = 10
 _NOTHING: Entries = (np.empty(0, np.uint32), np.empty(0, np.float32))
 
 
-class StoreRounds:
-    """One trainer's side of the rounds of a run. ``serial`` is the loop's thread: what takes effect
-    does so whole."""
+class StoreRounds(Meeting):
+    """One trainer's side of the rounds of a run."""
 
     def __init__(
-        self,
-        exchange: StoreExchange,
-        reduction: GatedReduction,
-        trainer: Trainer,
-        serial: SerialThread,
+        self, exchange: StoreExchange, reduction: GatedReduction, trainer: Trainer
     ) -> None:
-        self.exchange = exchange
-        self._trusted = trusted_by(exchange.trusted_keys)
+        self.exchange, self.joined = exchange, False
         self._given_name = exchange.signer.public_key if exchange.signer else exchange.trainer
         trainer.name = self._given_name or f"trainer-{secrets.token_hex(8)}"
-        self.joined = False
-        self._trainer, self._reduction, self._serial = trainer, reduction, serial
-        store = BoundedStore(open_store(exchange.store))
-        self._store = RunStore(store, trainer.state, exchange.signer, self._trusted)
+        self._trainer, self._reduction = trainer, reduction
+        store, trusted = BoundedStore(open_store(exchange.store)), trusted_by(exchange.trusted_keys)
+        self._store = RunStore(store, trainer.state, exchange.signer, trusted)
         self._state, self._blocks = trainer.state, trainer.parameters.blocks
         reduction.residual.find_sendable_entries = self._find_sendable_entries
         self._members: frozenset[str] = frozenset()
@@ -129,44 +121,42 @@ class StoreRounds:
         run = {
             "specs": specs_digest(trainer.parameters.specs, trainer.frozen.specs),
             "untrained": trainer.frozen.digest(),
-            "settings": json.loads(json.dumps(settings | self._bounds())),
+            "settings": json.loads(json.dumps({**settings, "max_norm": self.exchange.max_norm})),
         }
         try:
             found = self._store.beginning()
         except NotFound:
-            # Whoever creates the run gives it its theta: all others take that.
+            # The trainer that creates the run gives it its theta: all others take that.
             self._store.begin({"run": secrets.token_hex(16), **run})
             found = self._store.beginning()
-        for key, value in run.items():
-            if found.get(key) != value:
-                if key == "settings":
-                    raise InputError(
-                        f"the run has the settings {found.get(key)}, this trainer {value}"
-                    )
-                what = (
-                    "frozen parameters or buffers"
-                    if key == "untrained"
-                    else "parameters or buffers"
-                )
+        for key, what in (("specs", "parameters"), ("untrained", "frozen parameters")):
+            if found.get(key) != run[key]:
                 raise StateMismatch(
-                    f"this trainer's {what} are not those of the run",
+                    f"this trainer's {what} or buffers are not those of the run",
                     hint="Start from the same model.",
                 )
+        if found.get("settings") != run["settings"]:
+            raise InputError(
+                f"the run has the settings {found.get('settings')}, this trainer {run['settings']}"
+            )
         self._store.run = str(found.get("run"))
         self._root = self._state.digest(self._state.theta).root
         residual = self._reduction.residual
         is_new = not (trainer.round or trainer.inner_step or residual.pending_message)
-        if trainer.round == 0 and not (is_new and self._take_up_newest(0, lookahead)):
-            self._load(
-                self._store.snapshot(found.get("snapshot"), 0, unless=self._root), 0, lookahead
-            )
+        if is_new and (newest := self._newest_snapshot(0)) is not None:
+            self._load(*newest, lookahead)
+        elif trainer.round == 0:
+            first = self._store.snapshot(found.get("snapshot"), 0, unless=self._root)
+            if first is not None:
+                self._load(0, first, lookahead)
         if trainer.round and self._store.closed(trainer.round - 1) is None:
             raise StateMismatch(
                 f"this trainer is after round {trainer.round}, the run in the store has not come "
                 "so far",
                 hint="Give the store of its run, or a new one without rounds below loco/.",
             )
-        self._members = self._store.members_before(trainer.round)
+        # What was made of the round before it was known who was in the last one has other shares.
+        self._members, self._posts = self._store.members_before(trainer.round), None
         if self._own is not None and self._own[0].sha256 != residual.pending_message:
             self._own = None  # of a state before the one that was loaded
         pending = residual.pending_message if residual.includes_sent and not self._own else None
@@ -220,13 +210,13 @@ class StoreRounds:
 
     # -- a round
 
-    def run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+    def run(self, phase: Phase, lookahead: np.float32) -> Round | None:
         """Ends the round that is due: this trainer's message is put, and counts in this round or
         stays to be sent in the next one."""
         self._trainer.parameters.require()
         return self._report(partial(self._run, phase, lookahead))
 
-    def finish(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+    def finish(self, phase: Phase, lookahead: np.float32) -> Round | None:
         residual = self._reduction.residual
         if not residual.includes_sent or residual.pending_message is None:
             return None
@@ -234,7 +224,7 @@ class StoreRounds:
         def work() -> Round | None:
             with phase("exchange"):
                 if residual.overlap and not self._late:
-                    return self._end_exchange(lookahead())[0]
+                    return self._end_exchange(lookahead)[0]
                 self._put()  # it counts if the others go on
                 return None
 
@@ -254,20 +244,18 @@ class StoreRounds:
             return None
         reason = "; ".join(self._excluded_reasons)
         self._excluded_reasons.clear()
-        sent, self._reported_bytes = (
-            self._store.sent_bytes - self._reported_bytes,
-            self._store.sent_bytes,
-        )
+        sent = self._store.sent_bytes - self._reported_bytes
+        self._reported_bytes += sent
         return replace(done, sent_bytes=sent, excluded_reason=reason)
 
-    def _run(self, phase: Phase, lookahead: Callable[[], np.float32]) -> Round | None:
+    def _run(self, phase: Phase, lookahead: np.float32) -> Round | None:
         residual = self._reduction.residual
         with phase("frozen"):
             self._trainer.frozen.require_unchanged()
         # 1. The round before ends, if its message was sent behind these steps; rounds that others
         # have closed meanwhile are taken up.
         with phase("exchange"):
-            done, outcome = self._end_exchange(lookahead())
+            done, outcome = self._end_exchange(lookahead)
         if not self._trainer.inner_step:
             return done  # its steps have counted, in the message of a call that failed, or may have
         late = self._late = outcome is MessageOutcome.NOT_COUNTED
@@ -283,18 +271,17 @@ class StoreRounds:
         if residual.pending_message is None:
             with phase("gate"):
                 if residual.includes_sent or behind:
-                    self._serial.run(partial(self._take_steps, lookahead()), whole=True)
+                    self._trainer.whole(partial(self._take_steps, lookahead))
                     self._refused = True  # unless it is not
                 own = self._reduction.message(self._trainer.round)
-                if own.bad is not None:
-                    raise NonFinite(f"the pseudo-gradient of {own.bad!r} is not finite")
-                written = self._round_posts().write(own.entries)
+                if isinstance(own, str):
+                    raise NonFinite(f"the pseudo-gradient of {own!r} is not finite")
+                written = self._round_posts().write(own)
                 if isinstance(written, str):
                     raise InputError(
                         f"this trainer's message would be refused by all: {written}",
                         hint="rewind() discards its steps, and all it holds back where they are "
-                        "part of that. "
-                        "Bounds are those of a run.",
+                        "part of that. Bounds are those of a run.",
                     )
                 self._own, self._refused = written, False
             # First: it may count although this trainer fails.
@@ -305,18 +292,18 @@ class StoreRounds:
 
             def go_on() -> None:
                 self._trainer.inner_step = 0
-                self._trainer.write_start(lookahead())
+                self._trainer.write_start(lookahead)
 
-            self._serial.run(go_on, whole=True)
+            self._trainer.whole(go_on)
             self._under_way = self._behind(self._exchange)
             return done
         with phase("exchange"):
             close = self._exchange()
         with phase("update"):
             try:
-                return self._apply(close, lookahead())
+                return self._apply(close, lookahead)
             except NotFound:  # the others are far ahead already
-                return self._catch_up(lookahead())[0]
+                return self._catch_up(lookahead)[0]
 
     def _exchange(self) -> Close:
         """Puts this trainer's message, and waits for the end of the round."""
@@ -361,21 +348,18 @@ class StoreRounds:
         """Takes up the rounds that were closed since this trainer's last one: the last of them, and
         what became of its message in that. A message that is due stays due, unless it has
         counted."""
+        trainer, residual = self._trainer, self._reduction.residual
         done, outcome = None, None
-        while (close := self._store.closed(self._trainer.round)) is not None:
-            due, outcome = self._trainer.inner_step, self._outcome(close)
-            included, restored = (
-                self._reduction.residual.includes_sent,
-                self._trainer.restored_in == self._trainer.round,
-            )
+        while (close := self._store.closed(trainer.round)) is not None:
+            due, outcome = trainer.inner_step, self._outcome(close)
+            included, restored = residual.includes_sent, trainer.restored_in == trainer.round
             try:
                 done = self._apply(close, lookahead)
             except NotFound:  # its messages are gone: a later snapshot has what they led to
                 outcome = self._load_newest(lookahead)
-            if outcome == MessageOutcome.NOT_COUNTED or (
-                included and not (restored and outcome == MessageOutcome.UNKNOWN)
-            ):
-                self._trainer.inner_step = due
+            may_have_counted = restored and outcome is MessageOutcome.UNKNOWN
+            if outcome is MessageOutcome.NOT_COUNTED or (included and not may_have_counted):
+                trainer.inner_step = due
         return done, outcome
 
     def _wait(self) -> Close:
@@ -402,7 +386,7 @@ class StoreRounds:
                 raise TrainerLost(
                     f"round {number + 1}: {len(good)} of {exchange.quorum} trainers in "
                     f"{exchange.deadline_seconds:g} s",
-                    hint="Start more trainers, then call rejoin(): nothing that was learnt is "
+                    hint="Start more trainers, then call rejoin(): nothing that was learned is "
                     "lost.",
                 )
             pause(began, now)
@@ -416,14 +400,7 @@ class StoreRounds:
             gated = self._reduction.gates_sums(members)
             shares = cut_runs(self._blocks, members if gated else 1)
             self._posts = RoundPosts(
-                self._store,
-                self.exchange,
-                self._reduction,
-                self._state,
-                place,
-                shares,
-                self._trusted,
-                self._own,
+                self._store, self.exchange.max_norm, self._reduction, place, shares, self._own
             )
         return self._posts
 
@@ -433,24 +410,20 @@ class StoreRounds:
             raise Diverged(
                 f"round {close.round + 1} was closed by a trainer with another theta than this one"
             )
-        posts, name = self._round_posts(), self._trainer.name
+        posts = self._round_posts()
         if len(posts.shares) > 1:
             if self._sums is None or self._sums.close != close:
-                self._sums = RoundSums(
-                    self._store, posts, close, self._state, self._reduction, name
-                )
-            self._sums.gather(self.exchange)
+                self._sums = RoundSums(posts, close)
+            self._sums.gather(self.exchange.grace_seconds)
             return self._sums.entries()
         self._sums = None
-        messages = ordered_map(partial(self._named, close), close.posts, posts.threads)
+        messages: list[list[Entries]] = []
+        reads = ordered_map(posts.message, close.posts, posts.threads)
+        for post, found in zip(close.posts, reads, strict=True):
+            if isinstance(found, str):
+                raise cannot_count(close, post.trainer, found)
+            messages.append(found)
         return [list(of_block) for of_block in zip(*messages, strict=True)]
-
-    def _named(self, close: Close, post: Upload) -> list[Entries]:
-        """The entries, by block, of a post that a close has named."""
-        found = self._round_posts().message(post)
-        if isinstance(found, str):
-            raise cannot_count(close, post.trainer, found)
-        return found
 
     def _own_entries(
         self, close: Close, sums: RoundSums | None
@@ -469,54 +442,43 @@ class StoreRounds:
                 raise cannot_count(close, name, found)
             taken.append(nothing if is_left else found)
             left.append(found if is_left else nothing)
-        return by_block(posts.shares, taken, len(self._blocks)), by_block(
-            posts.shares, left, len(self._blocks)
-        )
+        return posts.by_block(taken), posts.by_block(left)
 
     def _apply(self, close: Close, lookahead: np.float32) -> Round:
         """Takes the outer step of a closed round."""
-        state, residual = self._state, self._reduction.residual
-        included, entries, outcome = (
-            residual.includes_sent,
-            self._gathered(close),
-            self._outcome(close),
-        )
-        steps = self._has_new_steps(outcome)
+        state, residual, trainer = self._state, self._reduction.residual, self._trainer
+        # 1. What theta moves against, and what became of this trainer's message.
+        included, entries = residual.includes_sent, self._gathered(close)
+        outcome = self._outcome(close)
+        counted, steps = outcome is MessageOutcome.COUNTED, self._has_new_steps(outcome)
         posts, sums = self._round_posts(), self._sums
+        refused = sums.leaves_out(trainer.name) if counted and sums else None
         own: list[Entries] = []
         back: list[Entries] = []
-        if outcome == MessageOutcome.COUNTED and (
-            included or (sums and sums.leaves_out(self._trainer.name))
-        ):
+        if counted and (included or refused is not None):
             own, back = self._own_entries(close, sums)
-        if (
-            outcome == MessageOutcome.COUNTED
-            and sums
-            and (why := sums.leaves_out(self._trainer.name))
-        ):
-            self._excluded_reasons.append(
-                f"round {close.round + 1}: a part of this trainer's message was refused: {why}"
-            )
-        if outcome == MessageOutcome.NOT_COUNTED and self._trainer.inner_step:
-            self._excluded_reasons.append(
-                f"round {close.round + 1}: "
-                f"{close.reason(self._trainer.name, residual.pending_message)}"
-            )
+        if refused is not None:
+            why = f"a part of this trainer's message was refused: {refused}"
+            self._excluded_reasons.append(f"round {close.round + 1}: {why}")
+        elif outcome is MessageOutcome.NOT_COUNTED and trainer.inner_step:
+            why = close.reason(trainer.name, residual.pending_message)
+            self._excluded_reasons.append(f"round {close.round + 1}: {why}")
 
+        # 2. The outer step. No interrupt comes between its parts.
         def take_effect() -> int:
             # What the message had is in the others' theta now; what stays is in the next residual.
             if included:
                 residual.settle(outcome, own, steps=steps)
-            elif outcome != MessageOutcome.COUNTED:
+            elif not counted:
                 self._keep_local_steps(outcome)
-            if included or outcome != MessageOutcome.COUNTED:
+            if included or not counted:
                 np.copyto(residual.next, residual.flat)
             elif back:
                 for block, (places, values) in zip(self._blocks, back, strict=True):
                     block.of(residual.next)[places] += values  # exact: s = sent + residual
             residual.apply_withheld = sums.add_withheld if sums else None
             summed = self._reduction.step(close.round, entries, len(close.posts), lookahead)
-            self._trainer.complete_round([post.sha256 for post in close.posts])
+            trainer.complete_round([post.sha256 for post in close.posts])
             # Steps without a message of their own are in the residual now: with them it includes
             # what a gate lets through. So it does where a message has not counted, which stays
             # in it until the next one is made.
@@ -524,10 +486,11 @@ class StoreRounds:
                 outcome == MessageOutcome.NOT_COUNTED and (included or steps)
             )
             if residual.includes_sent:
-                self._trainer.write_start(lookahead)
+                trainer.write_start(lookahead)
             return summed
 
-        summed = self._serial.run(take_effect, whole=True)
+        summed = trainer.whole(take_effect)
+        # 3. The next round begins.
         sent, nbytes = posts.own_entries, len(posts.own[1]) if posts.own else 0
         self._own = self._posts = self._sums = None
         self._members = frozenset(post.trainer for post in close.posts)
@@ -536,12 +499,12 @@ class StoreRounds:
         if self._since_snapshot >= 2 * state.theta.nbytes:
             self._since_snapshot = 0
             # By turns: over many rounds each uploads as much for snapshots as for its own messages.
-            if close.posts[close.round % len(close.posts)].trainer == self._trainer.name:
-                self._store.keep_snapshot(self._trainer.round)
+            if close.posts[close.round % len(close.posts)].trainer == trainer.name:
+                self._store.keep_snapshot(trainer.round)
         return Round(
-            number=self._trainer.round,
+            number=trainer.round,
             trainers=len(close.posts),
-            parameters=self._trainer.parameters.count,
+            parameters=trainer.parameters.count,
             entries=sent,
             summed=summed,
             scattered=sums is not None,
@@ -556,12 +519,10 @@ class StoreRounds:
         counted = {post.trainer: post.sha256 for post in close.posts}.get(self._trainer.name)
         if counted is None:
             return MessageOutcome.NOT_COUNTED
-        # Else it is a message that this trainer had put before it came back from a checkpoint.
-        return (
-            MessageOutcome.COUNTED
-            if counted == self._reduction.residual.pending_message
-            else MessageOutcome.UNKNOWN
-        )
+        if counted == self._reduction.residual.pending_message:
+            return MessageOutcome.COUNTED
+        # A message that this trainer had put before it came back from a checkpoint.
+        return MessageOutcome.UNKNOWN
 
     def _has_new_steps(self, outcome: MessageOutcome) -> bool:
         """Whether there are inner steps, none of which may be part of a message that has this
@@ -572,81 +533,48 @@ class StoreRounds:
         return bool(self._trainer.inner_step) and not may_be
 
     def _keep_local_steps(self, outcome: MessageOutcome) -> None:
-        """Puts what was learnt since the last round into the residual, all of it or, of what may
+        """Puts what was learned since the last round into the residual, all of it or, of what may
         have counted, none."""
         if self._trainer.inner_step or outcome == MessageOutcome.UNKNOWN:
             self._reduction.residual.catch_up(outcome)
 
     # -- what is in the store
 
-    def _bounds(self) -> dict[str, object]:
-        return {"max_norm": self.exchange.max_norm}
-
     def _load_newest(self, lookahead: np.float32) -> MessageOutcome:
         """Takes up the newest snapshot; what became of this trainer's messages in the rounds up to
         it."""
-        began, outcome = self._trainer.round, MessageOutcome.NOT_COUNTED
-
-        def settle() -> None:
-            residual = self._reduction.residual
-            if residual.includes_sent:
-                # The message is gone, what it had is not: it follows from theta and the residual.
-                residual.settle(
-                    outcome, self._find_sendable_entries(), steps=self._has_new_steps(outcome)
-                )
-            elif outcome == MessageOutcome.COUNTED:
-                residual.take_next()
-            else:
-                self._keep_local_steps(outcome)
-            residual.includes_sent = True
-            if self._sums is not None and outcome != MessageOutcome.UNKNOWN:
-                self._sums.add_withheld(residual.flat)
-
-        def find_outcome(newest: int) -> None:
-            nonlocal outcome
-            closes = ordered_map(
-                self._store.closed, range(began, newest), self._round_posts().threads
-            )
-            first, *later = [self._outcome(close) for close in closes if close is not None]
-            outcome = (
-                first
-                if all(each == MessageOutcome.NOT_COUNTED for each in later)
-                else MessageOutcome.UNKNOWN
-            )
-
-        if not self._take_up_newest(began, lookahead, find_outcome, settle):
+        began = self._trainer.round
+        found = self._newest_snapshot(began)
+        if found is None:
             raise StoreError(
                 f"the messages of round {began + 1} are gone, and there is no later snapshot "
                 "that can be read",
                 hint="Is the store damaged? Start from another trainer's checkpoint.",
             )
-        return outcome
+        rounds, threads = range(began, found[0]), self._round_posts().threads
+        closes = ordered_map(self._store.closed, rounds, threads)
+        first, *later = [self._outcome(close) for close in closes if close is not None]
+        if any(each is not MessageOutcome.NOT_COUNTED for each in later):
+            first = MessageOutcome.UNKNOWN
+        self._load(*found, lookahead, first)
+        return first
 
-    def _take_up_newest(
-        self,
-        after: int,
-        lookahead: np.float32,
-        found: Callable[[int], None] = lambda number: None,
-        settle: Callable[[], None] = lambda: None,
-    ) -> bool:
-        """Takes up the newest snapshot of more than ``after`` rounds that can be read, once
-        ``found`` was told of how many it is; False where there is none."""
+    def _newest_snapshot(self, after: int) -> tuple[int, Snapshot] | None:
+        """The newest snapshot of more than ``after`` rounds that can be read, and of how many it
+        is; None where there is none."""
         for _ in range(_SNAPSHOT_TRIES):
             newest = None
             for number, fields in self._store.snapshots():
                 newest = newest or number
                 if number <= after:
                     break
-                try:
+                with suppress(FormatError, NotFound):  # or deleted meanwhile
                     snapshot = self._store.snapshot(fields, number)
-                except (FormatError, NotFound):  # or deleted meanwhile
-                    continue
-                found(number)
-                self._load(snapshot, number, lookahead, settle)
-                return True
+                    assert snapshot is not None
+                    return number, snapshot
             if next(self._store.snapshots(), (None, {}))[0] == newest:
                 break  # no later ones have taken their place
-        return False
+        return None
 
     def _find_sendable_entries(self) -> list[Entries]:
         """What the message on its way has, or would have, which is part of the residual."""
@@ -657,23 +585,36 @@ class StoreRounds:
 
     def _load(
         self,
-        snapshot: tuple[str, Floats, Floats] | None,
         number: int,
+        snapshot: Snapshot,
         lookahead: np.float32,
-        settle: Callable[[], None] = lambda: None,
+        outcome: MessageOutcome | None = None,
     ) -> None:
-        """Takes up the theta and momentum of a snapshot after so many rounds, once it has settled
-        the residual."""
-        if snapshot is None:
-            return
+        """Takes up the theta and momentum of a snapshot after so many rounds; the residual first
+        settles the ``outcome`` of this trainer's messages, if it had any."""
         root, theta, momentum = snapshot
 
         def take_up() -> None:
-            settle()
+            if outcome is not None:
+                self._settle_before_snapshot(outcome)
             self._trainer.take_up(number, theta, momentum, lookahead)
 
-        self._serial.run(take_up, whole=True)
+        self._trainer.whole(take_up)
         self._reduction.forget()
         self._own = self._posts = self._sums = None
         self._since_snapshot = 0
         self._members, self._root = self._store.members_before(number), root
+
+    def _settle_before_snapshot(self, outcome: MessageOutcome) -> None:
+        residual = self._reduction.residual
+        if residual.includes_sent:
+            # The message is gone, what it had is not: it follows from theta and the residual.
+            sent = self._find_sendable_entries()
+            residual.settle(outcome, sent, steps=self._has_new_steps(outcome))
+        elif outcome is MessageOutcome.COUNTED:
+            residual.take_next()
+        else:
+            self._keep_local_steps(outcome)
+        residual.includes_sent = True
+        if self._sums is not None and outcome is not MessageOutcome.UNKNOWN:
+            self._sums.add_withheld(residual.flat)

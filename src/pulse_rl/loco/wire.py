@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from .._native import Malformed, decode_entries, encode_entries, shared_octaves
 from .._util.threads import ordered_map
 from ..errors import CorruptMessage, InputError
-from ..state import bits
 from ..state.cast import Rounding
 from .parameters import FlatBlock, Floats, Positions
 
@@ -31,17 +30,10 @@ KnownClasses = tuple[npt.NDArray[np.uint8], tuple[int, int]]
 """The classes of some parameters (docs/loco.md, section 3.1), and the octaves D and M that they are
 for."""
 
+N = TypeVar("N", np.float32, np.uint8)
+
 Entries = tuple[Positions, Floats]
 """Ascending positions in a block and the FP32 values there."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalMessage:
-    """What a trainer has to send: its entries by block, or the ``bad`` parameter for which it has
-    none."""
-
-    entries: list[Entries]
-    bad: str | None = None
 
 
 class Unit(NamedTuple):
@@ -51,13 +43,14 @@ class Unit(NamedTuple):
     start: int
     stop: int
 
-    def of(self, flat: Floats) -> Floats:
+    def of(self, flat: npt.NDArray[N]) -> npt.NDArray[N]:
         return flat[self.block.start + self.start : self.block.start + self.stop]
 
     def take(self, entries: Entries) -> Entries:
         """Those of the block's ``entries`` that are in the unit, by their positions in it."""
         positions, values = entries
-        first, last = bits.below(positions, (self.start, self.stop))
+        # Ends of another dtype than the positions' would have all of these converted.
+        first, last = positions.searchsorted(np.array((self.start, self.stop), np.uint32))
         return positions[first:last] - np.uint32(self.start), values[first:last]
 
     def place(self, entries: Entries) -> Entries:
@@ -141,7 +134,7 @@ class Message:
         """The message with a random number in it: two trainers may send the same payloads, and
         their messages must still differ (docs/loco.md, section 5)."""
         # A trainer that was lost asks by the digest whether its message has counted
-        # (`trainer.outcome_of`).
+        # (`group_rounds.outcome_of`).
         nonce = int.from_bytes(os.urandom(8), "little")
         header = _HEADER.pack(MAGIC, FORMAT, self.wire, 0, self.round, nonce, len(self.payloads))
         lengths = struct.pack(f"<{len(self.payloads)}I", *map(len, self.payloads))
@@ -167,28 +160,6 @@ class Message:
         return cls(number, wire, payloads)
 
 
-@dataclass(frozen=True, slots=True)
-class SumsMessage:
-    """What the owner of a share sends to all: its ``sums``, a `Message` with FP32 values, and the
-    ``digest`` (64 hexadecimal digits) of the parts that it has sent itself."""
-
-    digest: str
-    sums: bytes
-
-    MAGIC: ClassVar[bytes] = b"PLSS"
-    HEAD: ClassVar[int] = 36
-
-    def to_bytes(self) -> bytes:
-        return self.MAGIC + bytes.fromhex(self.digest) + self.sums
-
-    @classmethod
-    def parse(cls, data: bytes) -> Self:
-        """Raises CorruptMessage unless ``data`` begins as such a message."""
-        if len(data) < cls.HEAD or not data.startswith(cls.MAGIC):
-            raise CorruptMessage("not a message of sums")
-        return cls(data[len(cls.MAGIC) : cls.HEAD].hex(), data[cls.HEAD :])
-
-
 def digest_of(message: bytes) -> str:
     """SHA-256 of a message, which tells it from all others of its round; 64 hexadecimal digits."""
     return sha256(message).hexdigest()
@@ -196,7 +167,7 @@ def digest_of(message: bytes) -> str:
 
 class Classes:
     """The classes of all parameters of ``blocks`` by their present theta and momentum, as far as
-    they are known: a byte for each. Whoever changes theta or momentum renews or forgets them."""
+    they are known: a byte for each. What changes theta or momentum must renew or forget them."""
 
     def __init__(self, blocks: Sequence[FlatBlock]) -> None:
         self._flat = np.empty(blocks[-1].stop, np.uint8)
@@ -213,12 +184,7 @@ class Classes:
 
     def of(self, unit: Unit) -> KnownClasses | None:
         octaves = self._octaves[unit.block.number]
-        first = unit.block.start
-        return (
-            None
-            if octaves is None
-            else (self._flat[first + unit.start : first + unit.stop], octaves)
-        )
+        return None if octaves is None else (unit.of(self._flat), octaves)
 
 
 @dataclass(frozen=True)
