@@ -1,7 +1,7 @@
 // Kernels for arm64 with the SHA-2 instructions, on several messages by turns.
 #include "hash/sha256.h"
 
-#if defined(__aarch64__) && defined(__GNUC__)
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #if defined(__linux__)
 #include <sys/auxv.h>

@@ -1,7 +1,7 @@
 // Kernels for x86-64: SHA instructions on several messages by turns, and lanes of AVX2 and AVX-512.
 #include "hash/sha256_vector.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
 

@@ -2,7 +2,6 @@
 
 #include "codecs/history/hits.h"
 #include "entropy/rans_bits.h"
-#include "entropy/rans_pieces.h"
 
 namespace pulse {
 namespace {
@@ -16,12 +15,6 @@ struct TallySide {
         tally.ones += value;
         return value;
     }
-};
-
-// Single states, by levels.
-struct LevelWriter {
-    PieceWriter pieces;
-    bool bit(uint8_t level, bool value) { return pieces.bit(chance(level), value); }
 };
 
 template <class T>
@@ -115,14 +108,13 @@ void HistoryEncoder::put_head(std::vector<uint8_t>& out) {
 }
 
 void HistoryEncoder::put(RansWriter& coder) {
-    const size_t n = bits_.size(), batches = (n + kRansStates - 1) / kRansStates;
-    std::vector<StatePiece> pieces;
-    LevelWriter side{{pieces}};
+    const size_t n = bits_.size(), batches = batches_of(n);
+    PieceWriter side;
     for (const UnlikelyStep& step : unlikely_) {
         code_unlikely(side, head_.levels, step.cls, step.expected, step.value);
-        side.pieces.next_state();
+        side.next_state();
     }
-    put_pieces(coder, pieces);
+    side.put(coder);
     std::vector<uint16_t> turned_of(batches * kRansStates), unlikely_of(batches * kRansStates);
     std::vector<uint64_t> turned(batches), unlikely(batches);
     for (size_t i = 0; i < n; i++) {
@@ -145,7 +137,7 @@ void HistoryEncoder::put(RansWriter& coder) {
             changes[i / kRansStates] |= uint64_t(1) << (i % kRansStates);
         }
         for (size_t i = begin; i < end; i++) frequencies[i - begin] = of_cells[known_.cells[i]];
-        const size_t batches = (end - begin + kRansStates - 1) / kRansStates;
+        const size_t batches = batches_of(end - begin);
         std::fill(frequencies.data() + (end - begin), frequencies.data() + batches * kRansStates,
                   uint16_t(0));
         put_bits(coder, frequencies.data(), changes.data(), batches);
