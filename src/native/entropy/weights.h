@@ -105,8 +105,10 @@ inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const ui
 template <class U>
 inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uint32_t* weights,
                                 uint64_t& waited, uint64_t target, MaskWords marks, size_t first) {
+    constexpr size_t kAhead = 256;  // elements that are fetched before they are needed
     size_t at = 0;
     for (; at + 8 <= count; at += 8) {
+        __builtin_prefetch(p + at + kAhead);
         uint64_t next = waited + weight8(p + at, cls, weights);
         for (uint64_t left = marks ? marks_from(marks, first + at) & 255 : 0; left;
              left &= left - 1) {

@@ -49,8 +49,9 @@ double seconds_of(const Sha256Kernel& kernel) {
 const std::vector<Timed>& kernels() {
     static const std::vector<Timed> known = [] {
         std::vector<Sha256Kernel> found;
-        add_x86_kernels(found);
-        add_arm_kernels(found);
+#if defined(__x86_64__) || defined(__aarch64__)
+        add_processor_kernels(found);
+#endif
         found.push_back({kPortable, 1, portable});
         std::vector<Timed> timed;
         for (const Sha256Kernel& kernel : found) timed.push_back({kernel, 1});

@@ -41,9 +41,8 @@ std::vector<std::string> sha256_paths();
 // The plan with the kernels of one path, or, for "", with all of them. Null where the processor lacks the path.
 const Sha256Plan* sha256_plan(const std::string& path);
 
-// The kernels that this processor can run, by architecture.
-void add_x86_kernels(std::vector<Sha256Kernel>& kernels);
-void add_arm_kernels(std::vector<Sha256Kernel>& kernels);
+// Those that this processor can run of the kernels of x86-64 and arm64.
+void add_processor_kernels(std::vector<Sha256Kernel>& kernels);
 
 // What is left of a message of `size` bytes behind its last whole block, and the digest.
 void sha256_finish(const Sha256Kernel& kernel, Sha256State& state, const uint8_t* rest,

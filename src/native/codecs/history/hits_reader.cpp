@@ -41,12 +41,9 @@ void HistoryDecoder::take(Reader& side) {
 }
 
 void HistoryDecoder::take_head(const uint8_t* data, size_t size, size_t& at) {
-    const uint64_t length = take_count(data, size, at);
-    if (length > size - at) throw Malformed("the block ends inside its head");
-    Reader side{RangeDecoder(data + at, size_t(length))};
-    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, {});
-    if (!side.coder.finished()) throw Malformed("the head is longer or shorter than announced");
-    at += size_t(length);
+    take_code(data, size, at, [&](Reader& side) {
+        code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, {});
+    });
 }
 
 void HistoryDecoder::take(RansReader& coder) {

@@ -100,11 +100,9 @@ void HistoryEncoder::put_head(std::vector<uint8_t>& out) {
     head_.sizes = std::max(behind_last(tallies->further, known_.first),
                            behind_last(tallies->second, known_.first));
     head_.distances = behind_last(tallies->apart, known_.first);
-    Writer side;
-    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, *tallies);
-    const std::vector<uint8_t> code = side.coder.finish();
-    put_varint(out, code.size());
-    out.insert(out.end(), code.begin(), code.end());
+    put_code(out, [&](Writer& side) {
+        code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, *tallies);
+    });
 }
 
 void HistoryEncoder::put(RansWriter& coder) {

@@ -10,6 +10,7 @@ void group_frequencies(const U* first, size_t elements, ClassOf cls, const Group
     if (vectors && elements >= kGroup * kRansStates)
         return vector_group_frequencies(first, cls, weights, shift, marks, frequencies);
     for (size_t g = 0; g < kRansStates; g++) {
+        __builtin_prefetch(first + kGroup * (kRansStates + g));  // the next 64
         const uint32_t marked = marks ? marks_of_eight(marks, g) : 0;
         uint32_t sum = 0;
         for (size_t i = g * kGroup; i < std::min((g + 1) * kGroup, elements); i++) {
