@@ -26,7 +26,7 @@ MAX_CORE_LINES, MAX_CORE_FILES = 6_200, 40
 MAX_TEST_LINES = 46_000
 """Code lines of Python: without blank lines, comments and docstrings."""
 
-MAX_NATIVE_LINES = 9_684
+MAX_NATIVE_LINES = 9_400
 """Lines of all files below src/native."""
 
 MAX_PRIVATE_SHARE = 0.38

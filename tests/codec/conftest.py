@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from pulse_rl._native._kernels import use_rans_vectors, use_vectors
+from pulse_rl._native._kernels import use_vectors
 
 
 @pytest.fixture(autouse=True)
 def vectors_as_they_were() -> Iterator[None]:
     yield
     use_vectors(True)
-    use_rans_vectors(True)

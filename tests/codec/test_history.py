@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl._native import history_records
-from pulse_rl._native._kernels import use_rans_vectors
+from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
@@ -121,7 +121,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes_by_groups(
     runs = list(block.layout.runs)
     payloads = []
     for use in (False, True):
-        use_rans_vectors(use)
+        use_vectors(use)
         payloads.append(encoded(block))
         check_decoded(payloads[0], block)
     assert payloads[0] == payloads[1]
@@ -217,7 +217,7 @@ def test_any_head_and_any_changes_are_understood(
         new[at] = kind.unordered((kind.ordered(old[at]) + step) % modulus)
     states_and_new = block._replace(new=np.array(new, block.old.dtype))
     for use in (False, True):
-        use_rans_vectors(use)
+        use_vectors(use)
         check_decoded(payload, states_and_new)
 
 

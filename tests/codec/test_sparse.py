@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import codec
-from pulse_rl._native._kernels import use_rans_vectors
+from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Run
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.patch.history import records_of
@@ -504,7 +504,7 @@ def test_any_byte_may_be_another(rng: np.random.Generator) -> None:
             bad[at] ^= int(rng.integers(1, 256))
             outcomes = []
             for use in (False, True):
-                use_rans_vectors(use)
+                use_vectors(use)
                 outcomes.append(outcome(bytes(bad), before, layout))
             assert outcomes[0] == outcomes[1]
             refusals += outcomes[0] is None

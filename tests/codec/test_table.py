@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl import codec
-from pulse_rl._native._kernels import use_rans_vectors
+from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
@@ -26,7 +26,7 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
     """The payload, which must be the same without vectors."""
     payloads = []
     for use in (False, True):
-        use_rans_vectors(use)
+        use_vectors(use)
         payload, count = TABLE.encode(old, new, layout)
         assert count == np.count_nonzero(old != new)
         payloads.append(payload)
@@ -36,7 +36,7 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
 
 def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout) -> None:
     for use in (False, True):
-        use_rans_vectors(use)
+        use_vectors(use)
         found = TABLE.decode(memoryview(payload), old, layout)
         assert found.before is not None, "no look into memory that is in no cache"
         np.testing.assert_array_equal(found.before, old[found.positions])
@@ -122,7 +122,7 @@ def test_any_tables_are_understood(head: oracle.Head, seed: int, any_steps: bool
 
 def refused(payload: bytes, match: str) -> None:
     for use in (False, True):
-        use_rans_vectors(use)
+        use_vectors(use)
         with pytest.raises(CorruptPatch, match=match):
             TABLE.decode(memoryview(payload), BASE, LAYOUT)
 

@@ -7,7 +7,6 @@
 // and in order. All of it with vectors and without, alike. Prints counts; any finding aborts with the seed of the round.
 #include "codecs/block.h"
 
-#include "codecs/nibbles/nibbles.h"
 #include "harness.h"
 
 using namespace fuzz;

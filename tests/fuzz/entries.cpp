@@ -9,7 +9,6 @@
 // counts; any finding aborts with the seed of the round.
 #include "loco/entries.h"
 
-#include "codecs/table/table.h"
 #include "harness.h"
 #include "loco/gate.h"
 #include "loco/outer_step.h"
@@ -132,7 +131,7 @@ bool decode(const Parameters& b, const Exact& payload, int mantissa, Entries& fo
     bool decoded[2] = {};
     Entries both[2];
     for (const bool use : {false, true}) {
-        rans_vectors = use && has_rans_vectors();
+        use_vectors(use);
         try {
             both[use] = decode_entries(b.shared(), {{payload.data(), payload.size}}, mantissa)[0];
             check_range(both[use], b, seed);
@@ -149,7 +148,7 @@ bool decode(const Parameters& b, const Exact& payload, int mantissa, Entries& fo
 std::vector<uint8_t> encode(const Parameters& b, const Entries& e, int mantissa, uint64_t seed) {
     std::vector<uint8_t> payloads[2];
     for (const bool use : {false, true}) {
-        rans_vectors = use && has_rans_vectors();
+        use_vectors(use);
         payloads[use] = encode_entries(b.shared(), e.positions.data(), e.values.data(),
                                        e.positions.size(), mantissa);
     }

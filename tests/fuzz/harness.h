@@ -13,12 +13,9 @@
 #include <random>
 #include <vector>
 
-#include "codecs/gaps/gaps.h"
-#include "codecs/gaps/positions.h"
-#include "codecs/gaps/weight_sum.h"
-#include "codecs/table/table.h"
-#include "common/scan.h"
-#include "entropy/rans_states.h"
+#include "codecs/codecs.h"
+#include "common/vectors.h"
+#include "entropy/payload.h"
 
 namespace fuzz {
 
@@ -193,19 +190,12 @@ inline std::vector<uint8_t> changed(const Block& b, const pulse::Decoded& d, uin
                    d.before.data.get(), d.before.size, seed);
 }
 
-// Whether positions are found and weights summed by vectors, where the processor has them.
-inline void use_vectors(bool use) {
-    pulse::scan_vectors = use && pulse::has_scan_vectors();
-    pulse::weight_vectors = use && pulse::has_weight_vectors();
-    pulse::rans_vectors = use && pulse::has_rans_vectors();
-}
-
 // What a codec makes of a block, with vectors and without: the same payload.
 template <class Encode>
 auto encoded_both_ways(Encode&& encode, uint64_t seed) {
-    use_vectors(false);
+    pulse::use_vectors(false);
     auto plain = encode();
-    use_vectors(true);
+    pulse::use_vectors(true);
     const auto by_vectors = encode();
     if (plain.payload != by_vectors.payload || plain.changed != by_vectors.changed) {
         fail("vectors make other bytes", seed);
@@ -220,7 +210,7 @@ std::vector<uint8_t> decoded_both_ways(const std::vector<uint8_t>& payload, Deco
     const Exact exact(payload);
     std::vector<uint8_t> made[2];
     for (const bool use : {false, true}) {
-        use_vectors(use);
+        pulse::use_vectors(use);
         try {
             made[use] = decode(exact);
         } catch (const pulse::Malformed&) {

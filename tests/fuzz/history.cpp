@@ -6,7 +6,6 @@
 // of whose changes the block repeats; or records of random bytes. Checks that the block comes back whole, and then feeds
 // the decoder damaged payloads and other records: each must end in Malformed or in changes that are in range and in order.
 // Prints counts; any finding aborts with the seed of the round.
-#include "codecs/history/history.h"
 #include "codecs/block.h"
 
 #include "common/step.h"

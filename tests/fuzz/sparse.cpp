@@ -7,11 +7,8 @@
 // same bytes, and then feeds the decoder damaged, truncated, extended, renumbered and random payloads: each must end in
 // Malformed or in changes that are in range and in order, the same both ways. Prints counts; any finding aborts with the
 // seed of the round.
-#include "codecs/sparse/sparse.h"
-
 #include "codecs/block.h"
 
-#include "codecs/table/table.h"
 #include "harness.h"
 
 using namespace fuzz;

@@ -6,8 +6,7 @@
 // back whole with and without vectors and that both make the same bytes, and then feeds the decoder damaged, truncated,
 // extended and random payloads: each must end in Malformed or in changes that are in range and in order, the same both
 // ways. Prints counts; any finding aborts with the seed of the round.
-#include "codecs/table/table.h"
-
+#include "codecs/codecs.h"
 #include "harness.h"
 
 using namespace fuzz;

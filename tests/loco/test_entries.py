@@ -19,7 +19,7 @@ from pulse_rl._native import (
     shared_octaves,
     sparse_outer_step,
 )
-from pulse_rl._native._kernels import use_rans_vectors
+from pulse_rl._native._kernels import use_vectors
 from pulse_rl.errors import CorruptMessage, InputError
 from pulse_rl.loco.gate import ROUNDINGS
 from pulse_rl.loco.parameters import Floats
@@ -37,7 +37,7 @@ LARGE = [8192, 8193, 13000]
 @pytest.fixture(autouse=True)
 def vectors_as_they_were() -> Iterator[None]:
     yield
-    use_rans_vectors(True)
+    use_vectors(True)
 
 
 @pytest.mark.slow

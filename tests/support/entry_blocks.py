@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pulse_rl._native import Malformed, decode_entries, encode_entries
-from pulse_rl._native._kernels import use_rans_vectors
+from pulse_rl._native._kernels import use_vectors
 from pulse_rl.loco.gate import ROUNDINGS, open_entries
 from pulse_rl.loco.parameters import Floats, Positions
 from pulse_rl.loco.wire import Wire
@@ -70,7 +70,7 @@ class Block:
         """The payload, which must be the same without vectors."""
         payloads = []
         for use in (False, True):
-            use_rans_vectors(use)
+            use_vectors(use)
             entries = (self.positions, self.values(wire))
             payloads.append(
                 encode_entries(self.theta, self.momentum, self.rounding, *entries, wire.mantissa)
@@ -84,7 +84,7 @@ class Block:
         views = [np.frombuffer(p, np.uint8) for p in payloads]
         found: list[list[dict[int, int]] | Malformed] = []
         for use in (False, True):
-            use_rans_vectors(use)
+            use_vectors(use)
             try:
                 decoded = decode_entries(
                     views, self.theta, self.momentum, self.rounding, wire.mantissa

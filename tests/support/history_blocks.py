@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from pulse_rl._native._kernels import use_rans_vectors
+from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
@@ -132,7 +132,7 @@ def check_decoded(payload: bytes, block: Block) -> None:
 
 def refused(payload: bytes, block: Block) -> None:
     for use in (False, True):
-        use_rans_vectors(use)
+        use_vectors(use)
         with pytest.raises(CorruptPatch):
             HISTORY.decode(memoryview(payload), block.old, block.layout)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import codec
-from pulse_rl._native._kernels import use_rans_vectors
+from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
@@ -74,7 +74,7 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
     """The payload, which must be the same without vectors."""
     payloads = []
     for use in (False, True):
-        use_rans_vectors(use)
+        use_vectors(use)
         made = GROUPS.encode(old, new, layout)
         found = codec.encode_block(old, new, layout, only=GROUPS.id).found
         assert found is not None
@@ -87,7 +87,7 @@ def encoded(old: UIntArray, new: UIntArray, layout: Layout) -> bytes:
 
 def check_decoded(payload: bytes, old: UIntArray, new: UIntArray, layout: Layout) -> None:
     for use in (False, True):
-        use_rans_vectors(use)
+        use_vectors(use)
         found = GROUPS.decode(memoryview(payload), old, layout)
         np.testing.assert_array_equal(found.positions, np.flatnonzero(old != new))
         np.testing.assert_array_equal(found.values, new[found.positions])
@@ -100,6 +100,6 @@ def check_round_trip(old: UIntArray, new: UIntArray, layout: Layout) -> None:
 
 def refused(payload: bytes, old: UIntArray, layout: Layout, match: str | None = None) -> None:
     for use in (False, True):
-        use_rans_vectors(use)
+        use_vectors(use)
         with pytest.raises(CorruptPatch, match=match):
             GROUPS.decode(memoryview(payload), old, layout)

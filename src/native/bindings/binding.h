@@ -32,9 +32,15 @@ using RoundingTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
 // An array as it is: a converted one would be a copy, and what is written into that is lost.
 inline auto array(const char* name) { return nb::arg(name).noconvert(); }
 
+inline void check_width(int width) {
+    if (width != 1 && width != 2 && width != 4 && width != 8)
+        throw nb::value_error("width is out of range");
+}
+
 // The kernels load and store whole elements, at addresses that are multiples of their width.
 template <class Array>
 void check_elements(const Array& array, int width, const char* name) {
+    check_width(width);
     const size_t bytes = array.size() * sizeof(typename Array::Scalar), w = size_t(width);
     const auto refuse = [&](const char* what) {
         throw nb::value_error((std::string(name) + what + std::to_string(w) + " bytes").c_str());

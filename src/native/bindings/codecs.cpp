@@ -1,9 +1,8 @@
 // Python bindings of the codecs of blocks, and of what a history keeps.
 #include "bindings/binding.h"
 #include "codecs/block.h"
-#include "codecs/gaps/weight_sum.h"
-#include "common/scan.h"
-#include "entropy/rans_states.h"
+#include "common/apply.h"
+#include "common/vectors.h"
 
 using namespace binding;
 
@@ -114,10 +113,8 @@ void bind_codecs(nb::module_& m) {
             if (old.size() != now.size() || old.size() != positions.size() * size_t(kind.width)) {
                 throw nb::value_error("old, new and positions differ in length");
             }
-            for (size_t i = 1; i < positions.size(); i++) {
-                if (positions.data()[i] <= positions.data()[i - 1])
-                    throw nb::value_error("positions do not ascend");
-            }
+            if (!pulse::all_ascending(positions.data(), positions.size(), 0, SIZE_MAX))
+                throw nb::value_error("positions do not ascend");
             return to_numpy(without_gil([&] {
                 return pulse::records_of(positions.data(), positions.size(), old.data(), now.data(),
                                          kind);
@@ -126,22 +123,6 @@ void bind_codecs(nb::module_& m) {
         array("positions"), array("old"), array("new"), "kind"_a,
         "What changed in one version, as a window keeps it: four bytes for each change.");
 
-    m.def(
-        "use_vectors",
-        [](bool use) {
-            pulse::scan_vectors = use && pulse::has_scan_vectors();
-            pulse::weight_vectors = use && pulse::has_weight_vectors();
-            return nb::make_tuple(pulse::has_scan_vectors(), pulse::has_weight_vectors());
-        },
-        "use"_a,
-        "For tests: whether comparing and weighing use AVX-512; whether this processor can.");
-
-    m.def(
-        "use_rans_vectors",
-        [](bool use) {
-            pulse::rans_vectors = use && pulse::has_rans_vectors();
-            return pulse::has_rans_vectors();
-        },
-        "use"_a,
-        "For tests: whether coders with 64 states use AVX-512; whether this processor can.");
+    m.def("use_vectors", &pulse::use_vectors, "use"_a,
+          "For tests: whether AVX-512 is used where this processor has it.");
 }

@@ -4,7 +4,6 @@
 #include "bindings/binding.h"
 #include "common/apply.h"
 #include "hash/leaves.h"
-#include "hash/midstate.h"
 
 using namespace binding;
 
@@ -73,8 +72,7 @@ void bind_sha256(nb::module_& m) {
         [](const std::vector<std::tuple<Bytes, Positions, uint32_t, Bytes>>& changed,
            size_t leaf_bytes, int width, const std::string& path) {
             check_leaf(leaf_bytes);
-            if (width != 1 && width != 2 && width != 4 && width != 8)
-                throw nb::value_error("width is out of range");
+            check_width(width);
             std::vector<pulse::Patched> pieces;
             for (const auto& [array, positions, base, values] : changed) {
                 if (array.size() % size_t(width))
@@ -114,17 +112,15 @@ void bind_sha256(nb::module_& m) {
     m.def(
         "sha256_absorb",
         [](const Bytes& midstates, const std::vector<Bytes>& arrays, const std::string& path) {
-            std::vector<pulse::Sha256Midstate> states = midstates_of(midstates);
+            auto states = midstates_of(midstates);
             if (states.size() != arrays.size())
                 throw nb::value_error("midstates and arrays differ in number");
             const auto pieces = pieces_of(arrays);
-            {
-                nb::gil_scoped_release release;
+            without_gil([&] {
                 const pulse::Sha256Kernel& kernel = checked_plan(path).single;
-                for (size_t k = 0; k < states.size(); k++) {
+                for (size_t k = 0; k < states.size(); k++)
                     pulse::sha256_absorb(kernel, states[k], pieces[k].data, pieces[k].bytes);
-                }
-            }
+            });
             return nb::bytes(states.data(), states.size() * sizeof(pulse::Sha256Midstate));
         },
         array("midstates"), "arrays"_a, "path"_a = "",
@@ -133,17 +129,14 @@ void bind_sha256(nb::module_& m) {
     m.def(
         "sha256_digests",
         [](const Bytes& midstates, const std::string& path) {
-            const std::vector<pulse::Sha256Midstate> states = midstates_of(midstates);
-            std::vector<uint8_t> digests(states.size() * pulse::kSha256Digest);
-            {
-                nb::gil_scoped_release release;
+            const auto states = midstates_of(midstates);
+            return to_bytes(without_gil([&] {
                 const pulse::Sha256Kernel& kernel = checked_plan(path).single;
-                for (size_t k = 0; k < states.size(); k++) {
-                    pulse::sha256_digest(kernel, states[k],
-                                         digests.data() + pulse::kSha256Digest * k);
-                }
-            }
-            return to_bytes(digests);
+                std::vector<uint8_t> digests(states.size() * pulse::kSha256Digest);
+                for (size_t k = 0; k < states.size(); k++)
+                    pulse::sha256_digest(kernel, states[k], &digests[pulse::kSha256Digest * k]);
+                return digests;
+            }));
         },
         array("midstates"), "path"_a = "",
         "The digests of what the midstates have absorbed, 32 bytes each.");

@@ -66,12 +66,8 @@ std::vector<pulse::Summand> checked_summands(const std::vector<Summand>& summand
 
 void require_ascending(const std::vector<pulse::Summand>& summands, size_t elements) {
     for (const pulse::Summand& summand : summands) {
-        for (size_t i = 0; i < summand.count; i++) {
-            if (summand.positions[i] >= elements ||
-                (i && summand.positions[i] <= summand.positions[i - 1])) {
-                throw nb::index_error("the positions do not ascend within the block");
-            }
-        }
+        if (!pulse::all_ascending(summand.positions, summand.count, 0, elements))
+            throw nb::index_error("the positions do not ascend within the block");
     }
 }
 

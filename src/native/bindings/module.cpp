@@ -11,22 +11,15 @@ using namespace binding;
 
 namespace {
 
-// Calls `f` with a null pointer to the unsigned type of that width.
-template <class F>
-void for_width(int width, F&& f) {
-    switch (width) {
-        case 1: return f(static_cast<uint8_t*>(nullptr));
-        case 2: return f(static_cast<uint16_t*>(nullptr));
-        case 4: return f(static_cast<uint32_t*>(nullptr));
-        case 8: return f(static_cast<uint64_t*>(nullptr));
-        default: throw nb::value_error("width is out of range");
-    }
-}
-
-void check_positions(const Positions& positions, uint32_t base, size_t bytes, int width) {
+// What `work`, which touches no Python object, returns, given a zero of the elements' type. The positions, less `base`,
+// are inside the elements.
+template <class Work>
+auto at_positions(const Positions& positions, uint32_t base, size_t bytes, int width, Work&& work) {
+    nb::gil_scoped_release release;
     if (!pulse::all_within(positions.data(), positions.size(), base, bytes / size_t(width))) {
         throw nb::index_error("a position is outside the tensor");
     }
+    return pulse::for_any_width(width, work);
 }
 
 // An array of elements, and values for some of them.
@@ -60,17 +53,16 @@ NB_MODULE(_kernels, m) {
     m.def(
         "scan",
         [](Bytes old, Bytes now, int width) {
+            check_elements(old, width, "old");
+            check_elements(now, width, "new");
             if (now.size() != old.size()) throw nb::value_error("old and new differ in length");
-            if (old.size() / size_t(width < 1 ? 1 : width) > UINT32_MAX)
+            if (old.size() / size_t(width) > UINT32_MAX)
                 throw nb::value_error("the array is too long");
-            std::vector<uint32_t> positions;
-            for_width(width, [&](auto*) {
-                check_elements(old, width, "old");
-                check_elements(now, width, "new");
-                nb::gil_scoped_release release;
+            return to_numpy(without_gil([&] {
+                std::vector<uint32_t> positions;
                 pulse::differing(old.data(), now.data(), old.size(), width, 0, positions);
-            });
-            return to_numpy(std::move(positions));
+                return positions;
+            }));
         },
         array("old"), array("new"), "width"_a,
         "The uint32 positions at which the elements of two arrays differ.");
@@ -78,18 +70,15 @@ NB_MODULE(_kernels, m) {
     m.def(
         "gather",
         [](Bytes elements, int width, Positions positions, uint32_t base) {
-            std::vector<uint8_t> out;
-            for_width(width, [&](auto* type) {
-                using U = std::remove_pointer_t<decltype(type)>;
-                check_elements(elements, width, "elements");
-                check_elements(positions, "positions");
-                nb::gil_scoped_release release;
-                check_positions(positions, base, elements.size(), width);
-                out.resize(positions.size() * sizeof(U));
+            check_elements(elements, width, "elements");
+            check_elements(positions, "positions");
+            return to_numpy(at_positions(positions, base, elements.size(), width, [&](auto zero) {
+                using U = decltype(zero);
+                std::vector<uint8_t> out(positions.size() * sizeof(U));
                 pulse::gather(reinterpret_cast<const U*>(elements.data()), positions.data(),
                               positions.size(), base, reinterpret_cast<U*>(out.data()));
-            });
-            return to_numpy(std::move(out));
+                return out;
+            }));
         },
         array("elements"), "width"_a, array("positions"), "base"_a,
         "The bytes of the elements at positions - base.");
@@ -97,17 +86,13 @@ NB_MODULE(_kernels, m) {
     m.def(
         "holds",
         [](Bytes elements, int width, Positions positions, uint32_t base, Bytes values) {
-            bool same = false;
-            for_width(width, [&](auto* type) {
-                using U = std::remove_pointer_t<decltype(type)>;
-                check_values(elements, width, positions, values);
-                nb::gil_scoped_release release;
-                check_positions(positions, base, elements.size(), width);
-                same =
-                    pulse::holds(reinterpret_cast<const U*>(elements.data()), positions.data(),
-                                 positions.size(), base, reinterpret_cast<const U*>(values.data()));
+            check_values(elements, width, positions, values);
+            return at_positions(positions, base, elements.size(), width, [&](auto zero) {
+                using U = decltype(zero);
+                return pulse::holds(reinterpret_cast<const U*>(elements.data()), positions.data(),
+                                    positions.size(), base,
+                                    reinterpret_cast<const U*>(values.data()));
             });
-            return same;
         },
         array("elements"), "width"_a, array("positions"), "base"_a, array("values"),
         "Whether the elements at positions - base are the values.");
@@ -115,11 +100,9 @@ NB_MODULE(_kernels, m) {
     m.def(
         "scatter",
         [](MutableBytes elements, int width, Positions positions, uint32_t base, Bytes values) {
-            for_width(width, [&](auto* type) {
-                using U = std::remove_pointer_t<decltype(type)>;
-                check_values(elements, width, positions, values);
-                nb::gil_scoped_release release;
-                check_positions(positions, base, elements.size(), width);
+            check_values(elements, width, positions, values);
+            at_positions(positions, base, elements.size(), width, [&](auto zero) {
+                using U = decltype(zero);
                 pulse::scatter(reinterpret_cast<U*>(elements.data()), positions.data(),
                                positions.size(), base, reinterpret_cast<const U*>(values.data()));
             });
@@ -140,10 +123,7 @@ NB_MODULE(_kernels, m) {
             if (out.size() != bits.size() * size_t(width))
                 throw nb::value_error("bits and out differ in length");
             nb::gil_scoped_release release;
-            if (width == 1)
-                return pulse::round_values(bits.data(), bits.size(), checked, nan, out.data());
-            pulse::round_values(bits.data(), bits.size(), checked, nan,
-                                reinterpret_cast<uint16_t*>(out.data()));
+            pulse::round_values(bits.data(), bits.size(), checked, nan, width, out.data());
         },
         array("bits"), "rounding"_a, "nan"_a, "width"_a, array("out"),
         "FP32 numbers, given by their bits, rounded to a narrower float; a NaN gets the bits `nan` besides its own.");
@@ -155,13 +135,12 @@ NB_MODULE(_kernels, m) {
             const size_t rows = elements.size() / size_t(width) / blocks.columns;
             if (rows * blocks.columns * size_t(width) != elements.size())
                 throw nb::value_error("a row is cut");
-            std::vector<float> found((rows + blocks.block_rows - 1) / blocks.block_rows *
-                                     blocks.across());
-            {
-                nb::gil_scoped_release release;
+            return to_numpy(without_gil([&] {
+                std::vector<float> found((rows + blocks.block_rows - 1) / blocks.block_rows *
+                                         blocks.across());
                 pulse::block_maxima(elements.data(), width, rows, blocks, found.data());
-            }
-            return to_numpy(std::move(found));
+                return found;
+            }));
         },
         array("elements"), "width"_a, "blocks"_a,
         "The largest magnitudes of the blocks of whole rows.");

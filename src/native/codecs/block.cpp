@@ -1,11 +1,6 @@
 #include "codecs/block.h"
 
-#include "codecs/gaps/gaps.h"
-#include "codecs/history/history.h"
-#include "codecs/nibbles/nibbles.h"
-#include "codecs/sparse/block_statistics.h"
-#include "codecs/sparse/sparse.h"
-#include "codecs/table/table.h"
+#include "codecs/codecs.h"
 #include "entropy/payload.h"
 
 namespace pulse {
@@ -47,9 +42,9 @@ EncodedBlock encode(const std::vector<Window>& history, const U* old, const U* n
                        prove ? &result.decoded : nullptr)) {
         result.codec = BlockCodec::history;
     } else if (few) {
-        result.payload = encode_gaps(old, changes, kind, runs).payload;
+        result.payload = encode_gaps(old, changes, kind, runs);
     } else {
-        result.payload = encode_sparse(old, changes, kind, runs).payload;
+        result.payload = encode_sparse(old, changes, kind, runs);
     }
     if constexpr (sizeof(U) != 2) {
         const bool asked = only == BlockCodec::nibbles;

@@ -2,15 +2,11 @@
 // is compiled for NEON, which is always there. Sanitizers and clang before 14 cannot resolve clones.
 #pragma once
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(PULSE_NO_CLONES)
+#if defined(__x86_64__) && !defined(__clang__) && !defined(PULSE_NO_CLONES)
 #define PULSE_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define PULSE_CLONES
 #endif
 
 // Of what is compiled for the instructions of the function that it stands in.
-#if defined(__GNUC__)
 #define PULSE_INLINE inline __attribute__((always_inline))
-#else
-#define PULSE_INLINE inline
-#endif

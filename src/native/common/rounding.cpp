@@ -5,11 +5,9 @@
 namespace pulse {
 namespace {
 
-// Inlined into the clones below.
 template <class U, class R>
-inline __attribute__((always_inline)) void round_all(const uint32_t* __restrict bits, size_t count,
-                                                     const R& round, uint32_t mantissa,
-                                                     uint32_t nan, U* __restrict out) {
+PULSE_CLONES void round_all(const uint32_t* __restrict bits, size_t count, R round,
+                            uint32_t mantissa, uint32_t nan, U* __restrict out) {
     constexpr int kNarrower = 32 - 8 * int(sizeof(U));
     for (size_t i = 0; i < count; i++) {
         const uint32_t x = bits[i], magnitude = x & kMagnitude;
@@ -19,27 +17,16 @@ inline __attribute__((always_inline)) void round_all(const uint32_t* __restrict 
     }
 }
 
-PULSE_CLONES void to_bf16(const uint32_t* bits, size_t count, uint32_t nan, uint16_t* out) {
-    round_all(bits, count, Bf16Rounder{}, 7, nan, out);
-}
-
-template <class U>
-PULSE_CLONES void to_narrow(const uint32_t* bits, size_t count, const Rounding& rounding,
-                            uint32_t nan, U* out) {
-    round_all(bits, count, Rounder(rounding), rounding.mantissa, nan, out);
-}
-
 }  // namespace
 
 void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan,
-                  uint8_t* out) {
-    to_narrow(bits, count, rounding, nan, out);
-}
-
-void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan,
-                  uint16_t* out) {
-    if (rounding.is_bf16()) return to_bf16(bits, count, nan, out);
-    to_narrow(bits, count, rounding, nan, out);
+                  int width, void* out) {
+    const uint32_t mantissa = rounding.mantissa;
+    auto* const halves = static_cast<uint16_t*>(out);
+    if (width == 2 && rounding.is_bf16())
+        return round_all(bits, count, Bf16Rounder{}, mantissa, nan, halves);
+    if (width == 2) return round_all(bits, count, Rounder(rounding), mantissa, nan, halves);
+    round_all(bits, count, Rounder(rounding), mantissa, nan, static_cast<uint8_t*>(out));
 }
 
 }  // namespace pulse

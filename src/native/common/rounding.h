@@ -102,11 +102,9 @@ inline Distance bf16_distance(uint32_t bits) {
     return {up, 0x10000 - up};
 }
 
-// Casts `count` FP32 numbers, given by their bits. A NaN keeps its sign and becomes `nan` with the top bits of its own
-// mantissa set as well.
+// Casts `count` FP32 numbers, given by their bits, to `width` bytes, 1 or 2. A NaN keeps its sign and becomes `nan` with the
+// top bits of its own mantissa set as well.
 void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan,
-                  uint8_t* out);
-void round_values(const uint32_t* bits, size_t count, const Rounding& rounding, uint32_t nan,
-                  uint16_t* out);
+                  int width, void* out);
 
 }  // namespace pulse

@@ -1,13 +1,11 @@
 #include "common/scan.h"
 
 #include "common/clones.h"
+#include "common/types.h"
+#include "common/vectors.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 says so of its own header
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
+#if defined(__x86_64__)
+#include "common/avx512.h"
 #endif
 
 namespace pulse {
@@ -46,7 +44,7 @@ PULSE_CLONES void differing_chunks(const uint8_t* a, const uint8_t* b, size_t by
     }
 }
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__)
 #define PULSE_BW __attribute__((target("avx512f,avx512bw,bmi,popcnt")))
 
 template <int kWidth>
@@ -95,30 +93,14 @@ PULSE_BW size_t differing_vectors(const uint8_t* a, const uint8_t* b, size_t ele
 
 }  // namespace
 
-bool has_scan_vectors() {
-#if defined(__x86_64__) && defined(__GNUC__)
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
-#else
-    return false;
-#endif
-}
-
-bool scan_vectors = has_scan_vectors();
-
 void differing(const uint8_t* a, const uint8_t* b, size_t bytes, int width, uint32_t base,
                std::vector<uint32_t>& out) {
     size_t done = 0;
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__)
     if (scan_vectors) {
-        const size_t elements = bytes / size_t(width);
-        switch (width) {
-            case 1: done = differing_vectors<1>(a, b, elements, base, out); break;
-            case 2: done = differing_vectors<2>(a, b, elements, base, out); break;
-            case 4: done = differing_vectors<4>(a, b, elements, base, out); break;
-            default: done = differing_vectors<8>(a, b, elements, base, out);
-        }
+        done = for_any_width(width, [&](auto zero) {
+            return differing_vectors<sizeof(zero)>(a, b, bytes / sizeof(zero), base, out);
+        });
     }
 #endif
     const size_t rest = done * size_t(width);

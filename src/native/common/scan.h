@@ -12,8 +12,4 @@ namespace pulse {
 void differing(const uint8_t* a, const uint8_t* b, size_t bytes, int width, uint32_t base,
                std::vector<uint32_t>& out);
 
-// Whether this processor has vectors for it (AVX-512), and whether they are used.
-bool has_scan_vectors();
-extern bool scan_vectors;
-
 }  // namespace pulse

@@ -32,16 +32,19 @@ inline uint64_t elements_of(const std::vector<Run>& runs) {
     return elements;
 }
 
+// What is compiled for the types of elements of 1, 2 and 4 bytes.
+#define PULSE_FOR_WIDTHS(FOR) FOR(uint8_t) FOR(uint16_t) FOR(uint32_t)
+
 // Calls `f` with a zero of the unsigned type of so many bytes: 1, 2 or 4.
 template <class F>
 auto for_width(int width, F&& f) {
     return width == 1 ? f(uint8_t()) : width == 2 ? f(uint16_t()) : f(uint32_t());
 }
-
-struct Encoded {
-    std::vector<uint8_t> payload;
-    size_t changed;
-};
+// The same where elements of 8 bytes are known as well.
+template <class F>
+auto for_any_width(int width, F&& f) {
+    return width == 8 ? f(uint64_t()) : for_width(width, f);
+}
 
 // Memory that is not filled with zeros first.
 template <class T>

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "entropy/models.h"
+#include "entropy/rans_states.h"
 
 namespace pulse {
 
@@ -28,6 +29,16 @@ inline int level_of(double often, double all) {
     if (often == 0) return kNoChance;
     return std::clamp(int(std::lround(kEven - 2 * std::log2(often / std::max(all - often, 0.25)))),
                       0, kNoChance - 1);
+}
+
+// The level for what is so often 1, of all: the expected one, unless another one saves more bits than it takes to say so.
+inline int level_near(double often, double all, int expected, int price) {
+    const auto bits = [&](int level) {
+        const double p = double(chance(uint8_t(level))) / double(kRansScale);
+        return -(often > 0 ? often * std::log2(p) : 0) - (all - often) * std::log2(1 - p);
+    };
+    const int own = level_of(often, all);
+    return bits(expected) - bits(own) > price + std::abs(own - expected) ? own : expected;
 }
 
 // What is too far from `expected` comes as near as it must.

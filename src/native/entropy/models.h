@@ -81,4 +81,16 @@ PULSE_INLINE uint32_t code_size(Side& side, SizeModels& models, int cls, uint32_
     return top << (n - 1) | code_plain(side, size, n - 1);
 }
 
+// A size above 1 but for its plain bits, those below the two top ones: these are 0 in what is returned. The models belong to
+// a class and a length: has it more bits; is the one below the top one set?
+template <class Side, class Models>
+uint32_t code_long(Side& side, Models& further, Models& second, size_t cls, uint32_t size) {
+    const int length = 31 - __builtin_clz(size | 1);
+    int n = 1;
+    while (n < kMostLength - 1 && side.bit(further[cls + size_t(n)], length > n)) n++;
+    const bool set = side.bit(second[cls + size_t(n)], (size >> (n - 1)) & 1);
+    return (2 | uint32_t(set)) << (n - 1);
+}
+inline int plain_bits_of_long(uint32_t size) { return 30 - __builtin_clz(size); }
+
 }  // namespace pulse

@@ -71,4 +71,23 @@ inline uint64_t take_count(const uint8_t* data, size_t size, size_t& at) {
     }
 }
 
+// A code of adaptive bits in a head, its length in front: what `code` puts by a Writer, and takes by a Reader.
+template <class Code>
+void put_code(std::vector<uint8_t>& out, Code&& code) {
+    Writer side;
+    code(side);
+    const std::vector<uint8_t> bytes = side.coder.finish();
+    put_varint(out, bytes.size());
+    out.insert(out.end(), bytes.begin(), bytes.end());
+}
+template <class Code>
+void take_code(const uint8_t* data, size_t size, size_t& at, Code&& code) {
+    const uint64_t length = take_count(data, size, at);
+    if (length > size - at) throw Malformed("the block ends inside its head");
+    Reader side{RangeDecoder(data + at, size_t(length))};
+    code(side);
+    if (!side.coder.finished()) throw Malformed("the head is longer or shorter than announced");
+    at += size_t(length);
+}
+
 }  // namespace pulse

@@ -73,12 +73,8 @@ public:
     }
 
     PULSE_INLINE void bit(AdaptiveBit& model, bool value) {
-        const uint64_t one = (range_ >> 16) * model.p;
-        const uint64_t zero = uint64_t(value) - 1;  // all bits for a 0
-        add(one & zero);
-        range_ = one + ((range_ - 2 * one) & zero);
+        bit(model.p, 16, value);
         model.adapt(value);
-        settle();
     }
 
     // P(value = 1) = chance / 2^scale, neither 0 nor 1.
@@ -162,13 +158,8 @@ public:
     }
 
     PULSE_INLINE bool bit(AdaptiveBit& model) {
-        const uint64_t one = (range_ >> 16) * model.p;
-        const bool value = code_ < one;
-        const uint64_t zero = uint64_t(value) - 1;  // all bits for a 0
-        code_ -= one & zero;
-        range_ = one + ((range_ - 2 * one) & zero);
+        const bool value = bit(model.p, 16);
         model.adapt(value);
-        settle();
         return value;
     }
 

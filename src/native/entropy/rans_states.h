@@ -11,9 +11,6 @@ namespace pulse {
 
 constexpr size_t kRansStates = 64;
 
-// Whether this processor has vectors for 64 states (AVX-512 with VBMI), and whether they are used.
-bool has_rans_vectors();
-extern bool rans_vectors;
 constexpr uint32_t kRansLow = 1u << 16;  // states are at least this between symbols
 constexpr int kRansBits = 12;            // the frequencies of a table sum up to 2^12
 constexpr uint32_t kRansScale = 1u << kRansBits;
@@ -26,6 +23,10 @@ struct RansWriter {
     void put(uint32_t word) {
         next -= 2;
         next[0] = uint8_t(word), next[1] = uint8_t(word >> 8);
+    }
+    // A 1 has the part [0, frequency) of 2^12, a 0 the rest.
+    void bit(uint32_t& x, uint32_t frequency, bool one) {
+        symbol(x, one ? 0 : frequency, one ? frequency : kRansScale - frequency);
     }
     void symbol(uint32_t& x, uint32_t start, uint32_t length) {
         if (x >> (32 - kRansBits) >= length) {
@@ -48,6 +49,11 @@ struct RansReader {
         return word;
     }
     static uint32_t slot(uint32_t x) { return x & (kRansScale - 1); }
+    bool bit(uint32_t& x, uint32_t frequency) {
+        const bool one = slot(x) < frequency;
+        symbol(x, one ? 0 : frequency, one ? frequency : kRansScale - frequency);
+        return one;
+    }
     void symbol(uint32_t& x, uint32_t start, uint32_t length) {
         x = length * (x >> kRansBits) + slot(x) - start;
         if (x < kRansLow) x = x << 16 | take();

@@ -83,23 +83,11 @@ inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const ui
     return sum;
 }
 
-// Passes whole eights of elements as long as `waited` and their weight stay below `target`; how many elements were passed.
-template <class U>
-inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uint32_t* weights,
-                                uint64_t& waited, uint64_t target) {
-    size_t at = 0;
-    for (; at + 8 <= count; at += 8) {
-        const uint64_t next = waited + weight8(p + at, cls, weights);
-        if (next >= target) break;
-        waited = next;
-    }
-    return at;
-}
-
-// The same without the elements that are marked; `first` is the number of `p` in its block.
+// The same without the elements that are marked, where there are marks; `first` is the number of `p` in its block.
 template <class U>
 inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const uint32_t* weights,
                                  MaskWords marks, size_t first) {
+    if (!marks) return plain_weight_sum(p, count, cls, weights);
     uint64_t sum = 0;
     for (size_t i = 0; i < count; i += 64) {
         const uint64_t marked = marks_from(marks, first + i);
@@ -112,15 +100,19 @@ inline uint64_t plain_weight_sum(const U* p, size_t count, ClassOf cls, const ui
     }
     return sum;
 }
+
+// Passes whole eights of elements as long as `waited` and their weight stay below `target`; how many elements were passed.
 template <class U>
 inline size_t plain_weight_skip(const U* p, size_t count, ClassOf cls, const uint32_t* weights,
                                 uint64_t& waited, uint64_t target, MaskWords marks, size_t first) {
+    constexpr size_t kAhead = 256;  // elements that are fetched before they are needed
     size_t at = 0;
     for (; at + 8 <= count; at += 8) {
+        __builtin_prefetch(p + at + kAhead);
         uint64_t next = waited + weight8(p + at, cls, weights);
-        for (uint32_t left = uint32_t(marks_from(marks, first + at) & 255); left;
+        for (uint64_t left = marks ? marks_from(marks, first + at) & 255 : 0; left;
              left &= left - 1) {
-            next -= weights[cls(p[at + size_t(__builtin_ctz(left))])];
+            next -= weights[cls(p[at + size_t(__builtin_ctzll(left))])];
         }
         if (next >= target) break;
         waited = next;

@@ -3,33 +3,18 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/types.h"
+
 namespace pulse {
-namespace {
-
-struct Leaves {
-    std::vector<const uint8_t*> data;
-    std::vector<size_t> sizes;
-
-    Leaves(const std::vector<Piece>& pieces, size_t leaf) {
-        for (const Piece& piece : pieces) {
-            for (size_t at = 0; at < piece.bytes; at += leaf) {
-                data.push_back(piece.data + at);
-                sizes.push_back(std::min(leaf, piece.bytes - at));
-            }
-        }
-    }
-};
-
-}  // namespace
 
 std::vector<uint8_t> leaf_digests(const std::vector<Piece>& pieces, size_t leaf,
                                   const Sha256Plan& plan) {
-    const Leaves leaves(pieces, leaf);
-    std::vector<uint8_t> digests(kSha256Digest * leaves.data.size());
-    sha256_messages(
-        plan, leaves.sizes.data(), leaves.sizes.size(), leaf, digests.data(),
-        [&](size_t message, size_t at, size_t, int) { return leaves.data[message] + at; });
-    return digests;
+    std::vector<std::vector<Piece>> leaves;
+    for (const Piece& piece : pieces) {
+        for (size_t at = 0; at < piece.bytes; at += leaf)
+            leaves.push_back({{piece.data + at, std::min(leaf, piece.bytes - at)}});
+    }
+    return message_digests(leaves, plan);
 }
 
 std::vector<uint8_t> message_digests(const std::vector<std::vector<Piece>>& messages,
@@ -122,12 +107,8 @@ std::vector<uint8_t> digests_with(const std::vector<Patched>& pieces, size_t lea
 
 std::vector<uint8_t> changed_leaf_digests(const std::vector<Patched>& pieces, size_t leaf,
                                           int width, const Sha256Plan& plan) {
-    switch (width) {
-        case 1: return digests_with<1>(pieces, leaf, plan);
-        case 2: return digests_with<2>(pieces, leaf, plan);
-        case 4: return digests_with<4>(pieces, leaf, plan);
-        default: return digests_with<8>(pieces, leaf, plan);
-    }
+    return for_any_width(width,
+                         [&](auto zero) { return digests_with<sizeof(zero)>(pieces, leaf, plan); });
 }
 
 }  // namespace pulse

@@ -41,13 +41,30 @@ std::vector<std::string> sha256_paths();
 // The plan with the kernels of one path, or, for "", with all of them. Null where the processor lacks the path.
 const Sha256Plan* sha256_plan(const std::string& path);
 
-// The kernels that this processor can run, by architecture.
-void add_x86_kernels(std::vector<Sha256Kernel>& kernels);
-void add_arm_kernels(std::vector<Sha256Kernel>& kernels);
+// Those that this processor can run of the kernels of x86-64 and arm64.
+void add_processor_kernels(std::vector<Sha256Kernel>& kernels);
 
 // What is left of a message of `size` bytes behind its last whole block, and the digest.
 void sha256_finish(const Sha256Kernel& kernel, Sha256State& state, const uint8_t* rest,
                    uint64_t size, uint8_t* digest);
+
+// All of a hash between two pieces of its message, where several processes hold a piece each: what one has computed is passed
+// on to the next. `rest` holds the bytes behind the last whole block, then zeros.
+struct Sha256Midstate {
+    Sha256State state;
+    uint64_t bytes;
+    uint8_t rest[kSha256Block];
+};
+static_assert(sizeof(Sha256Midstate) == 104, "it is passed on as it lies in memory");
+
+Sha256Midstate sha256_begin();
+
+// Adds the next bytes of the message.
+void sha256_absorb(const Sha256Kernel& kernel, Sha256Midstate& midstate, const uint8_t* data,
+                   size_t bytes);
+
+// The digest of what was absorbed.
+void sha256_digest(const Sha256Kernel& kernel, const Sha256Midstate& midstate, uint8_t* digest);
 
 // Hashes messages of sizes[0 .. count - 1] bytes into 32 bytes each. fetch(message, offset, bytes, lane) returns the
 // message's bytes, at most `tile` of them, valid until the lane is fetched again; a message is fetched once, in order.

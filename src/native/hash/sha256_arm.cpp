@@ -1,7 +1,7 @@
 // Kernels for arm64 with the SHA-2 instructions, on several messages by turns.
 #include "hash/sha256.h"
 
-#if defined(__aarch64__) && defined(__GNUC__)
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #if defined(__linux__)
 #include <sys/auxv.h>
@@ -70,7 +70,7 @@ bool has_sha2() {
 
 }  // namespace
 
-void add_arm_kernels(std::vector<Sha256Kernel>& kernels) {
+void add_processor_kernels(std::vector<Sha256Kernel>& kernels) {
     if (!has_sha2()) return;
     kernels.push_back({"neon", 1, neon<1>});
     kernels.push_back({"neon", 2, neon<2>});
@@ -78,9 +78,5 @@ void add_arm_kernels(std::vector<Sha256Kernel>& kernels) {
     kernels.push_back({"neon", 4, neon<4>});
 }
 
-}  // namespace pulse
-#else
-namespace pulse {
-void add_arm_kernels(std::vector<Sha256Kernel>&) {}
 }  // namespace pulse
 #endif

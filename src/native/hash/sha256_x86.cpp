@@ -1,7 +1,7 @@
 // Kernels for x86-64: SHA instructions on several messages by turns, and lanes of AVX2 and AVX-512.
 #include "hash/sha256_vector.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
 
@@ -87,7 +87,7 @@ bool has_sha() {
 
 }  // namespace
 
-void add_x86_kernels(std::vector<Sha256Kernel>& kernels) {
+void add_processor_kernels(std::vector<Sha256Kernel>& kernels) {
     __builtin_cpu_init();
     if (has_sha()) {
         kernels.push_back({"sha", 1, sha<1>});
@@ -105,9 +105,5 @@ void add_x86_kernels(std::vector<Sha256Kernel>& kernels) {
 #endif
 }
 
-}  // namespace pulse
-#else
-namespace pulse {
-void add_x86_kernels(std::vector<Sha256Kernel>&) {}
 }  // namespace pulse
 #endif

@@ -142,12 +142,10 @@ void EntryHead::put(std::vector<uint8_t>& out) {
                   kind.sizes, tables.contexts, tables.top}) {
         out.push_back(uint8_t(x));
     }
-    Writer side;
-    code_opens(side, *this);
-    code_tables(side, tables, kind.symbols());
-    const std::vector<uint8_t> levels = side.coder.finish();
-    put_varint(out, levels.size());
-    out.insert(out.end(), levels.begin(), levels.end());
+    put_code(out, [&](Writer& side) {
+        code_opens(side, *this);
+        code_tables(side, tables, kind.symbols());
+    });
 }
 
 EntryHead EntryHead::take(const uint8_t* data, size_t size, size_t& at, const Rounding& rounding,
@@ -165,14 +163,11 @@ EntryHead EntryHead::take(const uint8_t* data, size_t size, size_t& at, const Ro
         throw Malformed("the block's head is out of range");
     }
     head.kind = {rounding, mantissa, base, sizes};
-    const uint64_t coded = take_count(data, size, at);
-    if (coded > size - at) throw Malformed("the code ends past the block");
-    Reader side{RangeDecoder(data + at, coded)};
-    at += coded;
     head.opens.fill(0);
-    code_opens(side, head);
-    code_tables(side, head.tables, head.kind.symbols());
-    if (!side.coder.finished()) throw Malformed("the code is longer or shorter than its levels");
+    take_code(data, size, at, [&](Reader& side) {
+        code_opens(side, head);
+        code_tables(side, head.tables, head.kind.symbols());
+    });
     head.tables.set_lengths(head.kind.symbols());
     return head;
 }

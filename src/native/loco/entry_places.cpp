@@ -1,5 +1,7 @@
 #include "loco/entry_places.h"
 
+#include "common/vectors.h"
+
 namespace pulse {
 namespace {
 
@@ -18,30 +20,28 @@ void encode_places(RansWriter& coder, const Tile& tile, const OpenLevels& levels
     const std::array<uint32_t, kClasses> opens = opens_of(levels);
     const auto encode = [&](size_t from, size_t to) {
         for (size_t i = to; i-- > from;) {
-            const uint32_t f = opens[tile.classes[i]];
             const bool open = count > 0 && positions[count - 1] == tile.from + i;
             count -= open;
-            coder.symbol(coder.states[i & kMask], open ? 0 : f, open ? f : kRansScale - f);
+            coder.bit(coder.states[i & kMask], opens[tile.classes[i]], open);
         }
     };
     const size_t whole = tile.elements & ~kMask;
     encode(whole, tile.elements);
-    if (!vector_encode_places(coder, tile, levels, positions, count)) encode(0, whole);
+    if (vectors) return vector_encode_places(coder, tile, levels, positions, count);
+    encode(0, whole);
 }
 
 void decode_places(RansReader& coder, const Tile& tile, const OpenLevels& levels,
                    uint32_t* positions, size_t& found, size_t most) {
     const std::array<uint32_t, kClasses> opens = opens_of(levels);
-    size_t i = kRansStates * vector_decode_places(coder, tile, levels, positions, found, most);
+    size_t i = 0;
+    if (vectors)
+        i = kRansStates * vector_decode_places(coder, tile, levels, positions, found, most);
     while (i < tile.elements && found <= most) {
         const size_t end = std::min(i + kRansStates, tile.elements);
         for (; i < end; i++) {
-            uint32_t& x = coder.states[i & kMask];
-            const uint32_t f = opens[tile.classes[i]];
-            const bool open = RansReader::slot(x) < f;
-            coder.symbol(x, open ? 0 : f, open ? f : kRansScale - f);
             positions[found] = uint32_t(tile.from + i);
-            found += open;
+            found += coder.bit(coder.states[i & kMask], opens[tile.classes[i]]);
         }
     }
     if (found > most) throw Malformed("there are more entries than announced");

@@ -38,8 +38,8 @@ constexpr size_t kWordsPadding = 2 * kRansStates + 32;
 void decode_places(RansReader& coder, const Tile& tile, const OpenLevels& levels,
                    uint32_t* positions, size_t& found, size_t most);
 
-// The vectors' share of a tile's whole groups of 64: an encoder's all or none; a decoder's first ones, which it counts.
-bool vector_encode_places(RansWriter& coder, const Tile& tile, const OpenLevels& levels,
+// The vectors' share of a tile's whole groups of 64: an encoder's all; a decoder's first ones, which it counts.
+void vector_encode_places(RansWriter& coder, const Tile& tile, const OpenLevels& levels,
                           const uint32_t* positions, size_t& count);
 size_t vector_decode_places(RansReader& coder, const Tile& tile, const OpenLevels& levels,
                             uint32_t* positions, size_t& found, size_t most);

@@ -1,7 +1,7 @@
-#include "entropy/rans_vectors.h"
 #include "loco/entry_places.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__)
+#include "entropy/rans_vectors.h"
 
 namespace pulse {
 namespace {
@@ -10,22 +10,25 @@ struct Opens {
     ByteTable level;      // of each class
     __m512i rare, often;  // the frequencies of levels 0 to 15, 16 to 31
 
-    PULSE_RANS_INLINE static Opens from(const OpenLevels& levels) {
+    PULSE_AVX512_INLINE static Opens from(const OpenLevels& levels) {
         const __m512i pairs = _mm512_loadu_si512(kOpens.data());
         return {ByteTable::from(levels.data()),
                 _mm512_cvtepu16_epi32(_mm512_castsi512_si256(pairs)),
                 _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(pairs, 1))};
     }
     // Of a group of elements.
-    PULSE_RANS_INLINE void of(const uint8_t* classes, __m512i* frequencies) const {
+    PULSE_AVX512_INLINE void of(const uint8_t* classes, __m512i* frequencies) const {
         level.of(_mm512_loadu_si512(classes), frequencies);
         for (int v = 0; v < kVectors; v++)
             frequencies[v] = _mm512_permutex2var_epi32(rare, frequencies[v], often);
     }
 };
 
-PULSE_RANS void encode(RansWriter& coder, const Tile& tile, const OpenLevels& levels,
-                       const uint32_t* positions, size_t& count) {
+}  // namespace
+
+PULSE_AVX512 void vector_encode_places(RansWriter& coder, const Tile& tile,
+                                       const OpenLevels& levels, const uint32_t* positions,
+                                       size_t& count) {
     const Opens opens = Opens::from(levels);
     const __m512i scale = _mm512_set1_epi32(int(kRansScale));
     __m512i x[kVectors];
@@ -57,8 +60,9 @@ PULSE_RANS void encode(RansWriter& coder, const Tile& tile, const OpenLevels& le
     count = left;
 }
 
-PULSE_RANS size_t decode(RansReader& coder, const Tile& tile, const OpenLevels& levels,
-                         uint32_t* positions, size_t& found, size_t most) {
+PULSE_AVX512 size_t vector_decode_places(RansReader& coder, const Tile& tile,
+                                         const OpenLevels& levels, uint32_t* positions,
+                                         size_t& found, size_t most) {
     const Opens opens = Opens::from(levels);
     const __m512i scale = _mm512_set1_epi32(int(kRansScale)),
                   slots = _mm512_set1_epi32(int(kRansScale - 1));
@@ -99,30 +103,6 @@ PULSE_RANS size_t decode(RansReader& coder, const Tile& tile, const OpenLevels& 
     coder.next = next;
     found = known;
     return group;
-}
-
-}  // namespace
-
-bool vector_encode_places(RansWriter& coder, const Tile& tile, const OpenLevels& levels,
-                          const uint32_t* positions, size_t& count) {
-    if (rans_vectors) encode(coder, tile, levels, positions, count);
-    return rans_vectors;
-}
-size_t vector_decode_places(RansReader& coder, const Tile& tile, const OpenLevels& levels,
-                            uint32_t* positions, size_t& found, size_t most) {
-    return rans_vectors ? decode(coder, tile, levels, positions, found, most) : 0;
-}
-
-}  // namespace pulse
-#else
-namespace pulse {
-
-bool vector_encode_places(RansWriter&, const Tile&, const OpenLevels&, const uint32_t*, size_t&) {
-    return false;
-}
-size_t vector_decode_places(RansReader&, const Tile&, const OpenLevels&, uint32_t*, size_t&,
-                            size_t) {
-    return 0;
 }
 
 }  // namespace pulse

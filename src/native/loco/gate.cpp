@@ -15,17 +15,11 @@ PULSE_CLONES void as_bf16(const float* from, size_t count, float* to) {
     for (size_t i = 0; i < count; i++) to[i] = float_of(round(bits_of(from[i])) << 16);
 }
 
-PULSE_CLONES void starts(const float* theta, const float* residual, float lookahead, size_t count,
-                         float* start) {
-    for (size_t i = 0; i < count; i++) start[i] = theta[i] - lookahead * residual[i];
-}
-
-// Sets open[i] for a chunk; false if a pseudo-gradient is not finite. Inlined into the clones below.
+// Sets open[i] for a chunk; false if a pseudo-gradient is not finite.
 template <class R>
-inline __attribute__((always_inline)) bool gate_chunk(const float* theta, const float* start,
-                                                      const float* now, const float* residual,
-                                                      float* s, size_t count, const R& round,
-                                                      uint8_t* open, uint32_t& any) {
+PULSE_CLONES bool gate_chunk(const float* theta, const float* start, const float* now,
+                             const float* residual, float* s, size_t count, const R& round,
+                             uint8_t* open, uint32_t& any) {
     uint32_t highest = 0, changed = 0;
     for (size_t i = 0; i < count; i++) {
         const float x = (start[i] - now[i]) + residual[i];
@@ -40,19 +34,12 @@ inline __attribute__((always_inline)) bool gate_chunk(const float* theta, const 
     return highest < kHuge;
 }
 
-PULSE_CLONES bool bf16_chunk(const float* theta, const float* start, const float* now,
-                             const float* residual, float* s, size_t count, uint8_t* open,
-                             uint32_t& any) {
-    return gate_chunk(theta, start, now, residual, s, count, Bf16Rounder{}, open, any);
-}
-
-PULSE_CLONES bool narrow_chunk(const float* theta, const float* start, const float* now,
-                               const float* residual, float* s, size_t count, const Rounder& round,
-                               uint8_t* open, uint32_t& any) {
-    return gate_chunk(theta, start, now, residual, s, count, round, open, any);
-}
-
 }  // namespace
+
+PULSE_CLONES void look_ahead(const float* theta, const float* residual, float lookahead,
+                             size_t count, float* start) {
+    for (size_t i = 0; i < count; i++) start[i] = theta[i] - lookahead * residual[i];
+}
 
 bool gate(const Local& local, float* s, size_t count, const Rounding& rounding, uint32_t base,
           std::vector<uint32_t>& open) {
@@ -64,7 +51,7 @@ bool gate(const Local& local, float* s, size_t count, const Rounding& rounding, 
         const float *theta = local.theta + at, *now = local.now + at,
                     *residual = local.residual + at, *start = theta;
         if (local.lookahead != 0) {
-            starts(theta, residual, local.lookahead, n, ahead);
+            look_ahead(theta, residual, local.lookahead, n, ahead);
             start = ahead;
         }
         if (local.bf16_start) {
@@ -74,8 +61,8 @@ bool gate(const Local& local, float* s, size_t count, const Rounding& rounding, 
         uint32_t any = 0;
         const bool finite =
             rounding.is_bf16()
-                ? bf16_chunk(theta, start, now, residual, s + at, n, differs, any)
-                : narrow_chunk(theta, start, now, residual, s + at, n, round, differs, any);
+                ? gate_chunk(theta, start, now, residual, s + at, n, Bf16Rounder{}, differs, any)
+                : gate_chunk(theta, start, now, residual, s + at, n, round, differs, any);
         if (!finite) return false;
         if (!any) continue;
         each_set(differs, n, [&](size_t i) { open.push_back(base + uint32_t(at + i)); });

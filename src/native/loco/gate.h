@@ -20,6 +20,10 @@ struct Local {
     bool bf16_start;
 };
 
+// start = theta - lookahead * residual, for `count` parameters.
+void look_ahead(const float* theta, const float* residual, float lookahead, size_t count,
+                float* start);
+
 // s = (start - now) + residual for `count` parameters. Returns false if one of them is NaN, infinite or huge. Otherwise
 // appends base + i to `open` wherever theta and theta - s round differently.
 bool gate(const Local& local, float* s, size_t count, const Rounding& rounding, uint32_t base,

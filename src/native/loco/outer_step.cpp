@@ -5,6 +5,7 @@
 
 #include "common/clones.h"
 #include "common/flags.h"
+#include "loco/gate.h"
 
 namespace pulse {
 namespace {
@@ -18,11 +19,6 @@ PULSE_CLONES void step(float* theta, float* momentum, const float* sum, size_t c
         momentum[i] = next;
         theta[i] = __builtin_fmaf(-lr, __builtin_fmaf(mu, next, g), theta[i]);
     }
-}
-
-PULSE_CLONES void ahead(const float* theta, const float* residual, float lookahead, size_t count,
-                        float* start) {
-    for (size_t i = 0; i < count; i++) start[i] = theta[i] - lookahead * residual[i];
 }
 
 PULSE_CLONES uint32_t count_nonzero(const float* sums, size_t count) {
@@ -71,7 +67,7 @@ void outer_step(float* theta, float* momentum, const float* residual, float look
         const float* const sums = tiles.of(from + at, size);
         step(theta + at, momentum + at, sums, size, n.trainers, n.lr, n.mu);
         if (lookahead != 0) {
-            ahead(theta + at, residual + at, lookahead, size, start + at);
+            look_ahead(theta + at, residual + at, lookahead, size, start + at);
         } else {
             std::memcpy(start + at, theta + at, size * sizeof(float));
         }

@@ -1,11 +1,10 @@
-#include "codecs/gaps/gaps.h"
+#include "codecs/codecs.h"
 
 #include <algorithm>
 #include <array>
 
 #include "codecs/gaps/positions.h"
 #include "codecs/history/hits.h"
-#include "codecs/sparse/block_statistics.h"
 #include "common/step.h"
 #include "entropy/models.h"
 #include "entropy/payload.h"
@@ -24,19 +23,20 @@ struct Models {
 }  // namespace
 
 template <class U>
-Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
-                    const std::vector<Run>& runs, HistoryEncoder* recall) {
+std::vector<uint8_t> encode_gaps(const U* old, const BlockChanges<U>& changes,
+                                 const ElementKind& kind, const std::vector<Run>& runs,
+                                 HistoryEncoder* recall) {
     const ClassOf cls{kind.shift, kind.mask};
     const std::vector<uint32_t>& positions = changes.positions;
-    Encoded result{{}, positions.size()};
-    put_varint(result.payload, positions.size());
-    if (positions.empty() && !recall) return result;
+    std::vector<uint8_t> payload;
+    put_varint(payload, positions.size());
+    if (positions.empty() && !recall) return payload;
 
     CodePlan plan;
     plan.levels.fill(kAbsent);
     if (!positions.empty()) {
         plan = plan_code(changes.statistics);
-        for (int x : {plan.boost, plan.first, plan.count - 1}) result.payload.push_back(uint8_t(x));
+        for (int x : {plan.boost, plan.first, plan.count - 1}) payload.push_back(uint8_t(x));
     }
     Writer side;
     if (recall) recall->put(side);
@@ -60,16 +60,15 @@ Encoded encode_gaps(const U* old, const BlockChanges<U>& changes, const ElementK
         code_size(coded, models.sizes, int(cls(before)), down ? U(-step) : step);
     }
     const std::vector<uint8_t> code = coded.coder.finish();
-    result.payload.insert(result.payload.end(), code.begin(), code.end());
-    return result;
+    payload.insert(payload.end(), code.begin(), code.end());
+    return payload;
 }
 
-template Encoded encode_gaps(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&,
-                             const std::vector<Run>&, HistoryEncoder*);
-template Encoded encode_gaps(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
-                             const std::vector<Run>&, HistoryEncoder*);
-template Encoded encode_gaps(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
-                             const std::vector<Run>&, HistoryEncoder*);
+#define PULSE_FOR(U)                                                                       \
+    template std::vector<uint8_t> encode_gaps(const U*, const BlockChanges<U>&,            \
+                                              const ElementKind&, const std::vector<Run>&, \
+                                              HistoryEncoder*);
+PULSE_FOR_WIDTHS(PULSE_FOR)
 
 namespace {
 

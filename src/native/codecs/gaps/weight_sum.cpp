@@ -1,25 +1,20 @@
 #include "codecs/gaps/weight_sum.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 says so of its own header
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-#define PULSE_VBMI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi")))
-#define PULSE_VBMI_INLINE \
-    inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,avx512vbmi")))
+#include "common/types.h"
+
+#if defined(__x86_64__)
+#include "common/avx512.h"
 
 namespace pulse {
 namespace {
 
 // The lowest byte of (x >> shift) of 64 elements; zeros, whatever their class, behind the `count` that there are.
-PULSE_VBMI_INLINE __m512i classes(const uint8_t* p, size_t count, __m128i shift) {
+PULSE_AVX512_INLINE __m512i classes(const uint8_t* p, size_t count, __m128i shift) {
     const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
     return _mm512_srl_epi16(_mm512_maskz_loadu_epi8(there, p),
                             shift);  // bits of a neighbor are above the class's mask
 }
-PULSE_VBMI_INLINE __m512i classes(const uint16_t* p, size_t count, __m128i shift) {
+PULSE_AVX512_INLINE __m512i classes(const uint16_t* p, size_t count, __m128i shift) {
     const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
     const __m512i low = _mm512_maskz_loadu_epi16(__mmask32(there), p);
     const __m512i high = _mm512_maskz_loadu_epi16(__mmask32(there >> 32), p + 32);
@@ -27,7 +22,7 @@ PULSE_VBMI_INLINE __m512i classes(const uint16_t* p, size_t count, __m128i shift
         _mm512_castsi256_si512(_mm512_cvtepi16_epi8(_mm512_srl_epi16(low, shift))),
         _mm512_cvtepi16_epi8(_mm512_srl_epi16(high, shift)), 1);
 }
-PULSE_VBMI_INLINE __m512i classes(const uint32_t* p, size_t count, __m128i shift) {
+PULSE_AVX512_INLINE __m512i classes(const uint32_t* p, size_t count, __m128i shift) {
     const uint64_t there = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
     __m128i quarters[4];
     for (int k = 0; k < 4; k++) {
@@ -42,8 +37,8 @@ constexpr size_t kAhead = 2048;
 
 // The weights of eight eights of elements, `count` of which are there, without those that are `marked`.
 template <class U>
-PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const Weights& weights,
-                                 bool live, uint64_t marked) {
+PULSE_AVX512_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const Weights& weights,
+                                   bool live, uint64_t marked) {
     const uint64_t there = (count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0)) & ~marked;
     for (size_t at = 0; at < 64 * sizeof(U); at += 64)
         __builtin_prefetch(reinterpret_cast<const uint8_t*>(p) + kAhead + at);
@@ -70,8 +65,8 @@ PULSE_VBMI_INLINE __m512i eights(const U* p, size_t count, ClassOf cls, const We
 }
 
 template <bool kMarked, class U>
-PULSE_VBMI uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
-                           MaskWords marks, size_t first) {
+PULSE_AVX512 uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights& weights,
+                             bool live, MaskWords marks, size_t first) {
     __m512i sum = _mm512_setzero_si512();
     for (size_t at = 0; at < count; at += 64) {
         const uint64_t marked = kMarked ? marks_from(marks, first + at) : 0;
@@ -81,8 +76,9 @@ PULSE_VBMI uint64_t sum_of(const U* p, size_t count, ClassOf cls, const Weights&
 }
 
 template <bool kMarked, class U>
-PULSE_VBMI size_t skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
-                       uint64_t& waited, uint64_t target, MaskWords marks, size_t first_of_block) {
+PULSE_AVX512 size_t skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
+                         uint64_t& waited, uint64_t target, MaskWords marks,
+                         size_t first_of_block) {
     const __m512i zero = _mm512_setzero_si512();
     size_t at = 0;
     while (at + 8 <= count) {
@@ -111,12 +107,6 @@ PULSE_VBMI size_t skip(const U* p, size_t count, ClassOf cls, const Weights& wei
 
 }  // namespace
 
-bool has_weight_vectors() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi");
-}
-
 template <class U>
 uint64_t vector_weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
                            MaskWords marks, size_t first) {
@@ -130,37 +120,12 @@ size_t vector_weight_skip(const U* p, size_t count, ClassOf cls, const Weights& 
                  : skip<false>(p, count, cls, weights, live, waited, target, marks, first);
 }
 
-}  // namespace pulse
-#else
-namespace pulse {
-
-bool has_weight_vectors() { return false; }
-
-template <class U>
-uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool, MaskWords, size_t) {
-    return 0;
-}
-template <class U>
-size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, uint64_t,
-                          MaskWords, size_t) {
-    return 0;
-}
-
-}  // namespace pulse
-#endif
-
-namespace pulse {
-
-bool weight_vectors = has_weight_vectors();
-
 #define PULSE_FOR(U)                                                                               \
     template uint64_t vector_weight_sum(const U*, size_t, ClassOf, const Weights&, bool,           \
                                         MaskWords, size_t);                                        \
     template size_t vector_weight_skip(const U*, size_t, ClassOf, const Weights&, bool, uint64_t&, \
                                        uint64_t, MaskWords, size_t);
-PULSE_FOR(uint8_t)
-PULSE_FOR(uint16_t)
-PULSE_FOR(uint32_t)
-#undef PULSE_FOR
+PULSE_FOR_WIDTHS(PULSE_FOR)
 
 }  // namespace pulse
+#endif

@@ -1,13 +1,10 @@
 // The weight of many elements: the plain loops of weights.h, or vectors that look 64 classes up at once.
 #pragma once
 
+#include "common/vectors.h"
 #include "entropy/weights.h"
 
 namespace pulse {
-
-// Whether this processor has vectors for it (AVX-512 VBMI), and whether they are used.
-bool has_weight_vectors();
-extern bool weight_vectors;
 
 // For `narrow` weights, or `wide` ones of elements of one byte. Without the marked elements, where there are marks; `first` is the
 // number of `p` in its block.
@@ -20,7 +17,7 @@ size_t vector_weight_skip(const U* p, size_t count, ClassOf cls, const Weights& 
 
 template <class U>
 inline bool use_weight_vectors(const Weights& weights) {
-    return weight_vectors && (sizeof(U) == 1 ? weights.wide : weights.narrow);
+    return vectors && (sizeof(U) == 1 ? weights.wide : weights.narrow);
 }
 
 template <class U>
@@ -29,8 +26,7 @@ inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const Weights&
     if (count > 16 && use_weight_vectors<U>(weights)) {
         return vector_weight_sum(p, count, cls, weights, live, marks, first);
     }
-    if (marks) return plain_weight_sum(p, count, cls, weights.of[live].data(), marks, first);
-    return plain_weight_sum(p, count, cls, weights.of[live].data());
+    return plain_weight_sum(p, count, cls, weights.of[live].data(), marks, first);
 }
 
 // The first eights one at a time: where changes are many, the next one is there.
@@ -38,17 +34,13 @@ template <class U>
 inline size_t weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
                           uint64_t& waited, uint64_t target, MaskWords marks, size_t first) {
     const uint32_t* of = weights.of[live].data();
-    const auto plain = [&](size_t most) {
-        return marks ? plain_weight_skip(p, most, cls, of, waited, target, marks, first)
-                     : plain_weight_skip(p, most, cls, of, waited, target);
-    };
     if (count > 16 && use_weight_vectors<U>(weights)) {
-        const size_t at = plain(16);
+        const size_t at = plain_weight_skip(p, 16, cls, of, waited, target, marks, first);
         if (at < 16) return at;
         return at + vector_weight_skip(p + at, count - at, cls, weights, live, waited, target,
                                        marks, first + at);
     }
-    return plain(count);
+    return plain_weight_skip(p, count, cls, of, waited, target, marks, first);
 }
 
 }  // namespace pulse

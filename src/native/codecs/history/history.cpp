@@ -1,12 +1,9 @@
-#include "codecs/history/history.h"
+#include "codecs/codecs.h"
 
 #include <algorithm>
 #include <array>
 
-#include "codecs/gaps/gaps.h"
 #include "codecs/history/hits.h"
-#include "codecs/sparse/block_statistics.h"
-#include "codecs/sparse/sparse.h"
 #include "common/clones.h"
 #include "common/step.h"
 
@@ -16,7 +13,10 @@ namespace {
 constexpr size_t kMostRemembered = 3;  // elements for each change: more cost time and save little
 constexpr double kWorthwhile = 0.05;   // of the changes: elements that changed before, too
 constexpr size_t kAhead = 24;          // elements that are fetched before they are needed
-constexpr uint8_t kBySparse = 128;     // beside the number of windows
+constexpr uint8_t kBySparse = 128;     // added to the number of windows
+
+// Below so many changes, 64 states and a head of chances cost more than `gaps`, which learns.
+constexpr size_t kFewForSparse = 8192;
 
 // How many of the last windows are worth their time: those that remember at most `kMostRemembered` elements for each
 // change, and none where few of the changes are remembered. Looks at the start of the block.
@@ -207,9 +207,9 @@ bool encode_history(const std::vector<Window>& history, const U* old,
     for (int x : {windows, known.first, known.count - 1}) payload.push_back(uint8_t(x));
     HistoryEncoder recall(known, parts.recalled);
     count_others(changes.statistics, recall, cls, runs, parts.others);
-    const std::vector<uint8_t> rest =
-        by_gaps ? encode_gaps(old, parts.others, kind, runs, &recall).payload
-                : encode_sparse(old, parts.others, kind, runs, &recall).payload;
+    const std::vector<uint8_t> rest = by_gaps
+                                          ? encode_gaps(old, parts.others, kind, runs, &recall)
+                                          : encode_sparse(old, parts.others, kind, runs, &recall);
     payload.insert(payload.end(), rest.begin(), rest.end());
     if (proved)
         *proved =
@@ -221,10 +221,7 @@ bool encode_history(const std::vector<Window>& history, const U* old,
     template bool encode_history(const std::vector<Window>&, const U*, const BlockChanges<U>&, \
                                  const ElementKind&, const std::vector<Run>&, bool,            \
                                  std::vector<uint8_t>&, Decoded*);
-PULSE_FOR(uint8_t)
-PULSE_FOR(uint16_t)
-PULSE_FOR(uint32_t)
-#undef PULSE_FOR
+PULSE_FOR_WIDTHS(PULSE_FOR)
 
 namespace {
 

@@ -1,5 +1,5 @@
 // By what a step of a remembered element is coded: models that adapt, or levels of chances that stand in a head (docs/format.md,
-// section 3.9.5).
+// sections 3.9.5 and 3.9.6).
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,11 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "codecs/history/hit_table.h"
 #include "codecs/history/windows.h"
+#include "entropy/levels.h"
 #include "entropy/models.h"
+#include "entropy/rans_states.h"
 
 namespace pulse {
 
@@ -68,17 +71,87 @@ struct Unlikely {
 template <class Side, class T>
 Unlikely code_unlikely(Side& side, RecallModels<T>& models, size_t cls, uint32_t expected,
                        Unlikely value) {
-    const int length = 31 - __builtin_clz(value.number | 1);
     if (!expected) {
-        int n = 1;
-        while (n < kMostLength - 1 && side.bit(models.further[cls + size_t(n)], length > n)) n++;
-        const bool second = side.bit(models.second[cls + size_t(n)], (value.number >> (n - 1)) & 1);
-        return {(2 | uint32_t(second)) << (n - 1), Unlikely::size, uint8_t(n - 1)};
+        const uint32_t size = code_long(side, models.further, models.second, cls, value.number);
+        return {size, Unlikely::size, uint8_t(plain_bits_of_long(size))};
     }
+    const int length = 31 - __builtin_clz(value.number | 1);
     const bool less = side.bit(models.less[cls], value.kind == Unlikely::less);
     int n = 0;
     while (n < kMostLength - 1 && side.bit(models.apart[cls + size_t(n)], length > n)) n++;
     return {1u << n, less ? Unlikely::less : Unlikely::more, uint8_t(n)};
+}
+
+// How often a bit is said, and how often it is 1.
+struct Tally {
+    uint32_t asked = 0, ones = 0;
+
+    int level(int expected) const {
+        return asked ? level_near(ones, asked, expected, 3) : expected;
+    }
+};
+
+// Levels that stand in a head.
+struct HitHead {
+    HistoryTable table;
+    RecallModels<uint8_t> levels;
+    int sizes = 0,
+        distances = 0;  // how many levels by class and length follow, from the first class on
+
+    HitHead() {
+        for (auto* all : {&levels.longer, &levels.differs, &levels.less}) all->fill(kNoChance);
+        for (auto* all : {&levels.further, &levels.second, &levels.apart}) all->fill(kNoChance);
+        levels.turned.fill(kNoChance);
+    }
+};
+
+// `there` says which cells have elements, `large` whether a step above 1 is remembered; both sides know it. An encoder chooses by
+// `tallies`.
+template <class Side, class T>
+void code_recall_head(Side& side, HitHead& head, const ByCell<T>& there, bool large, int first,
+                      int count, const RecallModels<Tally>& tallies) {
+    TableModels models;
+    code_table(side, models, there, count, head.table);
+    RecallModels<uint8_t>& levels = head.levels;
+    const auto code = [&](NearModels& near, auto& of, const auto& tally, size_t k, int expected) {
+        of[k] = uint8_t(code_within(side, near, tally[k].level(expected), expected, 0, kNoChance));
+        return int(of[k]);
+    };
+    const auto code_count = [&](int& value) {
+        side.next_symbol();
+        value = std::min(int(side.plain(uint32_t(value), 9)), count + kMostLength - 1);
+    };
+    NearModels turned, longer, further, second, differs, less, apart;
+    int expected = kEven;
+    for (int c = first; c < first + count; c++) {
+        for (size_t k : {size_t(c), size_t(kClasses + c)})
+            expected = code(turned, levels.turned, tallies.turned, k, expected);
+    }
+    expected = kNoChance;
+    for (int c = first; c < first + count; c++) {
+        expected = std::min(code(longer, levels.longer, tallies.longer, size_t(c), expected) + 2,
+                            kNoChance);
+    }
+    code_count(head.sizes);
+    expected = kEven;
+    for (int u = first, of_second = kEven; u < first + head.sizes; u++) {
+        expected = std::min(code(further, levels.further, tallies.further, size_t(u), expected) + 2,
+                            kNoChance);
+        of_second = code(second, levels.second, tallies.second, size_t(u), of_second);
+    }
+    expected = kEven;
+    for (int c = first, of_less = kEven; large && c < first + count; c++) {
+        expected = std::min(code(differs, levels.differs, tallies.differs, size_t(c), expected) + 2,
+                            kNoChance);
+        if (levels.differs[size_t(c)] != kNoChance)
+            of_less = code(less, levels.less, tallies.less, size_t(c), of_less);
+    }
+    if (large) code_count(head.distances);
+    expected = kEven;
+    for (int u = first; u < first + head.distances; u++) {
+        expected =
+            std::min(code(apart, levels.apart, tallies.apart, size_t(u), expected) + 2, kNoChance);
+    }
 }
 
 }  // namespace pulse

@@ -33,40 +33,24 @@ void fit(const std::vector<Cell>& cells, HistoryTable& table) {
         const double p = (changed[k] + 0.5) / (there[k] + 1 + 0.5 * all / std::max(hit, 1.0));
         cls[k] = std::log(p / (1 - std::min(p, 0.98)));
     }
+    const auto step = [&](auto& odds, size_t Cell::* place) {
+        std::array<double, kGroups> gradient{}, curvature{};
+        for (const Cell& c : cells) {
+            const double p = 1 / (1 + std::exp(-(group[c.group] + cls[c.cls])));
+            gradient[c.*place] += c.changed - c.there * p;
+            curvature[c.*place] += c.there * p * (1 - p);
+        }
+        for (size_t k = 0; k < odds.size(); k++) odds[k] += bounded_step(gradient[k], curvature[k]);
+    };
     for (int round = 0; round < kRounds; round++) {
-        std::array<double, kGroups> group_gradient{}, group_curvature{};
-        for (const Cell& c : cells) {
-            const double p = 1 / (1 + std::exp(-(group[c.group] + cls[c.cls])));
-            group_gradient[c.group] += c.changed - c.there * p,
-                group_curvature[c.group] += c.there * p * (1 - p);
-        }
-        for (size_t g = 1; g < kGroups; g++)
-            group[g] += bounded_step(group_gradient[g], group_curvature[g]);
-        std::array<double, kMostClasses> class_gradient{}, class_curvature{};
-        for (const Cell& c : cells) {
-            const double p = 1 / (1 + std::exp(-(group[c.group] + cls[c.cls])));
-            class_gradient[c.cls] += c.changed - c.there * p,
-                class_curvature[c.cls] += c.there * p * (1 - p);
-        }
-        for (size_t k = 0; k < kMostClasses; k++)
-            cls[k] += bounded_step(class_gradient[k], class_curvature[k]);
+        step(group, &Cell::group);
+        step(cls, &Cell::cls);
     }
     const auto rounded = [](double odds) {
         return std::clamp(int(std::lround(odds / kHalfOctave)), -kMostOdds, kMostOdds);
     };
     for (size_t g = 1; g < kGroups; g++) table.of_group[g] = rounded(group[g]);
     for (size_t k = 0; k < kMostClasses; k++) table.of_class[k] = rounded(cls[k]);
-}
-
-// The level of a cell: the usual one, unless another one saves more than it takes to say so.
-int level_of_cell(double there, double changed, int usual) {
-    if (changed == 0) return usual;
-    const int own = level_of(changed, there);
-    const auto bits = [&](int level) {
-        const double p = double(chance(uint8_t(level))) / double(kRansScale);
-        return -changed * std::log2(p) - (there - changed) * std::log2(1 - p);
-    };
-    return bits(usual) - bits(own) > 4 + std::abs(own - usual) ? own : usual;
 }
 
 }  // namespace
@@ -94,7 +78,8 @@ void plan_table(const ByCell<uint32_t>& there, const ByCell<uint32_t>& changed, 
     }
     for (const Cell& c : cells) {
         const int usual = level_of_odds(table.of_group[c.group] + table.of_class[c.cls]);
-        table.levels[cell_of(c.group, c.cls)] = uint8_t(level_of_cell(c.there, c.changed, usual));
+        table.levels[cell_of(c.group, c.cls)] =
+            uint8_t(c.changed == 0 ? usual : level_near(c.changed, c.there, usual, 4));
     }
 }
 

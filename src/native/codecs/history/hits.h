@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "codecs/history/hit_head.h"
+#include "codecs/history/hit_models.h"
 #include "codecs/history/windows.h"
 #include "entropy/plain_bits.h"
 #include "entropy/rans_states.h"

@@ -2,17 +2,8 @@
 
 #include "codecs/history/hits.h"
 #include "entropy/rans_bits.h"
-#include "entropy/rans_pieces.h"
 
 namespace pulse {
-namespace {
-
-struct LevelReader {
-    PieceReader pieces;
-    bool bit(uint8_t level, bool value) { return pieces.bit(chance(level), value); }
-};
-
-}  // namespace
 
 HistoryDecoder::HistoryDecoder(const HistoryHits& known) : known_(known) {
     for (uint16_t cell : known.cells) there_[cell] = 1;
@@ -50,24 +41,19 @@ void HistoryDecoder::take(Reader& side) {
 }
 
 void HistoryDecoder::take_head(const uint8_t* data, size_t size, size_t& at) {
-    const uint64_t length = take_count(data, size, at);
-    if (length > size - at) throw Malformed("the block ends inside its head");
-    Reader side{RangeDecoder(data + at, size_t(length))};
-    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, {});
-    if (!side.coder.finished()) throw Malformed("the head is longer or shorter than announced");
-    at += size_t(length);
+    take_code(data, size, at, [&](Reader& side) {
+        code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, {});
+    });
 }
 
 void HistoryDecoder::take(RansReader& coder) {
-    uint16_t frequencies[kRansStates];
     const auto of_cells = head_.table.frequencies();
-    std::vector<uint64_t> changes((known_.size() + kRansStates - 1) / kRansStates);
+    std::vector<uint64_t> changes(batches_of(known_.size()));
     size_t n = 0;
     for (size_t batch = 0; batch < changes.size(); batch++) {
         const size_t i = batch * kRansStates, here = std::min(kRansStates, known_.size() - i);
-        for (size_t k = 0; k < here; k++) frequencies[k] = of_cells[known_.cells[i + k]];
-        std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
-        changes[batch] = take_bits(coder, frequencies);
+        changes[batch] =
+            take_bits(coder, here, [&](size_t k) { return of_cells[known_.cells[i + k]]; });
         n += size_t(__builtin_popcountll(changes[batch]));
     }
     steps.which.resize(n + kRansStates);
@@ -79,32 +65,29 @@ void HistoryDecoder::take(RansReader& coder) {
     steps.sizes.resize(n), steps.downs.resize(n);
     for (size_t i = 0; i < n; i += kRansStates) {
         const size_t here = std::min(kRansStates, n - i);
-        for (size_t k = 0; k < here; k++) {
-            frequencies[k] = chance(head_.levels.turned[turn_of(known_.state(steps.which[i + k]))]);
-        }
-        std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
-        const uint64_t turned = take_bits(coder, frequencies);
+        const uint64_t turned = take_bits(coder, here, [&](size_t k) {
+            return chance(head_.levels.turned[turn_of(known_.state(steps.which[i + k]))]);
+        });
         for (size_t k = 0; k < here; k++) steps.downs[i + k] = turned >> k & 1;
     }
     for (size_t i = 0; i < n; i += kRansStates) {
         const size_t here = std::min(kRansStates, n - i);
-        for (size_t k = 0; k < here; k++) {
+        uint64_t unlikely = take_bits(coder, here, [&](size_t k) {
             const State state = known_.state(steps.which[i + k]);
             const uint32_t expected = expected_size(state, steps.downs[i + k]);
-            frequencies[k] = chance(unlikely_model(head_.levels, state.cls(), expected));
             steps.sizes[i + k] = std::max(expected, 1u);
             steps.downs[i + k] ^= state.last() < 0;
-        }
-        std::fill(frequencies + here, frequencies + kRansStates, uint16_t(0));
-        for (uint64_t bits = take_bits(coder, frequencies); bits; bits &= bits - 1) {
-            const size_t k = i + size_t(__builtin_ctzll(bits));
+            return chance(unlikely_model(head_.levels, state.cls(), expected));
+        });
+        for (; unlikely; unlikely &= unlikely - 1) {
+            const size_t k = i + size_t(__builtin_ctzll(unlikely));
             unlikely_.push_back({uint32_t(k), steps.sizes[k] > 1 ? steps.sizes[k] : 0, {}});
         }
     }
-    LevelReader side{{coder}};
+    PieceReader side{coder};
     for (auto& [i, expected, value] : unlikely_) {
         value = code_unlikely(side, head_.levels, known_.state(steps.which[i]).cls(), expected, {});
-        side.pieces.next_state();
+        side.next_state();
     }
 }
 

@@ -2,7 +2,6 @@
 
 #include "codecs/history/hits.h"
 #include "entropy/rans_bits.h"
-#include "entropy/rans_pieces.h"
 
 namespace pulse {
 namespace {
@@ -16,12 +15,6 @@ struct TallySide {
         tally.ones += value;
         return value;
     }
-};
-
-// Single states, by levels.
-struct LevelWriter {
-    PieceWriter pieces;
-    bool bit(uint8_t level, bool value) { return pieces.bit(chance(level), value); }
 };
 
 template <class T>
@@ -107,22 +100,19 @@ void HistoryEncoder::put_head(std::vector<uint8_t>& out) {
     head_.sizes = std::max(behind_last(tallies->further, known_.first),
                            behind_last(tallies->second, known_.first));
     head_.distances = behind_last(tallies->apart, known_.first);
-    Writer side;
-    code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, *tallies);
-    const std::vector<uint8_t> code = side.coder.finish();
-    put_varint(out, code.size());
-    out.insert(out.end(), code.begin(), code.end());
+    put_code(out, [&](Writer& side) {
+        code_recall_head(side, head_, there_, known_.large, known_.first, known_.count, *tallies);
+    });
 }
 
 void HistoryEncoder::put(RansWriter& coder) {
-    const size_t n = bits_.size(), batches = (n + kRansStates - 1) / kRansStates;
-    std::vector<StatePiece> pieces;
-    LevelWriter side{{pieces}};
+    const size_t n = bits_.size(), batches = batches_of(n);
+    PieceWriter side;
     for (const UnlikelyStep& step : unlikely_) {
         code_unlikely(side, head_.levels, step.cls, step.expected, step.value);
-        side.pieces.next_state();
+        side.next_state();
     }
-    put_pieces(coder, pieces);
+    side.put(coder);
     std::vector<uint16_t> turned_of(batches * kRansStates), unlikely_of(batches * kRansStates);
     std::vector<uint64_t> turned(batches), unlikely(batches);
     for (size_t i = 0; i < n; i++) {
@@ -145,7 +135,7 @@ void HistoryEncoder::put(RansWriter& coder) {
             changes[i / kRansStates] |= uint64_t(1) << (i % kRansStates);
         }
         for (size_t i = begin; i < end; i++) frequencies[i - begin] = of_cells[known_.cells[i]];
-        const size_t batches = (end - begin + kRansStates - 1) / kRansStates;
+        const size_t batches = batches_of(end - begin);
         std::fill(frequencies.data() + (end - begin), frequencies.data() + batches * kRansStates,
                   uint16_t(0));
         put_bits(coder, frequencies.data(), changes.data(), batches);

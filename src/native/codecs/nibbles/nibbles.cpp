@@ -1,10 +1,7 @@
-#include "codecs/nibbles/nibbles.h"
+#include "codecs/codecs.h"
 
 #include <array>
 
-#include "codecs/gaps/gaps.h"
-#include "codecs/sparse/block_statistics.h"
-#include "codecs/sparse/sparse.h"
 #include "common/clones.h"
 #include "entropy/payload.h"
 
@@ -93,8 +90,8 @@ std::vector<uint8_t> encode_nibbles(const U* old, const U* now, const BlockChang
     if (found.positions.empty()) return {};
     const bool few = suits_gaps(found.statistics);
     const std::vector<uint8_t> rest =
-        few ? encode_gaps(before.data.get(), found, kNibble, of_nibbles).payload
-            : encode_sparse(before.data.get(), found, kNibble, of_nibbles).payload;
+        few ? encode_gaps(before.data.get(), found, kNibble, of_nibbles)
+            : encode_sparse(before.data.get(), found, kNibble, of_nibbles);
     std::vector<uint8_t> payload = {uint8_t((is_signed ? kSigned : 0) | (few ? 0 : kBySparse))};
     payload.insert(payload.end(), rest.begin(), rest.end());
     return payload;

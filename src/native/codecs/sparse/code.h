@@ -1,5 +1,4 @@
-// What both directions of the `sparse` codec share: how a block is cut, and how a large size is coded (docs/format.md,
-// sections 3.7.2 and 3.7.3).
+// What both directions of the `sparse` codec share: how a block is cut (docs/format.md, section 3.7.2).
 #pragma once
 
 #include <algorithm>
@@ -20,8 +19,6 @@ constexpr size_t kTile = size_t(1) << 18;  // elements of which all is said befo
 constexpr size_t kBatchesOfTile = kTile / kBatch;
 constexpr size_t kBytesInStates =
     2 * kRansStates;  // of the plain bits: what the states are at the end of a decoder
-
-inline size_t batches_of(size_t count) { return (count + kRansStates - 1) / kRansStates; }
 
 // Runs that hold a batch's first element: the batches behind the last ones of each.
 struct Batches {
@@ -48,16 +45,6 @@ struct Batches {
         return found;
     }
 };
-
-// A size above 1 but for its plain bits, those below the two top ones: these are 0 in what is returned.
-template <class Side>
-uint32_t code_long(Side& side, const SparseHead& head, int cls, uint32_t size) {
-    const int length = 31 - __builtin_clz(size | 1);
-    int n = 1;
-    while (n < kMostLength - 1 && side.bit(chance(head.further[size_t(cls + n)]), length > n)) n++;
-    const bool second = side.bit(chance(head.second[size_t(cls + n)]), (size >> (n - 1)) & 1);
-    return (2 | uint32_t(second)) << (n - 1);
-}
 
 inline MaskWords marks_of_batch(MaskWords marks, size_t batch) {
     return marks ? marks + batch * (kBatch / 64) : nullptr;

@@ -1,13 +1,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "codecs/codecs.h"
 #include "codecs/history/hits.h"
 #include "codecs/sparse/code.h"
 #include "codecs/sparse/row_balance.h"
-#include "codecs/sparse/sparse.h"
 #include "common/step.h"
 #include "entropy/plain_bits.h"
-#include "entropy/rans_pieces.h"
 
 namespace pulse {
 namespace {
@@ -89,15 +88,15 @@ private:
         large_.clear();
         for (size_t i = from; i < found; i += kRansStates) {
             const size_t here = std::min(kRansStates, found - i);
-            for (size_t k = 0; k < here; k++) frequencies_[k] = longer_[cls_(before[i + k])];
-            std::fill(frequencies_ + here, frequencies_ + kRansStates, uint16_t(0));
             std::fill_n(&sizes[i], here, U(1));
-            for (uint64_t longer = take_bits(coder_, frequencies_); longer; longer &= longer - 1)
+            uint64_t longer =
+                take_bits(coder_, here, [&](size_t k) { return longer_[cls_(before[i + k])]; });
+            for (; longer; longer &= longer - 1)
                 large_.push_back(uint32_t(i + size_t(__builtin_ctzll(longer))));
         }
         PieceReader side{coder_};
         for (uint32_t i : large_) {
-            const uint32_t size = code_long(side, head_, int(cls_(before[i])), 0);
+            const uint32_t size = code_long(side, head_.further, head_.second, cls_(before[i]), 0);
             sizes[i] = U(size);
             if (size != sizes[i]) throw Malformed("a step is too large");
             if (size > 3) large.push_back(i);
@@ -111,9 +110,8 @@ private:
         for (size_t i = from; i < found; i++) {
             const int majority = balance_.at(positions[i]);
             const uint32_t f = of[majority_of(majority)];
-            uint32_t& x = coder_.states[(i - from) % kRansStates];
-            const bool against = RansReader::slot(x) < f, down = against != (majority < 0);
-            coder_.symbol(x, against ? 0 : f, against ? f : kRansScale - f);
+            const bool against = coder_.bit(coder_.states[(i - from) % kRansStates], f);
+            const bool down = against != (majority < 0);
             balance_.step(down);
             downs[i] = down;
         }
@@ -149,8 +147,7 @@ void add_plain_bits(std::vector<U>& sizes, const std::vector<uint32_t>& large,
     std::copy_n(behind, size, bytes.begin() + kBytesInStates);
     BitReader bits(bytes.data(), bytes.size());
     if (recall) recall->take_plain(bits);
-    for (uint32_t i : large)
-        sizes[i] = U(sizes[i] | bits.take(30 - __builtin_clz(uint32_t(sizes[i]))));
+    for (uint32_t i : large) sizes[i] = U(sizes[i] | bits.take(plain_bits_of_long(sizes[i])));
     uint64_t used = bits.taken();
     if (size && (used + 7) / 8 != bytes.size())
         throw Malformed("the plain bits are longer than the sizes");

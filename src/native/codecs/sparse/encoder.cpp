@@ -1,14 +1,12 @@
 #include <algorithm>
 #include <cmath>
 
+#include "codecs/codecs.h"
 #include "codecs/history/hits.h"
-#include "codecs/sparse/block_statistics.h"
 #include "codecs/sparse/code.h"
 #include "codecs/sparse/row_balance.h"
-#include "codecs/sparse/sparse.h"
 #include "common/step.h"
 #include "entropy/plain_bits.h"
-#include "entropy/rans_pieces.h"
 
 namespace pulse {
 namespace {
@@ -165,17 +163,16 @@ private:
 
     void sizes(RansWriter& coder, size_t from, size_t to) {
         start(to - from);
-        pieces_.clear();
-        PieceWriter side{pieces_};
+        PieceWriter side;
         for (size_t i = 0; i < to - from; i++) {
             const uint32_t c = cls_(before_[from + i]);
             frequencies_[i] = longer_[c];
             if (steps_.sizes[from + i] == 1) continue;
             bits_[i / kRansStates] |= uint64_t(1) << (i % kRansStates);
-            code_long(side, head_, int(c), steps_.sizes[from + i]);
+            code_long(side, head_.further, head_.second, c, steps_.sizes[from + i]);
             side.next_state();
         }
-        put_pieces(coder, pieces_);
+        side.put(coder);
         put_bits(coder, frequencies_.data(), bits_.data(), bits_.size());
     }
 
@@ -241,7 +238,6 @@ private:
     std::vector<uint32_t> groups_;
     std::vector<uint16_t> of_groups_, frequencies_;
     std::vector<uint64_t> hits_, bits_;
-    std::vector<StatePiece> pieces_;
     OpenGroups open_;
 };
 
@@ -254,7 +250,7 @@ std::vector<uint8_t> plain_bits_of(const HistoryEncoder* recall, const std::vect
     if (recall) recall->put_plain(bits);
     for (U size : sizes) {
         if (size <= 3) continue;
-        const int n = 30 - __builtin_clz(uint32_t(size));
+        const int n = plain_bits_of_long(size);
         bits.put(uint32_t(size) & ((1u << n) - 1), n);
     }
     std::vector<uint8_t> bytes = bits.finish();
@@ -272,8 +268,9 @@ bool suits_gaps(const BlockStatistics& s) {
 }
 
 template <class U>
-Encoded encode_sparse(const U* old, const BlockChanges<U>& changes, const ElementKind& kind,
-                      const std::vector<Run>& runs, HistoryEncoder* recall) {
+std::vector<uint8_t> encode_sparse(const U* old, const BlockChanges<U>& changes,
+                                   const ElementKind& kind, const std::vector<Run>& runs,
+                                   HistoryEncoder* recall) {
     const MaskWords marks = recall ? recall->marks() : nullptr;
     const ClassOf cls{kind.shift, kind.mask};
     const uint64_t total = changes.statistics.elements;
@@ -285,10 +282,10 @@ Encoded encode_sparse(const U* old, const BlockChanges<U>& changes, const Elemen
     choose_chances(head, changes, steps, cls);
     const Batches batches(runs);
     choose_shifts(head, batches, old, total, cls, marks, positions);
-    Encoded result{{}, n};
-    if (recall) recall->put_head(result.payload);
-    put_varint(result.payload, n);
-    head.put(result.payload);
+    std::vector<uint8_t> payload;
+    if (recall) recall->put_head(payload);
+    put_varint(payload, n);
+    head.put(payload);
     const std::vector<int8_t> shifts = batches.by_batch(head.shifts);
     const std::vector<uint8_t> plain = plain_bits_of(recall, steps.sizes);
 
@@ -315,8 +312,8 @@ Encoded encode_sparse(const U* old, const BlockChanges<U>& changes, const Elemen
     }
     if (recall) recall->put(coder);
 
-    put_varint(result.payload, plain.size() - kBytesInStates);
-    result.payload.insert(result.payload.end(), plain.begin() + kBytesInStates, plain.end());
+    put_varint(payload, plain.size() - kBytesInStates);
+    payload.insert(payload.end(), plain.begin() + kBytesInStates, plain.end());
     BitWriter states(5 * kRansStates);  // at most 35 bits each
     for (uint32_t x : coder.states) {
         const int further = 15 - __builtin_clz(x);
@@ -324,16 +321,15 @@ Encoded encode_sparse(const U* old, const BlockChanges<U>& changes, const Elemen
         states.put(x & ((1u << (16 + further)) - 1), 16 + further);
     }
     const std::vector<uint8_t> of_states = states.finish();
-    result.payload.insert(result.payload.end(), of_states.begin(), of_states.end());
-    result.payload.insert(result.payload.end(), coder.next, end);
-    return result;
+    payload.insert(payload.end(), of_states.begin(), of_states.end());
+    payload.insert(payload.end(), coder.next, end);
+    return payload;
 }
 
-template Encoded encode_sparse(const uint8_t*, const BlockChanges<uint8_t>&, const ElementKind&,
-                               const std::vector<Run>&, HistoryEncoder*);
-template Encoded encode_sparse(const uint16_t*, const BlockChanges<uint16_t>&, const ElementKind&,
-                               const std::vector<Run>&, HistoryEncoder*);
-template Encoded encode_sparse(const uint32_t*, const BlockChanges<uint32_t>&, const ElementKind&,
-                               const std::vector<Run>&, HistoryEncoder*);
+#define PULSE_FOR(U)                                                                         \
+    template std::vector<uint8_t> encode_sparse(const U*, const BlockChanges<U>&,            \
+                                                const ElementKind&, const std::vector<Run>&, \
+                                                HistoryEncoder*);
+PULSE_FOR_WIDTHS(PULSE_FOR)
 
 }  // namespace pulse

@@ -51,13 +51,9 @@ void code_head(Side& side, SparseHead& head) {
 }  // namespace
 
 void SparseHead::put(std::vector<uint8_t>& out) {
-    Writer side;
-    code_head(side, *this);
-    const std::vector<uint8_t> code = side.coder.finish();
     out.push_back(uint8_t(first));
     out.push_back(uint8_t(count - 1));
-    put_varint(out, code.size());
-    out.insert(out.end(), code.begin(), code.end());
+    put_code(out, [&](Writer& side) { code_head(side, *this); });
 }
 
 SparseHead SparseHead::take(const uint8_t* data, size_t size, size_t& at, const ElementKind& kind,
@@ -67,13 +63,8 @@ SparseHead SparseHead::take(const uint8_t* data, size_t size, size_t& at, const 
     head.count = take_byte(data, size, at) + 1;
     if (uint32_t(head.first + head.count - 1) > kind.mask)
         throw Malformed("the block's head is out of range");
-    const uint64_t length = take_count(data, size, at);
-    if (length > size - at) throw Malformed("the block ends inside its head");
     head.shifts.resize(runs);
-    Reader side{RangeDecoder(data + at, size_t(length))};
-    code_head(side, head);
-    if (!side.coder.finished()) throw Malformed("the head is longer or shorter than announced");
-    at += size_t(length);
+    take_code(data, size, at, [&](Reader& side) { code_head(side, head); });
     return head;
 }
 

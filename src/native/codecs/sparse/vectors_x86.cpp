@@ -1,80 +1,21 @@
-#include "codecs/sparse/vectors.h"
-
+#include "codecs/sparse/weights.h"
 #include "entropy/rans_bits.h"
-#include "entropy/rans_vectors.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__)
+#include "entropy/rans_vectors.h"
 
 namespace pulse {
 namespace {
 
-PULSE_RANS void put(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits,
-                    size_t batches) {
-    const __m512i scale = _mm512_set1_epi32(int(kRansScale));
-    __m512i x[kVectors];
-    for (int v = 0; v < kVectors; v++) x[v] = _mm512_load_si512(coder.states + 16 * v);
-    uint8_t* next = coder.next;
-    for (size_t b = batches; b-- > 0;) {
-        __m512i start[kVectors], length[kVectors];
-        for (int v = kVectors - 1; v >= 0; v--) {
-            const uint16_t* const of = frequencies + b * kRansStates + size_t(16 * v);
-            const __m512i f =
-                _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(of)));
-            const __mmask16 here = __mmask16(bits[b] >> (16 * v));
-            length[v] = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, f), here, f);
-            start[v] = _mm512_mask_mov_epi32(f, here, _mm512_setzero_si512());
-            const __mmask16 full =
-                _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[v], 32 - kRansBits), length[v]);
-            put_words(next, full, x[v]);
-            x[v] = _mm512_mask_srli_epi32(x[v], full, x[v], 16);
-        }
-        for (int v = 0; v < kVectors; v++) x[v] = put_symbol(x[v], length[v], start[v]);
-    }
-    for (int v = 0; v < kVectors; v++) _mm512_store_si512(coder.states + 16 * v, x[v]);
-    coder.next = next;
-}
-
-// Without branches: nobody can foresee which states want a word.
-PULSE_RANS uint64_t take(RansReader& coder, const uint16_t* frequencies) {
-    const __m512i scale = _mm512_set1_epi32(int(kRansScale)),
-                  slots = _mm512_set1_epi32(int(kRansScale - 1));
-    const __m512i lowest = _mm512_set1_epi32(int(kRansLow));
-    __m512i x[kVectors];
-    __mmask16 empty[kVectors];
-    uint64_t bits = 0;
-    for (int v = 0; v < kVectors; v++) {
-        x[v] = _mm512_load_si512(coder.states + 16 * v);
-        const __m256i* const of = reinterpret_cast<const __m256i*>(frequencies + 16 * v);
-        const __m512i f = _mm512_cvtepu16_epi32(_mm256_loadu_si256(of));
-        const __m512i slot = _mm512_and_si512(x[v], slots);
-        const __mmask16 one = _mm512_cmplt_epu32_mask(slot, f);
-        bits |= uint64_t(one) << (16 * v);
-        const __m512i length = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, f), one, f);
-        const __m512i rest = _mm512_mask_sub_epi32(slot, __mmask16(~one), slot, f);
-        x[v] =
-            _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x[v], kRansBits)), rest);
-        empty[v] = _mm512_cmplt_epu32_mask(x[v], lowest);
-    }
-    const uint8_t* next = coder.next;
-    for (int v = 0; v < kVectors; v++) {
-        const __m512i words = take_words(next, empty[v]);
-        x[v] = _mm512_mask_or_epi32(x[v], empty[v], _mm512_slli_epi32(x[v], 16), words);
-        _mm512_store_si512(coder.states + 16 * v, x[v]);
-    }
-    if (next > coder.end) throw Malformed("the code ends too early");
-    coder.next = next;
-    return bits;
-}
-
 // The low bits of (x >> shift) of 32 elements.
-PULSE_RANS_INLINE __m512i shifted(const uint8_t* p, __m128i shift) {
+PULSE_AVX512_INLINE __m512i shifted(const uint8_t* p, __m128i shift) {
     return _mm512_srl_epi16(
         _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), shift);
 }
-PULSE_RANS_INLINE __m512i shifted(const uint16_t* p, __m128i shift) {
+PULSE_AVX512_INLINE __m512i shifted(const uint16_t* p, __m128i shift) {
     return _mm512_srl_epi16(_mm512_loadu_si512(p), shift);
 }
-PULSE_RANS_INLINE __m512i shifted(const uint32_t* p, __m128i shift) {
+PULSE_AVX512_INLINE __m512i shifted(const uint32_t* p, __m128i shift) {
     const __m256i low = _mm512_cvtepi32_epi16(_mm512_srl_epi32(_mm512_loadu_si512(p), shift));
     const __m256i high = _mm512_cvtepi32_epi16(_mm512_srl_epi32(_mm512_loadu_si512(p + 16), shift));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
@@ -86,7 +27,7 @@ struct Lookup {
     __m512i low[kTables], high[kTables], mask, first, most;
     __m128i shift;
 
-    PULSE_RANS_INLINE static Lookup from(ClassOf cls, const GroupWeights& weights) {
+    PULSE_AVX512_INLINE static Lookup from(ClassOf cls, const GroupWeights& weights) {
         Lookup made;
         for (int t = 0; t < kTables; t++) {
             made.low[t] = _mm512_load_si512(weights.table + 64 * t);
@@ -98,7 +39,7 @@ struct Lookup {
         made.shift = _mm_cvtsi32_si128(cls.shift);
         return made;
     }
-    PULSE_RANS_INLINE __m512i of(__m512i shifted_elements, uint32_t marked) const {
+    PULSE_AVX512_INLINE __m512i of(__m512i shifted_elements, uint32_t marked) const {
         const __m512i index = _mm512_sub_epi16(_mm512_and_si512(shifted_elements, mask), first);
         const __mmask32 known = _mm512_cmplt_epu16_mask(index, most) & __mmask32(~marked);
         __m512i found = _mm512_maskz_permutex2var_epi16(known, low[0], index, high[0]);
@@ -122,19 +63,19 @@ struct Lookup {
 struct Frequencies {
     __m512i low, high, base;  // the first 32 and the last 32 of kHazardFrequencies
 
-    PULSE_RANS_INLINE static Frequencies from(const GroupWeights& weights, int shift) {
+    PULSE_AVX512_INLINE static Frequencies from(const GroupWeights& weights, int shift) {
         return {_mm512_loadu_si512(kHazardFrequencies.data()),
                 _mm512_loadu_si512(kHazardFrequencies.data() + 32),
                 _mm512_set1_epi32(weights.base() + shift - 4 * 127)};
     }
-    PULSE_RANS_INLINE __m256i index(__m512i sums) const {
+    PULSE_AVX512_INLINE __m256i index(__m512i sums) const {
         const __m512i quarters =
             _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(sums)), 21);
         const __m512i of =
             _mm512_max_epi32(_mm512_add_epi32(quarters, base), _mm512_setzero_si512());
         return _mm512_cvtepi32_epi16(_mm512_min_epi32(of, _mm512_set1_epi32(kHazards - 1)));
     }
-    PULSE_RANS_INLINE __m512i of(__m512i first, __m512i second) const {
+    PULSE_AVX512_INLINE __m512i of(__m512i first, __m512i second) const {
         const __m512i indices =
             _mm512_inserti64x4(_mm512_castsi256_si512(index(first)), index(second), 1);
         const __mmask32 some = __mmask32(_mm512_test_epi32_mask(first, first)) |
@@ -144,8 +85,8 @@ struct Frequencies {
 };
 
 template <int kTables, bool kMarked, class U>
-PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weights, int shift,
-                          MaskWords marks, uint16_t* frequencies) {
+PULSE_AVX512 void of_groups(const U* first, ClassOf cls, const GroupWeights& weights, int shift,
+                            MaskWords marks, uint16_t* frequencies) {
     const auto lookup = Lookup<kTables>::from(cls, weights);
     const Frequencies of = Frequencies::from(weights, shift);
     const __m512i ones = _mm512_set1_epi16(1);
@@ -171,21 +112,22 @@ PULSE_RANS void of_groups(const U* first, ClassOf cls, const GroupWeights& weigh
 }
 
 // Eight elements, widened to 16 bits.
-PULSE_RANS_INLINE __m128i eight(const uint8_t* p, __m128i shift) {
+PULSE_AVX512_INLINE __m128i eight(const uint8_t* p, __m128i shift) {
     return _mm_srl_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))),
                          shift);
 }
-PULSE_RANS_INLINE __m128i eight(const uint16_t* p, __m128i shift) {
+PULSE_AVX512_INLINE __m128i eight(const uint16_t* p, __m128i shift) {
     return _mm_srl_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), shift);
 }
-PULSE_RANS_INLINE __m128i eight(const uint32_t* p, __m128i shift) {
+PULSE_AVX512_INLINE __m128i eight(const uint32_t* p, __m128i shift) {
     return _mm256_cvtepi32_epi16(
         _mm256_srl_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), shift));
 }
 
 template <int kTables, bool kMarked, class U>
-PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls,
-                            const GroupWeights& weights, MaskWords marks, const uint32_t* groups) {
+PULSE_AVX512 void open_groups(OpenGroups& open, const U* block, ClassOf cls,
+                              const GroupWeights& weights, MaskWords marks,
+                              const uint32_t* groups) {
     const auto lookup = Lookup<kTables>::from(cls, weights);
     for (size_t half = 0; half < kRansStates; half += 32) {
         // Row r of four squares of 8 groups by 8 elements; then columns.
@@ -229,8 +171,113 @@ PULSE_RANS void open_groups(OpenGroups& open, const U* block, ClassOf cls,
     }
 }
 
-PULSE_RANS void of_open(const OpenGroups& open, size_t k, const GroupWeights& weights,
-                        uint16_t* out) {
+// Calls `f` with how many tables the weights have and whether there are marks, both constant.
+template <class F>
+void for_lookup(const GroupWeights& weights, MaskWords marks, F&& f) {
+    const auto with = [&](auto tables) {
+        marks ? f(tables, std::true_type()) : f(tables, std::false_type());
+    };
+    switch (weights.tables) {
+        case 1: return with(std::integral_constant<int, 1>());
+        case 2: return with(std::integral_constant<int, 2>());
+        default: return with(std::integral_constant<int, 4>());
+    }
+}
+
+}  // namespace
+
+PULSE_AVX512 void vector_put_bits(RansWriter& coder, const uint16_t* frequencies,
+                                  const uint64_t* bits, size_t batches) {
+    const __m512i scale = _mm512_set1_epi32(int(kRansScale));
+    __m512i x[kVectors];
+    for (int v = 0; v < kVectors; v++) x[v] = _mm512_load_si512(coder.states + 16 * v);
+    uint8_t* next = coder.next;
+    for (size_t b = batches; b-- > 0;) {
+        __m512i start[kVectors], length[kVectors];
+        for (int v = kVectors - 1; v >= 0; v--) {
+            const uint16_t* const of = frequencies + b * kRansStates + size_t(16 * v);
+            const __m512i f =
+                _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(of)));
+            const __mmask16 here = __mmask16(bits[b] >> (16 * v));
+            length[v] = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, f), here, f);
+            start[v] = _mm512_mask_mov_epi32(f, here, _mm512_setzero_si512());
+            const __mmask16 full =
+                _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[v], 32 - kRansBits), length[v]);
+            put_words(next, full, x[v]);
+            x[v] = _mm512_mask_srli_epi32(x[v], full, x[v], 16);
+        }
+        for (int v = 0; v < kVectors; v++) x[v] = put_symbol(x[v], length[v], start[v]);
+    }
+    for (int v = 0; v < kVectors; v++) _mm512_store_si512(coder.states + 16 * v, x[v]);
+    coder.next = next;
+}
+
+// Without branches: nobody can foresee which states want a word.
+PULSE_AVX512 uint64_t vector_take_bits(RansReader& coder, const uint16_t* frequencies) {
+    const __m512i scale = _mm512_set1_epi32(int(kRansScale)),
+                  slots = _mm512_set1_epi32(int(kRansScale - 1));
+    const __m512i lowest = _mm512_set1_epi32(int(kRansLow));
+    __m512i x[kVectors];
+    __mmask16 empty[kVectors];
+    uint64_t bits = 0;
+    for (int v = 0; v < kVectors; v++) {
+        x[v] = _mm512_load_si512(coder.states + 16 * v);
+        const __m256i* const of = reinterpret_cast<const __m256i*>(frequencies + 16 * v);
+        const __m512i f = _mm512_cvtepu16_epi32(_mm256_loadu_si256(of));
+        const __m512i slot = _mm512_and_si512(x[v], slots);
+        const __mmask16 one = _mm512_cmplt_epu32_mask(slot, f);
+        bits |= uint64_t(one) << (16 * v);
+        const __m512i length = _mm512_mask_mov_epi32(_mm512_sub_epi32(scale, f), one, f);
+        const __m512i rest = _mm512_mask_sub_epi32(slot, __mmask16(~one), slot, f);
+        x[v] =
+            _mm512_add_epi32(_mm512_mullo_epi32(length, _mm512_srli_epi32(x[v], kRansBits)), rest);
+        empty[v] = _mm512_cmplt_epu32_mask(x[v], lowest);
+    }
+    const uint8_t* next = coder.next;
+    for (int v = 0; v < kVectors; v++) {
+        const __m512i words = take_words(next, empty[v]);
+        x[v] = _mm512_mask_or_epi32(x[v], empty[v], _mm512_slli_epi32(x[v], 16), words);
+        _mm512_store_si512(coder.states + 16 * v, x[v]);
+    }
+    if (next > coder.end) throw Malformed("the code ends too early");
+    coder.next = next;
+    return bits;
+}
+
+PULSE_AVX512 void vector_put_ones(uint64_t bits, uint32_t first, uint32_t* out) {
+    const __m512i iota = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int v = 0; v < kVectors; v++) {
+        const __mmask16 here = __mmask16(bits >> (16 * v));
+        const __m512i places = _mm512_add_epi32(iota, _mm512_set1_epi32(int(first) + 16 * v));
+        _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(here, places));
+        out += __builtin_popcount(here);
+    }
+}
+
+PULSE_AVX512 void vector_turn_bits(const uint64_t* bits, uint8_t* bytes) {
+    __m512i all = _mm512_setzero_si512();
+    for (int k = 0; k < 8; k++)
+        all = _mm512_or_si512(all, _mm512_maskz_set1_epi8(bits[k], char(1 << k)));
+    _mm512_storeu_si512(bytes, all);
+}
+
+template <class U>
+void vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& weights, int shift,
+                              MaskWords marks, uint16_t* frequencies) {
+    for_lookup(weights, marks, [&](auto tables, auto marked) {
+        of_groups<tables(), marked()>(first, cls, weights, shift, marks, frequencies);
+    });
+}
+template <class U>
+void vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights,
+                 MaskWords marks, const uint32_t* groups) {
+    for_lookup(weights, marks, [&](auto tables, auto marked) {
+        open_groups<tables(), marked()>(open, block, cls, weights, marks, groups);
+    });
+}
+
+PULSE_AVX512 void vector_open_frequencies(const OpenGroups& open, size_t k,
+                                          const GroupWeights& weights, uint16_t* out) {
     const Frequencies of = Frequencies::from(weights, 0);
     const __m512 scale = _mm512_set1_ps(float(kRansScale)), unit = _mm512_set1_ps(1);
     const __m512 excess = _mm512_set1_ps(weights.excess()),
@@ -263,108 +310,12 @@ PULSE_RANS void of_open(const OpenGroups& open, size_t k, const GroupWeights& we
     }
 }
 
-PULSE_RANS void ones(uint64_t bits, uint32_t first, uint32_t* out) {
-    const __m512i iota = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    for (int v = 0; v < kVectors; v++) {
-        const __mmask16 here = __mmask16(bits >> (16 * v));
-        const __m512i places = _mm512_add_epi32(iota, _mm512_set1_epi32(int(first) + 16 * v));
-        _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(here, places));
-        out += __builtin_popcount(here);
-    }
-}
-
-PULSE_RANS void turn(const uint64_t* bits, uint8_t* bytes) {
-    __m512i all = _mm512_setzero_si512();
-    for (int k = 0; k < 8; k++)
-        all = _mm512_or_si512(all, _mm512_maskz_set1_epi8(bits[k], char(1 << k)));
-    _mm512_storeu_si512(bytes, all);
-}
-
-}  // namespace
-
-bool vector_put_bits(RansWriter& coder, const uint16_t* frequencies, const uint64_t* bits,
-                     size_t batches) {
-    if (rans_vectors) put(coder, frequencies, bits, batches);
-    return rans_vectors;
-}
-bool vector_take_bits(RansReader& coder, const uint16_t* frequencies, uint64_t& bits) {
-    if (rans_vectors) bits = take(coder, frequencies);
-    return rans_vectors;
-}
-bool vector_put_ones(uint64_t bits, uint32_t first, uint32_t* out) {
-    if (rans_vectors) ones(bits, first, out);
-    return rans_vectors;
-}
-bool vector_turn_bits(const uint64_t* bits, uint8_t* bytes) {
-    if (rans_vectors) turn(bits, bytes);
-    return rans_vectors;
-}
-template <class U>
-bool vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& weights, int shift,
-                              MaskWords marks, uint16_t* frequencies) {
-    if (!rans_vectors) return false;
-    const auto of = [&](auto plain, auto marked) {
-        (marks ? marked : plain)(first, cls, weights, shift, marks, frequencies);
-    };
-    switch (weights.tables) {
-        case 1: of(of_groups<1, false, U>, of_groups<1, true, U>); break;
-        case 2: of(of_groups<2, false, U>, of_groups<2, true, U>); break;
-        default: of(of_groups<4, false, U>, of_groups<4, true, U>);
-    }
-    return true;
-}
-template <class U>
-bool vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights,
-                 MaskWords marks, const uint32_t* groups) {
-    if (!rans_vectors) return false;
-    const auto of = [&](auto plain, auto marked) {
-        (marks ? marked : plain)(open, block, cls, weights, marks, groups);
-    };
-    switch (weights.tables) {
-        case 1: of(open_groups<1, false, U>, open_groups<1, true, U>); break;
-        case 2: of(open_groups<2, false, U>, open_groups<2, true, U>); break;
-        default: of(open_groups<4, false, U>, open_groups<4, true, U>);
-    }
-    return true;
-}
-bool vector_open_frequencies(const OpenGroups& open, size_t k, const GroupWeights& weights,
-                             uint16_t* out) {
-    if (rans_vectors) of_open(open, k, weights, out);
-    return rans_vectors;
-}
-
-}  // namespace pulse
-#else
-namespace pulse {
-
-bool vector_put_bits(RansWriter&, const uint16_t*, const uint64_t*, size_t) { return false; }
-bool vector_take_bits(RansReader&, const uint16_t*, uint64_t&) { return false; }
-bool vector_put_ones(uint64_t, uint32_t, uint32_t*) { return false; }
-bool vector_turn_bits(const uint64_t*, uint8_t*) { return false; }
-template <class U>
-bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MaskWords, uint16_t*) {
-    return false;
-}
-template <class U>
-bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MaskWords, const uint32_t*) {
-    return false;
-}
-bool vector_open_frequencies(const OpenGroups&, size_t, const GroupWeights&, uint16_t*) {
-    return false;
-}
+#define PULSE_FOR(U)                                                                               \
+    template void vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MaskWords, \
+                                           uint16_t*);                                             \
+    template void vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MaskWords,      \
+                              const uint32_t*);
+PULSE_FOR_WIDTHS(PULSE_FOR)
 
 }  // namespace pulse
 #endif
-
-namespace pulse {
-
-#define PULSE_GROUPS_OF(U)                                                                         \
-    template bool vector_group_frequencies(const U*, ClassOf, const GroupWeights&, int, MaskWords, \
-                                           uint16_t*);                                             \
-    template bool vector_open(OpenGroups&, const U*, ClassOf, const GroupWeights&, MaskWords,      \
-                              const uint32_t*);
-PULSE_GROUPS_OF(uint8_t)
-PULSE_GROUPS_OF(uint16_t)
-PULSE_GROUPS_OF(uint32_t)
-
-}  // namespace pulse

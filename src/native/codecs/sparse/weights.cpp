@@ -1,15 +1,16 @@
 #include "codecs/sparse/weights.h"
 
-#include "codecs/sparse/vectors.h"
+#include "common/vectors.h"
 
 namespace pulse {
 
 template <class U>
 void group_frequencies(const U* first, size_t elements, ClassOf cls, const GroupWeights& weights,
                        int shift, MaskWords marks, uint16_t* frequencies) {
-    const bool whole = elements >= kGroup * kRansStates;
-    if (whole && vector_group_frequencies(first, cls, weights, shift, marks, frequencies)) return;
+    if (vectors && elements >= kGroup * kRansStates)
+        return vector_group_frequencies(first, cls, weights, shift, marks, frequencies);
     for (size_t g = 0; g < kRansStates; g++) {
+        __builtin_prefetch(first + kGroup * (kRansStates + g));  // the next 64
         const uint32_t marked = marks ? marks_of_eight(marks, g) : 0;
         uint32_t sum = 0;
         for (size_t i = g * kGroup; i < std::min((g + 1) * kGroup, elements); i++) {
@@ -23,8 +24,8 @@ template <class U>
 void OpenGroups::open(const U* block, size_t elements, ClassOf cls, const GroupWeights& of,
                       MaskWords marks, const uint32_t* groups, size_t count) {
     seen = 0;
-    const bool whole = count == kRansStates && (groups[count - 1] + 1) * kGroup <= elements;
-    if (whole && vector_open(*this, block, cls, of, marks, groups)) return;
+    if (vectors && count == kRansStates && (groups[count - 1] + 1) * kGroup <= elements)
+        return vector_open(*this, block, cls, of, marks, groups);
     for (size_t g = 0; g < kRansStates; g++) {
         const uint32_t marked = marks && g < count ? marks_of_eight(marks, groups[g]) : 0;
         rest[g] = 0;
@@ -37,7 +38,7 @@ void OpenGroups::open(const U* block, size_t elements, ClassOf cls, const GroupW
 }
 
 void OpenGroups::frequencies(size_t k, const GroupWeights& of, uint16_t* out) const {
-    if (vector_open_frequencies(*this, k, of, out)) return;
+    if (vectors) return vector_open_frequencies(*this, k, of, out);
     for (size_t g = 0; g < kRansStates; g++) {
         const uint32_t weight = weights[k][g];
         if (seen >> g & 1) {
@@ -64,9 +65,6 @@ void OpenGroups::passed(size_t k, uint64_t changed) {
                                     MaskWords, uint16_t*);                                    \
     template void OpenGroups::open(const U*, size_t, ClassOf, const GroupWeights&, MaskWords, \
                                    const uint32_t*, size_t);
-PULSE_FOR(uint8_t)
-PULSE_FOR(uint16_t)
-PULSE_FOR(uint32_t)
-#undef PULSE_FOR
+PULSE_FOR_WIDTHS(PULSE_FOR)
 
 }  // namespace pulse

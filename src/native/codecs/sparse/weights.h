@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/element_mask.h"
+#include "common/types.h"
 #include "entropy/rans_states.h"
 #include "entropy/weights.h"
 
@@ -93,5 +94,15 @@ struct OpenGroups {
     void frequencies(size_t k, const GroupWeights& of, uint16_t* out) const;
     void passed(size_t k, uint64_t changed);
 };
+
+// The same by vectors: of 64 whole groups.
+template <class U>
+void vector_group_frequencies(const U* first, ClassOf cls, const GroupWeights& weights, int shift,
+                              MaskWords marks, uint16_t* frequencies);
+template <class U>
+void vector_open(OpenGroups& open, const U* block, ClassOf cls, const GroupWeights& weights,
+                 MaskWords marks, const uint32_t* groups);
+void vector_open_frequencies(const OpenGroups& open, size_t k, const GroupWeights& weights,
+                             uint16_t* out);
 
 }  // namespace pulse

@@ -30,7 +30,7 @@ struct RansDecoder : RansReader {
 };
 
 // The vectors' share, of whole groups [from, to): how many of them were coded; an encoder's are the last ones, a
-// decoder's the first ones. Only where `has_rans_vectors`.
+// decoder's the first ones. Only where `vectors` are used.
 template <class U>
 size_t vector_encode(RansEncoder& coder, const U* old, const U* now, size_t from, size_t to);
 template <class U>

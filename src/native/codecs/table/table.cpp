@@ -1,10 +1,11 @@
-#include "codecs/table/table.h"
+#include "codecs/codecs.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "codecs/table/coder.h"
 #include "common/scan.h"
+#include "common/vectors.h"
 
 namespace pulse {
 namespace {
@@ -160,7 +161,7 @@ Encoded encode(const U* old, const U* now, size_t elements, const ElementKind& k
     std::fill_n(coder.states, kRansStates, kRansLow);
     encode_group(coder, old + groups * kRansStates, now + groups * kRansStates, rest);
     size_t left = groups;
-    if (rans_vectors) left -= vector_encode(coder, old, now, 0, groups);
+    if (vectors) left -= vector_encode(coder, old, now, 0, groups);
     while (left-- > 0)
         encode_group(coder, old + left * kRansStates, now + left * kRansStates, kRansStates);
 
@@ -201,7 +202,7 @@ Decoded decode(const uint8_t* data, size_t size, const U* old, size_t elements,
     }
     const size_t groups = elements / kRansStates;
     size_t group = 0;
-    if (rans_vectors) group += vector_decode(coder, old, 0, groups);
+    if (vectors) group += vector_decode(coder, old, 0, groups);
     const bool many = (groups - group) * kRansStates >= size_t(tables.count) * kRansScale;
     const Slots slots = many ? slots_of(entries, tables.count) : Slots();
     for (; group < groups; group++)

@@ -1,31 +1,30 @@
-#include "codecs/table/table.h"
+#include "codecs/table/coder.h"
+#include "common/types.h"
 
+#if defined(__x86_64__)
 #include <algorithm>
 
-#include "codecs/table/coder.h"
 #include "entropy/rans_vectors.h"
-
-#if defined(__x86_64__) && defined(__GNUC__)
 
 namespace pulse {
 namespace {
 
 // Elements, widened to 32 bits.
-PULSE_RANS_INLINE __m512i load(const uint8_t* p) {
+PULSE_AVX512_INLINE __m512i load(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-PULSE_RANS_INLINE __m512i load(const uint16_t* p) {
+PULSE_AVX512_INLINE __m512i load(const uint16_t* p) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-PULSE_RANS_INLINE __m512i load(const uint32_t* p) { return _mm512_loadu_si512(p); }
+PULSE_AVX512_INLINE __m512i load(const uint32_t* p) { return _mm512_loadu_si512(p); }
 
-PULSE_RANS_INLINE void store(uint8_t* p, __m512i x) {
+PULSE_AVX512_INLINE void store(uint8_t* p, __m512i x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
-PULSE_RANS_INLINE void store(uint16_t* p, __m512i x) {
+PULSE_AVX512_INLINE void store(uint16_t* p, __m512i x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
 }
-PULSE_RANS_INLINE void store(uint32_t* p, __m512i x) { _mm512_storeu_si512(p, x); }
+PULSE_AVX512_INLINE void store(uint32_t* p, __m512i x) { _mm512_storeu_si512(p, x); }
 
 constexpr size_t kAhead = 2048;  // elements that are fetched before they are needed
 
@@ -39,7 +38,7 @@ struct Constants {
 };
 
 template <class U>
-PULSE_RANS_INLINE Constants<U> constants_of(const RansEntries& entries, const ElementKind& kind) {
+PULSE_AVX512_INLINE Constants<U> constants_of(const RansEntries& entries, const ElementKind& kind) {
     Constants<U> c;
     c.table = ByteTable::from(entries.table.data());
     c.sign = _mm512_set1_epi32(int(1u << (8 * sizeof(U) - 1)));
@@ -52,7 +51,7 @@ PULSE_RANS_INLINE Constants<U> constants_of(const RansEntries& entries, const El
 
 // The tables of 64 elements, given in four vectors.
 template <class U>
-PULSE_RANS_INLINE void tables_of(const Constants<U>& c, const __m512i* old, __m512i* tables) {
+PULSE_AVX512_INLINE void tables_of(const Constants<U>& c, const __m512i* old, __m512i* tables) {
     __m128i quarter[kVectors];
     for (int v = 0; v < kVectors; v++)
         quarter[v] = _mm512_cvtepi32_epi8(_mm512_srl_epi32(old[v], c.shift));
@@ -64,20 +63,20 @@ PULSE_RANS_INLINE void tables_of(const Constants<U>& c, const __m512i* old, __m5
 }
 
 template <class U>
-PULSE_RANS_INLINE __m512i ordered(const Constants<U>& c, __m512i x) {
+PULSE_AVX512_INLINE __m512i ordered(const Constants<U>& c, __m512i x) {
     if (!c.floating) return x;
     const __mmask16 negative = _mm512_test_epi32_mask(x, c.sign);
     return _mm512_mask_xor_epi32(_mm512_or_si512(x, c.sign), negative, x, c.mask);
 }
 template <class U>
-PULSE_RANS_INLINE __m512i unordered(const Constants<U>& c, __m512i y) {
+PULSE_AVX512_INLINE __m512i unordered(const Constants<U>& c, __m512i y) {
     if (!c.floating) return y;
     const __mmask16 positive = _mm512_test_epi32_mask(y, c.sign);
     return _mm512_mask_xor_epi32(_mm512_xor_si512(y, c.mask), positive, y, c.sign);
 }
 
 template <class U>
-PULSE_RANS size_t encode(RansEncoder& coder, const U* old, const U* now, size_t from, size_t to) {
+PULSE_AVX512 size_t encode(RansEncoder& coder, const U* old, const U* now, size_t from, size_t to) {
     const Constants<U> c = constants_of<U>(coder.entries, coder.kind);
     const __m512i one = _mm512_set1_epi32(1), two = _mm512_set1_epi32(2);
     const __m512i escape = _mm512_set1_epi32(coder.entries.escape), piece = _mm512_set1_epi32(16);
@@ -177,7 +176,7 @@ PULSE_RANS size_t encode(RansEncoder& coder, const U* old, const U* now, size_t 
 }
 
 template <class U>
-PULSE_RANS size_t decode(RansDecoder& coder, const U* old, size_t from, size_t to) {
+PULSE_AVX512 size_t decode(RansDecoder& coder, const U* old, size_t from, size_t to) {
     const Constants<U> c = constants_of<U>(coder.entries, coder.kind);
     const __m512i one = _mm512_set1_epi32(1), two = _mm512_set1_epi32(2),
                   piece = _mm512_set1_epi32(16);
@@ -286,6 +285,7 @@ PULSE_RANS size_t decode(RansDecoder& coder, const U* old, size_t from, size_t t
 
 }  // namespace
 
+// Not compiled for vectors themselves: a template is not known by another one's attributes.
 template <class U>
 size_t vector_encode(RansEncoder& coder, const U* old, const U* now, size_t from, size_t to) {
     return encode(coder, old, now, from, to);
@@ -295,29 +295,10 @@ size_t vector_decode(RansDecoder& coder, const U* old, size_t from, size_t to) {
     return decode(coder, old, from, to);
 }
 
-}  // namespace pulse
-#else
-namespace pulse {
-
-template <class U>
-size_t vector_encode(RansEncoder&, const U*, const U*, size_t, size_t) {
-    return 0;
-}
-template <class U>
-size_t vector_decode(RansDecoder&, const U*, size_t, size_t) {
-    return 0;
-}
+#define PULSE_FOR(U)                                                                 \
+    template size_t vector_encode(RansEncoder&, const U*, const U*, size_t, size_t); \
+    template size_t vector_decode(RansDecoder&, const U*, size_t, size_t);
+PULSE_FOR_WIDTHS(PULSE_FOR)
 
 }  // namespace pulse
 #endif
-
-namespace pulse {
-
-template size_t vector_encode(RansEncoder&, const uint8_t*, const uint8_t*, size_t, size_t);
-template size_t vector_encode(RansEncoder&, const uint16_t*, const uint16_t*, size_t, size_t);
-template size_t vector_encode(RansEncoder&, const uint32_t*, const uint32_t*, size_t, size_t);
-template size_t vector_decode(RansDecoder&, const uint8_t*, size_t, size_t);
-template size_t vector_decode(RansDecoder&, const uint16_t*, size_t, size_t);
-template size_t vector_decode(RansDecoder&, const uint32_t*, size_t, size_t);
-
-}  // namespace pulse
