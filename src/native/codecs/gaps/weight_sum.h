@@ -16,14 +16,14 @@ size_t vector_weight_skip(const U* p, size_t count, ClassOf cls, const Weights& 
                           uint64_t& waited, uint64_t target, MaskWords marks, size_t first);
 
 template <class U>
-inline bool use_weight_vectors(const Weights& weights) {
-    return vectors && (sizeof(U) == 1 ? weights.wide : weights.narrow);
+inline bool few_classes(const Weights& weights) {
+    return sizeof(U) == 1 ? weights.wide : weights.narrow;
 }
 
 template <class U>
 inline uint64_t weight_sum(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
                            MaskWords marks, size_t first) {
-    if (count > 16 && use_weight_vectors<U>(weights)) {
+    if (vectors && count > 16 && few_classes<U>(weights)) {
         return vector_weight_sum(p, count, cls, weights, live, marks, first);
     }
     return plain_weight_sum(p, count, cls, weights.of[live].data(), marks, first);
@@ -34,7 +34,7 @@ template <class U>
 inline size_t weight_skip(const U* p, size_t count, ClassOf cls, const Weights& weights, bool live,
                           uint64_t& waited, uint64_t target, MaskWords marks, size_t first) {
     const uint32_t* of = weights.of[live].data();
-    if (count > 16 && use_weight_vectors<U>(weights)) {
+    if (vectors && count > 16 && few_classes<U>(weights)) {
         const size_t at = plain_weight_skip(p, 16, cls, of, waited, target, marks, first);
         if (at < 16) return at;
         return at + vector_weight_skip(p + at, count - at, cls, weights, live, waited, target,
