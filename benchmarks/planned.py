@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results, trace
-from pulse_rl import MemoryStore, Publisher, as_state
+from pulse_rl import MemoryStore, Publisher, State
 from pulse_rl.study.plan import Scenario, make_plan
 
 PULSE = "PULSE, arXiv 2602.03839, section 3"
@@ -70,7 +70,7 @@ def planned(model: Model) -> dict[str, Any]:
 
 def measured(name: str, folder: Path, at: str) -> dict[str, Any]:
     """A patch between two recorded states."""
-    old, new = (as_state(folder / f"{at}.{which}.safetensors") for which in ("old", "new"))
+    old, new = (State.of(folder / f"{at}.{which}.safetensors") for which in ("old", "new"))
     with Publisher(MemoryStore(), stream="planned") as publisher:
         publisher.publish(old)
         done = publisher.publish(new)

@@ -14,7 +14,6 @@ from pulse_rl import (
     Publisher,
     PulseError,
     Subscriber,
-    as_state,
     state_root,
     verify_stream,
 )
@@ -100,7 +99,7 @@ def through_sync(path: Path) -> None:
 
 WAYS: dict[str, dict[str, Callable[[Path], object]]] = {
     "patch": {"sync": through_sync},
-    "safetensors": {"load": as_state, "sync": through_sync},
+    "safetensors": {"load": State.of, "sync": through_sync},
     "json": {"sync": through_sync},
 }
 
@@ -202,4 +201,4 @@ def test_the_same_files_unharmed_are_accepted(tmp_path: Path) -> None:
     assert subscriber.root == state_root(pieces.changed())
     good = tmp_path / "good.safetensors"
     good.write_bytes(file_of({"a": entry("BF16", [4], [0, 8])}, bytes(8)))
-    assert as_state(good).elements == 4
+    assert State.of(good).elements == 4

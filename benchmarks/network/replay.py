@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.network import methods
 from benchmarks.network.methods import Weights
 from benchmarks.network.run import LOOK_SECONDS, Log, Spec, Stop, interface_bytes, ping, upload_rate
-from pulse_rl import Store, as_state
+from pulse_rl import State, Store
 
 RUN = "lr1e-6"
 """The recorded run that has a chain of consecutive states (`trace.CHAIN_RUN`; importing that would
@@ -37,7 +37,7 @@ def start(spec: Spec) -> tuple[Weights, list[Iterator[None]]]:
     """The first state, and what moves each of its copies one step further."""
     run = Path(spec.trace) / RUN
     shapes = json.loads((run / "trace.json").read_text())["tensors"]
-    state = as_state(run / "chain" / "base.safetensors")
+    state = State.of(run / "chain" / "base.safetensors")
     flat = np.tile(np.concatenate([state.read(name) for name in shapes]), spec.copies)
     chains = [step(spec, part) for part in flat.reshape(spec.copies, -1)]
     for copy, chain in enumerate(chains):

@@ -21,12 +21,12 @@ from .events import Published
 from .follow.checkpoint import unwrapped
 from .follow.subscribers import Subscribers
 from .ops.checkout import checkout
-from .ops.compaction import anchor_stream, fold_stream
+from .ops.compaction import fold_stream
 from .ops.gc import gc_stream
 from .ops.relay import Relay
 from .ops.verify import audit, verify_stream
 from .state.digest import state_digest
-from .state.tensors import Bits, State, StateSource, as_state
+from .state.tensors import Bits, State, StateSource
 from .store import LocalStore, ObjectInfo, Store, open_store
 from .stores.memory import MemoryStore
 from .stream.signing import Signer
@@ -55,8 +55,6 @@ __all__ = [
     "Subscribers",
     "Update",
     "__version__",
-    "anchor_stream",
-    "as_state",
     "audit",
     "checkout",
     "fold_stream",
@@ -92,4 +90,4 @@ def state_root(source: StateSource, *, threads: int | None = None) -> str:
         UnsupportedTensor: A tensor has a dtype or a layout that has no plain bits.
         CorruptCheckpoint: The checkpoint's files are damaged.
     """
-    return state_digest(as_state(source), threads=checked_threads(threads)).root
+    return state_digest(State.of(source), threads=checked_threads(threads)).root

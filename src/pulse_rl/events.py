@@ -22,7 +22,6 @@ from .errors import InputError, PulseError
 __all__ = [
     "BaselineRestored",
     "CallFailed",
-    "Event",
     "FallbackUsed",
     "Folded",
     "Hint",

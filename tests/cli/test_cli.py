@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from pulse_rl import LocalStore, Publisher, __version__, as_state, state_root
+from pulse_rl import LocalStore, Publisher, State, __version__, state_root
 from pulse_rl.cli import main
 from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
@@ -39,7 +39,7 @@ def test_diff_and_apply_give_back_the_second_checkpoint(
     old, new = pair
     facts = pulse.json("diff", old, new, "-o", tmp_path / "p.patch")
     assert set(DIFF_KEYS.split()) <= facts.keys()
-    state = as_state(old)
+    state = State.of(old)
     assert (facts["elements"], facts["dense_bytes"]) == (state.elements, state.nbytes)
     assert facts["patch_bytes"] == (tmp_path / "p.patch").stat().st_size
     assert facts["density"] == facts["changed"] / facts["elements"]
@@ -49,11 +49,11 @@ def test_diff_and_apply_give_back_the_second_checkpoint(
     done = pulse.json("apply", old, tmp_path / "p.patch", "-o", tmp_path / "out")
     assert done["root"] == state_root(new)
     assert done["changed"] == facts["changed"]
-    assert snapshot(as_state(tmp_path / "out")) == snapshot(as_state(new))
+    assert snapshot(State.of(tmp_path / "out")) == snapshot(State.of(new))
     load_file(tmp_path / "out" / "model.safetensors")
     pulse("apply", old, tmp_path / "p.patch", "-o", tmp_path / "out.safetensors")
-    assert snapshot(as_state(tmp_path / "out.safetensors")) == snapshot(as_state(new))
-    assert snapshot(as_state(old)) == snapshot(state)
+    assert snapshot(State.of(tmp_path / "out.safetensors")) == snapshot(State.of(new))
+    assert snapshot(State.of(old)) == snapshot(state)
 
 
 def test_applying_onto_the_base_itself_replaces_it(pulse: Pulse, pair: Any, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_inspect_tells_what_a_patch_holds(pulse: Pulse, pair: Any, tmp_path: Pat
 def test_digest(pulse: Pulse, pair: Any, tmp_path: Path) -> None:
     facts = pulse.json("digest", pair[0])
     assert facts["root"] == state_root(pair[0])
-    assert sorted(facts["tensors"]) == as_state(pair[0]).names
+    assert sorted(facts["tensors"]) == State.of(pair[0]).names
     text = pulse("digest", pair[0], "--tensors", "--threads", 1)
     assert all(digest in text for digest in facts["tensors"].values())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pulse_rl import as_state
+from pulse_rl import State
 from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
 from tests.support.states import Rng, Tensors, history, roots
@@ -26,11 +26,11 @@ def test_a_part_is_followed(pulse: Pulse, tmp_path: Path, states: list[Tensors])
         pulse(*publish, write_checkpoint(tmp_path / f"{k}.safetensors", state), store)
         found = pulse.json(*follow, "--select", "embed.*", "--select", "layers.0.mlp.weight")
         assert (found["version"], found["root"]) == (k, roots(states)[k])
-        held = as_state(out)
+        held = State.of(out)
         assert held.names == ["embed.weight", "layers.0.mlp.weight"]
     assert "nothing" in pulse.json(*follow, "--select", "nothing.*", status=1)["message"]
     assert pulse.json(*follow)["version"] == 2, "the whole, where there was a part"
-    whole = as_state(out)
+    whole = State.of(out)
     assert np.array_equal(held.read("embed.weight"), whole.read("embed.weight"))
     assert len(whole) == len(states[2])
 

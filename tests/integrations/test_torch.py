@@ -18,7 +18,6 @@ from pulse_rl import (
     State,
     Subscriber,
     Update,
-    as_state,
     state_root,
 )
 from pulse_rl.errors import StateMismatch
@@ -160,7 +159,7 @@ def test_tied_weights_of_qwen_have_one_root_and_stay_tied(tmp_path: Path) -> Non
     trainer.save_pretrained(tmp_path)
     state = State.of(trainer.state_dict())
     assert state.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert "lm_head.weight" not in as_state(tmp_path)
+    assert "lm_head.weight" not in State.of(tmp_path)
     assert state_root(trainer.state_dict()) == state_root(tmp_path)
     store = MemoryStore()
     publisher, subscriber = Publisher(store, stream="policy"), Subscriber(store, stream="policy")

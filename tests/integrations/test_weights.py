@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pulse_rl import MemoryStore, Publisher, Subscriber, as_state, state_root
+from pulse_rl import MemoryStore, Publisher, State, Subscriber, state_root
 from pulse_rl.errors import InputError, UnsupportedTensor
 from pulse_rl.frameworks.weights import expected_density, is_sharded, policy_weights
 
@@ -153,7 +153,7 @@ def test_a_publisher_takes_a_module_by_the_names_and_ties_of_its_checkpoint() ->
         assert worker.root == expected
         assert worker.state.aliases == {"head.weight": "embed.weight"}
     assert state_root(model) == state_root(model.state_dict())
-    assert as_state(model).read("embed.weight").ctypes.data == model.embed.weight.data_ptr()
+    assert State.of(model).read("embed.weight").ctypes.data == model.embed.weight.data_ptr()
 
 
 def test_a_publisher_refuses_a_sharded_module() -> None:

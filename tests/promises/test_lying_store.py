@@ -18,13 +18,13 @@ from pulse_rl import (
     Store,
     Subscriber,
     Subscribers,
-    anchor_stream,
     fold_stream,
     gc_stream,
     state_root,
     verify_stream,
 )
 from pulse_rl.errors import PulseError, StoreUnavailable
+from pulse_rl.ops.compaction import anchor_stream
 from pulse_rl.study import study
 from tests.support.lying_store import LIES, Lie, LyingStore
 from tests.support.publishers import tuned

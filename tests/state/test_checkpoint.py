@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from pulse_rl import State, as_state, state_root
+from pulse_rl import State, state_root
 from pulse_rl.errors import CorruptCheckpoint, FormatError, InputError, UnsupportedTensor
 from pulse_rl.follow.checkpoint import FILE_NAME, INDEX_NAME, load, save
 from pulse_rl.frameworks.torch import to_torch
@@ -64,7 +64,7 @@ def test_a_state_of_no_tensors(tmp_path: Path) -> None:
 def test_folders_that_hugging_face_writes(tmp_path: Path, qwen: Any, shard: str) -> None:
     qwen.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / INDEX_NAME).exists() == (shard == "20KB")
-    assert snapshot(as_state(tmp_path)) == snapshot(qwen.state_dict())
+    assert snapshot(State.of(tmp_path)) == snapshot(qwen.state_dict())
     assert state_root(tmp_path) == state_root(str(tmp_path)) == state_root(qwen.state_dict())
 
 
@@ -199,9 +199,9 @@ def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
 def test_what_is_no_source_of_a_state() -> None:
     for wrong in (None, 3, [np.zeros(1)], torch.nn.Linear):
         with pytest.raises(InputError):
-            as_state(wrong)  # type: ignore[arg-type]
+            State.of(wrong)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedTensor):
-        as_state({"a": 3})
+        State.of({"a": 3})
 
 
 @pytest.mark.parametrize("path", [None, 3, True, b"w", [], "a\0b"], ids=repr)

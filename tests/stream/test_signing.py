@@ -126,9 +126,9 @@ def test_the_command_line_signs_and_trusts(
 ) -> None:
     from pulse_rl.cli import main
     from pulse_rl.follow.checkpoint import save
-    from pulse_rl.state.tensors import as_state
+    from pulse_rl.state.tensors import State
 
-    save(tmp_path / "w.safetensors", as_state(STATE))
+    save(tmp_path / "w.safetensors", State.of(STATE))
     store = str(tmp_path / "store")
     assert main(["keygen", str(tmp_path / "key")]) == 0
     key = capsys.readouterr().out.strip()

@@ -18,13 +18,13 @@ from pulse_rl import (
     Relay,
     Signer,
     Subscriber,
-    anchor_stream,
     fold_stream,
     gc_stream,
     verify_stream,
 )
 from pulse_rl.errors import DigestMismatch, InputError, NotFound
 from pulse_rl.events import Event, FallbackUsed
+from pulse_rl.ops.compaction import anchor_stream
 from tests.support.states import Rng, history
 
 CONFIG, TOKENS = b'{"model_type": "tiny"}', bytes(range(256)) * 40

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
-from pulse_rl import MemoryStore, Publisher, Store, Subscriber, as_state, state_root
+from pulse_rl import MemoryStore, Publisher, State, Store, Subscriber, state_root
 from pulse_rl.errors import StateMismatch
 from pulse_rl.events import Event, Hint
 from pulse_rl.frameworks.torch import apply_
@@ -29,7 +29,7 @@ def newest(store: Store) -> tuple[list[str], str]:
 
 def written(model: Any, folder: Path) -> tuple[list[str], str]:
     model.save_pretrained(folder)
-    return as_state(folder).names, state_root(folder)
+    return State.of(folder).names, state_root(folder)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

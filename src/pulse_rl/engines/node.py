@@ -30,7 +30,7 @@ from ..errors import EngineError, PulseError
 from ..events import Metadata, Synced
 from ..state.bits import UIntArray, differing
 from ..state.digest import StateDigest, state_digest
-from ..state.tensors import State, as_state
+from ..state.tensors import State
 from ..sync.subscriber import Subscriber
 from ..sync.update import Receipt, TensorUpdate, Update
 from .live import Change
@@ -433,7 +433,7 @@ class Staging:
 
     def base_state(self) -> State | None:
         """The checkpoint that the engine loaded; leader only."""
-        return as_state(self._base) if self._node.leader and self._base is not None else None
+        return State.of(self._base) if self._node.leader and self._base is not None else None
 
     def hold(self) -> int | None:
         """Keeps the host state where it is, until `release`, or for half a minute; leader only.
@@ -479,7 +479,7 @@ class Staging:
         assert self.subscriber is not None
         try:
             if self._base is not None and self.base_digest is None:
-                self.base_digest = state_digest(as_state(self._base))
+                self.base_digest = state_digest(State.of(self._base))
             with self.lock:
                 if self._held:
                     return False

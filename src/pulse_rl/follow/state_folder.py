@@ -45,7 +45,7 @@ from ..patch.history import History
 from ..state import bits
 from ..state.digest import StateDigest, state_digest
 from ..state.header import header_bytes, parse_header
-from ..state.tensors import State, StateSource, TensorSpec, as_state
+from ..state.tensors import State, StateSource, TensorSpec
 from ..store.base import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
@@ -573,12 +573,12 @@ def adopt_base(
     threads: int | None,
 ) -> AdoptedBase:
     """Starts from the caller's state where its root is that of a recent version; not ``looked`` up
-    while there are none. Raises what `as_state` raises, and StoreError."""
+    while there are none. Raises what `State.of` raises, and StoreError."""
     stream, versions = stores.versions()
     if not versions:
         return AdoptedBase(looked=False)
     # 1. A copy, unless a part of it is copied anyhow, and its root.
-    state = as_state(base)
+    state = State.of(base)
     own = state if selection else host.empty(state.specs, state.aliases)
     digest = state_digest(own, source=None if own is state else state, threads=threads)
     for version in reversed(versions[-_SEARCHED_FOR_BASE:]):

@@ -13,7 +13,7 @@ from .._util.threads import checked_threads
 from ..errors import ChainGap, EmptyStream, InputError, PulseError, StoreUnavailable
 from ..events import Listener, checked_listener
 from ..state.digest import StateDigest, state_digest
-from ..state.tensors import State, as_state
+from ..state.tensors import State
 from ..store import Store, open_store
 from ..store.base import UNREADABLE
 from ..stream.manifest import Link, Manifest, is_digest, links_of
@@ -223,7 +223,7 @@ def audit(
     Raises:
         InputError: ``version`` or ``model`` is none of these.
     """
-    state = as_state(model.state_dict() if hasattr(model, "state_dict") else model)
+    state = State.of(model.state_dict() if hasattr(model, "state_dict") else model)
     live = state_digest(state, threads=checked_threads(threads))
     if isinstance(version, StateDigest):
         return _compare(live, version, state.aliases)

@@ -222,7 +222,7 @@ class Readable(Protocol):
 class State:
     """Hold the named tensors of one version, as bits.
 
-    Make a state with `as_state`, `of` or `empty`. Host tensors are views of the caller's memory,
+    Make a state with `of` or `empty`. Host tensors are views of the caller's memory,
     not copies. Iteration yields all names, aliases included.
 
     Args:
@@ -264,23 +264,41 @@ class State:
         )
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Any]) -> Self:
-        """Return the state of a mapping of names to tensors.
+    def of(cls, source: StateSource) -> State:
+        """Return the state of ``source``, without a copy.
 
-        Host tensors are not copied, except strided ones and those at an address that is not a
-        multiple of their element's width. Names that share storage, shape and dtype are tied: the
-        first name in the mapping stores the tensor, as in Hugging Face checkpoints, and the others
-        become aliases.
+        Strided host tensors are copied, and those at an address that is not a multiple of their
+        element's width. Names that share storage, shape and dtype are tied: the first name in a
+        mapping stores the tensor, as in Hugging Face checkpoints, and the others become aliases.
 
         Args:
-            tensors: Torch tensors, numpy arrays or `Bits` by name, of any shape.
+            source: A mapping of names to torch tensors, numpy arrays or `Bits` of any shape; the
+                path of a checkpoint, which is mapped, not read; a `State`; or a torch.nn.Module. A
+                module has the names and ties that ``save_pretrained`` would write, without the
+                prefixes that DDP and torch.compile add. PEFT adapters are merged into copies.
         Returns: The state.
         Raises:
-            UnsupportedTensor: A tensor has a dtype or a layout without plain bits.
-            InputError: ``tensors`` is not a mapping, or a name is invalid.
+            InputError: ``source`` is none of these, a name is invalid, or a file cannot be read.
+            UnsupportedTensor: A tensor has a dtype or a layout without plain bits, or a module is
+                sharded over ranks.
+            CorruptCheckpoint: The checkpoint's files are damaged.
         """
-        if not isinstance(tensors, Mapping):
-            raise InputError(f"a {type(tensors).__name__} is not a mapping of names to tensors")
+        if _is_module(source):
+            from ..frameworks.weights import whole_weights
+
+            source = whole_weights(source)
+        if isinstance(source, State):
+            return source
+        if isinstance(source, str | os.PathLike):
+            from ..follow.checkpoint import load
+
+            return load(source)[0]
+        if not isinstance(source, Mapping):
+            raise InputError(
+                f"{type(source).__name__} is not a state: pass a module, a mapping, a State or a "
+                "checkpoint's path",
+                hint="Pass model.state_dict()." if hasattr(source, "state_dict") else None,
+            )
         specs: list[TensorSpec] = []
         data: dict[str, UIntArray | Readable] = {}
         aliases: dict[str, str] = {}
@@ -288,7 +306,7 @@ class State:
         # Values stay referenced until the end. A mapping may create them on the fly; a freed
         # tensor's memory could become the next tensor's, and the two would look tied.
         held = []
-        for name, value in tensors.items():
+        for name, value in source.items():
             held.append(value)
             dtype, shape, flat, storage = _ingest(name, value)
             key = (storage, dtype.name, shape)
@@ -458,42 +476,6 @@ Empty = Callable[[tuple[TensorSpec, ...], Mapping[str, str] | None], State]
 StateSource = Union[State, Mapping[str, Any], str, os.PathLike[str], "torch.nn.Module"]
 """The sources of a state: a torch.nn.Module, a mapping of names to tensors, a checkpoint's path, or
 a `State`. A module has the names and ties that ``save_pretrained`` would write."""
-
-
-def as_state(source: StateSource) -> State:
-    """Return the state of ``source``, without a copy.
-
-    Args:
-        source: A `State`; a mapping of names to tensors; the path of a checkpoint, which is mapped,
-            not read; or a torch.nn.Module. The names and tied tensors of a module are those of
-            `pulse_rl.frameworks.transformers.checkpoint_weights`: as ``save_pretrained`` writes
-            them, without the prefixes that DDP and torch.compile add. PEFT adapters are merged into
-            copies.
-
-    Returns: The state.
-
-    Raises:
-        InputError: ``source`` is none of these, or cannot be read.
-        UnsupportedTensor: A tensor cannot be published, or a module is sharded over ranks.
-        CorruptCheckpoint: The checkpoint's files are damaged.
-    """
-    if _is_module(source):
-        from ..frameworks.weights import whole_weights
-
-        source = whole_weights(source)
-    if isinstance(source, State):
-        return source
-    if isinstance(source, Mapping):
-        return State.of(source)
-    if isinstance(source, str | os.PathLike):
-        from ..follow.checkpoint import load
-
-        return load(source)[0]
-    raise InputError(
-        f"{type(source).__name__} is not a state: pass a module, a mapping, a State or a "
-        "checkpoint's path",
-        hint="Pass model.state_dict()." if hasattr(source, "state_dict") else None,
-    )
 
 
 def _is_module(source: object) -> TypeIs[torch.nn.Module]:

@@ -210,7 +210,7 @@ class Publisher(Closing, NotCopyable):
 
         Args:
             source: A torch.nn.Module, a mapping of names to tensors (a ``state_dict``), a `State`,
-                or a checkpoint's path (see `as_state`). It must not change during the call.
+                or a checkpoint's path (see `State.of`). It must not change during the call.
             metadata: The caller's own data about the version, small and flat, such as ``{"step":
                 10}``. Default: none.
             dtype: The compute dtype to cast wider floating-point tensors to: torch.bfloat16,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from ..errors import InputError, UnsupportedTensor
 from ..events import Metadata
 from ..state.cast import CastState, DTypeLike, compute_dtype_named
-from ..state.tensors import DType, State, StateSource, as_state, await_devices
+from ..state.tensors import DType, State, StateSource, await_devices
 from ..stream.manifest import checked_metadata
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class LocalState(NamedTuple):
     ) -> Self:
         """A whole state. Raises UnsupportedTensor and InputError."""
         compute = None if dtype is None else compute_dtype_named(dtype)
-        state = as_state(source)
-        # A module is gathered by `as_state`; a mapping may hold placeholders of sharded weights.
+        state = State.of(source)
+        # A module is gathered by `State.of`; a mapping may hold placeholders of sharded weights.
         if isinstance(source, Mapping):
             require_weights((spec.name, spec.shape) for spec in state.specs)
         if quantize is not None:
