@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import (
+from pulse_rl import (, State
     MemoryStore,
     Publisher,
     PulseError,

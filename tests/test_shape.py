@@ -21,7 +21,7 @@ LIBRARY = CHECKOUT / "src" / "pulse_rl"
 CORE = ("state", "codec", "patch", "store", "stream", "sync")
 """The packages that keep the promise, bit for bit; all else is an extra."""
 
-MAX_SRC_LINES, MAX_SRC_FILES = 30_880, 171
+MAX_SRC_LINES, MAX_SRC_FILES = 29_500, 150
 MAX_CORE_LINES, MAX_CORE_FILES = 6_200, 40
 MAX_TEST_LINES = 46_000
 """Code lines of Python: without blank lines, comments and docstrings."""
