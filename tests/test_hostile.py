@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pulse_rl import (, State
+from pulse_rl import (
     MemoryStore,
     Publisher,
     PulseError,
+    State,
     Subscriber,
     state_root,
     verify_stream,

@@ -206,9 +206,8 @@ def parameters(value: Any) -> list[str]:
 
 
 def test_calls_have_few_parameters() -> None:
-    """Records that the library makes are not counted, nor a plan's inputs, each of which has its
-    default."""
-    received = {"Published", "EngineSync", "Round", "Scenario"}
+    """Records that the library makes are not counted."""
+    received = {"Published", "EngineSync", "Round", "Rollout"}
     for name, value in classes().items():
         if value.__name__ not in received and value.__module__ != "pulse_rl.events":
             assert len(parameters(value)) <= MAX_CONSTRUCTOR_PARAMETERS, name
@@ -302,7 +301,7 @@ def undocumented(name: str, value: Any) -> str:
 def test_what_is_public_says_what_it_takes() -> None:
     everything = functions() | methods() | classes()
     found = {name: undocumented(name, value) for name, value in everything.items()}
-    assert len(found) > 200
+    assert len(found) > 150
     assert {name: lacks for name, lacks in found.items() if lacks} == {}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pulse_rl import MemoryStore, Publisher, Relay, Signer, Subscriber, fold_stream, state_root
 from pulse_rl.errors import CorruptManifest
-from pulse_rl.ops.compaction import anchor_stream
+from tests.support.publishers import anchor_stream
 from tests.support.states import Rng, history
 
 COUNTS = [(300, 1), (3, 16 << 20), pytest.param(5000, 1, marks=pytest.mark.slow)]

@@ -24,10 +24,9 @@ from pulse_rl import (
     verify_stream,
 )
 from pulse_rl.errors import PulseError, StoreUnavailable
-from pulse_rl.ops.compaction import anchor_stream
 from pulse_rl.study import study
 from tests.support.lying_store import LIES, Lie, LyingStore
-from tests.support.publishers import tuned
+from tests.support.publishers import anchor_stream, tuned
 
 VERSIONS = 12
 MOST_LISTED = 2000

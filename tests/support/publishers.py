@@ -8,6 +8,7 @@ from typing import Any
 
 from pulse_rl import Published, Publisher, fold_stream
 from pulse_rl.events import PhaseTimer
+from pulse_rl.ops.compaction import anchor_stream as anchor_stream
 from pulse_rl.sync.commit import HeadState
 from pulse_rl.sync.request import LocalState
 

@@ -24,7 +24,7 @@ from pulse_rl import (
 )
 from pulse_rl.errors import DigestMismatch, InputError, NotFound
 from pulse_rl.events import Event, FallbackUsed
-from pulse_rl.ops.compaction import anchor_stream
+from tests.support.publishers import anchor_stream
 from tests.support.states import Rng, history
 
 CONFIG, TOKENS = b'{"model_type": "tiny"}', bytes(range(256)) * 40

@@ -11,9 +11,9 @@ import pytest
 
 from pulse_rl import MemoryStore, Publisher, Relay, Subscriber, gc_stream
 from pulse_rl.errors import InputError, StateMismatch
-from pulse_rl.ops.compaction import anchor_stream
 from pulse_rl.patch.header import PatchHeader, parse_header
 from tests.hostile.pieces import header_of_many_blocks
+from tests.support.publishers import anchor_stream
 from tests.support.states import Rng, mutated, snapshot, weights
 from tests.support.stores import FaultyStore, names
 from tests.sync.test_select import part, reader, staged

@@ -25,7 +25,7 @@ from pulse_rl.errors import (
     StreamRecreated,
 )
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Synced
-from pulse_rl.ops.compaction import anchor_stream
+from tests.support.publishers import anchor_stream
 from tests.support.states import Live, Rng, Tensors, history, roots, taken
 from tests.support.stores import FaultyStore, names
 

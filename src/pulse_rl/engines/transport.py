@@ -26,6 +26,7 @@ _JSON = {"Content-Type": "application/json"}
 class SubscriberOptions(TypedDict, total=False):
     """Settings of `pulse_rl.Subscriber` that a handle passes on to the engine's workers."""
 
+    base: str | None
     trusted_keys: Collection[str] | None
     stream_id: str | None
     allow_recreated: bool
@@ -42,9 +43,9 @@ class InitInfo:
 
     store: str
     stream: str
-    base: str | None = None
     follow: bool = True
     audit_every: int = 100
+    base: str | None = None
     trusted_keys: Collection[str] | None = None
     stream_id: str | None = None
     allow_recreated: bool = False

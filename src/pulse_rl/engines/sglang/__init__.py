@@ -57,7 +57,6 @@ def connect(
     *,
     store: str,
     stream: str,
-    base: str | None = None,
     follow: bool = True,
     in_flight: InFlight = "keep",
     audit_every: int = 100,
@@ -74,13 +73,13 @@ def connect(
         url: The server's URL.
         store: The address of the store, which the server's own processes open.
         stream: The name of the stream.
-        base: The checkpoint that the server was started from. Default: its own model path.
         follow: Fetch and verify new versions while the server generates, without being asked.
         in_flight: What becomes of requests in flight. "keep": they start over from their prompt
             with the new weights. "abort": they end. "wait": they are waited for, and new ones wait.
         audit_every: Updates from one audit to the next. The first update is always audited.
         timeout_seconds: The limit of each wait.
-        subscriber: ``trusted_keys``, ``stream_id``, ``allow_recreated`` and ``cache``, as for
+        subscriber: ``base`` (the checkpoint's path; default: the engine's own model path),
+            ``trusted_keys``, ``stream_id``, ``allow_recreated`` and ``cache``, as for
             `pulse_rl.Subscriber`, used on the server's machine.
 
     Raises:
@@ -89,7 +88,7 @@ def connect(
         ConcurrentUse: Another handle drives the server.
         UnsupportedTensor: The server does not compute with the checkpoint that it was started from.
     """
-    info = InitInfo(store, stream, base, follow, audit_every, **subscriber)
+    info = InitInfo(store, stream, follow, audit_every, **subscriber)
     return EngineHandle._on(Server(url, timeout_seconds), info, in_flight, timeout_seconds)
 
 

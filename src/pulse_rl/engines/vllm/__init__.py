@@ -40,7 +40,6 @@ def connect(
     *,
     store: str,
     stream: str,
-    base: str | None = None,
     follow: bool = True,
     in_flight: InFlight = "keep",
     audit_every: int = 100,
@@ -58,13 +57,13 @@ def connect(
             or the URL of a server.
         store: The address of the store, which the engine's own processes open.
         stream: The name of the stream.
-        base: The checkpoint that the engine was started from. Default: its own model path.
         follow: Fetch and verify new versions while the engine generates, without being asked.
         in_flight: What becomes of requests in flight. "keep": they start over from their prompt
             with the new weights. "abort": they end. "wait": they are waited for.
         audit_every: Updates from one audit to the next. The first update is always audited.
         timeout_seconds: The limit of each wait.
-        subscriber: ``trusted_keys``, ``stream_id``, ``allow_recreated`` and ``cache``, as for
+        subscriber: ``base`` (the checkpoint's path; default: the engine's own model path),
+            ``trusted_keys``, ``stream_id``, ``allow_recreated`` and ``cache``, as for
             `pulse_rl.Subscriber`, used on the engine's machine.
 
     Raises:
@@ -76,7 +75,7 @@ def connect(
             were.
     """
     transport = transport_to(engine, timeout_seconds)
-    info = InitInfo(store, stream, base, follow, audit_every, **subscriber)
+    info = InitInfo(store, stream, follow, audit_every, **subscriber)
     return EngineHandle._on(transport, info, in_flight, timeout_seconds)
 
 
