@@ -30,7 +30,7 @@ sys.exit(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", ["pulse_rl", "pulse_rl._native", "numpy", "msgspec", "obstore", "pulse_rl.cli"]
+    "module", ["pulse_rl", "pulse_rl._native", "numpy", "msgspec", "pulse_rl.cli"]
 )
 def test_an_interrupt_during_the_imports_is_one_line(module: str) -> None:
     code = PROGRAM.replace("HANDLER", "signal.default_int_handler")
