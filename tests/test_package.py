@@ -88,7 +88,7 @@ def test_all_is_sorted_complete_and_can_be_imported() -> None:
     assert pulse_rl.__all__ == sorted(set(pulse_rl.__all__))
     done = run_python("from pulse_rl import *; print(*sorted(set(dir()) - {'__annotations__'}))")
     assert done.returncode == 0, done.stderr
-    assert set(pulse_rl.__all__) - {"__version__"} <= set(done.stdout.split())
+    assert set(pulse_rl.__all__) <= set(done.stdout.split())
     assert {"Publisher", "Subscriber", "open_store", "state_root", "verify_stream"} <= set(
         pulse_rl.__all__
     )

@@ -54,7 +54,7 @@ __all__ = [
     "Subscriber",
     "Subscribers",
     "Update",
-    "__version__",
+    "as_state",
     "audit",
     "checkout",
     "fold_stream",
@@ -73,6 +73,17 @@ def __getattr__(name: str) -> Any:
 
         return PulseLoCo
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def as_state(source: StateSource) -> State:
+    """Return the state of ``source``, as `State.of` does.
+
+    Args:
+        source: A mapping of names to tensors, a checkpoint's path, a torch.nn.Module or a `State`.
+    Returns: The state, without a copy.
+    Raises: As `State.of`.
+    """
+    return State.of(source)
 
 
 def state_root(source: StateSource, *, threads: int | None = None) -> str:
