@@ -13,7 +13,8 @@
     │   ├── CorruptCheckpoint   a safetensors file (including an anchor's shard)
     │   └── CorruptMessage      another trainer's message in a round
     ├── IntegrityError          well-formed, but does not match a digest
-    │   ├── WrongBase           a patch for another state, or for one with another past
+    │   ├── WrongBase           a patch for another state
+    │   │   └── WrongHistory    a patch for a state with another past
     │   ├── DigestMismatch
     │   └── Untrusted           a manifest that no trusted key has signed
     ├── StoreError
@@ -122,6 +123,14 @@ class WrongBase(IntegrityError):
     default_hint = (
         "Apply the patch to the state whose root is the patch's base root (`pulse "
         "inspect` shows it)."
+    )
+
+
+class WrongHistory(WrongBase):
+    kind = "wrong_history"
+    default_hint = (
+        "Follow the stream with a Subscriber or `pulse follow`: they remember what "
+        "the next patch needs."
     )
 
 
