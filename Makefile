@@ -231,7 +231,7 @@ FAULT_SEED ?= 1
 faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults streams --sequences $(SEQUENCES) --seed $(FAULT_SEED)
 	$(BIN)/python -m tests.faults fleet --sequences $$(($(SEQUENCES) / 4)) --seed $(FAULT_SEED)
-	$(BIN)/python -m tests.faults rounds --sequences $(SEQUENCES) --seed $(FAULT_SEED)
+	$(BIN)/python -m tests.faults rounds --sequences $$(($(SEQUENCES) / 4)) --seed $(FAULT_SEED)
 	$(BIN)/python -m tests.faults kills
 	$(BIN)/python -m tests.faults exits --sequences 200
 	$(BIN)/python -m tests.faults ranks --sequences 3

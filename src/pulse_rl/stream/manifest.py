@@ -21,6 +21,7 @@ import numpy as np
 from ..errors import ChainGap, CorruptManifest, InputError
 from ..events import Metadata
 from ..patch.history import MAX_WINDOWS
+from ..store.base import ObjectInfo
 from .names import flaw_of
 
 FORMAT = "pulse.manifest.1"
@@ -296,7 +297,7 @@ class ManifestCache:
     def __init__(self, most: int = _MOST, max_bytes: int = _MAX_BYTES) -> None:
         self._most = most
         self._most_bytes = max_bytes
-        self._kept: dict[int, tuple[Manifest, int]] = {}
+        self._kept: dict[int, tuple[Manifest, int, ObjectInfo | None]] = {}
         self._nbytes = 0
         self._aliases: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -305,7 +306,14 @@ class ManifestCache:
         kept = self._kept.get(version)
         return kept[0] if kept else None
 
-    def keep(self, manifest: Manifest) -> None:
+    def drop_unless(self, version: int, listed: ObjectInfo) -> None:
+        """Drop the manifest of ``version`` unless its object was ``listed`` alike when it was
+        read."""
+        with self._lock:
+            if version in self._kept and self._kept[version][2] != listed:
+                self._nbytes -= self._kept.pop(version)[1]
+
+    def keep(self, manifest: Manifest, listed: ObjectInfo | None = None) -> None:
         """Add ``manifest``, and drop the oldest ones if there is no room. One manifest always
         fits."""
         with self._lock:
@@ -323,7 +331,7 @@ class ManifestCache:
                 len(self._kept) >= self._most or self._nbytes + nbytes > self._most_bytes
             ):
                 self._nbytes -= self._kept.pop(next(iter(self._kept)))[1]
-            self._kept[manifest.version] = manifest, nbytes
+            self._kept[manifest.version] = manifest, nbytes, listed
             self._nbytes += nbytes
 
 

@@ -258,6 +258,8 @@ class Stream:
         for info in self.store.list(self.names.versions, start_after):
             if isinstance(name := self.names.parse(info.name), VersionName):
                 self._listed[name.version] = info
+                # A store that lost versions has new ones under their numbers.
+                self._manifests.drop_unless(name.version, info)
         return list(self._listed)
 
     def newest(self, after: int | None = None, *, anybody: bool = False) -> Head:
@@ -295,14 +297,15 @@ class Stream:
         return Head(found, listed)
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of a version, from the cache if it was read before: manifests never change.
+        """The manifest of a version, from the cache if it was read before and was not listed as
+        another object since.
 
         Raises NotFound, CorruptManifest and Untrusted.
         """
         manifest = self._manifests.get(version)
         if manifest is None:
             manifest = self._read(version)
-            self._manifests.keep(manifest)
+            self._manifests.keep(manifest, self._listed.get(version))
         # Checked each time: the stream's ID may be settled after the manifest was read.
         if not self._is_ours(manifest):
             raise Untrusted(
