@@ -128,6 +128,9 @@ def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
         ("rounds", 8806000000034, (6, 8, 10, 12, 13, 14, 16, 18)),
         # One whose joining was interrupted has looked at posts before it knew the shares.
         ("rounds", 11000000226, (1, 2, 12, 13, 14, 31, 33, 35)),
+        # The manifest of the version that a worker has is damaged, or is of another stream, later.
+        ("streams", 1000000201, (3, 7, 16, 23, 26, 27, 28)),
+        ("streams", 1000000460, (4, 10, 13, 16, 17)),
         # The source shows the relay other objects in the place of digests, twice the same.
         ("fleet", 1000001036, (1, 7, 8, 11, 13)),
         ("fleet", 77000000184, (1, 8, 10, 12, 25)),

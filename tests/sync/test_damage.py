@@ -4,6 +4,7 @@ missing."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 
 import msgspec
@@ -313,3 +314,19 @@ def test_manifests_of_lost_versions_do_not_stand_for_those_of_their_numbers(rng:
         assert publisher.publish(states[4]).version == 8
     worker.sync()
     assert (worker.version, worker.root) == (8, state_root(states[4]))
+
+
+def test_a_worker_keeps_the_manifest_of_the_state_that_it_has(rng: Rng) -> None:
+    """Also where the store has another version under the same number by now."""
+    states, store = history(rng, 3), MemoryStore()
+    with Publisher(store, stream="policy") as publisher:
+        publisher.publish(states[0])
+        publisher.publish(states[1], metadata={"step": 1})
+    worker = Subscriber(store, stream="policy")
+    worker.sync()
+    store.delete("policy/versions/000000000001.json")
+    with Publisher(store, stream="policy") as publisher:
+        assert publisher.publish(states[2], metadata={"step": 2}).version == 1
+    with suppress(PulseError):
+        worker.sync()
+    assert worker.manifest.root == worker.root

@@ -302,23 +302,18 @@ class ManifestCache:
         self._aliases: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def get(self, version: int) -> Manifest | None:
+    def get(self, version: int, listed: ObjectInfo | None = None) -> Manifest | None:
+        """The manifest of ``version``; None also if its object is ``listed`` as another one than
+        when it was read."""
         kept = self._kept.get(version)
-        return kept[0] if kept else None
-
-    def drop_unless(self, version: int, listed: ObjectInfo) -> None:
-        """Drop the manifest of ``version`` unless its object was ``listed`` alike when it was
-        read."""
-        with self._lock:
-            if version in self._kept and self._kept[version][2] != listed:
-                self._nbytes -= self._kept.pop(version)[1]
+        return kept[0] if kept and listed in (None, kept[2]) else None
 
     def keep(self, manifest: Manifest, listed: ObjectInfo | None = None) -> None:
         """Add ``manifest``, and drop the oldest ones if there is no room. One manifest always
         fits."""
         with self._lock:
             if manifest.version in self._kept:
-                return
+                self._nbytes -= self._kept.pop(manifest.version)[1]
             # Equal aliases in equal order: the manifest's bytes must not change by sharing them.
             if list(manifest.aliases.items()) == list(self._aliases.items()):
                 nbytes = len(with_aliases(manifest, {}).to_bytes())
