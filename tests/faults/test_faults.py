@@ -131,6 +131,8 @@ def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
         # The manifest of the version that a worker has is damaged, or is of another stream, later.
         ("streams", 1000000201, (3, 7, 16, 23, 26, 27, 28)),
         ("streams", 1000000460, (4, 10, 13, 16, 17)),
+        # A publisher with a given stream ID, whose claim fails, finds no manifest that it can read.
+        ("streams", 1000006925, (1, 12, 16, 21, 22, 23)),
         # The source shows the relay other objects in the place of digests, twice the same.
         ("fleet", 1000001036, (1, 7, 8, 11, 13)),
         ("fleet", 77000000184, (1, 8, 10, 12, 25)),

@@ -312,8 +312,11 @@ class ManifestCache:
         """Add ``manifest``, and drop the oldest ones if there is no room. One manifest always
         fits."""
         with self._lock:
-            if manifest.version in self._kept:
-                self._nbytes -= self._kept.pop(manifest.version)[1]
+            kept, nbytes, _ = self._kept.pop(manifest.version, (None, 0, None))
+            if kept == manifest:
+                self._kept[manifest.version] = kept, nbytes, listed
+                return
+            self._nbytes -= nbytes
             # Equal aliases in equal order: the manifest's bytes must not change by sharing them.
             if list(manifest.aliases.items()) == list(self._aliases.items()):
                 nbytes = len(with_aliases(manifest, {}).to_bytes())
