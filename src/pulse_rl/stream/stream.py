@@ -32,6 +32,7 @@ from ..state.digest import StateDigest
 from ..state.header import header_bytes
 from ..store.base import (
     DEFAULT_LATE_SECONDS,
+    UNREADABLE,
     BoundedStore,
     Data,
     ObjectInfo,
@@ -295,14 +296,16 @@ class Stream:
         return Head(found, listed)
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of a version, from the cache if it was read before: manifests never change.
+        """The manifest of a version, from the cache if it was read before, unless its object is
+        listed as another one since.
 
         Raises NotFound, CorruptManifest and Untrusted.
         """
-        manifest = self._manifests.get(version)
+        listed = self._listed.get(version)
+        manifest = self._manifests.get(version, listed)
         if manifest is None:
-            manifest = self._read(version)
-            self._manifests.keep(manifest)
+            manifest = self._read_anew(version)
+            self._manifests.keep(manifest, listed)
         # Checked each time: the stream's ID may be settled after the manifest was read.
         if not self._is_ours(manifest):
             raise Untrusted(
@@ -493,8 +496,8 @@ class Stream:
         return not self.stream_id or manifest.stream_id == self.stream_id
 
     def _kept(self, version: int) -> Manifest | None:
-        """The cached manifest of a version of this stream; None if it was not read before."""
-        manifest = self._manifests.get(version)
+        """The cached manifest of a version of this stream; None if it is to be read."""
+        manifest = self._manifests.get(version, self._listed.get(version))
         return manifest if manifest and self._is_ours(manifest) else None
 
     def _has(self, name: str) -> bool:
@@ -503,6 +506,20 @@ class Stream:
         except NotFound:
             return False
         return True
+
+    def _read_anew(self, version: int) -> Manifest:
+        """The manifest in the store; the cached one where that was damaged or replaced since.
+
+        A store that lost versions may have new ones of this stream under their numbers.
+        """
+        known = self._manifests.get(version)
+        try:
+            manifest = self._read(version)
+        except UNREADABLE:
+            if known is None:
+                raise
+            return known
+        return known if known and self._is_ours(known) > self._is_ours(manifest) else manifest
 
     def _read(self, version: int) -> Manifest:
         name = self.names.version(version)
