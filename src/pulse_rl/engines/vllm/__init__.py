@@ -286,7 +286,7 @@ class Server(EngineTransport):
         if not self._model:
             models = self._client.read("v1/models", self._client.get("v1/models"))
             self._model = models["data"][0]["id"]
-        wanted = {"model": self._model, "prompt": [prompt], **sampling, **COMPLETED}
+        wanted = {**sampling, "model": self._model, "prompt": [prompt], **COMPLETED}
         return completions(self._call("v1/completions", wanted))[0]
 
     def reset_prefix_cache(self, running: bool) -> bool:
