@@ -271,7 +271,7 @@ class Stream:
         listed = self.versions(after)
         # Manifests never change, so versions below the highest one that was read before need no
         # read.
-        known = None if anybody else next(filter(None, map(self._kept, reversed(listed))), None)
+        known = None if anybody else next(filter(None, map(self.kept, reversed(listed))), None)
         # Newest first. Unreadable ones are skipped: a damaged version must not stop its readers.
         above = [
             version for version in reversed(listed) if known is None or version > known.version
@@ -288,9 +288,8 @@ class Stream:
                 else None
             )
             return Head(None, listed, unreadable.error or nothing)
-        if not anybody and (
-            self._held is None or self._held.name != self.names.version(found.version)
-        ):
+        # Of one that is known the listing may show another object by now (`still_has_manifest`).
+        if not anybody and found is not known:
             self._held = self._listed[found.version]
         return Head(found, listed)
 
@@ -492,7 +491,7 @@ class Stream:
     def _is_ours(self, manifest: Manifest) -> bool:
         return not self.stream_id or manifest.stream_id == self.stream_id
 
-    def _kept(self, version: int) -> Manifest | None:
+    def kept(self, version: int) -> Manifest | None:
         """The cached manifest of a version of this stream; None if it was not read before."""
         manifest = self._manifests.get(version)
         return manifest if manifest and self._is_ours(manifest) else None
