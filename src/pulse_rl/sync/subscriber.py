@@ -219,7 +219,7 @@ class Subscriber(Closing, NotCopyable):
         Copy what you keep. Raises EmptyStream before the first sync and IntegrityError after an
         interrupted one.
         """
-        return self._serial.run(self._state)
+        return self._serial.run(self._proved_state)
 
     def sync(self, target: int | None = None, *, progress: bool = False) -> Update | None:
         """Move to a version and return what changed since the last acknowledged update.
@@ -303,7 +303,7 @@ class Subscriber(Closing, NotCopyable):
         # thread of its own: an interrupted save leaves the old version in place.
         held = self._serial.run(
             lambda: HeldVersion(
-                self._state(),
+                self._proved_state(),
                 self._digest(),
                 self._manifest(),
                 self._host.history,
@@ -326,7 +326,8 @@ class Subscriber(Closing, NotCopyable):
 
         Raises: What `state` raises.
         """
-        return self._serial.run(lambda: self._update(Pending(), time.perf_counter()))
+        started = time.perf_counter()
+        return self._serial.run(lambda: self._update(Pending(), started, self._proved_state()))
 
     def updates(
         self,
@@ -441,8 +442,10 @@ class Subscriber(Closing, NotCopyable):
         ):
             return None
         # 3. Return all changes that were not acknowledged, each element once, those of earlier
-        # calls too.
-        update = self._update(host.pending(), started)
+        # calls too. Those of several are read from the state.
+        if self._folder:
+            self._folder.prove(host, self._failover, delivers=True)
+        update = self._update(host.pending(), started, self._state())
         # The links of earlier calls that raised are counted too: their bytes were fetched for this
         # update.
         links, host.followed = host.followed, []
@@ -503,6 +506,11 @@ class Subscriber(Closing, NotCopyable):
         if self._folder:
             self._folder.close()
 
+    def _proved_state(self) -> State:
+        if self._folder:
+            self._folder.prove(self._host, self._failover)
+        return self._state()
+
     def _state(self) -> State:
         state = self._ready().state
         return (self._selection.shown(state) if self._selection else state).readonly()
@@ -525,9 +533,9 @@ class Subscriber(Closing, NotCopyable):
             )
         return self._host
 
-    def _update(self, pending: Pending, started: float) -> Update:
+    def _update(self, pending: Pending, started: float, state: State) -> Update:
         host = self._ready()
-        update = make_update(pending, self._state(), self._manifest(), started, self._serial)
+        update = make_update(pending, state, self._manifest(), started, self._serial)
         # The acknowledgment of an older version says nothing about the changes since, so older
         # receipts are dropped.
         self._delivered = [r for r in self._delivered if r.version == update.version][
