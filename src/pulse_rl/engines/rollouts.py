@@ -235,6 +235,8 @@ def _hindrance(rollout: Rollout, stream: str) -> str:
         return "the record has no prompt"
     if found := no_sampling(rollout.sampling):
         return f"its sampling has {found!r}, which is no sampling parameter"
+    if rollout.sampling.get("n") not in (None, 1):
+        return "it is one of several completions"
     if any(weights.start is None for weights in rollout.weights):
         return "the engine has not said which tokens came from which weights"
     if rollout.seed is None and rollout.sampling.get("temperature", 1.0) != 0:

@@ -146,6 +146,7 @@ def test_what_cannot_be_generated_again_is_said(engine: Generating) -> None:
         "random numbers": moved,
         "presence_penalty": penalized,
         "'prompt'": replace(made, sampling={**GREEDY, "prompt": [[666]]}),
+        "several completions": replace(made, sampling={**GREEDY, "n": 2}),
         "'model'": replace(made, sampling={**GREEDY, "model": "another"}),
         "'truncate_prompt_tokens'": replace(made, sampling={"truncate_prompt_tokens": 1}),
     }

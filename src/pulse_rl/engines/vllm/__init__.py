@@ -174,7 +174,7 @@ class Async(Offline):
 def _sampling(sampling: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(**sampling, logprobs=0)
+    return SamplingParams(**(sampling | {"logprobs": 0}))
 
 
 def _generated(output: Any) -> Generated:
