@@ -212,8 +212,8 @@ class StreamRecreated(StreamError):
 class StreamForked(StreamRecreated):
     kind = "stream_forked"
     default_hint = (
-        "The store was restored from a backup, say. If that is right, create a new Subscriber, or "
-        "set allow_recreated = True; the state is unchanged."
+        "If a backup was restored, create a new Subscriber, or set allow_recreated = True; the "
+        "state is unchanged."
     )
 
 

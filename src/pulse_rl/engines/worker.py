@@ -38,8 +38,9 @@ def require_allowed(info: InitInfo) -> None:
     }
     for what, place in named.items():
         if place is not None and not any(place[: len(root)] == root for root in roots):
+            asked = shown(str(getattr(info, what)))[:200]
             raise InputError(
-                f"the {what} {shown(str(getattr(info, what)))[:200]!r} is not allowed on this engine",
+                f"the {what} {asked!r} is not allowed on this engine",
                 hint=f"Its operator names what is, in {ALLOWED}.",
             )
 

@@ -239,6 +239,7 @@ class Stream:
         self._manifests = ManifestCache()
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
+        self._newest_read: ObjectInfo | None = None
         self._accepted: int | None = None
 
     def adopt(self, manifest: Manifest) -> None:
@@ -288,9 +289,12 @@ class Stream:
                 else None
             )
             return Head(None, listed, unreadable.error or nothing)
-        # Of one that is known the listing may show another object by now (`still_has_manifest`).
-        if not anybody and found is not known:
-            self._held = self._listed[found.version]
+        name = self.names.version(found.version)
+        if not anybody and (self._held is None or self._held.name != name):
+            # As it was read: the listing may show another object by now.
+            self._held = self._newest_read
+            if self._held is None or self._held.name != name:
+                self._held = self._listed[found.version]
         return Head(found, listed)
 
     def manifest(self, version: int) -> Manifest:
@@ -300,8 +304,11 @@ class Stream:
         """
         manifest = self._manifests.get(version)
         if manifest is None:
-            manifest = self._read(version)
+            shown = self._listed.get(version) or self.store.head(self.names.version(version))
+            manifest = self._read(version, shown)
             self._manifests.keep(manifest)
+            if self._newest_read is None or shown.name >= self._newest_read.name:
+                self._newest_read = shown
         # Checked each time: the stream's ID may be settled after the manifest was read.
         if not self._is_ours(manifest):
             raise Untrusted(
@@ -350,7 +357,7 @@ class Stream:
 
     def forget_manifests(self) -> None:
         """Drop the cached manifests."""
-        self._manifests = ManifestCache()
+        self._manifests, self._newest_read = ManifestCache(), None
 
     def require_newest(self) -> Manifest:
         """The newest version; raises EmptyStream, or the error of a version that was refused."""
@@ -503,9 +510,9 @@ class Stream:
             return False
         return True
 
-    def _read(self, version: int) -> Manifest:
+    def _read(self, version: int, listed: ObjectInfo | None = None) -> Manifest:
         name = self.names.version(version)
-        listed = self._listed.get(version)
+        listed = listed or self._listed.get(version)
         nbytes = (listed and listed.nbytes) or self.store.head(name).nbytes
         if nbytes > manifests.MAX_BYTES:
             raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")
