@@ -75,6 +75,9 @@ def test_an_endpoint_is_shown_without_its_user() -> None:
         store.head("x")
     assert SECRET not in f"{caught.value} {caught.value.hint} {store!r}"
     assert "…@127.0.0.1:1" in str(caught.value)
+    with pytest.raises(InputError, match="has no user") as refused:
+        open_store("hf://ns/name", endpoint=f"http://user:{SECRET}@host")
+    assert SECRET not in str(refused.value)
     open_store("s3://bucket/run?skip_signature=true&region=us-east-1")  # no secret
 
 

@@ -103,7 +103,7 @@ def add_parsers(commands: Any) -> None:
     text = "only the tensors with this name, or one like 'layers.0.*'; may be repeated"
     command.add_argument("--select", action="append", metavar="PATTERN", help=text)
     command.add_argument("--once", action="store_true", help="sync once, then exit")
-    text = "if the stream is deleted and recreated, follow the new one"
+    text = "if the stream is recreated, or its store goes back in time, follow what is there"
     command.add_argument("--allow-recreated", action="store_true", help=text)
     add_poll(command, "polls of the store")
     text = "keep downloaded payloads in this folder"

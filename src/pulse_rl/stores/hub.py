@@ -92,6 +92,8 @@ class HubStore(ReadOnly):
             match[4],
         )
         hub = (endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        if "@" in hub:
+            raise InputError("the endpoint of a Hub has no user", hint="HF_TOKEN has the token.")
         self._timeout = checked_number(
             "timeout_seconds", timeout_seconds, minimum=1e-3, maximum=1e6
         )

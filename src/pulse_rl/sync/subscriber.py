@@ -174,8 +174,9 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def allow_recreated(self) -> bool:
-        """Whether `sync` starts over with the new stream if the stream is deleted and recreated.
-        Until it is set, `sync` raises StreamRecreated. Raises InputError where ``stream_id`` is
+        """Whether `sync` starts over with the new stream if the stream is deleted and recreated, or
+        with the store's history if the store went back in time. Until it is set, `sync` raises
+        StreamRecreated, of which StreamForked is a kind. Raises InputError where ``stream_id`` is
         given."""
         return self._allow_recreated
 
@@ -240,7 +241,8 @@ class Subscriber(Closing, NotCopyable):
         Raises:
             ChainGap: No path leads to the version.
             StoreUnavailable: The store cannot be reached.
-            StreamRecreated: The stream was deleted and recreated.
+            StreamRecreated: The stream was deleted and recreated; StreamForked, if its store went
+                back in time, and has another history than this worker.
         """
         if target is not None:
             checked_count("target", target, 0)
