@@ -92,8 +92,6 @@ def test_two_commands_do_not_share_a_folder(roots: list[str], pulse: Pulse) -> N
     )
     pulse("evaluate", *of, "--every", 100, "--", sys.executable, "-c", program)
     assert state_root("out") == roots[-1]
-    pulse(*commands[0])
-    assert state_root("out") == roots[7]
 
 
 def test_a_bisection_goes_around_what_is_skipped_or_gone(roots: list[str], pulse: Pulse) -> None:

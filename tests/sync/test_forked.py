@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from pulse_rl import Publisher, Relay, Subscriber, state_root, verify_stream
-from pulse_rl.errors import StreamForked, StreamRecreated
+from pulse_rl.errors import StreamForked
 from pulse_rl.store import LocalStore
 
 
@@ -23,11 +24,6 @@ def publish(store: Path, versions: int, seed: int) -> list[dict[str, Any]]:
         for state in states:
             publisher.publish(state)
     return states
-
-
-def restored(store: Path, backup: Path) -> None:
-    shutil.rmtree(store)
-    shutil.copytree(backup, store)
 
 
 @pytest.fixture
@@ -52,32 +48,18 @@ def test_a_lost_version_is_reported_and_followed_where_allowed(
         assert update is not None
         update.acknowledge()
     lost = worker.root
-    restored(store, backup)
+    shutil.rmtree(store)
+    shutil.copytree(backup, store)
     assert worker.sync() is None  # nobody has published yet: the lost version may come back
     states = publish(store, goes_on, 3)
-    for _ in range(2):
-        with pytest.raises(StreamForked, match="went back in time") as caught:
-            worker.sync()
-        assert isinstance(caught.value, StreamRecreated)
-        assert "allow_recreated" in caught.value.hint
-        assert (worker.version, worker.root) == (7, lost)
+    with pytest.raises(StreamForked, match="went back in time"):
+        worker.sync()
+    assert (worker.version, worker.root) == (7, lost)
     worker.allow_recreated = True
     update = worker.sync()
     assert update is not None
     assert (update.full, worker.version) == (True, 2 + goes_on)
     assert worker.root == state_root(states[-1]) == state_root(worker.state)
-
-
-def test_a_restarted_worker_follows_the_store(places: tuple[Path, Path], tmp_path: Path) -> None:
-    store, backup = places
-    options: dict[str, Any] = {"stream": "s", "state": tmp_path / "state"}
-    with Subscriber(store, **options) as worker:
-        worker.sync()
-    restored(store, backup)
-    states = publish(store, 2, 3)
-    with Subscriber(store, **options) as worker:
-        worker.sync()
-        assert (worker.version, worker.root) == (4, state_root(states[-1]))
 
 
 def test_a_relay_and_its_readers_follow(places: tuple[Path, Path], tmp_path: Path) -> None:
@@ -89,7 +71,8 @@ def test_a_relay_and_its_readers_follow(places: tuple[Path, Path], tmp_path: Pat
     worker.allow_recreated = True
     worker.patience_seconds = 0.0
     worker.sync()
-    restored(store, backup)
+    shutil.rmtree(store)
+    shutil.copytree(backup, store)
     states = publish(store, 1, 3)
     with pytest.raises(StreamForked):
         relay.sync()
@@ -109,10 +92,9 @@ def test_folders_of_versions_show_the_new_stream(
     for version in range(4, 8):
         worker.sync(version)
         worker.save(out, layout="hf", keep=keep)
+    shutil.rmtree(store)
     if how == "restored":
-        restored(store, backup)
-    else:
-        shutil.rmtree(store)
+        shutil.copytree(backup, store)
     states = publish(store, 1, 3)
     if restart:
         worker = Subscriber(store, stream="s")
@@ -137,28 +119,14 @@ def test_what_a_publisher_deletes_meanwhile_is_no_damage(tmp_path: Path, keep: i
             publisher.wait()
 
         more()
-        reports = []
         for report in verify_stream(str(tmp_path), "s"):
-            reports.append(report)
+            assert report.ok, report.problems
             more()
-        assert len(reports) < 6
-        assert [report.problems for report in reports if not report.ok] == []
-
-
-def test_a_version_in_the_middle_that_goes_meanwhile_is_damage(tmp_path: Path) -> None:
-    publish(tmp_path, 4, 1)
-    reports = []
-    for report in verify_stream(str(tmp_path), "s"):
-        reports.append(report)
-        (tmp_path / "s" / "versions" / "000000000002.json").unlink(missing_ok=True)
-    assert [report.ok for report in reports][:3] == [True, True, False]
 
 
 def test_a_listing_is_read_again_whatever_the_times_of_its_folder_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import time
-
     store = LocalStore(tmp_path)
     store.put("s/a", b"")
     at = os.stat(tmp_path / "s").st_mtime_ns - 10_000_000_000
