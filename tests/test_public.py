@@ -55,7 +55,7 @@ MODULES = (
 """Whatever their ``__all__`` names is public, or without one the classes that they define, and
 nothing else is."""
 
-MAX_NAMES, MAX_AT_THE_ROOT = 95, 28
+MAX_NAMES, MAX_AT_THE_ROOT = 96, 28
 MAX_PARAMETERS, MAX_CONSTRUCTOR_PARAMETERS = 8, 10
 
 HANDED_OUT = {

@@ -28,6 +28,7 @@
     │   ├── PublisherConflict   another publisher committed to the stream
     │   ├── RankLost            a rank of a sharded trainer died or stalled; no version was lost
     │   └── StreamRecreated     the stream was deleted and recreated
+    │       └── StreamForked    the stream's store went back in time, and has another history
     ├── EngineError             a live engine refused a call, or is not what it should be
     │   └── EngineUnavailable   the engine does not answer
     ├── TrainerLost             a trainer died, stalled or left; the round had no effect
@@ -214,6 +215,14 @@ class StreamRecreated(StreamError):
     default_hint = (
         "If that is right, create a new Subscriber, or set allow_recreated = True; the state is "
         "unchanged."
+    )
+
+
+class StreamForked(StreamRecreated):
+    kind = "stream_forked"
+    default_hint = (
+        "If a backup was restored, create a new Subscriber, or set allow_recreated = True; the "
+        "state is unchanged."
     )
 
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 
-from .errors import EmptyStream, PulseError
+from .errors import EmptyStream, PulseError, StoreError
 from .events import Hint, Listener, hint_to
 from .follow.checkpoint import fused_experts, is_wrapped
 from .state.tensors import State
-from .store.base import BoundedStore, Store
+from .store.base import BoundedStore, Store, is_name
 from .store.local import LocalStore
 from .sync.pending import NO_SMALLER, PublishState
 
@@ -155,7 +155,12 @@ def streams_in(store: Store) -> Iterator[str]:
         first = next(iter(store.list("", after)), None)
         if first is None:
             return
+        if after is not None and first.name <= after:
+            raise StoreError(
+                f"{store!r} does not begin a list after {after}",
+                hint="Try the store with `pulse store-check`.",
+            )
         folder, inside, _ = first.name.partition("/")
-        if inside and any(True for _ in store.list(f"{folder}/versions")):
+        if inside and is_name(folder) and any(True for _ in store.list(f"{folder}/versions")):
             yield folder
         after = f"{folder}0" if inside else folder  # "0" is the character after "/"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,25 @@ def test_an_evaluation_goes_on_from_its_log_and_is_drawn(roots: list[str], pulse
     # Another program is asked anew.
     pulse(*command("sh", "-c", script))
     assert len(Path("asked").read_text().split()) == 8
+
+
+def test_two_commands_do_not_share_a_folder(roots: list[str], pulse: Pulse) -> None:
+    """The program of an evaluation runs other commands on the folder that it is given."""
+    other = [sys.executable, "-c", "import sys; from pulse_rl.cli import main; sys.exit(main())"]
+    of = ["store", "--stream", "s", "--out", "out"]
+    commands = (
+        ["checkout", *of, "--version", "7"],
+        ["follow", *of, "--once"],
+        ["evaluate", *of, "--every", "3", "--log", "other.jsonl", "--", "true"],
+    )
+    program = (
+        "import json, subprocess\n"
+        f"done = [subprocess.run({other!r} + more, capture_output=True) for more in {commands!r}]\n"
+        "assert all(b'another command uses' in each.stderr for each in done), done\n"
+        "print(len(done))"
+    )
+    pulse("evaluate", *of, "--every", 100, "--", sys.executable, "-c", program)
+    assert state_root("out") == roots[-1]
 
 
 def test_a_bisection_goes_around_what_is_skipped_or_gone(roots: list[str], pulse: Pulse) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulse_rl import Publisher, Subscriber, open_store
+from pulse_rl import Publisher, State, Subscriber, open_store, state_root, verify_stream
 from pulse_rl._util.threads import armed
 from pulse_rl.errors import ConcurrentUse, InputError, StoreError, StoreFull, StoreUnavailable
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Progress, Synced
@@ -307,6 +307,11 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
+def poke(file: Path) -> None:
+    """Changes a byte in place, as it is mapped."""
+    np.memmap(file, np.uint8, "r+")[-9] ^= 64
+
+
 def edit(file: Path, old: bytes, new: bytes) -> None:
     record = file.parent / "pulse.state.json"
     data = record.read_bytes()
@@ -327,6 +332,58 @@ def test_what_is_damaged_is_not_used(rng: Rng, place: Place, damage: str) -> Non
     assert len(place.not_used()) == (0 if unreadable else 2)
     # Each folder has one state again, and that is used.
     assert (place.sync(), len(list(place.folder.glob("*/state-*")))) == (expected[0], 2)
+
+
+@pytest.mark.parametrize("hand_out", ["state", "full_update", "save", "several", "a patch fails"])
+def test_what_the_disk_changes_meanwhile_is_restored(rng: Rng, place: Place, hand_out: str) -> None:
+    states = history(rng, 4)
+    with (
+        tuned(place.store, stream="policy") as publisher,
+        Subscriber(
+            place.store, stream="policy", state=place.folder / "s", on_event=place.events.append
+        ) as worker,
+    ):
+        for state in states[:2]:
+            publisher.publish(state)
+            update = worker.sync()
+            assert update is not None
+            if hand_out != "several":
+                update.acknowledge()
+            del update
+        poke(place.state_file("s"))
+        update, newest = None, 1
+        if hand_out == "full_update":
+            update = worker.full_update()
+        elif hand_out == "save":
+            worker.save(place.folder / "out")
+            assert state_root(place.folder / "out") == roots(states)[1]
+        elif hand_out == "state":
+            assert state_root(worker.state) == roots(states)[1]
+        else:
+            newest = 2
+            publisher.publish(states[2])
+            update = worker.sync()
+            assert update is not None
+            assert update.full
+        if update is not None:
+            expected = State.of(states[newest])
+            for each in update.tensors:
+                assert np.array_equal(each.values, expected.read(each.spec.name))
+        assert worker.root == roots(states)[newest] == state_root(worker.state)
+        assert [e for e in place.events if isinstance(e, FallbackUsed)]
+
+
+def test_no_patch_is_coded_against_a_baseline_that_the_disk_has_changed(
+    rng: Rng, place: Place
+) -> None:
+    states = history(rng, 4)
+    with tuned(place.store, stream="policy", baseline=place.folder / "p") as publisher:
+        publisher.publish(states[0])
+        poke(place.state_file("p"))
+        assert "changed on the disk" in publisher.publish(states[1]).reason
+        assert publisher.publish(states[2]).patch_bytes
+    found = [each.root for each in verify_stream(place.store, "policy") if each.ok]
+    assert found == roots(states)[:3]
 
 
 def test_a_stream_that_was_recreated_is_not_taken_for_the_old_one(rng: Rng, place: Place) -> None:

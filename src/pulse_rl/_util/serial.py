@@ -187,7 +187,7 @@ class SerialThread(NotCopyable):
         if os.getpid() != self._process:
             raise InputError(
                 f"this {self._owner} was made in another process",
-                hint="Make one in each process, after the fork.",
+                hint="Make one in each process, and start processes by spawn.",
             )
         if sys.is_finalizing():  # threads do not run any more
             raise InputError(

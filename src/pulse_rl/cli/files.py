@@ -16,7 +16,13 @@ from ..errors import CorruptPatch, InputError
 from ..events import progress_to
 from ..follow.checkpoint import FILE_NAME, current_version, load, save
 from ..follow.companions import files_of
-from ..follow.folder import CHECKPOINT_MARK, check_folder, replace_folder, write_checkpoint
+from ..follow.folder import (
+    CHECKPOINT_MARK,
+    InUse,
+    check_folder,
+    replace_folder,
+    write_checkpoint,
+)
 from ..ops.diff import build_patch
 from ..patch.blocks import Block
 from ..patch.header import MAGIC as PATCH_MAGIC
@@ -111,7 +117,9 @@ def apply(args: argparse.Namespace, console: Console) -> None:
         def write(into: Path) -> None:
             write_checkpoint(into, base, applied.digest, files(), kept, sharded=args.sharded)
 
-        replace_folder(out, applied.digest.root[:12], write, force=args.force)
+        with InUse(out) as use:
+            use.take()
+            replace_folder(out, applied.digest.root[:12], write, force=args.force)
     facts = {
         "root": applied.digest.root,
         "changed": sum(len(c) for c in applied.changes.values()),

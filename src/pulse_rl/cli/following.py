@@ -30,7 +30,7 @@ from ..errors import (
     UnsupportedTensor,
 )
 from ..follow.checkpoint import FILE_NAME, current_version, load
-from ..follow.folder import Layout, check_folder
+from ..follow.folder import InUse, Layout, check_folder
 from ..hints import empty
 from ..metrics import Heartbeat, fan_out
 from ..ops.relay import Relay
@@ -103,7 +103,7 @@ def add_parsers(commands: Any) -> None:
     text = "only the tensors with this name, or one like 'layers.0.*'; may be repeated"
     command.add_argument("--select", action="append", metavar="PATTERN", help=text)
     command.add_argument("--once", action="store_true", help="sync once, then exit")
-    text = "if the stream is deleted and recreated, follow the new one"
+    text = "if the stream is recreated, or its store goes back in time, follow what is there"
     command.add_argument("--allow-recreated", action="store_true", help=text)
     add_poll(command, "polls of the store")
     text = "keep downloaded payloads in this folder"
@@ -245,12 +245,14 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
         on_event=fan_out(console, Heartbeat(args.store[-1], args.name)) if args.name else console,
     )
     subscriber.allow_recreated = args.allow_recreated
+    use = InUse(out)
 
     def sync() -> None:
         nonlocal written
         update = subscriber.sync()
         if subscriber.version is None:
             raise empty(open_lasting(args.store[-1]), args.stream)
+        use.take()
         if update is not None or written not in (None, subscriber.version):
             # Without an update: the same weights, with other files.
             subscriber.save(
@@ -270,7 +272,8 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
             facts = facts_of(subscriber, "version", "root")
             console.result(facts | {"changed": 0, "payload_bytes": 0}, line)
 
-    keep_on(sync, args, console, subscriber.wait_for_new)
+    with use:
+        keep_on(sync, args, console, subscriber.wait_for_new)
 
 
 def _left_in(out: Path, layout: Layout | None) -> tuple[Path | None, int | None]:

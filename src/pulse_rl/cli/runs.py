@@ -20,7 +20,7 @@ from .._util.settings import format_bytes, format_number
 from ..errors import InputError
 from ..events import Event, Metadata, Synced
 from ..follow.checkpoint import FILE_NAME
-from ..follow.folder import check_folder
+from ..follow.folder import InUse, check_folder
 from ..metrics import JsonLines, fan_out, read_events
 from ..ops import checkout as checkouts
 from ..store.base import UNREADABLE
@@ -99,14 +99,18 @@ def checkout(args: argparse.Namespace, console: Console) -> None:
             fetched.append(event.fetched_bytes)
 
     settings = reading(args, console) | {"on_event": fan_out(console, listen)}
-    with checkouts.checkout(
-        open_lasting(args.store),
-        args.stream,
-        version=args.version,
-        root=args.root,
-        metadata=None if args.metadata is None else dict(args.metadata),
-        **settings,
-    ) as found:
+    with (
+        InUse(out) as use,
+        checkouts.checkout(
+            open_lasting(args.store),
+            args.stream,
+            version=args.version,
+            root=args.root,
+            metadata=None if args.metadata is None else dict(args.metadata),
+            **settings,
+        ) as found,
+    ):
+        use.take()
         found.save(out, sharded=args.sharded, force=args.force)
         facts = facts_of(found, "version", "root", "metadata")
     nbytes, seconds = sum(fetched), round(time.perf_counter() - started, 6)
@@ -147,6 +151,7 @@ class Runs(Closing):
         self._checkout: checkouts.Checkout | None = None
         self._temporary = TemporaryDirectory(prefix="pulse-")
         self._folder = Path(args.out or Path(self._temporary.name, "policy")).absolute()
+        self._use = InUse(self._folder)
 
     def metadata(self, version: int) -> Metadata:
         return self._stream.manifest(version).metadata
@@ -161,6 +166,7 @@ class Runs(Closing):
             root = self._stream.manifest(version).root
             if known := self._known.get((version, root)):
                 return Evaluated(*(known[name] for name in Evaluated.__slots__))
+            self._use.take()
             if self._checkout is None:
                 self._checkout = checkouts.checkout(
                     args.store,
@@ -193,6 +199,7 @@ class Runs(Closing):
     def close(self) -> None:
         if self._checkout:
             self._checkout.close()
+        self._use.close()
         self._temporary.cleanup()
 
     def _is_ours(self, event: dict[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from ..errors import (
     StateMismatch,
 )
 from ..events import Metadata
-from .rollouts import Replay, Rollout, Weights, new_seed, replay
+from .rollouts import Replay, Rollout, Weights, new_seed, no_sampling, replay
 from .transport import WEIGHTS, EngineTransport, Generated, InitInfo, Status, asleep, raise_reported
 
 InFlight = Literal["keep", "abort", "wait"]
@@ -329,26 +329,28 @@ class EngineHandle(Closing):
                 if it did not answer.
         """
         wanted = {name: value for name, value in (sampling or {}).items() if value is not None}
-        if wanted.pop("n", 1) != 1 or "seed" in wanted or not prompt:
+        found = no_sampling(wanted)
+        if wanted.pop("n", 1) != 1 or found or not prompt:
             raise InputError(
                 "a generation has one prompt, one completion, and the seed as an argument"
+                + (f"; {found!r} is no sampling parameter" if found else "")
             )
         if seed is None and wanted.get("temperature", 1.0) != 0:
             seed = new_seed()
         before = self._tagged
-        found = self._transport.generate(
+        made = self._transport.generate(
             list(prompt), wanted if seed is None else wanted | {"seed": seed}
         )
         return Rollout.of(
             prompt,
             stream=self._info.stream,
-            weights=self._weights_of(found, before),
+            weights=self._weights_of(made, before),
             engine=self._engine[0],
             engine_version=self._engine[1],
             sampling=wanted,
             seed=seed,
-            token_ids=tuple(found.tokens),
-            logprobs=tuple(found.logprobs),
+            token_ids=tuple(made.tokens),
+            logprobs=tuple(made.logprobs),
             metadata=dict(metadata or {}),
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,6 +41,13 @@ _OF_THE_OUTPUT = (
 )
 """Parameters that look at what was generated so far, or may: a request that begins in the middle
 sees none of it."""
+
+_OF_THE_REQUEST = re.compile(
+    "model|prompt(_embeds|_token_ids)?|(token|input)_ids|input_embeds|messages|text|suffix|echo"
+    "|stream|best_of|truncate_prompt_tokens|lora_path|(sampling_)?seed"
+)
+"""What some route of an engine takes next to sampling parameters: it says what is asked, and of
+which model, which is the record's to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +233,20 @@ def _hindrance(rollout: Rollout, stream: str) -> str:
         return f"it is of stream {rollout.stream!r}"
     if rollout.prompt_token_ids is None:
         return "the record has no prompt"
+    if found := no_sampling(rollout.sampling):
+        return f"its sampling has {found!r}, which is no sampling parameter"
+    if rollout.sampling.get("n") not in (None, 1):
+        return "it is one of several completions"
     if any(weights.start is None for weights in rollout.weights):
         return "the engine has not said which tokens came from which weights"
     if rollout.seed is None and rollout.sampling.get("temperature", 1.0) != 0:
         return "it was sampled without a seed"
     return ""
+
+
+def no_sampling(sampling: Mapping[str, Any]) -> str:
+    """The first name in ``sampling`` that would change what is asked; empty without one."""
+    return next(filter(_OF_THE_REQUEST.fullmatch, sorted(map(str, sampling))), "")
 
 
 def _hindrance_within(rollout: Rollout) -> str:

@@ -118,12 +118,15 @@ class Session:
     @property
     def live_version(self) -> int | None:
         """The version that is live, None while none is proved to be. To the leader, a version of
-        another stream of the name, which was recreated since, is none."""
-        live, subscriber = self.live, self.staging.subscriber
+        another stream of the name, which was recreated since, or of a history that its store has
+        lost, is none."""
+        live, subscriber, held = self.live, self.staging.subscriber, self.staging.held
         if live is None:
             return None
         if subscriber is not None and live.stream_id not in (None, subscriber.stream_id):
             return None
+        if held and held.digest and live.digest and held.number == live.number:
+            return live.number if held.digest.root == live.digest.root else None
         return live.number
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 from urllib.parse import urlencode, urlsplit
 
 from .. import errors
+from .._util.addresses import shown
 from ..errors import EngineError, EngineUnavailable, InputError, PulseError
 
 Status = dict[str, Any]
@@ -177,9 +178,9 @@ class Client:
         start: str | None = None,
     ) -> None:
         parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
             raise InputError(
-                f"{address!r} is no URL of a server", hint="Give it as http://host:port."
+                f"{shown(address)!r} is no URL of a server", hint="Give it as http://host:port."
             )
         self.address = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._timeout = timeout_seconds

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from .._util.addresses import shown
 from .._util.settings import checked_path
 from ..errors import ConcurrentUse, InputError, PulseError
 from ..store import LocalStore, open_store
@@ -37,8 +38,9 @@ def require_allowed(info: InitInfo) -> None:
     }
     for what, place in named.items():
         if place is not None and not any(place[: len(root)] == root for root in roots):
+            asked = shown(str(getattr(info, what)))[:200]
             raise InputError(
-                f"the {what} {str(getattr(info, what))[:200]!r} is not allowed on this engine",
+                f"the {what} {asked!r} is not allowed on this engine",
                 hint=f"Its operator names what is, in {ALLOWED}.",
             )
 
@@ -61,7 +63,8 @@ def _place(address: object) -> tuple[str, ...]:
     parts = tuple(rest.rstrip("/").split("/"))
     if not {"", ".", ".."}.isdisjoint(parts) or not _PLAIN.fullmatch(rest):
         raise InputError(
-            f"{address[:200]!r} is not a plain address", hint="Write it as scheme://bucket/prefix."
+            f"{shown(address)[:200]!r} is not a plain address",
+            hint="Write it as scheme://bucket/prefix.",
         )
     return (f"{scheme}:", *parts)
 

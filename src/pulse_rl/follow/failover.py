@@ -19,6 +19,7 @@ from ..errors import (
     PulseError,
     StoreError,
     StreamError,
+    StreamForked,
     StreamRecreated,
 )
 from ..events import Listener, fell_back
@@ -33,13 +34,17 @@ _PASSED = (StoreError, StreamError, FormatError, IntegrityError)
 T = TypeVar("T")
 
 
-def check_recreated(version: int, stream: Stream, found: Head) -> None:
-    """Raises StreamRecreated if another stream stands where ours was, of which ``version`` is held.
-    Only looks where something speaks for it: that version is gone from the listing, or is not
-    listed as it was, or others are above it.
+def check_recreated(
+    version: int, root: str, stream: Stream, found: Head, known: Sequence[Stream]
+) -> None:
+    """Raises StreamRecreated if another stream stands where ours was, of which ``version`` with
+    this ``root`` is held, and StreamForked if it has another history of ours than the one that was
+    read in ``known``. Only looks where something speaks for it: that version is gone from the
+    listing, or is not listed as it was, or others are above it.
     """
     is_there = stream.still_has_manifest if found.listed[-1:] == [version] else stream.has_manifest
-    if stream.stream_id is None or (found.manifest and is_there(found.manifest)):
+    ours = found.manifest
+    if stream.stream_id is None or (ours and ours.root == root and is_there(ours)):
         return
     other = stream.newest(anybody=True).manifest
     if other and other.stream_id != stream.stream_id:
@@ -48,6 +53,24 @@ def check_recreated(version: int, stream: Stream, found: Head) -> None:
             "at version "
             f"{other.version}, and was {stream.stream_id} at version {version}"
         )
+    if other and _is_forked(version, root, other, known):
+        raise StreamForked(
+            f"the store of the stream {stream.name!r} went back in time: its newest version is "
+            f"{other.version} with root {other.root[:16]}…, and version {version} with root "
+            f"{root[:16]}… is held"
+        )
+
+
+def _is_forked(version: int, root: str, newest: Manifest, known: Sequence[Stream]) -> bool:
+    """Whether the held version does not lead to ``newest``, nor that one to it. A lower version
+    proves it by another root than it had, or by being made later: numbers only grow."""
+    if newest.version >= version:
+        return newest.version == version and newest.root != root
+    before = [was for stream in known if (was := stream.kept(newest.version))]
+    held = [was for stream in known if (was := stream.kept(version)) and was.root == root]
+    return any(was.root != newest.root for was in before) or any(
+        was.created < newest.created for was in held
+    )
 
 
 class Failover:
@@ -99,7 +122,7 @@ class Failover:
             if (
                 host.version is not None
                 and stream.was_listed(host.version)
-                and not self._is_late(host.version, place)
+                and not self._is_late(host.version, host.digest.root, place)
             ):
                 return phases
         # What some stores refused does not count where another one has answered.
@@ -141,6 +164,9 @@ class Failover:
         for stream in self.streams:
             stream.forget()
         self._ahead = None
+        # A nearer store may have the history that was lost, until a relay has seen it.
+        rests_until = time.monotonic() + DEFAULT_PATIENCE_SECONDS
+        self._rests_until[:-1] = [rests_until] * (len(self.streams) - 1)
         self.adopt_id(newest.stream_id if newest else None)
 
     def adopt_id(self, stream_id: str | None) -> None:
@@ -157,7 +183,7 @@ class Failover:
         if found.manifest and found.manifest.version != host.version:
             return self._to(host, stream, found.manifest.version)
         if host.version is not None:
-            check_recreated(host.version, stream, found)
+            check_recreated(host.version, host.digest.root, stream, found, self.streams)
             self._agree_with(stream, host)
         elif found.error:
             raise found.error
@@ -210,7 +236,7 @@ class Failover:
 
     # -- the others
 
-    def _is_late(self, version: int, place: int) -> bool:
+    def _is_late(self, version: int, root: str, place: int) -> bool:
         """Whether a store farther than the one at ``place`` has had a version above ``version`` for
         too long. Raises StreamRecreated if the origin is another stream now."""
         now = time.monotonic()
@@ -227,7 +253,7 @@ class Failover:
                         if found.manifest and found.manifest.version > version:
                             self._ahead = self._ahead or (found.manifest.version, now)
                         else:
-                            check_recreated(version, stream, found)
+                            check_recreated(version, root, stream, found, self.streams)
                 except _PASSED as refused:
                     if isinstance(refused, StreamRecreated) and there == len(self.streams) - 1:
                         raise

@@ -10,6 +10,7 @@ newest, or one for each version, as trainers write and engines read them.
 
     FOLDER/step_12/STABLE, config.json, model.safetensors …     plain files
     FOLDER/.pulse/000000000003-5f3a0c11/     what is being written, or removed
+    FOLDER/.pulse/earlier/step_90-5f3a0c11/  of a stream that was recreated, without ``keep``
 
 A version is whole and on disk before it is shown by one rename: of ``current``, a symbolic link, or
 of the version's folder, its marker last. A process that is killed leaves the one or the other.
@@ -30,11 +31,12 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import BinaryIO, NamedTuple, Self
 
 from .._util.files import disk_error, make_folder, sync_folder, write_atomically
+from .._util.serial import Closing
 from .._util.settings import checked_count
-from ..errors import InputError, PulseError
+from ..errors import ConcurrentUse, InputError, PulseError
 from ..history import beside, save_history, specs_of
 from ..patch.blocks import cut
 from ..patch.history import History
@@ -55,10 +57,11 @@ from .checkpoint import (
 from .companions import weight_map
 
 _VERSION, _ROOT = "pulse.version", "pulse.root"
+_STREAM, _ID, _CREATED = "pulse.stream", "pulse.stream_id", "pulse.created"
 CHECKPOINT_MARK = f'"{_ROOT}"'.encode()
 """In the metadata, which come first, of every file of weights and every index that pulse writes."""
 _HEAD = 4096
-_LOCK = "lock"
+_LOCK, _IN_USE, _EARLIER = "lock", "in-use", "earlier"
 _OWN = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}|link-[0-9a-f]{8}")
 _SHARD_BYTES = 5_000_000_000
 LAYOUTS = {
@@ -266,20 +269,21 @@ def add_version(
     folder: Path,
     layout: Layout,
     number: int,
-    version: int,
+    facts: Mapping[str, str],
     write: Callable[[Path], None],
     *,
     keep: int | None = None,
     force: bool = False,
 ) -> Path:
-    """The folder, in ``folder``, of ``version`` under its ``number``, with what ``write`` puts into
-    the empty folder that it is given. Of the folders that pulse wrote the newest ``keep`` stay. One
-    process does so at a time; others wait.
+    """The folder, in ``folder``, of the version of which the weights say ``facts``, under its
+    ``number``, with what ``write`` puts into the empty folder that it is given. Of the folders that
+    pulse wrote the newest ``keep`` stay. Those of an earlier stream of the name, or of a history
+    that its store has lost, leave the readers' sight. One process does so at a time; others wait.
 
     Raises InputError where something else has the name, unless ``force``; what ``write`` raises;
     StoreFull and StoreError. Nothing is in the place of the name then but what was there before.
     """
-    target, label = folder / layout.name(number), f"{version:012d}"
+    target, label = folder / layout.name(number), f"{int(facts[_VERSION]):012d}"
     if (folder / PRIVATE / CURRENT).is_symlink():
         raise InputError(f"{folder} is a followed checkpoint", hint="Give a separate folder.")
     with _locked(folder) as private:
@@ -292,11 +296,64 @@ def add_version(
                 os.rename(target, _aside(private, label))
             os.rename(made, target)
         sync_folder(folder)
+        for _, old in list(layout.versions(folder)):
+            if old != target and _is_overtaken(old, facts):
+                gone = _aside(private, label)
+                if keep is None:  # then nothing is deleted
+                    make_folder(private / _EARLIER)
+                    gone = private / _EARLIER / f"{old.name}-{secrets.token_hex(4)}"
+                os.rename(old, gone)
         if keep is not None:
             others = sorted(each for each in layout.versions(folder) if each[1] != target)
             for _, old in others[: max(0, len(others) + 1 - keep)]:
                 os.rename(old, _aside(private, label))
     return target
+
+
+class InUse(Closing):
+    """``folder`` kept for one command at a time, from `take` to `close`: a program that it runs may
+    read there for as long. Nothing is made before `take`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+
+    def take(self) -> None:
+        """Raises ConcurrentUse where another command has the folder, and StoreError."""
+        private = self._folder / PRIVATE
+        if self._file or self._folder.suffix == ".safetensors" or private.is_symlink():
+            return
+        file: BinaryIO | None = None
+        try:
+            make_folder(private)
+            file = (private / _IN_USE).open("ab")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            assert file is not None
+            file.close()
+            raise ConcurrentUse(
+                f"another command uses the folder {self._folder}",
+                hint="Give each command a folder of its own.",
+            ) from None
+        except OSError as error:
+            raise disk_error(error, f"write {self._folder}") from error
+        self._file = file
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _is_overtaken(old: Path, facts: Mapping[str, str]) -> bool:
+    """Whether a version's folder is of a stream that the one of ``facts`` has taken the place of,
+    or of a history of it that was lost: it has a higher number, and was published before."""
+    said = load(old)[1]
+    try:
+        before = float(said[_CREATED]) < float(facts[_CREATED])
+        other, ahead = said[_ID] != facts[_ID], int(said[_VERSION]) > int(facts[_VERSION])
+    except (KeyError, ValueError):  # of a release that did not say it
+        return False
+    return said.get(_STREAM) == facts[_STREAM] and before and (other or ahead)
 
 
 @contextmanager
@@ -437,7 +494,11 @@ def save_version(
         raise InputError(
             "keep is for the folders of a layout", hint="Otherwise the newest version is kept."
         )
-    facts = metadata_of(manifest.version, digest.root) | dict(metadata)
+    own = metadata_of(manifest.version, digest.root)
+    if named is not None:
+        own |= {_STREAM: manifest.stream, _ID: manifest.stream_id}
+        own[_CREATED] = repr(manifest.created)
+    facts = own | dict(metadata)
     blocks = cut(specs_of(digest))
 
     def write(into: Path) -> None:
@@ -454,4 +515,4 @@ def save_version(
         return current_version(path)
     step = manifest.metadata.get("step")
     number = step if type(step) is int and step >= 0 else manifest.version
-    return add_version(path, named, number, manifest.version, write, keep=keep, force=force)
+    return add_version(path, named, number, own, write, keep=keep, force=force)

@@ -42,6 +42,7 @@ from ..history import beside, load_history, save_history, specs_of
 from ..patch.apply import Journal
 from ..patch.blocks import Block, cut
 from ..patch.history import History
+from ..patch.tree import inner_leaves
 from ..state import bits
 from ..state.digest import StateDigest, state_digest
 from ..state.header import header_bytes, parse_header
@@ -50,6 +51,7 @@ from ..store.base import UNREADABLE
 from ..stream.manifest import Manifest
 from ..stream.stream import Stream
 from ..sync.host_state import HostState
+from ..sync.pending import Baseline
 from .checkpoint import current_version, in_file_order
 from .failover import Failover
 from .selection import Selection
@@ -361,6 +363,34 @@ class StateFolder:
         self._held.intersection_update({self.unfinished})
         for name in kept.names if kept else ():
             self._delete_unused(name)
+
+    def prove(self, host: HostState, stores: Failover, *, delivers: bool = False) -> None:
+        """Restores the version of ``host`` if the disk has other bits than were written: before
+        they are handed out. Where it only ``delivers`` what the last link has changed, or led to,
+        that link has proved it. Raises what `Failover.reach` raises."""
+        version, last = host.version, host.followed[-1] if host.followed else None
+        if version is None:
+            return
+        if delivers and last:
+            owned = host.pending()
+            if last.base is None or (last.base, host.state.aliases) == (owned.since, owned.aliases):
+                return
+        if host.recover(doubted=True):
+            error = DigestMismatch("bits of it have changed on the disk")
+            fell_back(host.listener, stores.streams[0].name, f"the state in {self.path}", error)
+            stores.reach(host, version)
+
+    def check_of(self, base: Baseline) -> Callable[[range], None]:
+        """A check of a group of blocks of a ``base`` in here, which raises DigestMismatch if the
+        disk has other bits than were written. Leaves that ranks share are not looked at."""
+
+        def check(group: range) -> None:
+            some = [base.blocks[index] for index in group]
+            for place, digest in inner_leaves(some, lambda s: base.state.read(*s.place)).items():
+                if base.leaves[place] != digest:
+                    raise DigestMismatch(f"the baseline of {place[0]!r} has changed on the disk")
+
+        return check
 
     def journal(self, state: State) -> Journal | None:
         """Takes each block of the kept state before it is changed, and its old bits; None

@@ -237,7 +237,8 @@ class Relay:
             self._adopt(newest)
             self._reach(newest.version)
         elif self._have is not None:
-            check_recreated(self._have, self.source, found)
+            root, known = self._target.manifest(self._have).root, (self.source, self._target)
+            check_recreated(self._have, root, self.source, found, known)
         elif found.error:
             raise found.error
 

@@ -132,7 +132,16 @@ def _verify(
     for version in versions:
         with where.limited():
             found = report(version)
-        yield found
+            # A publisher that keeps the newest versions deletes others meanwhile, and what only
+            # they need: what is left is looked at again.
+            while found.problems and (gone := listed.difference(there := where.versions())):
+                if there and version in gone and version < there[0]:
+                    break
+                listed -= gone
+                folds = [link for link in where.links() if link.base in listed]
+                found = report(version)
+            else:
+                yield found
 
 
 def _check_folds(where: Stream, folds: list[Link]) -> list[str]:

@@ -5,7 +5,7 @@ One pass over the blocks compares, encodes, verifies and hashes.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from typing import NamedTuple
 
@@ -55,6 +55,7 @@ def code_blocks(
     codec: str = codecs.AUTO,
     history: History | None = None,
     recorder: Recorder | None = None,
+    check: Callable[[range], None] | None = None,
     threads: int | None = None,
 ) -> Generator[CodedGroup, None, None]:
     """Compare, encode, prove and hash ``blocks`` of the state ``old``, group by group in order.
@@ -67,6 +68,7 @@ def code_blocks(
         codec: One of `pulse_rl.codec.CODECS`.
         history: The changes that led to ``old``. Default: none.
         recorder: Gets what a history remembers of the changes.
+        check: Called with each group before it is read. Default: nothing.
         threads: The maximum number of threads. Default: one per core.
     Raises:
         IntegrityError: A block does not decode to the new elements, because they changed meanwhile.
@@ -78,6 +80,8 @@ def code_blocks(
         group, new = task
         coded: list[CodedBlock] = []
         changed: list[ChangedBlock] = []
+        if check:
+            check(group)
         with spare.borrow() as copies:
             # 1. Block by block, while its elements are in the cache: compare, encode, decode again.
             for index in group:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from .._util.addresses import check_address, shown
 from ..errors import InputError
 from .base import Data, ObjectInfo, Store
 from .local import LocalStore
@@ -26,7 +27,6 @@ __all__ = [
     "open_store",
 ]
 
-_PASSWORD = re.compile(r"^([A-Za-z0-9+.-]+:/*).*@")
 _ONE_SLASH = re.compile(r"(file|memory|https?|hf|s3a?|gs|az|abfss?):/?(?!/)")
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
@@ -67,20 +67,21 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
     # 1. One slash ("s3:/bucket") would silently become a local folder of that name.
     if not text or "\0" in text or _ONE_SLASH.match(text):
         raise InputError(
-            f"{_shown(text)!r} is not a store address",
+            f"{shown(text)!r} is not a store address",
             hint="Write a path, or scheme://bucket/prefix.",
         )
     # 2. A folder.
     if "://" not in text:
         return LocalStore(Path(text).expanduser().absolute())
+    check_address(text)
     try:
         url = urlparse(text)
     except ValueError as error:
-        raise InputError(f"{_shown(text)} is not a valid address: {error}") from None
+        raise InputError(f"{shown(text)} is not a valid address: {error}") from None
     if url.scheme == "file":
         if url.netloc not in ("", "localhost") or not url.path:
             raise InputError(
-                f"{_shown(text)} names a host", hint="Write three slashes: file:///absolute/path."
+                f"{shown(text)} names a host", hint="Write three slashes: file:///absolute/path."
             )
         return LocalStore(Path(unquote(url.path)))
     # 3. Every other backend is imported on demand: the core works without them.
@@ -104,11 +105,6 @@ def open_store(address: str | os.PathLike[str] | Store, **options: Any) -> Store
 
         return HttpStore(text, **options)
     raise InputError(
-        f"{_shown(text)} is not a store address",
+        f"{shown(text)} is not a store address",
         hint="Use a folder's path, file://, memory://, http://, hf://, s3://, gs:// or az://.",
     )
-
-
-def _shown(address: str) -> str:
-    """The address without a password."""
-    return _PASSWORD.sub(r"\1…@", address)

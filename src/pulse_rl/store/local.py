@@ -24,13 +24,17 @@ _ABANDONED_SECONDS = 24 * 3600
 # A folder that was read less than this after its last change may have changed again within one tick
 # of its clock (2 s on FAT, 1 s on some network file systems), so its listing is not kept.
 _SETTLED_NS = 2_000_000_000
+# The folder's clock may be coarse, and behind this machine's: no listing is kept for longer.
+_KEPT_SECONDS = 5.0
 
 
 class _Folder(NamedTuple):
-    """The content of a folder when it was read at ``read_ns``; ``key`` changes with the folder."""
+    """The content of a folder when it was read at ``read_ns``; ``key`` changes with the folder. It
+    is read again after ``ends`` of the monotonic clock."""
 
     key: tuple[int, int]
     read_ns: int
+    ends: float
     names: list[str]
     folders: list[str]
 
@@ -158,8 +162,9 @@ class LocalStore:
             # folder has another inode.
             key = (info.st_mtime_ns, info.st_ino)
             kept = self._folders.get(folder)
-            if kept is None or kept.key != key:
-                kept = _Folder(key, time.time_ns(), [], [])
+            now = time.monotonic()
+            if kept is None or kept.key != key or now > kept.ends:
+                kept = _Folder(key, time.time_ns(), now + _KEPT_SECONDS, [], [])
                 with os.scandir(path) as entries:
                     for entry in entries:
                         name = f"{folder}/{entry.name}" if folder else entry.name

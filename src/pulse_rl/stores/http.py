@@ -21,6 +21,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
+from .._util.addresses import shown
 from .._util.retry import retrying
 from .._util.settings import checked_number
 from .._util.threads import checkpoint
@@ -324,14 +325,14 @@ def _parsed(url: str) -> tuple[Callable[[float], HTTPConnection], str]:
             "an http store has no credentials", hint=f"Leave them out; write %40 in a path. {hint}"
         )
     if not _URL.fullmatch(url):
-        raise InputError(f"{url!r} is not the address of a store", hint=hint)
+        raise InputError(f"{shown(url)!r} is not the address of a store", hint=hint)
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise InputError(f"{url} is not a valid address: {error}", hint=hint) from None
+        raise InputError(f"{shown(url)} is not a valid address: {error}", hint=hint) from None
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise InputError(f"{url} is not the address of a store", hint=hint)
+        raise InputError(f"{shown(url)} is not the address of a store", hint=hint)
     kind: Any = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     return lambda timeout: kind(host, port, timeout=timeout), parts.path.rstrip("/")
 

@@ -18,6 +18,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from .._util.addresses import shown, shown_text
 from .._util.retry import retrying
 from .._util.settings import checked_number
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
@@ -82,7 +83,7 @@ class HubStore(ReadOnly):
         match = _ADDRESS.fullmatch(address)
         if match is None or match[2].startswith(("buckets/", "spaces/")):
             raise InputError(
-                f"{address!r} is no repository", hint="Write hf://NAMESPACE/NAME/PREFIX."
+                f"{shown(address)!r} is no repository", hint="Write hf://NAMESPACE/NAME/PREFIX."
             )
         kind, repository, revision, prefix = (
             match[1] or "models",
@@ -91,6 +92,8 @@ class HubStore(ReadOnly):
             match[4],
         )
         hub = (endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        if "@" in hub:
+            raise InputError("the endpoint of a Hub has no user", hint="HF_TOKEN has the token.")
         self._timeout = checked_number(
             "timeout_seconds", timeout_seconds, minimum=1e-3, maximum=1e6
         )
@@ -143,7 +146,7 @@ class HubStore(ReadOnly):
                     page, url = url, urljoin(url, following[1]) if following else None
                     entries = json.loads(self._read(answer, folder, _PAGE_BYTES))
                     if url is not None and (not entries or not _is_of_one_host(url, page)):
-                        raise ValueError(f"its next page is {url[:80]}")
+                        raise ValueError(f"its next page is {shown_text(url)[:80]}")
             except NotFound:
                 if found:
                     raise StoreUnavailable(f"{self._address} changed while it was listed") from None
@@ -201,7 +204,7 @@ class HubStore(ReadOnly):
                     ) from None
             except (URLError, HTTPException, OSError) as error:
                 if not attempt.left:
-                    raise StoreUnavailable(f"{self._address}: {error}") from None
+                    raise StoreUnavailable(f"{self._address}: {shown_text(str(error))}") from None
         raise AssertionError
 
     def _read(self, answer: HTTPResponse, name: str, most: int) -> bytes:
@@ -234,7 +237,8 @@ def bucket_address(address: str) -> str:
     match = re.fullmatch(rf"hf://buckets/({_PART})/({_PART})((?:/{_PART})*)/?", place)
     if match is None:
         raise InputError(
-            f"{place!r} is no bucket of the Hub", hint="Write hf://buckets/NAMESPACE/BUCKET/PREFIX."
+            f"{shown(place)!r} is no bucket of the Hub",
+            hint="Write hf://buckets/NAMESPACE/BUCKET/PREFIX.",
         )
     settings = dict(part.partition("=")[::2] for part in query.split("&") if part)
     endpoint = settings.pop("endpoint", "https://s3.hf.co").rstrip("/")

@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 import obstore
 from obstore import exceptions as ob
 
+from .._util.addresses import check_address, shown, shown_text
 from .._util.threads import Call, ordered_map
 from ..errors import AlreadyExists, InputError, NotFound, PulseError, StoreError, StoreUnavailable
 from ..store.base import (
@@ -32,13 +33,15 @@ from ..store.base import (
 )
 
 _PAGE = 1000
-_SECRET = re.compile("key|secret|token|password|sas", re.IGNORECASE)
 _FIRST_LIMITS: dict[str, Any] = {
     "retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=4)}
 }
 """Until a store has answered once it is more likely to be misconfigured than busy. Later, obstore's
 own: minutes."""
 _FIRST_SECONDS = {"connect_timeout": "3s", "timeout": "8s"}
+_used_by: int | None = None
+"""The process that made the first request. obstore's threads, which all stores share, are not in
+its forked children, where a request would wait for ever."""
 
 
 def _begun(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
@@ -159,15 +162,27 @@ class ObjectStore:
             pages = obstore.list(
                 self._store, check_folder(folder) or None, offset=start_after, chunk_size=_PAGE
             )
-            previous = ""
-            for page in pages:
-                for meta in page:
-                    # Most backends list in order; one that does not would break resuming at
-                    # start_after, so say it.
-                    if meta["path"] <= previous:
-                        raise StoreError(f"{self._address} does not list objects in name order")
-                    previous = meta["path"]
-                    yield ObjectInfo(previous, meta["size"], meta["last_modified"].timestamp())
+            previous, held = "", None
+            for meta in chain(chain.from_iterable(pages), (None,)):
+                # An empty object "folder/", which consoles and mounts make, loses its slash in
+                # obstore: nothing of ours is empty and a folder, or out of order.
+                if held and not (meta and meta["path"].startswith(f"{held.name}/")):
+                    yield held
+                held = None
+                if meta is None:
+                    return
+                found = ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                if found.nbytes == 0 and (found.name == folder or found.name <= previous):
+                    continue
+                # Most backends list in order; one that does not would break resuming at
+                # start_after, so say it.
+                if found.name <= previous:
+                    raise StoreError(f"{self._address} does not list objects in name order")
+                previous = found.name
+                if found.nbytes == 0:
+                    held = found
+                else:
+                    yield found
 
     def delete(self, name: str) -> None:
         with suppress(NotFound), self._translated("delete", name):
@@ -175,6 +190,13 @@ class ObjectStore:
 
     @contextmanager
     def _translated(self, call: str, name: str) -> Iterator[None]:
+        global _used_by
+        _used_by = _used_by or os.getpid()
+        if _used_by != os.getpid():
+            raise InputError(
+                f"{self._address}: an object store was used before this process was forked",
+                hint='Start the process by spawn: multiprocessing.get_context("spawn").',
+            )
         try:
             yield
         except (ob.AlreadyExistsError, ob.PreconditionError):
@@ -191,11 +213,11 @@ class ObjectStore:
     def _explained(self, error: BaseException, call: str, name: str) -> PulseError:
         """What an error of obstore means that ``call`` (open, put, get, list or delete) has raised,
         and what to do about it."""
-        text, first = str(error), _first_line(error)
+        text, first = str(error), shown_text(_first_line(error))
         kind = _KINDS.get(self._scheme, "s3")
         words = {
             "bucket": self._bucket,
-            "endpoint": self._endpoint or "the default endpoint",
+            "endpoint": shown(self._endpoint or "the default endpoint"),
             "call": call,
             "first": first,
             "sought": _SOUGHT[kind],
@@ -221,15 +243,9 @@ class ObjectStore:
 
 def _parsed(url: str) -> tuple[str, dict[str, str]]:
     """The address without its settings, and these. Raises InputError for secrets among them."""
+    check_address(url)
     place, _, query = url.partition("?")
-    given = dict(parse_qsl(query, keep_blank_values=True))
-    for key in given:
-        if _SECRET.search(key):
-            raise InputError(
-                f"the address of a store holds {key}: addresses are printed and logged",
-                hint="Give it in the environment, as an argument of open_store, or in a profile.",
-            )
-    return place, given
+    return place, dict(parse_qsl(query, keep_blank_values=True))
 
 
 # -- the files of the AWS command line

@@ -240,6 +240,7 @@ class Stream:
         self._manifests = ManifestCache()
         self._listed: dict[int, ObjectInfo] = {}
         self._held: ObjectInfo | None = None
+        self._newest_read: ObjectInfo | None = None
         self._accepted: int | None = None
 
     def adopt(self, manifest: Manifest) -> None:
@@ -272,7 +273,8 @@ class Stream:
         listed = self.versions(after)
         # Manifests never change, so versions below the highest one that was read before need no
         # read.
-        known = None if anybody else next(filter(None, map(self._kept, reversed(listed))), None)
+        read = (self.kept(version, self._listed[version]) for version in reversed(listed))
+        known = None if anybody else next(filter(None, read), None)
         # Newest first. Unreadable ones are skipped: a damaged version must not stop its readers.
         above = [
             version for version in reversed(listed) if known is None or version > known.version
@@ -289,10 +291,12 @@ class Stream:
                 else None
             )
             return Head(None, listed, unreadable.error or nothing)
-        if not anybody and (
-            self._held is None or self._held.name != self.names.version(found.version)
-        ):
-            self._held = self._listed[found.version]
+        name = self.names.version(found.version)
+        if not anybody and (self._held is None or self._held.name != name):
+            # As it was read: the listing may show another object by now.
+            self._held = self._newest_read
+            if self._held is None or self._held.name != name:
+                self._held = self._listed[found.version]
         return Head(found, listed)
 
     def manifest(self, version: int) -> Manifest:
@@ -304,8 +308,11 @@ class Stream:
         listed = self._listed.get(version)
         manifest = self._manifests.get(version, listed)
         if manifest is None:
-            manifest = self._read_anew(version)
+            shown = listed or self.store.head(self.names.version(version))
+            manifest = self._read_anew(version, shown)
             self._manifests.keep(manifest, listed)
+            if self._newest_read is None or shown.name >= self._newest_read.name:
+                self._newest_read = shown
         # Checked each time: the stream's ID may be settled after the manifest was read.
         if not self._is_ours(manifest):
             raise Untrusted(
@@ -354,7 +361,7 @@ class Stream:
 
     def forget_manifests(self) -> None:
         """Drop the cached manifests."""
-        self._manifests = ManifestCache()
+        self._manifests, self._newest_read = ManifestCache(), None
 
     def require_newest(self) -> Manifest:
         """The newest version; raises EmptyStream, or the error of a version that was refused."""
@@ -495,9 +502,10 @@ class Stream:
     def _is_ours(self, manifest: Manifest) -> bool:
         return not self.stream_id or manifest.stream_id == self.stream_id
 
-    def _kept(self, version: int) -> Manifest | None:
-        """The cached manifest of a version of this stream; None if it is to be read."""
-        manifest = self._manifests.get(version, self._listed.get(version))
+    def kept(self, version: int, listed: ObjectInfo | None = None) -> Manifest | None:
+        """The cached manifest of a version of this stream; None if it was not read before, or if
+        another object than the ``listed`` one was."""
+        manifest = self._manifests.get(version, listed)
         return manifest if manifest and self._is_ours(manifest) else None
 
     def _has(self, name: str) -> bool:
@@ -507,23 +515,23 @@ class Stream:
             return False
         return True
 
-    def _read_anew(self, version: int) -> Manifest:
+    def _read_anew(self, version: int, shown: ObjectInfo) -> Manifest:
         """The manifest in the store; the cached one where that was damaged or replaced since.
 
         A store that lost versions may have new ones of this stream under their numbers.
         """
         known = self._manifests.get(version)
         try:
-            manifest = self._read(version)
+            manifest = self._read(version, shown)
         except UNREADABLE:
             if known is None:
                 raise
             return known
         return known if known and self._is_ours(known) > self._is_ours(manifest) else manifest
 
-    def _read(self, version: int) -> Manifest:
+    def _read(self, version: int, listed: ObjectInfo | None = None) -> Manifest:
         name = self.names.version(version)
-        listed = self._listed.get(version)
+        listed = listed or self._listed.get(version)
         nbytes = (listed and listed.nbytes) or self.store.head(name).nbytes
         if nbytes > manifests.MAX_BYTES:
             raise CorruptManifest(f"{name} has {nbytes} bytes, more than {manifests.MAX_BYTES}")

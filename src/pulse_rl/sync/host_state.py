@@ -143,18 +143,23 @@ class HostState:
         if self.folder and self._keeps:
             self.folder.keep(self.state, manifest, self.history)
 
-    def recover(self) -> None:
-        """End `poisoned`: hash the state, and drop it unless it is still its version."""
+    def recover(self, *, doubted: bool = False) -> bool:
+        """End `poisoned`: hash the state, and drop it unless it is still its version.
+
+        So if it is ``doubted``, as others can change a state in a folder. Returns whether it was
+        dropped.
+        """
         at = self._at
         # An interrupt stopped an apply or its undo. Only the bits themselves show whether they are
         # a version's.
         if (
-            self.poisoned
+            (self.poisoned or (doubted and self.folder))
             and at
             and state_digest(at.state, threads=self.threads).leaves != at.digest.leaves
         ):
             self._at = None
         self.poisoned = False
+        return self._at is not at
 
     def staging_copy(self) -> HostState:
         """An empty host state in which a state is restored that may replace this one.
@@ -361,13 +366,14 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
                     # A link from the host's state that fails may be good while the state is wrong.
                     # It is not avoided then: the path over an anchor needs it again.
                     is_first = follower is host and not over_anchor
-                    if is_first and _is_astray(host, stream, error):
+                    if is_first and host.recover(doubted=True):
+                        pass  # the disk has changed the state: the link may be good
+                    elif is_first and _is_astray(host, stream, error):
                         over_anchor = True
                         # The cached manifests have the same numbers as the new ones, but are of the
                         # deleted versions.
                         stream.forget_manifests()
-                        break
-                    if is_first and isinstance(error, WrongHistory):
+                    elif is_first and isinstance(error, WrongHistory):
                         over_anchor = True
                     else:
                         route.avoid(item.planned, item.link, error)
@@ -378,6 +384,7 @@ def catch_up(host: HostState, stream: Stream, target: int) -> dict[str, float]:
         # 3. The restored state replaces the old one. The owner gets the difference between the two.
         if staging and staging.version == target:
             manifest = stream.manifest(target)
+            host.recover(doubted=True)  # the owner gets the difference from what it has
             host.replace(passed, manifest, staging.state, staging.digest, staging.history)
         timer.end("fetch")
     return timer.seconds

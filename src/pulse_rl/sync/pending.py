@@ -242,6 +242,7 @@ def make_pending(
     store: Callable[[PublishState, Iterable[Sequence[Segment]]], list[Payload]] | None = None,
     history: History | None = None,
     recorder: Recorder | None = None,
+    check: Callable[[range], None] | None = None,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> PublishState:
@@ -260,6 +261,7 @@ def make_pending(
         store: Stores a state while it is filled, and returns its shards.
         history: The changes by which the patch may be coded.
         recorder: Gets what a history remembers of the patch.
+        check: Called with each group of blocks before it is coded. Default: nothing.
         progress: Gets the bytes that were processed since its last call.
 
     Raises:
@@ -277,6 +279,7 @@ def make_pending(
             tasks,
             history=history,
             recorder=recorder,
+            check=check,
             threads=threads,
         )
         with closing(groups):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from .._util.collective import RankGroup
 from .._util.serial import shield
-from ..errors import ChainGap, NotFound, PublisherConflict
+from ..errors import ChainGap, DigestMismatch, NotFound, PublisherConflict
 from ..events import (
     BaselineRestored,
     Event,
@@ -416,7 +416,14 @@ class RankPublisher:
         layout, reason = self._layout_of(local, known), ""
         if self._baseline and (reason := difference(self._baseline.layout, layout)):
             self._baseline = None  # before another is made
-        state = self._compared(local, layout, self._baseline, reason, stored)
+        try:
+            state = self._compared(local, layout, self._baseline, reason, stored)
+        except DigestMismatch as error:  # on all ranks alike
+            reason = f"anchor: {error}"
+        if self._baseline and reason:
+            # The disk has changed the baseline: a patch from it would lead nowhere.
+            self._ranks.common_error = self._baseline = None
+            state = self._compared(local, layout, None, reason, stored)
         if state.base and state.patch_bytes >= max(layout.nbytes, _SMALL):
             reason = f"{NO_SMALLER} {state.patch_bytes} bytes, the state has {layout.nbytes}"
             del state  # before the state is copied
@@ -458,6 +465,7 @@ class RankPublisher:
                     store=self._store_anchor if stored and not self.together else None,
                     history=base.history if base and remembers else None,
                     recorder=self.history.recorder(base) if base else None,
+                    check=self._folder.check_of(base) if self._folder and base else None,
                     threads=self._threads,
                     progress=progress_to(self._shown_to, "diff" if base else "digest", nbytes),
                 )

@@ -175,8 +175,9 @@ class Subscriber(Closing, NotCopyable):
 
     @property
     def allow_recreated(self) -> bool:
-        """Whether `sync` starts over with the new stream if the stream is deleted and recreated.
-        Until it is set, `sync` raises StreamRecreated. Raises InputError where ``stream_id`` is
+        """Whether `sync` starts over with the new stream if the stream is deleted and recreated, or
+        with the store's history if the store went back in time. Until it is set, `sync` raises
+        StreamRecreated, of which StreamForked is a kind. Raises InputError where ``stream_id`` is
         given."""
         return self._allow_recreated
 
@@ -220,7 +221,7 @@ class Subscriber(Closing, NotCopyable):
         Copy what you keep. Raises EmptyStream before the first sync and IntegrityError after an
         interrupted one.
         """
-        return self._serial.run(self._state)
+        return self._serial.run(self._proved_state)
 
     def sync(self, target: int | None = None, *, progress: bool = False) -> Update | None:
         """Move to a version and return what changed since the last acknowledged update.
@@ -241,7 +242,8 @@ class Subscriber(Closing, NotCopyable):
         Raises:
             ChainGap: No path leads to the version.
             StoreUnavailable: The store cannot be reached.
-            StreamRecreated: The stream was deleted and recreated.
+            StreamRecreated: The stream was deleted and recreated; StreamForked, if its store went
+                back in time, and has another history than this worker.
         """
         if target is not None:
             checked_count("target", target, 0)
@@ -304,7 +306,7 @@ class Subscriber(Closing, NotCopyable):
         # thread of its own: an interrupted save leaves the old version in place.
         held = self._serial.run(
             lambda: HeldVersion(
-                self._state(),
+                self._proved_state(),
                 self._digest(),
                 self._manifest(),
                 self._host.history,
@@ -327,7 +329,8 @@ class Subscriber(Closing, NotCopyable):
 
         Raises: What `state` raises.
         """
-        return self._serial.run(lambda: self._update(Pending(), time.perf_counter()))
+        started = time.perf_counter()
+        return self._serial.run(lambda: self._update(Pending(), started, self._proved_state()))
 
     def updates(
         self,
@@ -442,8 +445,10 @@ class Subscriber(Closing, NotCopyable):
         ):
             return None
         # 3. Return all changes that were not acknowledged, each element once, those of earlier
-        # calls too.
-        update = self._update(host.pending(), started)
+        # calls too. Those of several are read from the state.
+        if self._folder:
+            self._folder.prove(host, self._failover, delivers=True)
+        update = self._update(host.pending(), started, self._state())
         # The links of earlier calls that raised are counted too: their bytes were fetched for this
         # update.
         links, host.followed = host.followed, []
@@ -507,6 +512,11 @@ class Subscriber(Closing, NotCopyable):
         if self._folder:
             self._folder.close()
 
+    def _proved_state(self) -> State:
+        if self._folder:
+            self._folder.prove(self._host, self._failover)
+        return self._state()
+
     def _state(self) -> State:
         state = self._ready().state
         return (self._selection.shown(state) if self._selection else state).readonly()
@@ -529,9 +539,9 @@ class Subscriber(Closing, NotCopyable):
             )
         return self._host
 
-    def _update(self, pending: Pending, started: float) -> Update:
+    def _update(self, pending: Pending, started: float, state: State) -> Update:
         host = self._ready()
-        update = make_update(pending, self._state(), self._manifest(), started, self._serial)
+        update = make_update(pending, state, self._manifest(), started, self._serial)
         # The acknowledgment of an older version says nothing about the changes since, so older
         # receipts are dropped.
         self._delivered = [r for r in self._delivered if r.version == update.version][

@@ -89,7 +89,7 @@ def test_what_is_sampled_gets_a_seed_that_is_noted(engine: Generating) -> None:
     made = engine.handle.generate(PROMPT, {"max_tokens": 2})
     assert made.seed == engine.requests[-1]["seed"] is not None
     assert engine.handle.generate(PROMPT, {"max_tokens": 2}, seed=7).seed == 7
-    for wrong in ({"seed": 3}, {"n": 2}):
+    for wrong in ({"seed": 3}, {"n": 2}, {"prompt_embeds": "x"}):
         with pytest.raises(InputError, match="one completion"):
             engine.handle.generate(PROMPT, wrong)
 
@@ -145,6 +145,10 @@ def test_what_cannot_be_generated_again_is_said(engine: Generating) -> None:
         "stream 'other'": replace(made, stream="other"),
         "random numbers": moved,
         "presence_penalty": penalized,
+        "'prompt'": replace(made, sampling={**GREEDY, "prompt": [[666]]}),
+        "several completions": replace(made, sampling={**GREEDY, "n": 2}),
+        "'model'": replace(made, sampling={**GREEDY, "model": "another"}),
+        "'truncate_prompt_tokens'": replace(made, sampling={"truncate_prompt_tokens": 1}),
     }
     for reason, rollout in reasons.items():
         found = engine.handle.replay(rollout)

@@ -188,6 +188,23 @@ def test_another_version_than_the_staged_one_is_refused(world: World) -> None:
     assert world.live()
 
 
+def test_a_version_of_a_history_that_was_lost_is_not_live(world: World, tmp_path: Path) -> None:
+    session = world.session(allow_recreated=True)
+    shutil.copytree(world.store, tmp_path / "backup")
+    world.step()
+    stage(session)
+    session.update(None)
+    world.publisher.close()
+    shutil.rmtree(world.store)
+    shutil.move(tmp_path / "backup", world.store)
+    world.publisher = pulse_rl.Publisher(world.store, stream="policy", threads=1)
+    world.step()
+    stage(session)
+    assert session.live_version is None
+    session.update(None)
+    assert (session.live_version, world.live()) == (1, True)
+
+
 def test_a_stream_recreated_is_another_one_where_its_numbers_meet(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

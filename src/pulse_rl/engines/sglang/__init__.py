@@ -165,7 +165,8 @@ class Server(EngineTransport):
 
     def generate(self, prompt: list[int], sampling: dict[str, Any]) -> Generated:
         names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
-        params = {names.get(name, name): value for name, value in sampling.items()}
+        params = sampling | {names[name]: sampling[name] for name in names if name in sampling}
+        params = {name: value for name, value in params.items() if name not in names}
         body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
         meta = self._call("generate", body)["meta_info"]
         found = meta["output_token_logprobs"]

@@ -174,7 +174,7 @@ class Async(Offline):
 def _sampling(sampling: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(**sampling, logprobs=0)
+    return SamplingParams(**(sampling | {"logprobs": 0}))
 
 
 def _generated(output: Any) -> Generated:
@@ -286,7 +286,7 @@ class Server(EngineTransport):
         if not self._model:
             models = self._client.read("v1/models", self._client.get("v1/models"))
             self._model = models["data"][0]["id"]
-        wanted = {"model": self._model, "prompt": [prompt], **sampling, **COMPLETED}
+        wanted = {**sampling, "model": self._model, "prompt": [prompt], **COMPLETED}
         return completions(self._call("v1/completions", wanted))[0]
 
     def reset_prefix_cache(self, running: bool) -> bool:
