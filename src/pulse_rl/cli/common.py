@@ -215,7 +215,8 @@ class Console:
             facts = {"error": error.kind, "message": str(error), "hint": error.hint}
             print(json.dumps(facts), flush=True)
         message = _printable(" ".join(str(error).split()))
-        print(f"pulse: {message} ({error.hint})", file=sys.stderr, flush=True)
+        hint = _printable(" ".join(error.hint.split()))
+        print(f"pulse: {message} ({hint})", file=sys.stderr, flush=True)
 
     def __call__(self, event: Event) -> None:
         """Listens to the library's events."""

@@ -284,7 +284,7 @@ def _left_in(out: Path, layout: Layout | None) -> tuple[Path | None, int | None]
         said = load(shown)[1].get("pulse.version", "")
     except (FormatError, UnsupportedTensor, InputError):
         return None, None
-    return shown, int(said) if said.isdecimal() else None
+    return shown, int(said) if said.isdecimal() and len(said) < _MAX_DIGITS else None
 
 
 def _sleep(seconds: float) -> None:

@@ -19,7 +19,7 @@ from .._util.settings import checked_path
 from ..errors import InputError
 from ..state.cast import DTypeLike, compute_dtype_named
 from ..stream.names import FILE_NAME_PART, MAX_FILES, MAX_FILES_BYTES, flaw_of
-from .checkpoint import INDEX_NAME
+from .checkpoint import INDEX_NAME, inside
 
 _TAKEN = (
     ".json",
@@ -90,7 +90,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
         for name in [*names, *more]
         if not _NOT_TAKEN.fullmatch(name) and not flaw_of([(name, 0)])
     ]
-    return checked_files({name: folder / name for name in taken})
+    try:
+        return checked_files({name: inside(folder, folder / name) for name in taken})
+    except OSError as error:  # it is gone
+        raise InputError(
+            f"cannot read {folder}: {error.strerror}", hint="Check the path."
+        ) from None
 
 
 def of_dtype(files: Mapping[str, bytes], dtype: DTypeLike | None) -> dict[str, bytes]:

@@ -60,6 +60,7 @@ CHECKPOINT_MARK = f'"{_ROOT}"'.encode()
 _HEAD = 4096
 _LOCK = "lock"
 _OWN = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}|link-[0-9a-f]{8}")
+_MAX_DIGITS = 18
 _SHARD_BYTES = 5_000_000_000
 LAYOUTS = {
     "prime-rl": "step_{}/STABLE",
@@ -106,7 +107,7 @@ class Layout(NamedTuple):
                     text = load(entry)[1].get(_VERSION, "")
                 except (PulseError, OSError):  # it is another's, or damaged
                     continue
-                if text.isdecimal():
+                if text.isdecimal() and len(text) <= _MAX_DIGITS:
                     yield int(text), entry
 
 
@@ -273,8 +274,8 @@ def add_version(
     force: bool = False,
 ) -> Path:
     """The folder, in ``folder``, of ``version`` under its ``number``, with what ``write`` puts into
-    the empty folder that it is given. Of the folders that pulse wrote the newest ``keep`` stay. One
-    process does so at a time; others wait.
+    the empty folder that it is given. Of the folders that it made, and that hold nothing else, the
+    newest ``keep`` stay. One process does so at a time; others wait.
 
     Raises InputError where something else has the name, unless ``force``; what ``write`` raises;
     StoreFull and StoreError. Nothing is in the place of the name then but what was there before.
@@ -283,17 +284,31 @@ def add_version(
     if (folder / PRIVATE / CURRENT).is_symlink():
         raise InputError(f"{folder} is a followed checkpoint", hint="Give a separate folder.")
     with _locked(folder) as private:
-        _check_target(target, force=force)
+        ours = _made_in(private)
+        if not force and os.path.lexists(target) and not _is_ours(target, ours):
+            raise InputError(
+                f"{str(target)[:200]} exists and was not written by this command",
+                hint="Choose another folder, or replace it with --force.",
+            )
         with _written(private, label, write) as made:
             if layout.marker:
                 (made / layout.marker).touch()
                 sync_folder(made)
+            ours = {name: found for name, found in ours.items() if (folder / name).is_dir()}
+            ours[target.name] = _contents(made)
+            with (private / _LOCK).open("r+b") as lock:
+                lock.write(json.dumps(ours).encode() + b"\n")
+                lock.truncate()
             if os.path.lexists(target):
                 os.rename(target, _aside(private, label))
             os.rename(made, target)
         sync_folder(folder)
         if keep is not None:
-            others = sorted(each for each in layout.versions(folder) if each[1] != target)
+            others = sorted(
+                each
+                for each in layout.versions(folder)
+                if each[1] != target and _is_ours(each[1], ours)
+            )
             for _, old in others[: max(0, len(others) + 1 - keep)]:
                 os.rename(old, _aside(private, label))
     return target
@@ -372,17 +387,26 @@ def _remove_all_but(private: Path, kept: set[str]) -> None:
             entry.unlink(missing_ok=True)
 
 
-def _check_target(target: Path, *, force: bool) -> None:
-    """Raises InputError where what has the name was not written by pulse, unless ``force``."""
-    if force or not os.path.lexists(target):
-        return
-    for name in (FILE_NAME, ADAPTER_NAME, INDEX_NAME):
-        if (target / name).is_file():
-            check_file(target / name, force=False)
-            return
-    raise InputError(
-        f"{str(target)[:200]} exists and was not written by this command",
-        hint="Choose another folder, or replace it with --force.",
+def _made_in(private: Path) -> dict[str, list[object]]:
+    """What `_contents` was of each folder of a version, by name, when it was made: the first line
+    of the lock. Where that cannot be read, none is removed."""
+    try:
+        read = json.loads((private / _LOCK).read_bytes().partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _contents(folder: Path) -> list[object]:
+    """The inode of a folder, which a copy does not have, and the names of all in it."""
+    return [folder.stat().st_ino, *(str(each.relative_to(folder)) for each in folder.rglob("*"))]
+
+
+def _is_ours(folder: Path, made: Mapping[str, list[object]]) -> bool:
+    """Whether a folder is one that was ``made`` here, and nobody has put anything into it."""
+    known = made.get(folder.name)
+    return (
+        isinstance(known, list) and folder.is_dir() and all(x in known for x in _contents(folder))
     )
 
 
