@@ -203,6 +203,7 @@ class Console:
         self._as_json = as_json
         self._bars = ProgressBars(disable=None)
         self._noted: set[str] = set()
+        self._noted_for_good: set[str] = set()
 
     def result(self, facts: dict[str, Any], *lines: str) -> None:
         """The outcome: ``facts`` with --json, else ``lines``."""
@@ -244,7 +245,17 @@ class Console:
 
     def forget_notes(self) -> None:
         """What was noted before is news again."""
-        self._noted.clear()
+        self._noted = set(self._noted_for_good)
+
+    def note_files(self, files: Iterable[str]) -> None:
+        """Notes, once for all versions, that the files next to the weights lack a config."""
+        if not {"config.json", "adapter_config.json"}.intersection(files):
+            text = (
+                "the stream's versions have no config.json, without which no loader knows the "
+                "model (publish with files=, or copy the files of the model's checkpoint)"
+            )
+            self.note(text)
+            self._noted_for_good.add(text)
 
 
 def _printable(text: str) -> str:

@@ -257,6 +257,7 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
                 out, sharded=args.sharded, force=args.force, layout=args.layout, keep=args.keep
             )
             written = subscriber.version
+            console.note_files(subscriber.files())
         if update is not None:
             names = ("version", "previous", "root", "changed", "payload_bytes", "seconds")
             line = (

@@ -108,6 +108,7 @@ def checkout(args: argparse.Namespace, console: Console) -> None:
         **settings,
     ) as found:
         found.save(out, sharded=args.sharded, force=args.force)
+        console.note_files(found.files())
         facts = facts_of(found, "version", "root", "metadata")
     nbytes, seconds = sum(fetched), round(time.perf_counter() - started, 6)
     console.result(

@@ -22,12 +22,14 @@ from .._util.settings import checked_path
 from ..errors import CorruptCheckpoint, InputError, PulseError
 from ..state.bits import UIntArray
 from ..state.header import header_bytes, header_length, parse_header
-from ..state.tensors import State, TensorSpec, check_tensor_name
+from ..state.tensors import Readable, State, TensorSpec, check_tensor_name
 
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
 ADAPTER_NAME = "adapter_model.safetensors"
 """A PEFT adapter's weights, beside its ``adapter_config.json``."""
+ALIASES = "pulse.aliases"
+"""In the metadata of weights: the aliases that are written in full, each with its stored name."""
 PRIVATE, CURRENT = ".pulse", "current"
 """In a folder that pulse writes: what holds its versions, and the link to the one that is shown
 (see `folder`)."""
@@ -58,11 +60,44 @@ _AROUND_ALL = "module"  # DistributedDataParallel's; inside a model it is a name
 
 def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
     """(state, metadata) of a checkpoint folder or a .safetensors file. What an index says of all
-    shards counts more than what they say.
+    shards counts more than what they say. An alias that pulse has written in full is one again.
 
     The elements are read when they are asked for, and not mapped: others may write to the files,
     and memory whose file is cut short ends the process. Reading raises CorruptCheckpoint then."""
-    data: dict[str, _Stored] = {}
+    specs, data, metadata = stored(path)
+    try:
+        written = json.loads(metadata[ALIASES])
+    except (KeyError, ValueError, RecursionError):
+        written = None
+    state, known = State(specs, data), {spec.name: spec for spec in specs}
+    aliases = {
+        alias: name
+        for alias, name in (written.items() if isinstance(written, dict) else ())
+        if isinstance(name, str) and name not in written
+        if _are_same(state, known.get(alias), known.get(name))
+    }
+    return State(tuple(s for s in specs if s.name not in aliases), data, aliases), metadata
+
+
+def _are_same(state: State, one: TensorSpec | None, other: TensorSpec | None) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    if not one or not other or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    step = _COPY_BYTES // one.dtype.width
+    return all(
+        np.array_equal(
+            state.read(one.name, at, min(at + step, one.elements)),
+            state.read(other.name, at, min(at + step, one.elements)),
+        )
+        for at in range(0, one.elements, step)
+    )
+
+
+def stored(
+    path: str | os.PathLike[str],
+) -> tuple[tuple[TensorSpec, ...], dict[str, Readable], dict[str, str]]:
+    """(all tensors of the files, what reads them, the metadata) of a checkpoint."""
+    data: dict[str, Readable] = {}
     specs: list[TensorSpec] = []
     metadata: dict[str, str] = {}
     files, listed, of_all = _files(checked_path(path))
@@ -83,7 +118,7 @@ def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
         raise CorruptCheckpoint(
             f"the index of {path} lists tensor {name!r}, which its files do not hold"
         )
-    return State(tuple(specs), data), metadata
+    return tuple(specs), data, metadata
 
 
 def current_version(folder: Path) -> Path:

@@ -18,6 +18,7 @@ from .._util.files import open_regular
 from .._util.settings import checked_path
 from ..errors import InputError
 from ..state.cast import DTypeLike, compute_dtype_named
+from ..state.tensors import TensorSpec
 from ..stream.names import FILE_NAME_PART, MAX_FILES, MAX_FILES_BYTES, flaw_of
 from .checkpoint import INDEX_NAME, inside
 
@@ -35,6 +36,15 @@ _TAKEN = (
 )
 _NOT_TAKEN = re.compile(r"trainer_state\.json|(?!model\.safetensors\.).*\.index\.json")
 _TEMPLATES = "additional_chat_templates"
+_NO_LAYER = r"(?:(?!\d+\.)[^.]+\.)*"
+_HEAD = re.compile(rf"{_NO_LAYER}(?:lm_head|embed_out)\.weight")
+_EMBEDDING = re.compile(
+    rf"{_NO_LAYER}(?:embed_tokens|word_embeddings|tok_embeddings|embed_in|wte|shared)\.weight"
+)
+_TIED = re.compile(
+    rf"{_HEAD.pattern}|{_EMBEDDING.pattern}|cls\.predictions\.(?:decoder\.)?(?:weight|bias)"
+)
+"""The tensors that ``tie_word_embeddings`` may tie: of no layer, as those have numbers."""
 _TYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
@@ -141,6 +151,49 @@ def of_quantized(
         return dict(files)
     config["quantization_config"] = dict(quantization)
     return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
+
+
+def of_weights(
+    files: Mapping[str, bytes], specs: Mapping[str, TensorSpec], leaves: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """The same with a ``config.json`` that agrees with the tensors, aliases among them, whose
+    digests are ``leaves``: a head with bits of its own is not tied, and the vocabulary has the rows
+    of the embedding. Both may change while a model is trained."""
+    config, parts = _config(files)
+    heads = [name for name in specs if _HEAD.fullmatch(name)]
+    inputs = [name for name in specs if _EMBEDDING.fullmatch(name)]
+    tied = [part for part in parts if part.get("tie_word_embeddings") is True]
+    sizes = [part for part in parts if type(part.get("vocab_size")) is int]
+    rows = {specs[name].shape[:1] for name in [*heads, *inputs]}
+    before = json.dumps(config)
+    if len(heads) == 1 and inputs and all(leaves[heads[0]] != leaves[name] for name in inputs):
+        for part in tied:
+            part["tie_word_embeddings"] = False
+    # The embeddings of some models have more rows than the vocabulary, and their heads have not.
+    if inputs and (heads or tied) and len(rows) == 1 and rows != {()}:
+        for part in sizes if len(sizes) == 1 else ():
+            (part["vocab_size"],) = next(iter(rows))
+    if json.dumps(config) == before:
+        return dict(files)
+    return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
+
+
+def are_tied(files: Mapping[str, bytes], alias: str, name: str) -> bool:
+    """Whether the config ties two tensors, so that a loader makes one of the other."""
+    return any(part.get("tie_word_embeddings") is True for part in _config(files)[1]) and all(
+        _TIED.fullmatch(each) for each in (alias, name)
+    )
+
+
+def _config(files: Mapping[str, bytes]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The config, and a list of it and of those of the model's parts; nothing where it is none."""
+    try:
+        config = json.loads(files["config.json"])
+    except (KeyError, ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        return {}, []
+    return config, [config, *(part for part in config.values() if isinstance(part, dict))]
 
 
 def weight_map(files: Mapping[str, bytes]) -> dict[str, str]:

@@ -29,6 +29,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -43,16 +44,17 @@ from ..state.tensors import State, TensorSpec
 from ..stream.manifest import Manifest
 from .checkpoint import (
     ADAPTER_NAME,
+    ALIASES,
     CURRENT,
     FILE_NAME,
     INDEX_NAME,
     PRIVATE,
     current_version,
-    load,
     save,
     serialize,
+    stored,
 )
-from .companions import weight_map
+from .companions import are_tied, of_weights, weight_map
 
 _VERSION, _ROOT = "pulse.version", "pulse.root"
 CHECKPOINT_MARK = f'"{_ROOT}"'.encode()
@@ -104,7 +106,7 @@ class Layout(NamedTuple):
         for entry in folder.iterdir() if folder.is_dir() else ():
             if pattern.fullmatch(entry.name) and not entry.is_symlink():
                 try:
-                    text = load(entry)[1].get(_VERSION, "")
+                    text = stored(entry)[2].get(_VERSION, "")
                 except (PulseError, OSError):  # it is another's, or damaged
                     continue
                 if text.isdecimal() and len(text) <= _MAX_DIGITS:
@@ -144,30 +146,49 @@ def checkpoint_files(
 ) -> Iterator[tuple[str, Iterable[bytes | memoryview], dict[str, str] | None]]:
     """The files of the checkpoint that `write_checkpoint` writes: (name, bytes in chunks, a shard's
     metadata)."""
-    for name, data in files.items():
+    # 1. The config, and the aliases of which it does not tell a loader: these are written in full.
+    known = {spec.name: spec for spec in state.specs}
+    shown = {name: state.spec(name) for name in state.names}
+    leaves = {name: digest.leaves[spec.name] for name, spec in shown.items()}
+    for name, data in of_weights(files, shown, leaves).items():
         if name != INDEX_NAME:
             yield name, [data], None
+    full = {
+        alias: name for alias, name in state.aliases.items() if not are_tied(files, alias, name)
+    }
+    known |= {alias: replace(state.spec(alias), name=alias) for alias in full}
+    metadata = {**metadata, **_in_full(full)}
+    # 2. The weights.
     is_adapter = "adapter_config.json" in files and "config.json" not in files
     if is_adapter or not sharded:
         yield (
             ADAPTER_NAME if is_adapter else FILE_NAME,
-            serialize(state, state.specs, metadata),
+            serialize(state, tuple(known.values()), metadata),
             None,
         )
         return
     shards: dict[str, list[TensorSpec]] = {}
-    places = _places(state, weight_map(files))
-    for spec in state.specs:
+    listed = weight_map(files)
+    listed |= {alias: listed[name] for alias, name in full.items() if name in listed}
+    places = _places(known.values(), listed)
+    for spec in known.values():
         shards.setdefault(places[spec.name], []).append(spec)
     for file, specs in sorted(shards.items()):
-        own = {"format": "pt", _ROOT: root_of(b"".join(digest.tensor(spec) for spec in specs))}
+        root = root_of(b"".join(digest.tensor(spec) for spec in specs if spec.name not in full))
+        own = {"format": "pt", _ROOT: root} | _in_full(
+            {s.name: full[s.name] for s in specs if s.name in full}
+        )
         yield file, serialize(state, tuple(specs), own), own
     whole = {key: text for key, text in metadata.items() if key != "format"}
     index = {
-        "metadata": {"total_size": state.nbytes, **whole},
+        "metadata": {"total_size": sum(spec.nbytes for spec in known.values()), **whole},
         "weight_map": dict(sorted(places.items())),
     }
     yield INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()], None
+
+
+def _in_full(aliases: Mapping[str, str]) -> dict[str, str]:
+    return {ALIASES: json.dumps(dict(aliases))} if aliases else {}
 
 
 def metadata_of(version: int, root: str) -> dict[str, str]:
@@ -179,7 +200,7 @@ def _linked(earlier: Path, file: Path, metadata: Mapping[str, str]) -> bool:
     """Whether ``file`` is now a hard link to the weights ``earlier``, which have the same
     ``metadata``."""
     try:
-        if load(earlier)[1] == metadata:
+        if stored(earlier)[2] == metadata:
             os.link(earlier, file)
             return True
     except (PulseError, OSError):  # it is gone, is another's, or the file system has no links
@@ -410,13 +431,14 @@ def _is_ours(folder: Path, made: Mapping[str, list[object]]) -> bool:
     )
 
 
-def _places(state: State, index: Mapping[str, str]) -> dict[str, str]:
+def _places(specs: Iterable[TensorSpec], index: Mapping[str, str]) -> dict[str, str]:
     """The file of each tensor."""
-    if index and all(name in index for name in (spec.name for spec in state.specs)):
-        return {spec.name: index[spec.name] for spec in state.specs}
+    specs = list(specs)
+    if index and all(spec.name in index for spec in specs):
+        return {spec.name: index[spec.name] for spec in specs}
     groups: list[list[str]] = [[]]
     room = _SHARD_BYTES
-    for spec in state.specs:
+    for spec in specs:
         if spec.nbytes > room and groups[-1]:
             groups.append([])
             room = _SHARD_BYTES
