@@ -45,13 +45,6 @@ _UNFINISHED_HINT = (
 _PICKLED_HINT = (
     "Write it with save_pretrained, or with safetensors.torch.save_file what torch.load reads."
 )
-_OTHER_FORMATS = {
-    b"PK": ("is pickled, as torch.save writes it", _PICKLED_HINT),
-    b"\x80": ("is pickled, as torch.save writes it", _PICKLED_HINT),
-    b"GGUF": ("is a GGUF file", "Give the checkpoint that it was made from."),
-    b"version https://git-lfs": ("is a pointer of Git LFS", "Fetch the file with git lfs pull."),
-}
-"""What files begin with that are taken for safetensors files, what they are, and the remedy."""
 _OTHER_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.distcp", "global_step*", "*.gguf", "*.h5")
 
 _ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -209,15 +202,13 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str], dict[str, str]]:
         raise InputError(f"cannot read {str(path)[:200]!r}: {error}", hint=_READ_HINT) from None
     if not files:
         found = [file for kind in _OTHER_FILES for file in sorted(path.glob(kind))]
-        what = f"a .safetensors file in {path}, but {found[0].name}" if found else None
-        raise InputError(
-            f"there is no {what}, which is pickled or of another format"
-            if what
-            else f"no checkpoint at {path}",
-            hint=_PICKLED_HINT
-            if what
-            else f"Give a .safetensors file, or a folder with {FILE_NAME} or {INDEX_NAME}.",
-        )
+        if found:
+            what = (
+                f"{path} has no .safetensors file, but {found[0].name}, which is pickled or another"
+            )
+            raise InputError(f"{what} format", hint=_PICKLED_HINT)
+        hint = f"Give a .safetensors file, or a folder with {FILE_NAME} or {INDEX_NAME}."
+        raise InputError(f"no checkpoint at {path}", hint=hint)
     return files, listed, facts
 
 
@@ -319,9 +310,14 @@ def _open_file(file: Path, metadata: dict[str, str]) -> Iterator[tuple[TensorSpe
         head = opened.read(0, 8 + header_length(begin, opened.nbytes))
         placed, file_metadata, start = parse_header(head.data, opened.nbytes)
     except PulseError as error:
-        for known, (what, hint) in _OTHER_FORMATS.items():
-            if begin.startswith(known):
-                raise InputError(f"{file} {what}, and no safetensors file", hint=hint) from None
+        if begin.startswith((b"PK", b"\x80")):
+            raise InputError(
+                f"{file} is pickled, no safetensors file", hint=_PICKLED_HINT
+            ) from None
+        if begin.startswith(b"version https://git-lfs"):
+            raise InputError(
+                f"{file} is a pointer of Git LFS", hint="Run `git lfs pull`."
+            ) from None
         raise type(error)(f"{file}: {error}", hint=error.hint) from None
     metadata.update(file_metadata)
     for spec, offset in placed:

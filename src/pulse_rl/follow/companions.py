@@ -112,26 +112,12 @@ def of_dtype(files: Mapping[str, bytes], dtype: DTypeLike | None) -> dict[str, b
     """The same with a ``config.json`` that names the compute dtype to which the weights are cast:
     engines compute in what it says."""
     target = None if dtype is None else _TYPES.get(compute_dtype_named(dtype).name)
-    try:
-        config = json.loads(files["config.json"])
-        if target is None or not isinstance(config, dict):
-            return dict(files)
-    except (KeyError, ValueError, RecursionError):
-        return dict(files)
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    wide = [
-        (part, key)
-        for part in parts
-        for key in ("dtype", "torch_dtype")
-        if part.get(key) in ("float32", "float64")
-    ]
-    for part, key in wide:
-        part[key] = target
-    return (
-        {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
-        if wide
-        else dict(files)
-    )
+    config, parts = _config(files)
+    for part in parts if target else ():
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) in ("float32", "float64"):
+                part[key] = target
+    return _with_config(files, config)
 
 
 def of_quantized(
@@ -139,18 +125,10 @@ def of_quantized(
 ) -> dict[str, bytes]:
     """The same with a ``config.json`` that has the model's ``quantization_config``, where it has
     none: a loader would take codes for weights."""
-    try:
-        config = json.loads(files["config.json"])
-        if (
-            quantization is None
-            or not isinstance(config, dict)
-            or config.get("quantization_config")
-        ):
-            return dict(files)
-    except (KeyError, ValueError, RecursionError):
-        return dict(files)
-    config["quantization_config"] = dict(quantization)
-    return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    config, parts = _config(files)
+    if parts and quantization is not None and not config.get("quantization_config"):
+        config["quantization_config"] = dict(quantization)
+    return _with_config(files, config)
 
 
 def of_weights(
@@ -165,7 +143,6 @@ def of_weights(
     tied = [part for part in parts if part.get("tie_word_embeddings") is True]
     sizes = [part for part in parts if type(part.get("vocab_size")) is int]
     rows = {specs[name].shape[:1] for name in [*heads, *inputs]}
-    before = json.dumps(config)
     if len(heads) == 1 and inputs and all(leaves[heads[0]] != leaves[name] for name in inputs):
         for part in tied:
             part["tie_word_embeddings"] = False
@@ -173,9 +150,7 @@ def of_weights(
     if inputs and (heads or tied) and len(rows) == 1 and rows != {()}:
         for part in sizes if len(sizes) == 1 else ():
             (part["vocab_size"],) = next(iter(rows))
-    if json.dumps(config) == before:
-        return dict(files)
-    return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    return _with_config(files, config)
 
 
 def are_tied(files: Mapping[str, bytes], alias: str, name: str) -> bool:
@@ -194,6 +169,13 @@ def _config(files: Mapping[str, bytes]) -> tuple[dict[str, Any], list[dict[str, 
     if not isinstance(config, dict):
         return {}, []
     return config, [config, *(part for part in config.values() if isinstance(part, dict))]
+
+
+def _with_config(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """``files``, with this config if it is another."""
+    if config == _config(files)[0]:
+        return dict(files)
+    return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def weight_map(files: Mapping[str, bytes]) -> dict[str, str]:
