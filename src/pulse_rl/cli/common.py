@@ -171,7 +171,7 @@ def quantization(text: str) -> str | dict[str, Any]:
         return text
     try:
         config = json.loads(Path(text).read_bytes())["quantization_config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is none of {', '.join(FORMATS)}, and no config.json of a quantized model "
             f"({error})"
