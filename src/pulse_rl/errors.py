@@ -58,9 +58,15 @@ class PulseError(Exception):
     default_hint: ClassVar[str] = "See the message; if it is unclear, please report it."
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.hint = hint if hint is not None else self.default_hint
+        super().__init__(_visible(message))
+        self.hint = _visible(hint if hint is not None else self.default_hint)
         self.add_note(f"Hint: {self.hint}")
+
+
+def _visible(text: str) -> str:
+    """``text`` without control characters, which a terminal would obey: names of others and answers
+    of engines are in messages."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 class ConcurrentUse(PulseError, RuntimeError):

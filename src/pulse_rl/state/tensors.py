@@ -273,7 +273,7 @@ class State:
 
         Args:
             source: A mapping of names to torch tensors, numpy arrays or `Bits` of any shape; the
-                path of a checkpoint, which is mapped, not read; a `State`; or a torch.nn.Module. A
+                path of a checkpoint, which is read part by part; a `State`; or a torch.nn.Module. A
                 module has the names and ties that ``save_pretrained`` would write, without the
                 prefixes that DDP and torch.compile add. PEFT adapters are merged into copies.
         Returns: The state.

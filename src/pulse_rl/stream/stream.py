@@ -273,8 +273,8 @@ class Stream:
         listed = self.versions(after)
         # Manifests never change, so versions below the highest one that was read before need no
         # read.
-        read = (self.kept(version, self._listed[version]) for version in reversed(listed))
-        known = None if anybody else next(filter(None, read), None)
+        kept = (self.kept(version, self._listed[version]) for version in reversed(listed))
+        known = None if anybody else next(filter(None, kept), None)
         # Newest first. Unreadable ones are skipped: a damaged version must not stop its readers.
         above = [
             version for version in reversed(listed) if known is None or version > known.version
