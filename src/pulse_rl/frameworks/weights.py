@@ -31,10 +31,8 @@ _MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch
 _DEFAULT = torch.bfloat16
 _DENSE = 0.5
 _GATHERS = "Use PulseCallback, which gathers."
-_ALONE = (
-    "Publish the adapter alone (PulseCallback(adapter=True)), or merge it yourself with PEFT's "
-    "merge_and_unload() and publish what that returns."
-)
+_ALONE = "Publish the adapter alone: PulseCallback(adapter=True)."
+_ALONE_OR_MERGED = f"{_ALONE} Or publish what PEFT's merge_and_unload() returns."
 _MERGED = "Publish merged weights: leave adapter=True out."
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """PEFT's initializations of LoRA that leave the base as the checkpoint has it."""
@@ -486,7 +484,7 @@ class _Adapters:
             elif isinstance(module, peft.utils.AuxiliaryTrainingWrapper):
                 raise UnsupportedTensor(
                     f"{name!r} is a {type(module).__name__}, which cannot be merged aside",
-                    hint=_ALONE,
+                    hint=_ALONE_OR_MERGED,
                 )
             elif (
                 isinstance(module, tuned)
@@ -497,7 +495,7 @@ class _Adapters:
                     raise UnsupportedTensor(
                         f"{name!r} has adapters within what it adapts, which cannot be merged "
                         "aside",
-                        hint=_ALONE,
+                        hint=_ALONE_OR_MERGED,
                     )
                 self.modules[name] = module
 
