@@ -389,7 +389,7 @@ class PulseCallback(TrainerCallback):
         if state.is_world_process_zero:
             self._hand_over(weights, state, replace=self._replace)
             self._blocked.append(time.perf_counter() - began)
-            self._written = _writes(model)
+            self._written = [] if is_sharded(model) else _writes(model)
 
     def _publish_changed(self, model: nn.Module, state: TrainerState) -> None:
         """Publishes a step again that callbacks have changed since. Shards are not: to gather them
@@ -593,7 +593,8 @@ def _lacking(checkpoint: Path) -> str:
 
 def _writes(model: nn.Module) -> list[tuple[int, int]]:
     """What is another list after torch has written to a tensor of ``model``."""
-    tensors = [*model.parameters(), *model.buffers()]
+    plain = (torch.Tensor, nn.Parameter)
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if type(t) in plain]
     return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
 
 

@@ -114,7 +114,8 @@ def policy_weights(
     if not keep:
         return {}
     found = Weights(as_saved(core, unwrapped(taken)))
-    found.uncast = frozenset(name for name, t in found.items() if _memory(t) in exact)
+    if exact:
+        found.uncast = frozenset(name for name, t in found.items() if _memory(t) in exact)
     _check_names(found)
     return found
 
@@ -130,10 +131,11 @@ def _exact(model: nn.Module, target: torch.dtype | None) -> Callable[[str], bool
 
 
 def _memory(tensor: Any) -> int:
-    """The same number for a tensor and a part of it, where it is no shard."""
-    if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "full_tensor"):
+    """The same number for a tensor and a part of it, on this rank."""
+    if not isinstance(tensor, torch.Tensor):
         return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return int(local.untyped_storage()._cdata)
 
 
 def _check_names(tensors: Mapping[str, Any]) -> None:
@@ -241,10 +243,11 @@ def _check_whole(model: Any, config: Any, tensors: Mapping[str, torch.Tensor]) -
     if not tensors:
         raise UnsupportedTensor("the adapter has no tensors", hint=_MERGED)
     # PEFT names its own parameters by a prefix. All others are trained only if they are listed.
-    prefix = getattr(model.base_model, "prefix", "")
+    listed = (getattr(model.base_model, "prefix", ""), "modules_to_save.", "trainable_tokens_")
     saved = {_memory(tensor) for tensor in tensors.values()}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and prefix not in name and _memory(parameter) not in saved:
+        of_adapter = not parameter.requires_grad or any(part in name for part in listed)
+        if not of_adapter and _memory(parameter) not in saved:
             raise UnsupportedTensor(f"{name!r} is trained outside of the adapter", hint=_MERGED)
     rows = getattr(getattr(model, "config", None), "vocab_size", None)
     kind: Any = type(getattr(model, "config", None))
