@@ -49,6 +49,13 @@ _OTHER_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.distcp", "global_step*", 
 
 _ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _AROUND_ALL = "module"  # DistributedDataParallel's; inside a model it is a name like any other
+_AVERAGED = "n_averaged"  # what AveragedModel counts, next to its ``module``
+_ADAPTED = re.compile(r"\.base_layer\.|\.lora_[AB]\.\w+\.|\.modules_to_save\.|\.original_module\.")
+PEFT_HINT = (
+    "The names are those of a PEFT model in memory. Publish the model itself, or "
+    "pulse_rl.frameworks.transformers.checkpoint_weights(model): both merge the adapters. "
+    "PulseCallback(adapter=True) publishes the adapter alone."
+)
 
 
 def load(path: str | os.PathLike[str]) -> tuple[State, dict[str, str]]:
@@ -328,8 +335,9 @@ def unwrapped(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """``tensors``, such as a ``state_dict``, under the names of the model without its wrappers.
 
     Removed are ``_orig_mod`` (torch.compile), ``_fsdp_wrapped_module`` and
-    ``_checkpoint_wrapped_module`` wherever they are in a name, and ``module``
-    (DistributedDataParallel) in front of all names. The tensors are the same objects, in the same
+    ``_checkpoint_wrapped_module`` wherever they are in a name, ``module`` (DistributedDataParallel,
+    DataParallel, AveragedModel) in front of all names, and the tensor ``n_averaged`` of an
+    AveragedModel. The tensors are the same objects, in the same
     order; names without such parts stay. A trainer passes the result to `Publisher.publish`, a
     worker to `pulse_rl.frameworks.torch.apply_`. Raises InputError where two names become one.
     """
@@ -343,6 +351,8 @@ def unwrapped(tensors: Mapping[str, Any]) -> dict[str, Any]:
     names = _plain_names(tensors)
     result: dict[str, Any] = {}
     for name, tensor in tensors.items():
+        if name not in names:
+            continue
         if names[name] in result:
             raise InputError(
                 f"two tensors would be called {names[name]!r} without the wrappers' parts of "
@@ -355,7 +365,19 @@ def unwrapped(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_wrapped(names: Iterable[str]) -> bool:
     """Whether `unwrapped` would change any of these names of one state."""
-    return any(name != plain for name, plain in _plain_names(names).items())
+    names = tuple(names)
+    plain = _plain_names(names)
+    return any(plain.get(name) != name for name in names)
+
+
+def adapter_names(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that only a PEFT model in memory has: its checkpoints have others."""
+    return [name for name in names if _ADAPTED.search(f".{name}")]
+
+
+def without_wrappers(path: str) -> str:
+    """The name of a module or tensor without the parts that wrappers add inside of a model."""
+    return ".".join(part for part in path.split(".") if part not in _ANYWHERE)
 
 
 def fused_experts(specs: Iterable[TensorSpec]) -> list[str]:
@@ -370,8 +392,12 @@ def fused_experts(specs: Iterable[TensorSpec]) -> list[str]:
 
 
 def _plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name without the parts that wrappers add."""
+    """Each name without the parts that wrappers add; none for what a wrapper counts."""
     paths = {name: name.split(".") for name in names}
+    if len(paths) > 1 and all(
+        (path[0] == _AROUND_ALL) == (name != _AVERAGED) for name, path in paths.items()
+    ):
+        paths.pop(_AVERAGED, None)
     for name, path in paths.items():
         paths[name] = [*(part for part in path[:-1] if part not in _ANYWHERE), path[-1]]
     while paths and all(len(path) > 1 and path[0] == _AROUND_ALL for path in paths.values()):
