@@ -134,7 +134,7 @@ def current_version(folder: Path) -> Path:
 
 def inside(folder: Path, entry: Path) -> Path:
     """The place of a folder's ``entry``, links resolved. Raises InputError where a link leads out
-    of the folder: whoever has sent it would choose what is read. The cache of the Hub consists of
+    of the folder: its sender would choose what is read. The cache of the Hub consists of
     links to its ``blobs``. Raises OSError."""
     place, root = entry.resolve(strict=True), folder.resolve()
     blobs = root.parent.parent / "blobs"
@@ -183,8 +183,8 @@ def serialize(
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str], dict[str, str]]:
-    """(the checkpoint's files; the file of each tensor and what is said of all by its index, if it
-    has one)."""
+    """(the files of the checkpoint; of its index, if it has one, the file of each tensor and what
+    it states about all)."""
     listed, facts = dict[str, str](), dict[str, str]()
     try:
         folder = current_version(path)
