@@ -165,4 +165,4 @@ def test_a_follower_that_is_killed_at_any_change_leaves_whole_folders(
     assert kills > 20
     pulse(*command)
     assert steps_in(out) == {newest, newest - 1}
-    assert {entry.name for entry in (out / ".pulse").iterdir()} == {"in-use", "lock"}
+    assert {entry.name for entry in (out / ".pulse").iterdir()} == {"lock"}
