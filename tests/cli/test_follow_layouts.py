@@ -165,7 +165,7 @@ def test_a_follower_that_is_killed_at_any_change_leaves_whole_folders(
     assert kills > 20
     pulse(*command)
     assert steps_in(out) == {newest, newest - 1}
-    assert {entry.name for entry in (out / ".pulse").iterdir()} == {"in-use", "lock"}
+    assert {entry.name for entry in (out / ".pulse").iterdir()} == {"lock"}
 
 
 def test_only_folders_that_pulse_made_are_removed(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from .._util.files import disk_error, make_folder, sync_folder, write_atomically
 from .._util.serial import Closing
@@ -63,7 +63,7 @@ _STREAM, _ID, _CREATED = "pulse.stream", "pulse.stream_id", "pulse.created"
 CHECKPOINT_MARK = f'"{_ROOT}"'.encode()
 """In the metadata, which come first, of every file of weights and every index that pulse writes."""
 _HEAD = 4096
-_LOCK, _IN_USE, _EARLIER = "lock", "in-use", "earlier"
+_LOCK, _EARLIER = "lock", "earlier"
 _OWN = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}|link-[0-9a-f]{8}")
 _MAX_DIGITS = 18
 _SHARD_BYTES = 5_000_000_000
@@ -353,32 +353,33 @@ class InUse(Closing):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file: BinaryIO | None = None
+        self._handle: int | None = None
 
     def take(self) -> None:
         """Raises ConcurrentUse where another command has the folder, and StoreError."""
         private = self._folder / PRIVATE
-        if self._file or self._folder.suffix == ".safetensors" or private.is_symlink():
+        if self._handle is not None or self._folder.suffix == ".safetensors":
             return
-        file: BinaryIO | None = None
         try:
             make_folder(private)
-            file = (private / _IN_USE).open("ab")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._handle = os.open(private, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise disk_error(error, f"write {self._folder}") from error
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            assert file is not None
-            file.close()
+            self.close()
             raise ConcurrentUse(
                 f"another command uses the folder {self._folder}",
                 hint="Give each command a folder of its own.",
             ) from None
-        except OSError as error:
-            raise disk_error(error, f"write {self._folder}") from error
-        self._file = file
+        except OSError:  # NFS locks files alone, which are written to
+            pass
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
 
 
 def _is_overtaken(old: Path, facts: Mapping[str, str]) -> bool:
