@@ -10,12 +10,15 @@ from __future__ import annotations
 import errno
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import InputError
 
+MAX_NUMBER = (1 << 63) - 1
 NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?"
 _SECONDS = re.compile(NUMBER + r"\s*(ms|s|min|h|d|)", re.ASCII)
 _LENGTHS = {"ms": 1e-3, "": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -143,3 +146,39 @@ def short_int(digits: str) -> int:
     if len(digits) > 19:
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
+
+
+def checked_metadata(metadata: Mapping[str, object]) -> dict[str, str | int | float | bool]:
+    """A copy of ``metadata`` with plain values; numpy scalars become Python's.
+
+    Raises InputError for values that JSON cannot hold exactly.
+    """
+    if not isinstance(metadata, Mapping):
+        raise InputError(f"metadata must be a mapping, not a {type(metadata).__name__}")
+    return {
+        _checked_text(key, f"a key of the metadata, {key!r},"): _checked_fact(key, metadata[key])
+        for key in metadata
+    }
+
+
+def _checked_fact(key: str, given: object) -> str | int | float | bool:
+    value = given.item() if isinstance(given, np.generic) else given
+    if isinstance(value, str):
+        return _checked_text(value, f"metadata {key!r}")
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) <= MAX_NUMBER):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise InputError(
+        f"metadata {key!r} is {given!r}: only strings, finite numbers and booleans are allowed"
+    )
+
+
+def _checked_text(text: object, what: str) -> str:
+    if not isinstance(text, str):
+        raise InputError(f"{what} is not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{what} is not valid Unicode") from None
+    return text

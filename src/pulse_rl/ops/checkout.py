@@ -9,13 +9,14 @@ from contextlib import closing
 from importlib import import_module
 from typing import Any, Self
 
+from .._util.settings import checked_metadata
 from .._util.threads import ordered_map
 from ..errors import EmptyStream, InputError
 from ..events import Metadata
 from ..hints import absence
 from ..store import Store
 from ..store.base import UNREADABLE
-from ..stream.manifest import Manifest, checked_metadata
+from ..stream.manifest import Manifest
 from ..sync.subscriber import Subscriber
 
 _AT_ONCE = 8

@@ -8,17 +8,16 @@ back and compare. This is the only module that imports msgspec.
 
 from __future__ import annotations
 
-import math
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import sha256
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from ..errors import ChainGap, CorruptManifest, InputError
+from .._util.settings import MAX_NUMBER
+from ..errors import ChainGap, CorruptManifest
 from ..events import Metadata
 from ..patch.history import MAX_WINDOWS
 from ..store.base import ObjectInfo
@@ -27,7 +26,6 @@ from .names import flaw_of
 FORMAT = "pulse.manifest.1"
 MAX_PARTS = 1 << 16
 MAX_BYTES = 16 << 20
-MAX_NUMBER = (1 << 63) - 1
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX128 = re.compile(r"[0-9a-f]{128}")
@@ -249,42 +247,6 @@ def is_digest(text: str) -> bool:
 def is_stream_id(text: object) -> bool:
     """Whether ``text`` can be a stream ID."""
     return isinstance(text, str) and _STREAM_ID.fullmatch(text) is not None
-
-
-def checked_metadata(metadata: Mapping[str, object]) -> Metadata:
-    """A copy of ``metadata`` with plain values; numpy scalars become Python's.
-
-    Raises InputError for values that JSON cannot hold exactly.
-    """
-    if not isinstance(metadata, Mapping):
-        raise InputError(f"metadata must be a mapping, not a {type(metadata).__name__}")
-    return {
-        _checked_text(key, f"a key of the metadata, {key!r},"): _checked_fact(key, metadata[key])
-        for key in metadata
-    }
-
-
-def _checked_fact(key: str, given: object) -> str | int | float | bool:
-    value = given.item() if isinstance(given, np.generic) else given
-    if isinstance(value, str):
-        return _checked_text(value, f"metadata {key!r}")
-    if isinstance(value, bool) or (isinstance(value, int) and abs(value) <= MAX_NUMBER):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    raise InputError(
-        f"metadata {key!r} is {given!r}: only strings, finite numbers and booleans are allowed"
-    )
-
-
-def _checked_text(text: object, what: str) -> str:
-    if not isinstance(text, str):
-        raise InputError(f"{what} is not a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{what} is not valid Unicode") from None
-    return text
 
 
 class ManifestCache:

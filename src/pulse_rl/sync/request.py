@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from .._util.settings import checked_metadata
 from ..errors import InputError, UnsupportedTensor
 from ..events import Metadata
 from ..state.cast import CastState, DTypeLike, compute_dtype_named
 from ..state.tensors import DType, State, StateSource, await_devices
-from ..stream.manifest import checked_metadata
 
 if TYPE_CHECKING:
     from ..quantize.states import Quantize
