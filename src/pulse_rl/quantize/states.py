@@ -134,16 +134,6 @@ def mixed_names(
     return tuple(spec.name for spec in wide) if mixed else ()
 
 
-def check_quantize(quantize: Any) -> None:
-    """Raises InputError for what is no `Quantize`, and for what cannot be made."""
-    if not (callable(quantize) or isinstance(quantize, str | Mapping)):
-        raise InputError(
-            "quantize must be a format's name, a quantization_config or a function, not "
-            f"{quantize!r}"
-        )
-    _chosen(quantize)
-
-
 def config_of(quantize: Quantize, kept: Collection[str]) -> dict[str, Any] | None:
     """What the config.json of a quantized model says under ``quantization_config``, as the
     libraries that define the formats write it; None of what a function makes. ``kept`` are the
@@ -184,6 +174,11 @@ def _chosen(quantize: Quantize) -> Callable[[Source], list[Made] | None]:
     """What a weight becomes, None for those that stay as they are. Raises InputError."""
     if callable(quantize):
         return lambda source: _by_function(quantize, source)
+    if not isinstance(quantize, str | Mapping):
+        raise InputError(
+            "quantize must be a format's name, a quantization_config or a function, not "
+            f"{quantize!r}"
+        )
     make, inputs, kept = (
         (FORMATS.get(quantize), "", _KEPT) if isinstance(quantize, str) else _configured(quantize)
     )
