@@ -221,9 +221,9 @@ $(DIST)/.ready: constraints.txt
 clean:
 	rm -rf $(VENV) $(TRAINERS) $(ENGINES) $(SGLANG) $(VERL_ENV) build dist runs .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-# Random sequences of faults against an exact model (streams, fleets with relays, groups), and a SIGKILL at every store
-# call of real processes. A sequence that breaks a promise is shrunk and printed. 100,000 sequences of streams take an hour
-# on two cores. By the same driver, with --sequences, --minutes, --seed and --only:
+# Random sequences of faults against an exact model (streams, fleets with relays, rounds over a store), and a
+# SIGKILL at every store call of real processes. A sequence that breaks a promise is shrunk and printed. 100,000
+# sequences of streams take an hour on two cores. By the same driver, with --sequences, --minutes, --seed and --only:
 #   python -m tests.faults exits       programs that end at any moment, with everything under way
 #   python -m tests.faults ranks       ranks that are killed, interrupted, and skip steps, started again
 SEQUENCES ?= 10000
@@ -231,6 +231,7 @@ FAULT_SEED ?= 1
 faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults streams --sequences $(SEQUENCES) --seed $(FAULT_SEED)
 	$(BIN)/python -m tests.faults fleet --sequences $$(($(SEQUENCES) / 4)) --seed $(FAULT_SEED)
+	$(BIN)/python -m tests.faults rounds --sequences $$(($(SEQUENCES) / 4)) --seed $(FAULT_SEED)
 	$(BIN)/python -m tests.faults kills
 	$(BIN)/python -m tests.faults exits --sequences 200
 	$(BIN)/python -m tests.faults ranks --sequences 3

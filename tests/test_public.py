@@ -83,6 +83,7 @@ HANDED_OUT = {
     "pulse_rl.ops.gc.GcPlan",
     "pulse_rl.sync.publisher.PublisherSettings",
     "pulse_rl.state.tensors.TensorSpec",
+    "pulse_rl.loco.exchange.Round",
     "pulse_rl.stores.http.HttpStore",
     "pulse_rl.stores.object.ObjectStore",
     "pulse_rl.submit.Submission",

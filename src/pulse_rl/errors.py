@@ -13,7 +13,8 @@
     │   ├── CorruptCheckpoint   a safetensors file (including an anchor's shard)
     │   └── CorruptMessage      another trainer's message in a round
     ├── IntegrityError          well-formed, but does not match a digest
-    │   ├── WrongBase           a patch for another state, or for one with another past
+    │   ├── WrongBase           a patch for another state
+    │   │   └── WrongHistory    a patch for a state with another past
     │   ├── DigestMismatch
     │   └── Untrusted           a manifest that no trusted key has signed
     ├── StoreError
@@ -57,9 +58,15 @@ class PulseError(Exception):
     default_hint: ClassVar[str] = "See the message; if it is unclear, please report it."
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.hint = hint if hint is not None else self.default_hint
+        super().__init__(_visible(message))
+        self.hint = _visible(hint if hint is not None else self.default_hint)
         self.add_note(f"Hint: {self.hint}")
+
+
+def _visible(text: str) -> str:
+    """``text`` without control characters, which a terminal would obey: names of others and answers
+    of engines are in messages."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 class ConcurrentUse(PulseError, RuntimeError):
@@ -123,6 +130,14 @@ class WrongBase(IntegrityError):
     default_hint = (
         "Apply the patch to the state whose root is the patch's base root (`pulse "
         "inspect` shows it)."
+    )
+
+
+class WrongHistory(WrongBase):
+    kind = "wrong_history"
+    default_hint = (
+        "Follow the stream with a Subscriber or `pulse follow`: they remember what "
+        "the next patch needs."
     )
 
 

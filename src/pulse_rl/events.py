@@ -266,7 +266,9 @@ class Hint(OneLine):
             few in a compute dtype. "wrapped_names": names contain parts that DDP, FSDP or
             torch.compile adds, which no inference engine knows. "fused_names": tensors hold several
             experts each, as transformers fuses them in memory, but most checkpoints store experts
-            one by one. "retention": old versions could not be deleted.
+            one by one. "mixed_dtypes": a cast rounds the few wide tensors of a narrow state.
+            "adapter_names": names are those of a PEFT model in memory. "retention": old versions
+            could not be deleted.
         reason: What was noticed.
         hint: What to do.
     """

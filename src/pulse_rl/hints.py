@@ -4,12 +4,12 @@ stream."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from .errors import EmptyStream, PulseError, StoreError
 from .events import Hint, Listener, hint_to
-from .follow.checkpoint import fused_experts, is_wrapped
+from .follow.checkpoint import PEFT_HINT, adapter_names, fused_experts, is_wrapped
 from .state.tensors import State
 from .store.base import BoundedStore, Store, is_name
 from .store.local import LocalStore
@@ -35,21 +35,36 @@ class Notices:
         self._given: set[str] = set()
         self._looked = False
 
-    def look_at(self, version: int, draft: PublishState, state: State) -> None:
-        """Looks at this rank's part of a version that was committed, and the ``state`` that it was
-        made of."""
+    def look_at(
+        self, version: int, draft: PublishState, state: State, mixed: Sequence[str]
+    ) -> None:
+        """Looks at this rank's part of a version that was committed, the ``state`` that it was made
+        of, and its tensors that were cast although most were narrow (``mixed``)."""
         if self._silent:
             return
         # A patch has the names of the version before.
         looked, self._looked = self._looked and draft.base is not None, True
-        for kind, reason, hint in [*([] if looked else _names(state)), *_changes(draft)]:
+        for kind, reason, hint in [
+            *([] if looked else _names(state, mixed)),
+            *_changes(draft),
+        ]:
             if kind not in self._given:
                 self._given.add(kind)
                 hint_to(self._listener, Hint(self._stream, version, kind, reason, hint))
 
 
-def _names(state: State) -> Iterator[tuple[str, str, str]]:
-    """(kind, reason, hint) of what the tensors' names show."""
+def _names(state: State, mixed: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """(kind, reason, hint) of what the tensors' names show, and of those that were cast."""
+    if mixed:
+        yield (
+            "mixed_dtypes",
+            f"{len(mixed)} tensors ({mixed[0]!r} …) are FP32 or wider than most of the "
+            "state, and were cast: router biases and norms lose bits",
+            "To publish them as they are, give publish() State.of(state, keep=[name patterns]). "
+            "dtype=None publishes each tensor in its own dtype.",
+        )
+    if names := adapter_names(state):
+        yield "adapter_names", f"the state has the tensor {names[0]!r} of a PEFT model", PEFT_HINT
     if is_wrapped(state):
         yield (
             "wrapped_names",

@@ -303,7 +303,7 @@ def copied(
         return request
     source, dtype = request.local.source, request.local.dtype
     if dtype and request.local.quantize is None and not cuda_tensors(source):
-        source, dtype = CastState(source, dtype), None
+        source, dtype = CastState(source, dtype, request.local.uncast), None
     taken = snapshot(source, spare, threads=threads, staged=staged)
     local = request.local._replace(source=taken.state, dtype=dtype, owned=dtype is None)
     return replace(request, local=local, copy=taken)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from pulse_rl import LocalStore, Publisher, State, __version__, state_root
 from pulse_rl.cli import main
+from pulse_rl.errors import InputError, PulseError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
 from tests.support.states import Rng, Tensors, history, mutated, policy, roots, snapshot
@@ -351,3 +352,11 @@ def test_a_change_of_tensors_is_followed(pulse: Pulse, tmp_path: Path, rng: Rng)
             "follow", tmp_path / "store", "--stream", "policy", "--out", tmp_path / "out", "--once"
         )
         assert state_root(tmp_path / "out") == state_root(state)
+
+
+def test_no_control_character_reaches_the_terminal() -> None:
+    escape = "\x1b]0;owned\x07\u202e"
+    for error in (InputError(escape, hint=escape), PulseError("a\nb" + escape)):
+        for text in (str(error), error.hint, *error.__notes__):
+            assert not set(escape[:1] + escape[-2:]) & set(text)
+    assert str(error).startswith("a\nb\\x1b]0;owned")

@@ -166,3 +166,37 @@ def test_a_follower_that_is_killed_at_any_change_leaves_whole_folders(
     pulse(*command)
     assert steps_in(out) == {newest, newest - 1}
     assert {entry.name for entry in (out / ".pulse").iterdir()} == {"lock"}
+
+
+def test_only_folders_that_pulse_made_are_removed(tmp_path: Path) -> None:
+    """Weights that pulse wrote have its mark wherever they are copied to."""
+    out = tmp_path / "out"
+    with Publisher(tmp_path, stream="s") as publisher, Subscriber(tmp_path, stream="s") as worker:
+        for step in (10, 20, 30, 40, 60):
+            publish(publisher, step)
+            worker.sync()
+            if step == 40:
+                (out / "step_20" / "notes").write_text("mine")
+                for copy in (5, 60):
+                    shutil.copytree(out / "step_10", out / f"step_{copy}")
+            if step == 60:
+                with pytest.raises(InputError, match="was not written"):
+                    worker.save(out, layout="prime-rl", keep=1)
+            else:
+                worker.save(out, layout="prime-rl", keep=1 if step == 40 else None)
+    assert {entry.name for entry in out.glob("step*")} == {
+        "step_5",
+        "step_20",
+        "step_40",
+        "step_60",
+    }
+
+
+def test_a_version_without_a_config_is_noted_once(pulse: Pulse, tmp_path: Path) -> None:
+    with Publisher(tmp_path / "s", stream="s") as publisher:
+        publisher.publish(weights(0))
+        pulse("follow", tmp_path / "s", "--stream", "s", "--out", tmp_path / "out", "--once")
+        assert pulse.err.count("no config.json") == 1
+        publish(publisher, 1)
+    pulse("follow", tmp_path / "s", "--stream", "s", "--out", tmp_path / "out", "--once")
+    assert "config.json" not in pulse.err

@@ -4,6 +4,7 @@ now and then."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,8 @@ class Follower:
             except PulseError as error:
                 hit = _hit(origin) if origin else any(map(_hit, self._servers))
                 excused = hit or self._fleet.destroyed or isinstance(error, EmptyStream)
+                if isinstance(error, ChainGap) and self.select is not None and origin is None:
+                    excused |= self._fleet.copy_lacks_digests()
                 check(excused, f"{self} failed without a fault: {error!r}")
         if any(server.inner.dead for server in self._servers):
             self.start()
@@ -116,6 +119,7 @@ class Fleet:
         self.counts: Counter[str] = Counter()
         self.folder = TemporaryDirectory(prefix="pulse-faults-")
         self.destroyed = False
+        self.misled = False  # the source has shown the relay other objects than it has
         self.published: dict[int, Snapshot] = {}
         self._trainer = Trainer(rng)
         self._folds = rng.choice(((), (2, 4)))
@@ -225,6 +229,7 @@ class Fleet:
                     f"the relay failed without a fault: {error!r}",
                 )
                 self.counts["relays_failed"] += 1
+            self.misled |= servers[0].lies > 0 and servers[0].call in ("get", "head")
             # What the target says that it has stored is not there.
             self.destroyed |= servers[1].lies > 0 and servers[1].call in ("put", "put_new")
         if any(server.inner.dead for server in servers):
@@ -251,6 +256,16 @@ class Fleet:
                 f"version {version} of the copy is wrong",
             )
             self.counts["shown"] += 1
+
+    def copy_lacks_digests(self) -> bool:
+        """Whether the copy lacks digests since the relay was misled. Only workers that select read
+        them, so that the relay shows a version without them, and tries again."""
+        near, lacks = self.disks[_NEAR], False
+        for name in near.names(f"{STREAM}/versions"):
+            said = json.loads(near.peek(name) or b"{}")
+            for kind in ("tensors", "leaves") if said["anchor"] else ("tensors",):
+                lacks |= near.peek(f"{STREAM}/digests/{said['root']}.{kind}") is None
+        return self.misled and lacks
 
     def follow(self, rng: Random) -> None:
         rng.choice(self.followers).sync(rng)

@@ -119,16 +119,27 @@ def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "steps"),
+    ("kind", "seed", "steps"),
     [
         # One that lost its checkpoint takes a snapshot, and what its name withheld before is lost.
-        (1000000486, (0, 3, 5, 8, 10, 11, 13, 15, 25)),
+        ("rounds", 1000000486, (0, 3, 5, 8, 10, 11, 13, 15, 25)),
+        ("rounds", 3000000027, (3, 4, 6, 9, 14, 20, 23, 24, 27)),
+        ("rounds", 7711000000556, (5, 17, 19, 21, 23, 25, 26, 27)),
+        ("rounds", 8806000000034, (6, 8, 10, 12, 13, 14, 16, 18)),
         # One whose joining was interrupted has looked at posts before it knew the shares.
-        (11000000226, (1, 2, 12, 13, 14, 31, 33, 35)),
+        ("rounds", 11000000226, (1, 2, 12, 13, 14, 31, 33, 35)),
+        # The manifest of the version that a worker has is damaged, or is of another stream, later.
+        ("streams", 1000000201, (3, 7, 16, 23, 26, 27, 28)),
+        ("streams", 1000000460, (4, 10, 13, 16, 17)),
+        # A publisher with a given stream ID, whose claim fails, finds no manifest that it can read.
+        ("streams", 1000006925, (1, 12, 16, 21, 22, 23)),
+        # The source shows the relay other objects in the place of digests, twice the same.
+        ("fleet", 1000001036, (1, 7, 8, 11, 13)),
+        ("fleet", 77000000184, (1, 8, 10, 12, 25)),
     ],
 )
-def test_rounds_that_once_stopped(seed: int, steps: tuple[int, ...]) -> None:
-    outcome = run(seed, "rounds", only=steps)
+def test_sequences_that_once_broke_a_promise(kind: str, seed: int, steps: tuple[int, ...]) -> None:
+    outcome = run(seed, kind, only=steps)
     assert not outcome.violation, described(outcome)
 
 

@@ -194,6 +194,49 @@ def test_a_reply_that_was_damaged_on_its_way_is_asked_for_again(rng: Rng) -> Non
     assert newest_root(target) == root
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("kind", ["tensors", "leaves"])
+def test_digests_that_the_source_showed_damaged_are_tried_again(
+    kind: str, restarted: bool, rng: Rng
+) -> None:
+    """A cache on the way shows another object for a while: workers of a part follow after it."""
+    source, target, seen = FaultyStore(MemoryStore()), MemoryStore(), list[Event]()
+    Publisher(source, stream="policy").publish(history(rng, 1)[0])
+    relay = Relay(source, target, stream="policy", threads=1, on_event=seen.append)
+    damaged = next(n for n in names(source, "policy/digests") if n.endswith(kind))
+    source.damage = lambda name, data: bytes(len(data)) if name == damaged else data
+    relay.sync()
+    reported = [event.link for event in seen if isinstance(event, FallbackUsed)]
+    assert set(reported) == {"the digests of version 0"}
+    relay.sync()
+    assert len([event for event in seen if isinstance(event, FallbackUsed)]) == len(reported)
+    source.damage = lambda name, data: data
+    if restarted:
+        relay = Relay(source, target, stream="policy", threads=1)
+    relay.sync()
+    assert names(target, "policy/digests") == names(source, "policy/digests")
+    reader = Subscriber(target, stream="policy", select="layer*", threads=1)
+    reader.sync()
+    assert reader.version == 0
+    source.calls.clear()
+    assert relay.sync() is None
+    assert source.calls == [("list", "policy/versions")]
+
+
+def test_digests_that_stay_damaged_cost_less_and_less(rng: Rng) -> None:
+    source = FaultyStore(MemoryStore())
+    Publisher(source, stream="policy").publish(history(rng, 1)[0])
+    name = next(name for name in names(source, "policy/digests") if name.endswith("tensors"))
+    source.put(name, b"junk")
+    relay = Relay(source, MemoryStore(), stream="policy", threads=1)
+    for _ in range(5):
+        relay.sync()
+    source.calls.clear()
+    for _ in range(50):
+        assert relay.sync() is None
+    assert set(source.calls) == {("list", "policy/versions")}
+
+
 def test_a_gap_in_the_source_is_named(rng: Rng) -> None:
     states = history(rng, 3)
     source, target = MemoryStore(), MemoryStore()

@@ -192,3 +192,11 @@ def test_progress_shows_bars_until_the_call_ends(
     assert update.version == 1
     assert ("restore: " in capsys.readouterr().err) == wanted
     assert not wanted or not shown.rpartition("\r")[2].strip(), "the last bar was taken away"
+
+
+def test_numbers_that_no_float_holds_are_no_events(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for field in ("time", "version"):
+        event = {"event": "published", "time": 1.0, "version": 1} | {field: 10**400}
+        path.write_text(json.dumps(event) + "\n")
+        assert list(read_events(path)) == []

@@ -12,7 +12,7 @@ import pytest
 
 from pulse_rl import Bits, State
 from pulse_rl.codec import HISTORY, SAME, Changes, element_kind
-from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase
+from pulse_rl.errors import CorruptPatch, DigestMismatch, InputError, WrongBase, WrongHistory
 from pulse_rl.ops.diff import BuiltPatch, build_patch
 from pulse_rl.patch import apply_patch, parse_patch
 from pulse_rl.patch.blocks import cut
@@ -24,7 +24,7 @@ from pulse_rl.patch.header import (
     open_header,
     parse_header,
 )
-from pulse_rl.patch.history import MAX_WINDOWS, History, HistoryName, Recorder, Window, WrongHistory
+from pulse_rl.patch.history import MAX_WINDOWS, History, HistoryName, Recorder, Window
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.digest import StateDigest, state_digest
 from pulse_rl.state.tensors import DTYPES, DType

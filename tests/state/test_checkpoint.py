@@ -3,6 +3,7 @@ read, and the rest is refused with a typed error."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,6 +108,82 @@ def test_files_in_a_folder_without_an_index(tmp_path: Path) -> None:
     save(tmp_path / "c.safetensors", State.of({"a": np.zeros(2)}))
     with pytest.raises(CorruptCheckpoint, match="'a' is in two files"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        ("model-00001-of-00003 model-00002-of-00003", "not one whole"),
+        ("model-00001-of-00002 model-00003-of-00003", "not one whole"),
+        ("model-1-of-2 model-2-of-2 other", "not one whole"),
+        ("a-1-of-2 b-2-of-2", "not one whole"),
+        ("model model-00001-of-00002", "not one whole"),
+        ("model model-1-of-1 +model-1-of-1", "two checkpoints"),
+        ("model-1-of-2 model-2-of-2 +model-2-of-2 +model-1-of-2", "of two saves"),
+        ("model-2-of-2 +model-1-of-2", "No such file"),
+        ("model-00000-of-00002 model-00001-of-00002", ""),
+        ("model-1-of-2 model-2-of-2 consolidated +model-1-of-2 +model-2-of-2", ""),
+        ("model consolidated", ""),
+    ],
+)
+def test_shards_of_no_whole_save_are_refused(tmp_path: Path, names: str, match: str) -> None:
+    """Names with a + are in the index, in which each has the tensor of the one that is there."""
+    there = [name for name in names.split() if name[0] != "+"]
+    for number, name in enumerate(there):
+        save_file({f"w{number}": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    listed = [f"{name[1:]}.safetensors" for name in names.split() if name[0] == "+"]
+    if listed:
+        places = {f"w{number}": name for number, name in enumerate(listed)}
+        (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+    if not match:
+        assert len(State.of(tmp_path)) == len([n for n in there if n != "consolidated"])
+        return
+    with pytest.raises((CorruptCheckpoint, InputError), match=match) as caught:
+        State.of(tmp_path)
+    assert ".safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "adapter_model.bin"])
+def test_a_pickled_file_is_named_as_one(tmp_path: Path, name: str) -> None:
+    for legacy in (False, True):
+        torch.save({"w": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=not legacy)
+        for path in (tmp_path, tmp_path / name):
+            with pytest.raises(InputError, match=f"{name}.* pickled") as caught:
+                State.of(path)
+            assert "save_pretrained" in caught.value.hint
+
+
+def test_a_file_that_is_written_meanwhile_is_an_error(tmp_path: Path) -> None:
+    """One that is cut short under a map ends the process; one of another save is other weights."""
+    file = tmp_path / "model.safetensors"
+    for other in (b"x" * 1000, b""):
+        save_file({"w": torch.ones(1 << 20)}, file)
+        state = State.of(file)
+        whole = file.read_bytes()
+        file.write_bytes(other or whole)
+        with pytest.raises(CorruptCheckpoint, match="was written while it was read"):
+            state_root(state)
+    state = State.of(file)
+    file.unlink()  # as by a rename in its place: what was opened stays
+    assert state.read("w").view(np.float32).sum() == 1 << 20
+
+
+def test_no_link_leads_out_of_a_folder(tmp_path: Path) -> None:
+    sent, cache = tmp_path / "sent", tmp_path / "models--a--b"
+    snapshot, blobs = cache / "snapshots" / "1", cache / "blobs"
+    for folder in (sent, snapshot, blobs):
+        folder.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, blobs / "abc")
+    (snapshot / FILE_NAME).symlink_to("../../blobs/abc")
+    assert State.of(snapshot).names == ["w"]
+    (sent / FILE_NAME).symlink_to(".pulse/current/model.safetensors")
+    (sent / ".pulse").mkdir()
+    (sent / ".pulse" / "current").symlink_to(snapshot)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / FILE_NAME).symlink_to(blobs / "abc")
+    for folder in (sent, tmp_path / "mine"):
+        with pytest.raises(InputError, match="leads out of its folder"):
+            State.of(folder)
 
 
 @pytest.mark.parametrize("title", HOSTILE)

@@ -149,7 +149,7 @@ def test_memory_that_was_freed_is_not_read() -> None:
 
 
 def test_what_is_no_mapping_and_what_is_no_tensor() -> None:
-    with pytest.raises(InputError, match="not a mapping"):
+    with pytest.raises(InputError, match="is not a state"):
         State.of([("w", np.zeros(3))])  # type: ignore[arg-type]
     with pytest.raises(UnsupportedTensor, match="'_extra_state' is a dict") as caught:
         State.of({"_extra_state": {}})

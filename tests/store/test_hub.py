@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 
 from pulse_rl import LocalStore, Publisher, Store, Subscriber, open_store
-from pulse_rl.errors import AlreadyExists, InputError, StoreError
+from pulse_rl.errors import AlreadyExists, InputError, StoreError, StoreUnavailable
+from pulse_rl.stores.hub import HubStore
 from pulse_rl.testing import StoreConformance
 from tests.support.http import ServedStore
-from tests.support.hub import TOKEN, gateway, repository, serving
+from tests.support.hub import TOKEN, gateway, repository, send, serving
 from tests.support.stores import KEYS
 
 counter = itertools.count()
@@ -90,3 +93,36 @@ def test_a_bucket_is_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_addresses_that_are_refused(address: str) -> None:
     with pytest.raises(InputError):
         open_store(address)
+
+
+def test_an_endpoint_holds_no_call_for_long(tmp_path: Path) -> None:
+    """It drips a listing, lists pages without end, nests JSON, and has lengths of 400 digits."""
+    entry = f'[{{"type": "file", "path": "a", "size": {"9" * 400}}}]'.encode()
+
+    def drip(request: Any) -> None:
+        request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9000000\r\n\r\n")
+        with suppress(OSError):
+            while True:
+                request.wfile.write(b" ")
+                time.sleep(0.02)
+
+    for answer, outcome in (
+        (drip, StoreUnavailable),
+        (
+            lambda r: send(r, 200, b'[{"type": "directory"}]', Link='<?a>; rel="next"'),
+            StoreUnavailable,
+        ),
+        (lambda r: send(r, 200, b"[" * 100_000), StoreError),
+        (lambda r: send(r, 200, entry, X_Linked_Size="9" * 400), None),
+        (lambda r: send(r, 302, Location="ftp://127.0.0.1:9/"), StoreUnavailable),
+        (lambda r: send(r, 302, Location="http://[x"), StoreUnavailable),
+    ):
+        with serving(answer) as url:
+            store = HubStore("hf://team/policy", endpoint=url, timeout_seconds=0.2)
+            if outcome is None:
+                assert list(store.list("")) == []
+                with pytest.raises(StoreError, match="how long"):
+                    store.head("a")
+                continue
+            with pytest.raises(outcome):
+                list(store.list(""))

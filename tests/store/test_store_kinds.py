@@ -315,3 +315,17 @@ def test_a_password_in_an_address_is_not_shown(address: str) -> None:
     with pytest.raises(InputError) as refused:
         open_store(address)
     assert "cret" not in str(refused.value)
+
+
+def test_nothing_is_written_through_a_linked_folder(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "store" / "s").mkdir(parents=True)
+    (tmp_path / "store" / "s" / "workers").symlink_to(home)
+    store = LocalStore(tmp_path / "store")
+    for write in (store.put, store.put_new):
+        with pytest.raises(StoreError, match="is a link"):
+            write("s/workers/a", b"x")
+    assert list(home.iterdir()) == []
+    (tmp_path / "linked").symlink_to(tmp_path / "store")
+    LocalStore(tmp_path / "linked").put("s/a", b"x")  # the root is the caller's word

@@ -4,6 +4,7 @@ missing."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 
 import msgspec
@@ -287,3 +288,45 @@ def test_a_worker_whose_version_was_given_again_starts_from_an_anchor(rng: Rng) 
         assert publisher.publish(states[0]).version == 5
     worker.sync()
     assert (worker.version, worker.root) == (5, state_root(states[0]))
+
+
+def test_manifests_of_lost_versions_do_not_stand_for_those_of_their_numbers(rng: Rng) -> None:
+    """A store came back from a backup, after a worker had read of versions that it could not fetch:
+    what it knows of these is not true of the new ones, which have another history."""
+    states, tensor, store = history(rng, 8), bits(rng, "F32", 3), FaultyStore(MemoryStore())
+    with tuned(store, stream="policy", anchor_ratio=1e9) as publisher:
+        for state in states[:4]:
+            publisher.publish(state)
+        worker = Subscriber(store, stream="policy", threads=1)
+        worker.sync()
+        for state in states[4:]:
+            publisher.publish(state | {"new": tensor})
+    assert manifest(store, 4).patch is None
+    store.damage = lambda name, data: data[:-1] if "/payloads/" in name else data
+    with pytest.raises(ChainGap):
+        worker.sync()
+    store.damage = lambda name, data: data
+    for version in range(2, 8):
+        store.delete(f"policy/versions/{version:012}.json")
+    with tuned(store, stream="policy", anchor_ratio=1e9) as publisher:
+        for number in (6, 5, 4, 7, 6, 5):
+            publisher.publish(states[number], anchor=True)
+        assert publisher.publish(states[4]).version == 8
+    worker.sync()
+    assert (worker.version, worker.root) == (8, state_root(states[4]))
+
+
+def test_a_worker_keeps_the_manifest_of_the_state_that_it_has(rng: Rng) -> None:
+    """Also where the store has another version under the same number by now."""
+    states, store = history(rng, 3), MemoryStore()
+    with Publisher(store, stream="policy") as publisher:
+        publisher.publish(states[0])
+        publisher.publish(states[1], metadata={"step": 1})
+    worker = Subscriber(store, stream="policy")
+    worker.sync()
+    store.delete("policy/versions/000000000001.json")
+    with Publisher(store, stream="policy") as publisher:
+        assert publisher.publish(states[2], metadata={"step": 2}).version == 1
+    with suppress(PulseError):
+        worker.sync()
+    assert worker.manifest.root == worker.root

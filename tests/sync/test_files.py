@@ -333,3 +333,17 @@ def test_whatever_happens_to_a_stream_each_version_has_its_own_files(
     for store in (source, target):
         assert all(report.ok for report in verify_stream(store, "policy"))
     assert len(expected) > 10
+
+
+def test_a_link_out_of_a_checkpoint_is_not_published(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("key")
+    sent = tmp_path / "sent"
+    sent.mkdir()
+    (sent / "merges.txt").write_text("a b")
+    (sent / "vocab.txt").symlink_to("merges.txt")
+    with Publisher(MemoryStore(), stream="policy") as publisher:
+        state = {"w": np.ones(2, np.float32)}
+        publisher.publish(state, files=sent)
+        (sent / "notes.txt").symlink_to("../secret")
+        with pytest.raises(InputError, match=r"notes\.txt is a link"):
+            publisher.publish(state, files=sent)

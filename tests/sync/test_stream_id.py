@@ -25,7 +25,7 @@ from pulse_rl.errors import (
     StreamRecreated,
 )
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Synced
-from tests.support.publishers import anchor_stream
+from tests.support.publishers import anchor_stream, tuned
 from tests.support.states import Live, Rng, Tensors, history, roots, taken
 from tests.support.stores import FaultyStore, names
 
@@ -380,3 +380,16 @@ def test_who_failed_to_claim_goes_on_from_what_is_there_now(rng: Rng) -> None:
     for version, state in enumerate(states[1:], start=1):
         worker.sync(target=version)
         assert worker.root == state_root(state)
+
+
+def test_a_publisher_keeps_its_stream_id_after_a_claim_that_failed(rng: Rng) -> None:
+    """Also where no manifest of the stream can be read any more."""
+    state, store = history(rng, 1)[0], FaultyStore(MemoryStore())
+    tuned(store, stream="policy", stream_id="0123456789abcdef" * 2).publish(state)
+    publisher = tuned(store, stream="policy", stream_id="0123456789abcdef" * 2)
+    store.fail_on("put_new", "epochs")
+    with pytest.raises(StoreUnavailable):
+        publisher.publish(state)
+    store.inner.put("policy/versions/000000000000.json", b"{")
+    assert publisher.publish(state).version == 1
+    assert publisher.stream_id == "0123456789abcdef" * 2

@@ -13,11 +13,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
 )
 
-from pulse_rl import Publisher, Subscriber
+from pulse_rl import Publisher, State, Subscriber, state_root
 from pulse_rl.cli import main
 from pulse_rl.frameworks.transformers import PulseCallback, checkpoint_files, checkpoint_weights
 from tests.support.killed import follow
@@ -108,3 +110,42 @@ def test_a_sharded_checkpoint_is_published_and_followed_as_it_was(tmp_path: Path
         if not options:
             assert files_in(out).keys() | {"model.safetensors.index.json"} == files_in(first).keys()
         shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_folder_computes_what_the_trainer_does(tmp_path: Path, sharded: bool) -> None:
+    """Tied, of another vocabulary in mid-run, untied, and with layers that share tensors: the files
+    of all are those that were made when the training began."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    config.tie_word_embeddings = True
+    model: Any = LlamaForCausalLM(config).eval()
+    files, store = checkpoint_files(model, dtype=None), tmp_path / "store"
+
+    def grow() -> None:
+        model.resize_token_embeddings(104)
+
+    def untie() -> None:
+        model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight.detach())
+
+    def share() -> None:
+        model.model.layers[1].mlp = model.model.layers[0].mlp
+
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with Publisher(store, stream="s") as publisher, Subscriber(store, stream="s") as worker:
+        for number, change in enumerate((lambda: None, grow, untie, share)):
+            change()
+            publisher.publish(checkpoint_weights(model), files=files)
+            worker.sync()
+            out = tmp_path / str(number)
+            worker.save(out, sharded=sharded)
+            loaded, found = LlamaForCausalLM.from_pretrained(out, output_loading_info=True)
+            assert not found["missing_keys"]
+            assert torch.equal(loaded(ids).logits, model(ids).logits)
+            assert AutoConfig.from_pretrained(out).vocab_size == (104 if number else 96)
+            # The folder is the state, aliases included, so that a worker starts with it.
+            assert state_root(out) == worker.root
+            assert State.of(out).names == worker.state.names or number < 2
+            with Subscriber(store, stream="s", base=out) as other:
+                assert other.sync() is None

@@ -211,9 +211,7 @@ class RankGroup:
 
 
 def _error_to_bytes(error: BaseException) -> bytes:
-    kind = ""
-    if isinstance(error, PulseError):  # by the nearest class that the other rank finds by its name
-        kind = next(of.__name__ for of in type(error).__mro__ if hasattr(errors, of.__name__))
+    kind = type(error).__name__ if isinstance(error, PulseError) else ""
     text = str(error) if kind else f"{type(error).__name__}: {error}"
     return json.dumps([kind, text[:_MAX_ERROR_CHARACTERS], getattr(error, "hint", None)]).encode()
 

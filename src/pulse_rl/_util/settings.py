@@ -135,3 +135,11 @@ def with_prefix(value: float, unit: str, prefixes: tuple[tuple[float, str], ...]
 def matched(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """The match of a short text without surrounding blanks."""
     return pattern.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None
+
+
+def short_int(digits: str) -> int:
+    """A whole number of JSON that others wrote, as `json.loads` asks for with ``parse_int``. Raises
+    ValueError for one of more than 19 digits: no float holds one of 400."""
+    if len(digits) > 19:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)

@@ -171,7 +171,7 @@ def quantization(text: str) -> str | dict[str, Any]:
         return text
     try:
         config = json.loads(Path(text).read_bytes())["quantization_config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is none of {', '.join(FORMATS)}, and no config.json of a quantized model "
             f"({error})"
@@ -203,6 +203,7 @@ class Console:
         self._as_json = as_json
         self._bars = ProgressBars(disable=None)
         self._noted: set[str] = set()
+        self._noted_for_good: set[str] = set()
 
     def result(self, facts: dict[str, Any], *lines: str) -> None:
         """The outcome: ``facts`` with --json, else ``lines``."""
@@ -215,7 +216,8 @@ class Console:
             facts = {"error": error.kind, "message": str(error), "hint": error.hint}
             print(json.dumps(facts), flush=True)
         message = _printable(" ".join(str(error).split()))
-        print(f"pulse: {message} ({error.hint})", file=sys.stderr, flush=True)
+        hint = _printable(" ".join(error.hint.split()))
+        print(f"pulse: {message} ({hint})", file=sys.stderr, flush=True)
 
     def __call__(self, event: Event) -> None:
         """Listens to the library's events."""
@@ -243,7 +245,17 @@ class Console:
 
     def forget_notes(self) -> None:
         """What was noted before is news again."""
-        self._noted.clear()
+        self._noted = set(self._noted_for_good)
+
+    def note_files(self, files: Iterable[str]) -> None:
+        """Notes, once for all versions, that the files next to the weights lack a config."""
+        if not {"config.json", "adapter_config.json"}.intersection(files):
+            text = (
+                "the stream's versions have no config.json, without which no loader knows the "
+                "model (publish with files=, or copy the files of the model's checkpoint)"
+            )
+            self.note(text)
+            self._noted_for_good.add(text)
 
 
 def _printable(text: str) -> str:

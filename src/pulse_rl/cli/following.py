@@ -259,6 +259,7 @@ def _follow_into_a_folder(args: argparse.Namespace, console: Console) -> None:
                 out, sharded=args.sharded, force=args.force, layout=args.layout, keep=args.keep
             )
             written = subscriber.version
+            console.note_files(subscriber.files())
         if update is not None:
             names = ("version", "previous", "root", "changed", "payload_bytes", "seconds")
             line = (
@@ -287,7 +288,7 @@ def _left_in(out: Path, layout: Layout | None) -> tuple[Path | None, int | None]
         said = load(shown)[1].get("pulse.version", "")
     except (FormatError, UnsupportedTensor, InputError):
         return None, None
-    return shown, int(said) if said.isdecimal() else None
+    return shown, int(said) if said.isdecimal() and len(said) < _MAX_DIGITS else None
 
 
 def _sleep(seconds: float) -> None:

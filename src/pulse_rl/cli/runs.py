@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from .._util.serial import Closing
-from .._util.settings import format_bytes, format_number
+from .._util.settings import format_bytes, format_number, short_int
 from ..errors import InputError
 from ..events import Event, Metadata, Synced
 from ..follow.checkpoint import FILE_NAME
@@ -112,6 +112,7 @@ def checkout(args: argparse.Namespace, console: Console) -> None:
     ):
         use.take()
         found.save(out, sharded=args.sharded, force=args.force)
+        console.note_files(found.files())
         facts = facts_of(found, "version", "root", "metadata")
     nbytes, seconds = sum(fetched), round(time.perf_counter() - started, 6)
     console.result(
@@ -233,7 +234,7 @@ class Runs(Closing):
 def _numbers(line: str) -> dict[str, float]:
     """The numbers of a line that is a number or a JSON object; empty for any other."""
     try:
-        said = json.loads(line)
+        said = json.loads(line, parse_int=short_int)
     except (ValueError, RecursionError):
         return {}
     found = said.items() if isinstance(said, dict) else [("value", said)]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._util.files import disk_error, open_regular
+from .._util.settings import short_int
 from ..errors import InputError, StateMismatch
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Rollout:
     def from_json(cls, line: str | bytes) -> Rollout:
         """What `to_json` has written in ``line``. Raises InputError."""
         try:
-            found = json.loads(line)
+            found = json.loads(line, parse_int=short_int)
             if found.pop("rollout") != SCHEMA:
                 raise ValueError("it has another schema")
             found["weights"] = tuple(Weights(**each) for each in found["weights"])

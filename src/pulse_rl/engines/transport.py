@@ -14,6 +14,7 @@ from urllib.parse import urlencode, urlsplit
 
 from .. import errors
 from .._util.addresses import shown
+from .._util.settings import short_int
 from ..errors import EngineError, EngineUnavailable, InputError, PulseError
 
 Status = dict[str, Any]
@@ -145,8 +146,8 @@ class Answer(NamedTuple):
     def json(self) -> Any:
         """The answer. Raises EngineError where it is no JSON."""
         try:
-            return json.loads(self.body)
-        except ValueError:
+            return json.loads(self.body, parse_int=short_int)
+        except (ValueError, RecursionError):
             raise EngineError(
                 f"the engine answered with something else than JSON: {self.words!r}"
             ) from None
@@ -159,7 +160,7 @@ class Answer(NamedTuple):
             for key in ("error", "message"):
                 if isinstance(message, dict):
                     message = message.get(key, message)
-        except ValueError:
+        except (ValueError, RecursionError):
             message = self.body.decode(errors="replace")
         return " ".join(str(message).split())[:_MAX_WORDS]
 

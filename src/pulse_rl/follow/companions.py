@@ -18,8 +18,9 @@ from .._util.files import open_regular
 from .._util.settings import checked_path
 from ..errors import InputError
 from ..state.cast import DTypeLike, compute_dtype_named
+from ..state.tensors import TensorSpec
 from ..stream.names import FILE_NAME_PART, MAX_FILES, MAX_FILES_BYTES, flaw_of
-from .checkpoint import INDEX_NAME
+from .checkpoint import INDEX_NAME, inside
 
 _TAKEN = (
     ".json",
@@ -35,6 +36,15 @@ _TAKEN = (
 )
 _NOT_TAKEN = re.compile(r"trainer_state\.json|(?!model\.safetensors\.).*\.index\.json")
 _TEMPLATES = "additional_chat_templates"
+_NO_LAYER = r"(?:(?!\d+\.)[^.]+\.)*"
+_HEAD = re.compile(rf"{_NO_LAYER}(?:lm_head|embed_out)\.weight")
+_EMBEDDING = re.compile(
+    rf"{_NO_LAYER}(?:embed_tokens|word_embeddings|tok_embeddings|embed_in|wte|shared)\.weight"
+)
+_TIED = re.compile(
+    rf"{_HEAD.pattern}|{_EMBEDDING.pattern}|cls\.predictions\.(?:decoder\.)?(?:weight|bias)"
+)
+"""The tensors that ``tie_word_embeddings`` may tie: of no layer, as those have numbers."""
 _TYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
@@ -90,33 +100,24 @@ def files_of(folder: Path) -> dict[str, bytes]:
         for name in [*names, *more]
         if not _NOT_TAKEN.fullmatch(name) and not flaw_of([(name, 0)])
     ]
-    return checked_files({name: folder / name for name in taken})
+    try:
+        return checked_files({name: inside(folder, folder / name) for name in taken})
+    except OSError as error:  # it is gone
+        raise InputError(
+            f"cannot read {folder}: {error.strerror}", hint="Check the path."
+        ) from None
 
 
 def of_dtype(files: Mapping[str, bytes], dtype: DTypeLike | None) -> dict[str, bytes]:
     """The same with a ``config.json`` that names the compute dtype to which the weights are cast:
     engines compute in what it says."""
     target = None if dtype is None else _TYPES.get(compute_dtype_named(dtype).name)
-    try:
-        config = json.loads(files["config.json"])
-        if target is None or not isinstance(config, dict):
-            return dict(files)
-    except (KeyError, ValueError, RecursionError):
-        return dict(files)
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    wide = [
-        (part, key)
-        for part in parts
-        for key in ("dtype", "torch_dtype")
-        if part.get(key) in ("float32", "float64")
-    ]
-    for part, key in wide:
-        part[key] = target
-    return (
-        {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
-        if wide
-        else dict(files)
-    )
+    config, parts = _config(files)
+    for part in parts if target else ():
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) in ("float32", "float64"):
+                part[key] = target
+    return _with_config(files, config)
 
 
 def of_quantized(
@@ -124,17 +125,56 @@ def of_quantized(
 ) -> dict[str, bytes]:
     """The same with a ``config.json`` that has the model's ``quantization_config``, where it has
     none: a loader would take codes for weights."""
+    config, parts = _config(files)
+    if parts and quantization is not None and not config.get("quantization_config"):
+        config["quantization_config"] = dict(quantization)
+    return _with_config(files, config)
+
+
+def of_weights(
+    files: Mapping[str, bytes], specs: Mapping[str, TensorSpec], leaves: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """The same with a ``config.json`` that agrees with the tensors, aliases among them, whose
+    digests are ``leaves``: a head with bits of its own is not tied, and the vocabulary has the rows
+    of the embedding. Both may change while a model is trained."""
+    config, parts = _config(files)
+    heads = [name for name in specs if _HEAD.fullmatch(name)]
+    inputs = [name for name in specs if _EMBEDDING.fullmatch(name)]
+    tied = [part for part in parts if part.get("tie_word_embeddings") is True]
+    sizes = [part for part in parts if type(part.get("vocab_size")) is int]
+    rows = {specs[name].shape[:1] for name in [*heads, *inputs]}
+    if len(heads) == 1 and inputs and all(leaves[heads[0]] != leaves[name] for name in inputs):
+        for part in tied:
+            part["tie_word_embeddings"] = False
+    # The embeddings of some models have more rows than the vocabulary, and their heads have not.
+    if inputs and (heads or tied) and len(rows) == 1 and rows != {()}:
+        for part in sizes if len(sizes) == 1 else ():
+            (part["vocab_size"],) = next(iter(rows))
+    return _with_config(files, config)
+
+
+def are_tied(files: Mapping[str, bytes], alias: str, name: str) -> bool:
+    """Whether the config ties two tensors, so that a loader makes one of the other."""
+    return any(part.get("tie_word_embeddings") is True for part in _config(files)[1]) and all(
+        _TIED.fullmatch(each) for each in (alias, name)
+    )
+
+
+def _config(files: Mapping[str, bytes]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The config, and a list of it and of those of the model's parts; nothing where it is none."""
     try:
         config = json.loads(files["config.json"])
-        if (
-            quantization is None
-            or not isinstance(config, dict)
-            or config.get("quantization_config")
-        ):
-            return dict(files)
     except (KeyError, ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        return {}, []
+    return config, [config, *(part for part in config.values() if isinstance(part, dict))]
+
+
+def _with_config(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """``files``, with this config if it is another."""
+    if config == _config(files)[0]:
         return dict(files)
-    config["quantization_config"] = dict(quantization)
     return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 

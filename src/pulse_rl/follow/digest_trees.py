@@ -6,8 +6,6 @@ The objects are named by the root that they prove, so that nothing has to vouch 
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from ..errors import (
     CorruptCheckpoint,
     DigestMismatch,
@@ -83,18 +81,24 @@ def read_tree(stream: Stream, manifest: Manifest) -> tuple[StateDigest, int]:
 def _count(stream: Stream, root: str) -> int:
     """The number of tensors of the state with this root, which proves it. Raises NotFound and
     DigestMismatch."""
-    count = _length(stream.store, stream.names.digests_of(root, TENSORS)) // 32
-    if count > MAX_TENSORS:
-        raise DigestMismatch(
-            f"{stream.names.digests_of(root, TENSORS)} lists more than {MAX_TENSORS} tensors"
-        )
+    count = _listed(stream, stream.names.digests_of(root, TENSORS))
     return len(read_digests(stream, root, count)) // 32
 
 
-def copy_digests(source: Stream, target: Stream, manifest: Manifest, *, leaves: bool) -> None:
+def _listed(stream: Stream, name: str) -> int:
+    count = _length(stream.store, name) // 32
+    if count > MAX_TENSORS:
+        raise DigestMismatch(f"{name} lists more than {MAX_TENSORS} tensors")
+    return count
+
+
+def copy_digests(
+    source: Stream, target: Stream, manifest: Manifest, *, leaves: bool
+) -> PulseError | None:
     """Stores in ``target`` what ``source`` has of a version's digests, if it is right; nothing
-    depends on it but subscribers that select. Raises StoreError, but not NotFound; StoreUnavailable
-    where they are damaged on their way, in another manner each time."""
+    depends on it but subscribers that select. Returns the error where the source shows wrong ones.
+    Raises StoreError, but not NotFound; StoreUnavailable where they are damaged on their way, in
+    another manner each time."""
     name = source.names.digests_of(manifest.root, TENSORS)
     names = [name, source.names.digests_of(manifest.root, LEAVES)] if leaves else [name]
 
@@ -102,19 +106,22 @@ def copy_digests(source: Stream, target: Stream, manifest: Manifest, *, leaves: 
         if leaves:
             target.put_digests(read_tree(source, manifest)[0], leaves=True)
             return
-        count, rest = divmod(source.store.head(name).nbytes, 32)
-        if not rest and count <= MAX_TENSORS:
-            target.store.put(name, read_digests(source, manifest.root, count))
+        target.store.put(name, read_digests(source, manifest.root, _listed(source, name)))
 
-    with suppress(NotFound, FormatError, IntegrityError):
+    try:
         try:
             copy()
         except (FormatError, IntegrityError):
-            # No later poll comes back to them: what is only damaged on its way must not be left
-            # out.
+            # What is only damaged on its way must not be left out: later polls come back to it, but
+            # ever more rarely.
             for each in names:
                 _require_same_twice(source.store, each)
             copy()
+    except NotFound:
+        return None
+    except (FormatError, IntegrityError) as error:
+        return error
+    return None
 
 
 def _require_same_twice(store: Store, name: str) -> None:

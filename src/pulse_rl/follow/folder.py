@@ -30,6 +30,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -45,16 +46,17 @@ from ..state.tensors import State, TensorSpec
 from ..stream.manifest import Manifest
 from .checkpoint import (
     ADAPTER_NAME,
+    ALIASES,
     CURRENT,
     FILE_NAME,
     INDEX_NAME,
     PRIVATE,
     current_version,
-    load,
     save,
     serialize,
+    stored,
 )
-from .companions import weight_map
+from .companions import are_tied, of_weights, weight_map
 
 _VERSION, _ROOT = "pulse.version", "pulse.root"
 _STREAM, _ID, _CREATED = "pulse.stream", "pulse.stream_id", "pulse.created"
@@ -63,6 +65,7 @@ CHECKPOINT_MARK = f'"{_ROOT}"'.encode()
 _HEAD = 4096
 _LOCK, _EARLIER = "lock", "earlier"
 _OWN = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}|link-[0-9a-f]{8}")
+_MAX_DIGITS = 18
 _SHARD_BYTES = 5_000_000_000
 LAYOUTS = {
     "prime-rl": "step_{}/STABLE",
@@ -106,10 +109,10 @@ class Layout(NamedTuple):
         for entry in folder.iterdir() if folder.is_dir() else ():
             if pattern.fullmatch(entry.name) and not entry.is_symlink():
                 try:
-                    text = load(entry)[1].get(_VERSION, "")
+                    text = stored(entry)[2].get(_VERSION, "")
                 except (PulseError, OSError):  # it is another's, or damaged
                     continue
-                if text.isdecimal():
+                if text.isdecimal() and len(text) <= _MAX_DIGITS:
                     yield int(text), entry
 
 
@@ -146,30 +149,49 @@ def checkpoint_files(
 ) -> Iterator[tuple[str, Iterable[bytes | memoryview], dict[str, str] | None]]:
     """The files of the checkpoint that `write_checkpoint` writes: (name, bytes in chunks, a shard's
     metadata)."""
-    for name, data in files.items():
+    # 1. The config, and the aliases of which it does not tell a loader: these are written in full.
+    known = {spec.name: spec for spec in state.specs}
+    shown = {name: state.spec(name) for name in state.names}
+    leaves = {name: digest.leaves[spec.name] for name, spec in shown.items()}
+    for name, data in of_weights(files, shown, leaves).items():
         if name != INDEX_NAME:
             yield name, [data], None
+    full = {
+        alias: name for alias, name in state.aliases.items() if not are_tied(files, alias, name)
+    }
+    known |= {alias: replace(state.spec(alias), name=alias) for alias in full}
+    metadata = {**metadata, **_in_full(full)}
+    # 2. The weights.
     is_adapter = "adapter_config.json" in files and "config.json" not in files
     if is_adapter or not sharded:
         yield (
             ADAPTER_NAME if is_adapter else FILE_NAME,
-            serialize(state, state.specs, metadata),
+            serialize(state, tuple(known.values()), metadata),
             None,
         )
         return
     shards: dict[str, list[TensorSpec]] = {}
-    places = _places(state, weight_map(files))
-    for spec in state.specs:
+    listed = weight_map(files)
+    listed |= {alias: listed[name] for alias, name in full.items() if name in listed}
+    places = _places(known.values(), listed)
+    for spec in known.values():
         shards.setdefault(places[spec.name], []).append(spec)
     for file, specs in sorted(shards.items()):
-        own = {"format": "pt", _ROOT: root_of(b"".join(digest.tensor(spec) for spec in specs))}
+        root = root_of(b"".join(digest.tensor(spec) for spec in specs if spec.name not in full))
+        own = {"format": "pt", _ROOT: root} | _in_full(
+            {s.name: full[s.name] for s in specs if s.name in full}
+        )
         yield file, serialize(state, tuple(specs), own), own
     whole = {key: text for key, text in metadata.items() if key != "format"}
     index = {
-        "metadata": {"total_size": state.nbytes, **whole},
+        "metadata": {"total_size": sum(spec.nbytes for spec in known.values()), **whole},
         "weight_map": dict(sorted(places.items())),
     }
     yield INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()], None
+
+
+def _in_full(aliases: Mapping[str, str]) -> dict[str, str]:
+    return {ALIASES: json.dumps(dict(aliases))} if aliases else {}
 
 
 def metadata_of(version: int, root: str) -> dict[str, str]:
@@ -181,7 +203,7 @@ def _linked(earlier: Path, file: Path, metadata: Mapping[str, str]) -> bool:
     """Whether ``file`` is now a hard link to the weights ``earlier``, which have the same
     ``metadata``."""
     try:
-        if load(earlier)[1] == metadata:
+        if stored(earlier)[2] == metadata:
             os.link(earlier, file)
             return True
     except (PulseError, OSError):  # it is gone, is another's, or the file system has no links
@@ -277,8 +299,9 @@ def add_version(
 ) -> Path:
     """The folder, in ``folder``, of the version of which the weights say ``facts``, under its
     ``number``, with what ``write`` puts into the empty folder that it is given. Of the folders that
-    pulse wrote the newest ``keep`` stay. Those of an earlier stream of the name, or of a history
-    that its store has lost, leave the readers' sight. One process does so at a time; others wait.
+    it made, and that hold nothing else, the newest ``keep`` stay. Those of an earlier stream of the
+    name, or of a history that its store has lost, leave the readers' sight. One process does so at
+    a time; others wait.
 
     Raises InputError where something else has the name, unless ``force``; what ``write`` raises;
     StoreFull and StoreError. Nothing is in the place of the name then but what was there before.
@@ -287,11 +310,21 @@ def add_version(
     if (folder / PRIVATE / CURRENT).is_symlink():
         raise InputError(f"{folder} is a followed checkpoint", hint="Give a separate folder.")
     with _locked(folder) as private:
-        _check_target(target, force=force)
+        ours = _made_in(private)
+        if not force and os.path.lexists(target) and not _is_ours(target, ours):
+            raise InputError(
+                f"{str(target)[:200]} exists and was not written by this command",
+                hint="Choose another folder, or replace it with --force.",
+            )
         with _written(private, label, write) as made:
             if layout.marker:
                 (made / layout.marker).touch()
                 sync_folder(made)
+            ours = {name: found for name, found in ours.items() if (folder / name).is_dir()}
+            ours[target.name] = _contents(made)
+            with (private / _LOCK).open("r+b") as lock:
+                lock.write(json.dumps(ours).encode() + b"\n")
+                lock.truncate()
             if os.path.lexists(target):
                 os.rename(target, _aside(private, label))
             os.rename(made, target)
@@ -299,12 +332,16 @@ def add_version(
         for _, old in list(layout.versions(folder)):
             if old != target and _is_overtaken(old, facts):
                 gone = _aside(private, label)
-                if keep is None:  # then nothing is deleted
+                if keep is None or not _is_ours(old, ours):  # then nothing is deleted
                     make_folder(private / _EARLIER)
                     gone = private / _EARLIER / f"{old.name}-{secrets.token_hex(4)}"
                 os.rename(old, gone)
         if keep is not None:
-            others = sorted(each for each in layout.versions(folder) if each[1] != target)
+            others = sorted(
+                each
+                for each in layout.versions(folder)
+                if each[1] != target and _is_ours(each[1], ours)
+            )
             for _, old in others[: max(0, len(others) + 1 - keep)]:
                 os.rename(old, _aside(private, label))
     return target
@@ -348,7 +385,7 @@ class InUse(Closing):
 def _is_overtaken(old: Path, facts: Mapping[str, str]) -> bool:
     """Whether a version's folder is of a stream that the one of ``facts`` has taken the place of,
     or of a history of it that was lost: it has a higher number, and was published before."""
-    said = load(old)[1]
+    said = stored(old)[2]
     try:
         before = float(said[_CREATED]) < float(facts[_CREATED])
         other, ahead = said[_ID] != facts[_ID], int(said[_VERSION]) > int(facts[_VERSION])
@@ -430,27 +467,37 @@ def _remove_all_but(private: Path, kept: set[str]) -> None:
             entry.unlink(missing_ok=True)
 
 
-def _check_target(target: Path, *, force: bool) -> None:
-    """Raises InputError where what has the name was not written by pulse, unless ``force``."""
-    if force or not os.path.lexists(target):
-        return
-    for name in (FILE_NAME, ADAPTER_NAME, INDEX_NAME):
-        if (target / name).is_file():
-            check_file(target / name, force=False)
-            return
-    raise InputError(
-        f"{str(target)[:200]} exists and was not written by this command",
-        hint="Choose another folder, or replace it with --force.",
+def _made_in(private: Path) -> dict[str, list[object]]:
+    """What `_contents` was of each folder of a version, by name, when it was made: the first line
+    of the lock. Where that cannot be read, none is removed."""
+    try:
+        read = json.loads((private / _LOCK).read_bytes().partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _contents(folder: Path) -> list[object]:
+    """The inode of a folder, which a copy does not have, and the names of all in it."""
+    return [folder.stat().st_ino, *(str(each.relative_to(folder)) for each in folder.rglob("*"))]
+
+
+def _is_ours(folder: Path, made: Mapping[str, list[object]]) -> bool:
+    """Whether a folder is one that was ``made`` here, and nobody has put anything into it."""
+    known = made.get(folder.name)
+    return (
+        isinstance(known, list) and folder.is_dir() and all(x in known for x in _contents(folder))
     )
 
 
-def _places(state: State, index: Mapping[str, str]) -> dict[str, str]:
+def _places(specs: Iterable[TensorSpec], index: Mapping[str, str]) -> dict[str, str]:
     """The file of each tensor."""
-    if index and all(name in index for name in (spec.name for spec in state.specs)):
-        return {spec.name: index[spec.name] for spec in state.specs}
+    specs = list(specs)
+    if index and all(spec.name in index for spec in specs):
+        return {spec.name: index[spec.name] for spec in specs}
     groups: list[list[str]] = [[]]
     room = _SHARD_BYTES
-    for spec in state.specs:
+    for spec in specs:
         if spec.nbytes > room and groups[-1]:
             groups.append([])
             room = _SHARD_BYTES

@@ -32,7 +32,7 @@ from ..sync.publisher import Publisher, PublisherSettings
 from ..sync.request import LocalState, require_weights
 from .jax import local_part
 from .shards import FlatShard, RankSlice, local_box
-from .weights import policy_weights
+from .weights import Weights, policy_weights
 
 __all__ = ["ShardedPublisher"]
 
@@ -153,7 +153,8 @@ class ShardedPublisher(Publisher):
             (n, tuple(v.shape)) for n, v in source.items() if isinstance(v, torch.Tensor)
         )
         jax = sys.modules.get("jax")
-        shards: dict[str, Any] = {}
+        shards = Weights()
+        shards.uncast = getattr(source, "uncast", shards.uncast)
         boxes: dict[str, Box] = {}
         for name, value in source.items():
             if isinstance(value, FlatShard | RankSlice):

@@ -23,7 +23,7 @@ with extra("torch"):
     import torch
 
 from ..errors import InputError, StateMismatch, UnsupportedTensor
-from ..follow.checkpoint import is_wrapped
+from ..follow.checkpoint import PEFT_HINT, adapter_names, is_wrapped
 from ..patch.apply import TensorChanges
 from ..sharding.layout import Box
 from ..state.bits import LINE, UIntArray
@@ -262,6 +262,8 @@ def _share(update: TensorUpdate, box: Box) -> TensorUpdate:
 def _names_hint(missing: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
     """What may hide ``missing``: parts of names that wrappers add, tensors that are fused in
     memory."""
+    if adapter_names([missing]) or adapter_names(n for n in tensors if isinstance(n, str)):
+        return PEFT_HINT
     if is_wrapped(name for name in tensors if isinstance(name, str)):
         return "The model is wrapped: call apply_(pulse_rl.unwrapped(model.state_dict()), update)."
     if is_wrapped([missing]):

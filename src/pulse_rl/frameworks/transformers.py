@@ -30,25 +30,34 @@ with extra("torch"):
     )
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.trainer_callback import CallbackHandler
-    from transformers.trainer_utils import get_last_checkpoint
 
 from .._util.files import make_folder, sync_folder
 from .._util.settings import checked_count
-from ..errors import PulseError, StateMismatch
+from ..errors import InputError, PulseError, StateMismatch
 from ..events import Metadata, Published, checked_listener
 from ..follow.checkpoint import ADAPTER_NAME, FILE_NAME, INDEX_NAME, load, save
 from ..follow.companions import files_of, of_dtype
 from ..quantize.states import Quantize
 from ..state.cast import DTypeLike, compute_dtype_named
+from ..state.digest import state_digest
 from ..state.tensors import State
 from ..store import Store
 from ..stream.signing import keys_of
 from ..submit import Submission
 from ..sync.publisher import Publisher
+from ..sync.request import LocalState
 from ..sync.subscriber import Subscriber
 from .restart import moved_to, step_of
 from .torch import host_tensors
-from .weights import adapter_weights, advice, base_of, logged, of_first_rank, policy_weights
+from .weights import (
+    adapter_weights,
+    advice,
+    base_of,
+    is_sharded,
+    logged,
+    of_first_rank,
+    policy_weights,
+)
 
 __all__ = ["PulseCallback", "checkpoint_files", "checkpoint_weights"]
 
@@ -56,6 +65,7 @@ _log = logging.getLogger(__name__)
 _OURS = "pulse/"
 TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 """Of the Trainer's checkpoints."""
+_SHARDED = ("global_step*", "pytorch_model_fsdp_*", "pytorch_model_fsdp.bin")
 
 
 def checkpoint_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -129,13 +139,15 @@ class PulseCallback(TrainerCallback):
     checkpoint that engines load.
 
     The training waits for merging, gathering and copying; the rest is done in the background
-    (`Publisher.submit`). The metadata of a version are its ``step``, ``epoch``, and the numbers
-    that the trainer has last logged, at ``logged_step``. The trainer's log, and so TensorBoard, W&B
-    and whatever else it reports to, gets the newest ``pulse/version``, and of the versions since
-    the last log ``pulse/density``, ``pulse/bytes`` (of what a worker fetches) and
-    ``pulse/blocked_seconds``, each the mean; and ``pulse/replaced`` and ``pulse/failed``, counts,
-    if not 0. Where a trainer has several of these callbacks, the names are
-    ``pulse/STREAM/version`` and so on.
+    (`Publisher.submit`). The callback publishes a step from its place in the Trainer's list: what
+    later callbacks change within the step becomes another version of it. The last version has what
+    the callbacks change at the end of the training. The metadata of a version are its ``step``,
+    ``epoch``, and the numbers that the trainer has last logged, at ``logged_step``. The trainer's
+    log, and so TensorBoard, W&B and whatever else it reports to, gets the newest
+    ``pulse/version``, and of the versions since the last log ``pulse/density``, ``pulse/bytes`` (of
+    what a worker fetches) and ``pulse/blocked_seconds``, each the mean; and ``pulse/replaced`` and
+    ``pulse/failed``, counts, if not 0. Where a trainer has several of these callbacks, the names
+    are ``pulse/STREAM/version`` and so on.
 
     The first version is committed before the first step, and any error is raised, so that a wrong
     address, model or permission is found at once. After it a store that is away
@@ -191,7 +203,11 @@ class PulseCallback(TrainerCallback):
         self._keys = keys_of(publisher.get("signer"), publisher.get("trusted_keys"))
         self._store, self._stream = store, stream
         self._prefix = _OURS
+        self._placed = False
+        self._processor: Any = None
+        self._shapes: dict[str, torch.Size] | None = None
         self._files: dict[str, bytes] | None = None
+        self._written: list[tuple[int, int]] = []
         self._ended: deque[tuple[int, Submission]] = deque()
         self._since_log: list[Published] = []
         self._blocked: list[float] = []
@@ -219,7 +235,8 @@ class PulseCallback(TrainerCallback):
         ``trainer.train(resume_from_checkpoint=callback.restart(args.output_dir))``.
 
         The folder has the newest version's weights, bit for bit, and of the Trainer's newest
-        checkpoint the optimizer and all else (hard links). A weight that the Trainer holds in FP32
+        whole checkpoint the optimizer and all else (hard links). A checkpoint that a crash left
+        incomplete is passed over. A weight that the Trainer holds in FP32
         and that has had the version's BF16 bits since that checkpoint has its number from there.
 
         Args:
@@ -231,6 +248,7 @@ class PulseCallback(TrainerCallback):
             for a new run.
 
         Raises:
+            InputError: No checkpoint is whole.
             StateMismatch: The checkpoint has other weights than the stream: a merged PEFT adapter,
                 a quantized stream, shards of FSDP and DeepSpeed.
             PulseError: Whatever `Subscriber.sync` raises.
@@ -238,21 +256,23 @@ class PulseCallback(TrainerCallback):
         return of_first_rank(lambda first: self._restart(Path(output_dir)) if first else None)
 
     def _restart(self, output: Path) -> str | None:
-        newest = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
+        newest = _newest_whole(output)
         if newest is None:
             return None
         with Subscriber(self._store, stream=self._stream, trusted_keys=self._keys) as subscriber:
             subscriber.sync()
             metadata = {} if subscriber.version is None else subscriber.manifest.metadata
-            steps = step_of(metadata) - int(newest.rpartition("-")[2]) if metadata else 0
+            steps = step_of(metadata) - _number(newest) if metadata else 0
             if steps <= 0:
                 return str(newest)
             target = output / f"checkpoint-{metadata['step']}"
             made = output / f".pulse-restart-{secrets.token_hex(4)}"
             try:
                 make_folder(made)
-                _move_on(Path(newest), made, subscriber.state, metadata, steps)
+                _move_on(newest, made, subscriber.state, metadata, steps)
                 sync_folder(made)
+                if target.exists():  # one that is not whole, and stays under another name
+                    target.rename(output / f"incomplete-{target.name}-{secrets.token_hex(4)}")
                 made.rename(target)
                 sync_folder(output)
             finally:
@@ -269,14 +289,15 @@ class PulseCallback(TrainerCallback):
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
-        self._prefix = _put_in_front(self)
+        self._prefix, self._placed = _put_around(self)
+        self._processor = kwargs.get("processing_class") or kwargs.get("tokenizer")
+        self._shapes = None
         self._collect()
         self._committed_step = self._fatal = None
         first, model = state.is_world_process_zero, kwargs["model"]
         if first and not self._adapter:
             for words in advice(model, kwargs.get("optimizer"), args.learning_rate, self._dtype):
                 _log.warning("stream %s: %s", self._stream, words)
-            self._files = self._checkpoint_files(model, kwargs)
         weights = self._take(model, first)
         if first:
             done = self._publisher.publish(weights, **self._arguments(state))
@@ -297,11 +318,7 @@ class PulseCallback(TrainerCallback):
         if state.global_step % self._every:
             self._raise_fatal()
             return
-        began = time.perf_counter()
-        weights = self._take(kwargs["model"], state.is_world_process_zero)
-        if state.is_world_process_zero:
-            self._hand_over(weights, state, replace=self._replace)
-            self._blocked.append(time.perf_counter() - began)
+        self._publish_step(kwargs["model"], state)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -310,13 +327,17 @@ class PulseCallback(TrainerCallback):
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
+        if not self._placed:
+            self._add_figures(state, kwargs.get("logs", {}))
+
+    def _add_figures(self, state: TrainerState, logs: dict[str, float]) -> None:
         if not state.is_world_process_zero:
             return
         # The Trainer's last log comes after its last step: an error must not keep the program from
         # saving its model. The next step raises it.
         self._collect()
         figures = self._figures()
-        kwargs.get("logs", {}).update(figures)
+        logs.update(figures)
         if state.log_history:
             state.log_history[-1].update(figures)
 
@@ -327,8 +348,12 @@ class PulseCallback(TrainerCallback):
 
         ``args``, ``state`` and ``control`` are the Trainer's.
         """
+        if not self._placed:
+            self._end(kwargs["model"], state)
+
+    def _end(self, model: nn.Module, state: TrainerState) -> None:
         try:
-            self._finish(kwargs["model"], state, again=args.load_best_model_at_end)
+            self._finish(model, state)
         except Exception as error:
             self._error = error
         if self._error:
@@ -340,8 +365,8 @@ class PulseCallback(TrainerCallback):
                 getattr(self._error, "hint", ""),
             )
 
-    def _finish(self, model: nn.Module, state: TrainerState, *, again: bool) -> None:
-        """Publishes the last weights, ``again`` even if their step is published, and closes."""
+    def _finish(self, model: nn.Module, state: TrainerState) -> None:
+        """Publishes the last weights, unless they are, and closes."""
         first = state.is_world_process_zero
         try:
             # On all ranks before anything can fail on the first one, which alone knows whether it
@@ -350,7 +375,7 @@ class PulseCallback(TrainerCallback):
             if first:
                 self._publisher.wait()
                 self._raise_fatal()
-                if again or self._committed_step != state.global_step:
+                if self._committed_step != state.global_step or self._differs(weights):
                     self._hand_over(weights, state, replace=False)
                     self._publisher.wait()
                     self._raise_fatal()
@@ -358,22 +383,45 @@ class PulseCallback(TrainerCallback):
             if first:
                 self._publisher.close()
 
+    def _publish_step(self, model: nn.Module, state: TrainerState) -> None:
+        began = time.perf_counter()
+        weights = self._take(model, state.is_world_process_zero)
+        if state.is_world_process_zero:
+            self._hand_over(weights, state, replace=self._replace)
+            self._blocked.append(time.perf_counter() - began)
+            self._written = [] if is_sharded(model) else _writes(model)
+
+    def _publish_changed(self, model: nn.Module, state: TrainerState) -> None:
+        """Publishes a step again that callbacks have changed since. Shards are not: to gather them
+        is a collective, and other ranks may have changed nothing."""
+        published = state.is_world_process_zero and state.global_step % self._every == 0
+        if published and not is_sharded(model) and _writes(model) != self._written:
+            self._publish_step(model, state)
+
     # -- on the first rank, after the gathering
+
+    def _differs(self, weights: dict[str, torch.Tensor]) -> bool:
+        """Whether the newest version has other bits."""
+        state = LocalState.of(weights, self._dtype, self._quantize).state
+        return self._published is None or state_digest(state).root != self._published.root
 
     def _take(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
         """What is published. A collective where `is_sharded`."""
         if not self._adapter:
             # What is quantized is so from the trainer's own numbers.
-            return policy_weights(model, None if self._quantize else self._dtype, keep=keep)
+            weights = policy_weights(model, None if self._quantize else self._dtype, keep=keep)
+            shapes = {name: tensor.shape for name, tensor in weights.items()}
+            if keep and shapes != self._shapes:  # such as a vocabulary that has grown
+                self._shapes, self._files = shapes, self._checkpoint_files(model)
+            return weights
         weights, config = adapter_weights(model, self._dtype, keep=keep)
         self._files = {"adapter_config.json": config.encode()}
         return weights
 
-    def _checkpoint_files(self, model: nn.Module, given: dict[str, Any]) -> dict[str, bytes] | None:
-        """Those of what the Trainer has ``given``; None, and a warning, where there are none to be
-        had."""
-        processor = given.get("processing_class") or given.get("tokenizer")
-        processors = [processor] if hasattr(processor, "save_pretrained") else []
+    def _checkpoint_files(self, model: nn.Module) -> dict[str, bytes] | None:
+        """Those of the model and the Trainer's tokenizer; None, and a warning, where there are none
+        to be had."""
+        processors = [self._processor] if hasattr(self._processor, "save_pretrained") else []
         try:
             return checkpoint_files(model, *processors, dtype=self._dtype)
         except Exception as error:
@@ -501,9 +549,89 @@ def _move_on(newest: Path, made: Path, version: State, metadata: Metadata, steps
     torch.save(scheduler, made / SCHEDULER)
 
 
-def _put_in_front(callback: PulseCallback) -> str:
-    """Moves the callback before those that report the trainer's log: a log that they have reported
-    cannot be added to. Returns what its figures' names begin with."""
+def _number(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _newest_whole(output: Path) -> Path | None:
+    """The Trainer's newest checkpoint that a training can go on from, None where there is none at
+    all. Raises InputError where none is whole."""
+    found = [each for each in output.glob("checkpoint-*") if each.name[11:].isdecimal()]
+    missing = {}
+    for each in sorted(filter(Path.is_dir, found), key=_number, reverse=True):
+        if not (why := _lacking(each)):
+            return each
+        missing[each.name] = why
+    if not missing:
+        return None
+    listed = "; ".join(f"{name}: {why}" for name, why in missing.items())
+    raise InputError(
+        f"{output} has no whole checkpoint ({listed[:1000]})",
+        hint="Delete these folders to train from the start, or load the weights of the newest "
+        "version, and train without resume_from_checkpoint. save_only_model leaves no optimizer.",
+    )
+
+
+def _lacking(checkpoint: Path) -> str:
+    """Why nothing can go on from a checkpoint; "" if it is whole."""
+    try:
+        # The Trainer writes it last.
+        TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+    except (OSError, ValueError, TypeError) as error:
+        return f"{TRAINER_STATE} cannot be read ({type(error).__name__})"
+    # What DeepSpeed and FSDP have written, their own loaders check.
+    if any(True for pattern in _SHARDED for _ in checkpoint.glob(pattern)):
+        return ""
+    if not (checkpoint / SCHEDULER).is_file():
+        return f"no {SCHEDULER}"
+    try:
+        load(checkpoint)
+    except PulseError as error:
+        return str(error)
+    return ""
+
+
+def _writes(model: nn.Module) -> list[tuple[int, int]]:
+    """What is another list after torch has written to a tensor of ``model``."""
+    plain = (torch.Tensor, nn.Parameter)
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if type(t) in plain]
+    return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+
+
+class _Around(TrainerCallback):
+    """What stands before or behind all callbacks of a ``handler``."""
+
+    def __init__(self, handler: CallbackHandler) -> None:
+        self._handler = handler
+
+    @property
+    def ours(self) -> list[PulseCallback]:
+        return [one for one in self._handler.callbacks if isinstance(one, PulseCallback)]
+
+
+class _First(_Around):
+    """Adds to the log before others report it."""
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        for one in self.ours:
+            one._add_figures(state, kwargs.get("logs", {}))
+
+
+class _Last(_Around):
+    """Publishes what other callbacks have changed."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        for one in self.ours:
+            one._publish_changed(kwargs["model"], state)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        for one in self.ours:
+            one._end(kwargs["model"], state)
+
+
+def _put_around(callback: PulseCallback) -> tuple[str, bool]:
+    """Puts `_First` and `_Last` around the Trainer's callbacks. Returns what the figures' names
+    begin with, and whether there is a Trainer."""
     # Callbacks are not given the Trainer's list of them, but its handler is what calls them.
     frame = inspect.currentframe()
     while frame is not None:
@@ -512,11 +640,12 @@ def _put_in_front(callback: PulseCallback) -> str:
             break
         frame = frame.f_back
     else:  # called by other means: it has the figures in the log all the same
-        return _OURS
+        return _OURS, False
     ours = [one for one in handler.callbacks if isinstance(one, PulseCallback)]
     # A new list: the handler is going through the old one.
-    handler.callbacks = [*ours, *(one for one in handler.callbacks if one not in ours)]
-    return _OURS if len(ours) == 1 else f"{_OURS}{callback._stream}/"
+    given = [one for one in handler.callbacks if not isinstance(one, _Around)]
+    handler.callbacks = [_First(handler), *given, _Last(handler)]
+    return _OURS if len(ours) == 1 else f"{_OURS}{callback._stream}/", True
 
 
 def _metadata(state: TrainerState) -> Metadata:

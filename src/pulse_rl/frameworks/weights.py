@@ -8,8 +8,10 @@ import copy
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedTensor
 from ..events import BaselineRestored, Event, FallbackUsed, Hint, Listener
-from ..follow.checkpoint import unwrapped
+from ..follow.checkpoint import adapter_names, unwrapped, without_wrappers
 from ..state.cast import DTypeLike, compute_dtype_named
 from .shards import FlatShard, has_flat_shards, is_fsdp1, named_tensors, zero3_shard
 from .torch import _TORCH
@@ -29,6 +31,17 @@ _MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch
 _DEFAULT = torch.bfloat16
 _DENSE = 0.5
 _GATHERS = "Use PulseCallback, which gathers."
+_ALONE = "Publish the adapter alone: PulseCallback(adapter=True)."
+_ALONE_OR_MERGED = f"{_ALONE} Or publish what PEFT's merge_and_unload() returns."
+_MERGED = "Publish merged weights: leave adapter=True out."
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""PEFT's initializations of LoRA that leave the base as the checkpoint has it."""
+
+
+class Weights(dict[str, Any]):
+    """Tensors by name, of which those named in ``uncast`` are not cast to a compute dtype."""
+
+    uncast: frozenset[str] = frozenset()
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -73,7 +86,7 @@ def policy_weights(
             "adapters under FSDP1 are not merged",
             hint="Set fsdp_version: 2 in accelerate's config.",
         )
-    adapters = _Adapters(core)
+    adapters, is_exact = _Adapters(core), _exact(core, target)
     if adapters.modules and not gather and is_sharded(model):
         raise UnsupportedTensor(
             "adapters over shards are merged on whole tensors",
@@ -85,6 +98,7 @@ def policy_weights(
     # 2. All other tensors. The units of FSDP1 know their parameters' names, the outermost one among
     # them.
     known: dict[int, Any] = {}
+    exact: set[int] = set()
     for name, tensor in named_tensors(_without_wrappers(model) if fsdp1 else core).items():
         plain = adapters.plain(name)
         if plain is None:
@@ -92,9 +106,51 @@ def policy_weights(
         if id(tensor) not in known:  # one of several names is taken once, and stays one tensor
             gathered = gather and (hasattr(tensor, "full_tensor") or isinstance(tensor, FlatShard))
             detached = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-            known[id(tensor)] = cast_to_host(tensor, target, keep=keep) if gathered else detached
+            narrow = None if is_exact(plain) else target
+            known[id(tensor)] = cast_to_host(tensor, narrow, keep=keep) if gathered else detached
         taken[plain] = known[id(tensor)]
-    return as_saved(core, unwrapped(taken)) if keep else {}
+        if is_exact(plain):
+            exact.add(_memory(taken[plain]))
+    if not keep:
+        return {}
+    found = Weights(as_saved(core, unwrapped(taken)))
+    if exact:
+        found.uncast = frozenset(name for name, t in found.items() if _memory(t) in exact)
+    _check_names(found)
+    return found
+
+
+def _exact(model: nn.Module, target: torch.dtype | None) -> Callable[[str], bool]:
+    """Whether a transformers model keeps the tensor of a name in FP32 when it is loaded in
+    ``target``, or in the dtype that it has."""
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if target == torch.float16 or getattr(model, "dtype", None) in (torch.float16, torch.bfloat16):
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    found = re.compile("|".join(sorted(patterns)).replace("*", ".*"))
+    return lambda name: bool(patterns) and found.search(name) is not None
+
+
+def _memory(tensor: Any) -> int:
+    """The same number for a tensor and a part of it, on this rank."""
+    if not isinstance(tensor, torch.Tensor):
+        return id(tensor)
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return int(local.untyped_storage()._cdata)
+
+
+def _check_names(tensors: Mapping[str, Any]) -> None:
+    """Raises UnsupportedTensor where nothing was found, and for names that no checkpoint has."""
+    if left := adapter_names(tensors):
+        raise UnsupportedTensor(
+            f"{left[0]!r} is a name of a PEFT adapter that was not merged",
+            hint="Something wraps the adapted layer: publish the model without the wrapper, or "
+            "call PEFT's merge_and_unload() first.",
+        )
+    if not tensors:
+        raise UnsupportedTensor(
+            "the model has no tensors to publish",
+            hint="Publish the model that a wrapper or an EMA holds, or the PEFT model itself.",
+        )
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -135,16 +191,83 @@ def adapter_weights(
         raise UnsupportedTensor(
             f"{len(active)} adapters are in use, {', '.join(active)}: an engine loads one"
         )
+    config = core.peft_config[active[0]]
+    _check_base(core, active[0], config)
     tensors = peft.get_peft_model_state_dict(
-        core, adapter_name=active[0], save_embedding_layers=False
+        core, _by_modules(core), adapter_name=active[0], save_embedding_layers=False
     )
+    tensors = {without_wrappers(name): tensor for name, tensor in tensors.items()}
+    _check_whole(core, config, tensors)
     target = torch_dtype(dtype)
     taken = {name: cast_to_host(tensor, target, keep=keep) for name, tensor in tensors.items()}
-    settings = core.peft_config[active[0]].to_dict() | {"inference_mode": True}
+    settings = config.to_dict() | {"inference_mode": True}
     plain = {
         name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()
     }
     return (taken, json.dumps(plain, indent=2, sort_keys=True)) if keep else ({}, "")
+
+
+def _by_modules(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """The ``state_dict`` of a model by the names of its modules, in which PEFT looks for adapters;
+    None where they are those of `state_dict`, as without wrappers that hide there."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if all(without_wrappers(path) == path for path in modules):
+        return None
+    found: dict[str, torch.Tensor] = {}
+    for path, module in modules.items():
+        module._save_to_state_dict(found, f"{path}." if path else "", keep_vars=False)
+    return found
+
+
+def _check_base(model: Any, active: str, config: Any) -> None:
+    """Raises UnsupportedTensor unless an engine that loads the adapter over the checkpoint has the
+    trainer's model."""
+    init = getattr(config, "init_lora_weights", True)
+    if (init.lower() if isinstance(init, str) else init) not in _KEEPS_BASE:
+        raise UnsupportedTensor(
+            f"init_lora_weights={init!r} changes the base, so that the adapter does not fit the "
+            "checkpoint",
+            hint=_MERGED,
+        )
+    for name, module in model.named_modules():
+        if others := set(getattr(module, "merged_adapters", ())) - {active}:
+            raise UnsupportedTensor(
+                f"the adapter {min(others)!r} is merged into {name!r}, so that {active!r} does not "
+                "fit the checkpoint",
+                hint=_MERGED,
+            )
+
+
+def _check_whole(model: Any, config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises UnsupportedTensor where ``tensors``, a PEFT adapter, lack what has been trained."""
+    if not tensors:
+        raise UnsupportedTensor("the adapter has no tensors", hint=_MERGED)
+    # PEFT names its own parameters by a prefix. All others are trained only if they are listed.
+    listed = (getattr(model.base_model, "prefix", ""), "modules_to_save.", "trainable_tokens_")
+    saved = {_memory(tensor) for tensor in tensors.values()}
+    for name, parameter in model.named_parameters():
+        of_adapter = not parameter.requires_grad or any(part in name for part in listed)
+        if not of_adapter and _memory(parameter) not in saved:
+            raise UnsupportedTensor(f"{name!r} is trained outside of the adapter", hint=_MERGED)
+    rows = getattr(getattr(model, "config", None), "vocab_size", None)
+    kind: Any = type(getattr(model, "config", None))
+    before = _vocabulary(kind, config.base_model_name_or_path) if rows else None
+    if before not in (None, rows) and _memory(model.get_input_embeddings().weight) not in saved:
+        raise UnsupportedTensor(
+            f"the vocabulary has {rows} tokens, and {before} in the checkpoint: its new rows are "
+            "not in the adapter",
+            hint=_MERGED,
+        )
+
+
+@cache
+def _vocabulary(config: Any, name: str | None) -> int | None:
+    """The size of the vocabulary of a checkpoint on this machine, None where that is not known."""
+    try:
+        found = config.from_pretrained(name, local_files_only=True).vocab_size if name else None
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def cast_to_host(
@@ -211,12 +334,18 @@ def of_first_rank(work: Callable[[bool], T]) -> T:
 def _without_wrappers(model: nn.Module) -> nn.Module:
     """The model inside of DDP, DeepSpeed and torch.compile."""
     deepspeed: Any = sys.modules.get("deepspeed")
-    parallel: tuple[type, ...] = (nn.parallel.DistributedDataParallel,)
+    parallel: tuple[type, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     if deepspeed:
         parallel = (*parallel, deepspeed.DeepSpeedEngine)
-    while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
-        model = getattr(model, "module" if isinstance(model, parallel) else "_orig_mod")
-    return model
+    while True:
+        inner = "_orig_mod" if hasattr(model, "_orig_mod") else "_checkpoint_wrapped_module"
+        # AveragedModel, and averages of other libraries.
+        alone = list(model._modules) == ["module"] and not (model._parameters or is_fsdp1(model))
+        if isinstance(model, parallel) or (alone and not model._buffers.keys() - {"n_averaged"}):
+            inner = "module"
+        elif not hasattr(model, inner):
+            return model
+        model = getattr(model, inner)
 
 
 def _computed(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
@@ -351,12 +480,14 @@ class _Adapters:
         if peft is None:
             return
         tuned = peft.tuners.tuners_utils.BaseTunerLayer
-        for name, module in model.named_modules(remove_duplicate=False):
+        for path, module in model.named_modules(remove_duplicate=False):
+            name = without_wrappers(path)  # as in the `state_dict`
             if isinstance(module, peft.utils.ModulesToSaveWrapper):
                 self._saved[name] = next(iter(module.active_adapters), "")
             elif isinstance(module, peft.utils.AuxiliaryTrainingWrapper):
                 raise UnsupportedTensor(
-                    f"{name!r} is a {type(module).__name__}, which cannot be merged aside"
+                    f"{name!r} is a {type(module).__name__}, which cannot be merged aside",
+                    hint=_ALONE_OR_MERGED,
                 )
             elif (
                 isinstance(module, tuned)
@@ -365,13 +496,16 @@ class _Adapters:
             ):
                 if any(isinstance(inner, tuned) for inner in module.get_base_layer().modules()):
                     raise UnsupportedTensor(
-                        f"{name!r} has adapters within what it adapts, which cannot be merged aside"
+                        f"{name!r} has adapters within what it adapts, which cannot be merged "
+                        "aside",
+                        hint=_ALONE_OR_MERGED,
                     )
                 self.modules[name] = module
 
     def plain(self, name: str) -> str | None:
         """The base model's name of a tensor; None for one of an adapted layer, and one that the
         forward pass ignores."""
+        name = without_wrappers(name)
         for path in _prefixes(name):
             if path in self.modules:
                 return None
@@ -398,14 +532,24 @@ def _merged(
     PEFT merges into a copy of this one layer: merging in place and back again would let the base
     drift.
     """
-    tensors = [*layer.parameters(), *layer.buffers()]
+    tensors = _tensors_of(layer)
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    # PEFT 0.21 merges such an adapter twice into the one tied tensor.
+    if any(getattr(module, "kwargs", {}).get("tied_adapter") for module in layer.modules()):
+        raise UnsupportedTensor(
+            f"{path!r} shares its adapter with the layer that it is tied to (ensure_weight_tying)",
+            hint="Publish the adapter alone, PulseCallback(adapter=True), or train such a layer in "
+            "modules_to_save, which is merged.",
+        )
+    base = {id(tensor) for tensor in _tensors_of(layer.get_base_layer())}
     copies: dict[int, Any] = {}
     for tensor in tensors:
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            if id(tensor) not in base:  # an adapter's indices
+                continue
             raise UnsupportedTensor(
                 f"{path!r} has adapters over {tensor.dtype} weights",
-                hint="Merging needs a base that is not quantized.",
+                hint=f"Merging needs a base that is not quantized. {_ALONE}",
             )
         if hasattr(tensor, "ds_id"):
             whole = zero3_shard(path, tensor).whole(keep=keep)
@@ -426,11 +570,18 @@ def _merged(
             if hasattr(module, "merge") and hasattr(module, "base_layer"):
                 module.merge()
     except (NotImplementedError, ValueError) as error:
-        raise UnsupportedTensor(f"the adapters of {path!r} cannot be merged: {error}") from error
+        raise UnsupportedTensor(
+            f"the adapters of {path!r} cannot be merged: {str(error) or type(error).__name__}",
+            hint=_ALONE,
+        ) from error
     merged: Mapping[str, torch.Tensor] = aside.get_base_layer().state_dict()
     return {
         f"{path}.{name}": t.to(_computed(dtypes[name], target)).cpu() for name, t in merged.items()
     }
+
+
+def _tensors_of(module: nn.Module) -> list[Any]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _copied(layer: nn.Module, copies: dict[int, Any]) -> Any:

@@ -7,7 +7,8 @@
 from .._util import extra
 
 with extra("torch"):
-    from .exchange import Exchange, Round, StoreExchange
+    from .exchange import Exchange, StoreExchange
+    from .exchange import Round as Round
     from .loop import DiLoCo, PulseLoCo
 
-__all__ = ["DiLoCo", "Exchange", "PulseLoCo", "Round", "StoreExchange"]
+__all__ = ["DiLoCo", "Exchange", "PulseLoCo", "StoreExchange"]

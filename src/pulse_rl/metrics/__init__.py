@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from .._util.files import open_regular
 from .._util.retry import jittered
 from .._util.serial import Closing
-from .._util.settings import checked_path
+from .._util.settings import checked_path, short_int
 from ..errors import FormatError, InputError, IntegrityError, PulseError, StoreError
 from ..events import (
     CallFailed,
@@ -134,7 +134,7 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        event = json.loads(line, parse_int=short_int)
     except (ValueError, RecursionError):
         return None
     known = isinstance(event, dict) and isinstance(event.get("event"), str)

@@ -17,7 +17,7 @@ from typing import Any
 from .._util.files import open_regular
 from ..errors import InputError
 from ..events import Listener
-from ..follow.checkpoint import INDEX_NAME, PRIVATE
+from ..follow.checkpoint import PRIVATE
 from ..follow.folder import checkpoint_files, metadata_of
 from ..store import Store
 from ..stream.signing import TrustedKeys
@@ -141,19 +141,14 @@ def make_statement(
     ) as subscriber:
         subscriber.sync(version)
         manifest = subscriber.manifest
-        known = {file.name: file.sha256 for file in manifest.files}
-        # The files next to the weights are hashed already. Where one of them is the index of a
-        # sharded checkpoint it says which tensors are in which file.
-        files = subscriber.files() if INDEX_NAME in known else dict.fromkeys(known, b"")
         written = checkpoint_files(
             subscriber.state,
             subscriber.digest,
-            files,
+            subscriber.files(),
             metadata_of(manifest.version, manifest.root),
             sharded=sharded,
         )
-        known.pop(INDEX_NAME, None)  # a checkout has an index of its own
-        digests = {name: known.get(name) or _digest(chunks) for name, chunks, _ in written}
+        digests = {name: _digest(chunks) for name, chunks, _ in written}
     # In the order of the paths' parts: the verifier sorts so, and hashes in the order that it finds
     # here.
     names = sorted(digests, key=lambda name: name.split("/"))

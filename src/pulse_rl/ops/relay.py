@@ -34,7 +34,7 @@ from ..patch.header import MAX_HEADER_BYTES, Room
 from ..store import Store, open_store
 from ..store.base import UNREADABLE
 from ..stream.manifest import Link, Manifest, Payload, anchor_bytes
-from ..stream.names import FILE, PATCH, SHARD
+from ..stream.names import FILE, LEAVES, PATCH, SHARD, TENSORS
 from ..stream.signing import trusted_by
 from ..stream.stream import Stream, name_of
 from ..sync.planner import BROKEN_LINK, Planner
@@ -43,6 +43,9 @@ from .gc import gc_stream
 _TRIES = 2
 _SEARCHED_ANCHORS = 16
 _MAX_GIVEN_UP = 2
+_MOST_OWED = 16
+_SOON, _RARELY = 3, 64
+"""Digests that the source shows damaged are tried at three calls, and at one in 64 after these."""
 _ANOTHER_TARGET = (
     "Give the relay a target, or a stream's name, to which nobody else writes versions."
 )
@@ -120,6 +123,9 @@ class Relay:
         self._links: list[Link] = []
         self._nbytes = 0
         self._files: set[Payload] = set()
+        # By version and whether with leaves: the digests that the target lacks, and at how many
+        # calls they were tried again.
+        self._owed: dict[tuple[int, bool], tuple[Manifest, int]] = {}
 
     def __repr__(self) -> str:
         held = "nothing yet" if self._have is None else f"version {self._have}"
@@ -167,6 +173,8 @@ class Relay:
             previous = self._find_held()
             if not self._searched:
                 self._anchor, self._searched = self._unfinished_anchor(), True
+                self._find_missing_digests()
+            owed = dict(self._owed)
             # 2. The newest version, which workers wait for; then the anchor, which only new workers
             # need. It takes long: between two shards newer versions come first.
             self._copy_newest()
@@ -175,6 +183,9 @@ class Relay:
                 self._copy_shard(self._anchor)
                 self._copy_newest()
                 copied += 1
+            for (version, leaves), (manifest, calls) in owed.items():
+                if (version, leaves) in self._owed:
+                    self._copy_digests(manifest, leaves=leaves, calls=calls + 1)
         if not self._links:
             return None
         assert self._have is not None
@@ -201,6 +212,7 @@ class Relay:
             self._adopt(found)
         else:
             self._anchor = None
+            self._owed.clear()
         self._have = found.version if found else None
         return self._have
 
@@ -268,7 +280,7 @@ class Relay:
             # In this order: what is shown can be fetched, and what is listed is shown.
             for payload in link.payloads or ():
                 self._copy_payload(payload, SHARD)
-            copy_digests(self.source, self._target, manifest, leaves=True)
+            self._copy_digests(manifest, leaves=True)
             self._show(manifest)
             self._target.put_anchor_link(link.version, link.nbytes)
             self._anchor = None  # of an older version
@@ -320,7 +332,7 @@ class Relay:
         """Creates the manifest in the target. What cannot be read or trusted there makes room for
         it: the target is the relay's. Raises PublisherConflict where another version of the stream
         stands there."""
-        copy_digests(self.source, self._target, manifest, leaves=False)
+        self._copy_digests(manifest, leaves=False)
         self._copy_files(manifest)
         hit("relay.before")
         for _ in range(_TRIES):
@@ -393,6 +405,37 @@ class Relay:
                 self._report(f"{file.name} of version {manifest.version}", error)
         self._files = there
 
+    # -- digests, for workers that select tensors
+
+    def _copy_digests(self, manifest: Manifest, *, leaves: bool, calls: int = 0) -> None:
+        """Copies a version's digests. Damaged ones hold no version up. They are tried again, since
+        a cache between here and the source may have shown another object."""
+        owed, error = (manifest.version, leaves), None
+        if calls <= _SOON or calls % _RARELY == 0:
+            error = copy_digests(self.source, self._target, manifest, leaves=leaves)
+            if error is None:
+                self._owed.pop(owed, None)
+                return
+        self._owed[owed] = manifest, calls
+        if error and not calls:
+            self._report(f"the digests of version {manifest.version}", error)
+        if len(self._owed) > _MOST_OWED:
+            del self._owed[min(self._owed)]
+
+    def _find_missing_digests(self) -> None:
+        """Notes which digests another process has left out of the newest version, and of the newest
+        anchor."""
+        anchors = [link.version for link in self._target.links() if link.base is None]
+        for version, kind in ((self._have, TENSORS), (max(anchors, default=None), LEAVES)):
+            if version is None:
+                continue
+            with suppress(*UNREADABLE):
+                manifest = self._target.manifest(version)
+                try:
+                    self._target.store.head(self._target.names.digests_of(manifest.root, kind))
+                except NotFound:
+                    self._owed[version, kind == LEAVES] = manifest, 0
+
     # -- anchors, and what they make superfluous
 
     def _copy_shard(self, copy: _AnchorCopy) -> None:
@@ -410,7 +453,7 @@ class Relay:
         self._anchor = copy._replace(done=copy.done + 1)
         if self._anchor.done == len(copy.manifest.anchor.shards):
             self._anchor = None
-            copy_digests(self.source, self._target, copy.manifest, leaves=True)
+            self._copy_digests(copy.manifest, leaves=True)
             self._target.put_anchor_link(link.version, link.nbytes)
             self._collect()
 
@@ -464,6 +507,7 @@ class Relay:
         self._target.forget()
         self._have, self._anchor = None, None
         self._files = set()
+        self._owed.clear()
 
     def _refused(self, version: int, error: PulseError) -> None:
         self._report(f"version {version}", error)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .._native import history_records
 from ..codec import MAX_BLOCK_ELEMENTS, Changes, Past, element_kind
-from ..errors import WrongBase
+from ..errors import WrongHistory
 from ..state.bits import UIntArray
 from ..state.tensors import DType
 from .blocks import Block, recut
@@ -32,16 +32,6 @@ RECORD_BYTES = 4
 
 Records = npt.NDArray[np.uint8]
 Blocks = tuple[Block, ...]
-
-
-class WrongHistory(WrongBase):
-    """A patch needs changes of versions that its reader does not know."""
-
-    kind = "wrong_history"
-    default_hint = (
-        "Follow the stream with a Subscriber or `pulse follow`: they remember what "
-        "the next patch needs."
-    )
 
 
 class HistoryName(NamedTuple):

@@ -114,8 +114,10 @@ class Computed:
 
 
 class _Tiles:
-    """A weight in blocks of 128 x 128. The scales are computed by bands of 128 rows, as they are
-    asked for."""
+    """A weight [matrices, rows, columns] in blocks of 128 x 128. Its codes have the weight's shape,
+    its scales the shape [matrices, rows / 128, columns / 128], rounded up. The scales are computed
+    by bands of 128 rows, when they are read: band ``k`` of matrix ``m`` is number
+    ``m * bands + k``."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.name = source, source.spec.name
@@ -198,6 +200,8 @@ class PowersOfTwo:
 
     def stored(self, most: Floats) -> npt.NDArray[np.uint8]:
         """What a checkpoint has of the scales of groups with these maxima."""
+        # [groups] FP32 maxima to [groups] bytes. Adding 1 << 21 carries into the exponent from a
+        # mantissa of 1.75 on.
         bits = most.view(np.uint32)
         exponents = ((bits + np.uint32(1 << 21)) >> np.uint32(23)).astype(np.int32) - self._offset
         stored = np.clip(exponents, 0, _MX_NAN - 1).astype(np.uint8)
@@ -304,8 +308,10 @@ _Group = PowersOfTwo | OfTensor
 
 @dataclass(frozen=True, slots=True)
 class _RowGroups:
-    """A weight in groups of a row. ``packed``: two codes of four bits a byte; else E4M3. The scales
-    that were ``made`` for codes, by the first group, wait until they are read."""
+    """A weight [matrices, rows, columns] in groups of ``size`` neighbors of a row. Scales are
+    [matrices, rows, columns / size]. Codes are E4M3 of the weight's shape; if they are ``packed``,
+    two codes of four bits a byte, [matrices, rows, columns / 2]. The scales that were ``made`` for
+    codes, by the first group, wait until they are read."""
 
     source: Source
     group: _Group

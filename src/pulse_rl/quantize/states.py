@@ -9,7 +9,7 @@ number a tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import partial
@@ -49,6 +49,11 @@ _COMPRESSED = {
 }
 # What no format quantizes unless a configuration says otherwise: what is no linear layer, and the
 # routers of experts.
+_PACKED = re.compile(r"(?:qweight|weight_packed)$")
+_SCALE = re.compile(
+    r"(?:^|[._])(?:scales?|absmax|amax|quant_map|SCB|zeros?|zero_point)(?:_[a-z0-9]+)?$"
+)
+_CUT = re.compile(r"[._](?!bias$)")
 _KEPT = ("*lm_head", "*embed*", "*.wte", "*.wpe", "*norm*", "*router*", "*.gate")
 
 
@@ -64,6 +69,8 @@ class QuantizedState(State):
         data: dict[str, Any] = {}
         self.made: dict[str, list[Made]] = {}
         kept: list[str] = []
+        uncast = state.uncast | {s.name for s in state.specs if s.name.endswith("_scale")}
+        uncast |= exact_names(state.specs)
         for spec in state.specs:
             made = wanted(Source(state, spec))
             if made is None:
@@ -71,7 +78,7 @@ class QuantizedState(State):
                     kept.append(spec.name.removesuffix(".weight"))
                 # A scale that came with the state, of a layer's inputs say, is FP32 in all formats.
                 target = spec.dtype
-                if dtype is not None and not spec.name.endswith("_scale"):
+                if dtype is not None and spec.name not in uncast:
                     target = compute_dtype(spec, dtype)
                 made = [Made(spec.name, target.name, spec.shape, cast_tensor(state, spec, target))]
             self.made[spec.name] = made
@@ -97,6 +104,34 @@ def cast_tensor(state: State, spec: TensorSpec, dtype: DType) -> UIntArray | Rea
     if dtype == spec.dtype:
         return stored_tensor(state, spec.name)
     return CastTensor(state, spec.name, dtype)
+
+
+def exact_names(specs: Iterable[TensorSpec]) -> set[str]:
+    """The names of scales of quantized weights, which no cast may round."""
+    specs = tuple(specs)
+    codes = {
+        spec.name
+        for spec in specs
+        if (spec.dtype.width == 1 and spec.dtype.name != "BOOL") or _PACKED.search(spec.name)
+    }
+    if not codes:
+        return set()
+    return {
+        spec.name
+        for spec in specs
+        if _SCALE.search(spec.name)
+        or any(spec.name[: cut.start()] in codes for cut in _CUT.finditer(spec.name))
+    }
+
+
+def mixed_names(
+    specs: Iterable[TensorSpec], dtype: DType, uncast: Collection[str]
+) -> tuple[str, ...]:
+    """The tensors that a cast to ``dtype`` rounds, if most of the state is that narrow already."""
+    floats = [spec for spec in specs if "F" in spec.dtype.name]
+    wide = [s for s in floats if s.name not in uncast and compute_dtype(s, dtype) != s.dtype]
+    mixed = 2 * sum(s.elements for s in wide) <= sum(s.elements for s in floats)
+    return tuple(spec.name for spec in wide) if mixed else ()
 
 
 def check_quantize(quantize: Any) -> None:

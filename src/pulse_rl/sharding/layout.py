@@ -40,7 +40,12 @@ def union(runs: Iterable[tuple[int, int]]) -> Runs:
 class Box:
     """The elements of a tensor that one rank has: of each dimension some indices, in row-major
     order. ``of`` has the ranges of indices of each dimension, or of the flattened tensor's only
-    one; ``shape`` is the whole tensor's."""
+    one; ``shape`` is the whole tensor's.
+
+    Of a tensor of shape (6, 8) whose columns two ranks share, rank 1 has ``((0, 6),), ((4, 8),)``.
+    Its local shape is (6, 4). It is no range of the flattened tensor (`flat` is None): 4 of its
+    elements are below element 8, the start of row 1, and its pieces are 6 rows of 4 elements that
+    lie 4 elements apart in the box and 8 apart in the tensor."""
 
     of: tuple[Runs, ...]
     shape: tuple[int, ...]
@@ -72,6 +77,8 @@ class Box:
         one."""
         if not self.elements:
             return (0, 0)
+        # From the outermost dimension on: a single index each (``open_``), then one dimension of
+        # which one run of indices is held, then only whole dimensions.
         start, stride, open_ = 0, math.prod(self.shape), True
         for runs, size, local in zip(self.of, self.sizes, self.local_shape, strict=True):
             stride //= size
@@ -89,6 +96,8 @@ class Box:
         count, stride, inner = 0, math.prod(self.shape), self.elements
         if flat >= stride or not inner:
             return inner
+        # Per dimension: indices of the box below that of ``flat`` are in front, with all of their
+        # ``inner`` elements. If the index of ``flat`` is in the box, the next dimension decides.
         for runs, size, local in zip(self.of, self.sizes, self.local_shape, strict=True):
             stride //= size
             inner //= local
@@ -105,6 +114,7 @@ class Box:
         if (run := self.flat()) is not None:
             yield Piece(first, run[0] + first, 1, last - first, last - first, last - first)
             return
+        # Rectangles of the last dimension, in each of the rows that the outer dimensions have.
         here, columns = self.local_shape[-1], self.sizes[-1]
         outer = Box(self.of[:-1], self.sizes[:-1])
         # A part of a row, whole rows, and a part of a row.

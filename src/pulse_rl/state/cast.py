@@ -7,7 +7,7 @@ without a scale; the package `quantize` makes FP8 with the scales of a checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Union
@@ -111,9 +111,12 @@ def compute_dtype(spec: TensorSpec, dtype: DType) -> DType:
     return dtype if spec.dtype.name in _FLOATS and spec.dtype.width > dtype.width else spec.dtype
 
 
-def cast_specs(specs: tuple[TensorSpec, ...], dtype: DType) -> tuple[TensorSpec, ...]:
-    """The specs of a state after the cast."""
-    return tuple(TensorSpec(s.name, compute_dtype(s, dtype), s.shape) for s in specs)
+def cast_specs(state: State, dtype: DType, uncast: Collection[str]) -> tuple[TensorSpec, ...]:
+    """The specs of a state after the cast, which leaves the tensors ``uncast`` as they are."""
+    return tuple(
+        s if s.name in uncast else TensorSpec(s.name, compute_dtype(s, dtype), s.shape)
+        for s in state.specs
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +134,13 @@ class CastTensor:
 
 
 class CastState(State):
-    """``state`` cast to the compute dtype ``dtype`` on each read.
+    """``state`` cast to the compute dtype ``dtype`` on each read, without the tensors ``uncast``.
 
     It needs no memory of its own. Tied tensors stay tied.
     """
 
-    def __init__(self, state: State, dtype: DType) -> None:
-        specs = cast_specs(state.specs, dtype)
+    def __init__(self, state: State, dtype: DType, uncast: Collection[str] = ()) -> None:
+        specs = cast_specs(state, dtype, uncast)
         super().__init__(
             specs, {s.name: CastTensor(state, s.name, s.dtype) for s in specs}, state.aliases
         )

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
+from fnmatch import translate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Union
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.settings import checked_collection
 from ..errors import InputError, StateMismatch, UnsupportedTensor
 from .bits import UIntArray, contiguous
 
@@ -263,8 +267,11 @@ class State:
             f"{dtypes or 'no dtype'}>"
         )
 
+    uncast: frozenset[str] = frozenset()
+    """The stored names of the tensors that no cast to a compute dtype changes."""
+
     @classmethod
-    def of(cls, source: StateSource) -> State:
+    def of(cls, source: StateSource, *, keep: Collection[str] = ()) -> State:
         """Return the state of ``source``, without a copy.
 
         Strided host tensors are copied, and those at an address that is not a multiple of their
@@ -273,9 +280,12 @@ class State:
 
         Args:
             source: A mapping of names to torch tensors, numpy arrays or `Bits` of any shape; the
-                path of a checkpoint, which is mapped, not read; a `State`; or a torch.nn.Module. A
+                path of a checkpoint, which is read part by part; a `State`; or a torch.nn.Module. A
                 module has the names and ties that ``save_pretrained`` would write, without the
                 prefixes that DDP and torch.compile add. PEFT adapters are merged into copies.
+            keep: Patterns of the names of tensors that ``publish(state, dtype=…)`` leaves as wide
+                as they are, such as ``["*router*"]``. Default: what the transformers model keeps in
+                FP32.
         Returns: The state.
         Raises:
             InputError: ``source`` is none of these, a name is invalid, or a file cannot be read.
@@ -283,6 +293,14 @@ class State:
                 sharded over ranks.
             CorruptCheckpoint: The checkpoint's files are damaged.
         """
+        state = cls._taken(source)
+        if patterns := checked_collection("keep", keep, '["*router*"]'):
+            state, matches = copy(state), re.compile("|".join(map(translate, patterns))).match
+            state.uncast |= {state.aliases.get(name, name) for name in state if matches(name)}
+        return state
+
+    @classmethod
+    def _taken(cls, source: StateSource) -> State:
         if _is_module(source):
             from ..frameworks.weights import whole_weights
 
@@ -316,7 +334,9 @@ class State:
             seen[key] = name
             specs.append(TensorSpec(name, dtype, shape))
             data[name] = flat
-        return cls(tuple(specs), data, aliases)
+        state = cls(tuple(specs), data, aliases)
+        state.uncast = frozenset(aliases.get(name, name) for name in getattr(source, "uncast", ()))
+        return state
 
     @classmethod
     def empty(cls, specs: tuple[TensorSpec, ...], aliases: Mapping[str, str] | None = None) -> Self:

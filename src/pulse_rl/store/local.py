@@ -67,11 +67,13 @@ class LocalStore:
         return f"LocalStore({str(self.root)!r})"
 
     def put(self, name: str, data: Data) -> None:
+        self._require_no_link(name)
         self._sweep()
         chunks = [data] if isinstance(data, bytes) else data
         write_atomically(self._path(name), chunks, aside=self._aside)
 
     def put_new(self, name: str, data: bytes) -> None:
+        self._require_no_link(name)
         self._sweep()
         try:
             create_atomically(self._path(name), [data], aside=self._aside)
@@ -200,8 +202,8 @@ class LocalStore:
         for folder in Path(check_name(name)).parents[:-1]:
             if (self.root / folder).is_symlink():
                 raise StoreError(
-                    f"{name} in the store {self.root} was not deleted: {folder} is a link",
-                    hint="Put the folder itself into the store, for example with a bind mount.",
+                    f"{name} in the store {self.root} is not changed: {folder} is a link",
+                    hint="Put the folder itself in the place of the link.",
                 )
 
     def _sweep(self) -> None:

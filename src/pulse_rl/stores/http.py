@@ -40,16 +40,16 @@ MAX_WHOLE_BYTES: Final = 256 << 20
 """Largest object that is read without saying how many bytes are expected."""
 PAGE: Final = 1000
 """Objects in a page of a listing; one with fewer is the last."""
-_LISTING_TIMEOUTS = 10
+LISTING_TIMEOUTS = 10
 _PAGE_BYTES = 1 << 20
 _KEPT_CONNECTIONS = 8
 _IDLE_SECONDS = 30.0
 _TRIES = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _SMALL_BODY = 1 << 16
-_MIN_RATE = 16 << 10
+MIN_RATE = 16 << 10
 _URL = re.compile(r"[!-~]+")
-_LENGTH = re.compile(r"[0-9]{1,18}")
+LENGTH = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
 _LISTED = re.compile(r"([0-9]{1,18}) ([0-9]{1,12}) (\S{1,512})")
 _NO_SUCH_SERVER = "Serve the folder with `pulse serve`."
@@ -131,7 +131,7 @@ class HttpStore(ReadOnly):
             if start_after is not None and start_after > prefix
             else ""
         )
-        count, given_up = 0, time.monotonic() + _LISTING_TIMEOUTS * self._timeout
+        count, given_up = 0, time.monotonic() + LISTING_TIMEOUTS * self._timeout
         while count < MAX_LISTED:
             if (
                 time.monotonic() > given_up
@@ -178,7 +178,7 @@ class HttpStore(ReadOnly):
     def _length(self, answer: HTTPResponse, name: str) -> int:
         length = answer.getheader("Content-Length", "")
         if (
-            not _LENGTH.fullmatch(length)
+            not LENGTH.fullmatch(length)
             or answer.chunked
             or answer.getheader("Content-Encoding", "identity") != "identity"
         ):
@@ -289,7 +289,7 @@ class _Connection:
 
     def __init__(self, connection: HTTPConnection) -> None:
         self._connection = connection
-        self._socket: _DeadlineSocket | None = None
+        self._socket: DeadlineSocket | None = None
         self.reused = False
         """Whether the server has answered on it before."""
         self.idle_since = 0.0
@@ -297,9 +297,9 @@ class _Connection:
     def ask(self, method: str, path: str, headers: dict[str, str], seconds: float) -> HTTPResponse:
         if self._socket is None:
             self._connection.connect()
-            self._socket = _DeadlineSocket(self._connection.sock)
+            self._socket = DeadlineSocket(self._connection.sock)
             self._connection.sock = self._socket
-        self._socket.begin(seconds, _MIN_RATE)
+        self._socket.begin(seconds, MIN_RATE)
         self._connection.request(method, path, None, {"Accept-Encoding": "identity", **headers})
         answer = self._connection.getresponse()
         self._socket.expect(answer.length or 0)
@@ -337,7 +337,7 @@ def _parsed(url: str) -> tuple[Callable[[float], HTTPConnection], str]:
     return lambda timeout: kind(host, port, timeout=timeout), parts.path.rstrip("/")
 
 
-class _DeadlineSocket:
+class DeadlineSocket:
     """What `http.client`, which has a timeout for each packet only, needs of ``sock``, with a
     deadline that `begin` sets. Raises TimeoutError past it."""
 
@@ -381,7 +381,7 @@ class _DeadlineSocket:
 
 
 class _DeadlineReader(io.RawIOBase):
-    def __init__(self, owner: _DeadlineSocket, raw: socket.SocketIO) -> None:
+    def __init__(self, owner: DeadlineSocket, raw: socket.SocketIO) -> None:
         self._owner = owner
         self._raw = raw
 

@@ -2,7 +2,7 @@
 uploaded there.
 
 Objects are read through resolve URLs, which answer ranged GETs by way of a redirect; the Hub's tree
-API lists them.
+API lists them. The endpoint is trusted no more than an HTTP server is (`http`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,36 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin, urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import (
+    HTTPHandler,
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    Request,
+    build_opener,
+)
 
 from .._util.addresses import shown, shown_text
 from .._util.retry import retrying
 from .._util.settings import checked_number
+from .._util.threads import checkpoint
 from ..errors import InputError, NotFound, StoreError, StoreUnavailable
-from ..store.base import MAX_LISTED, ObjectInfo, ReadOnly, check_folder, check_name, check_range
-from .http import MAX_WHOLE_BYTES
+from ..store.base import (
+    MAX_LISTED,
+    ObjectInfo,
+    ReadOnly,
+    check_folder,
+    check_name,
+    check_range,
+    is_name,
+)
+from .http import LENGTH, LISTING_TIMEOUTS, MAX_WHOLE_BYTES, MIN_RATE, DeadlineSocket
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _ADDRESS = re.compile(
@@ -36,12 +52,41 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 4.0
 _MAY_PASS = (408, 429, 500, 502, 503, 504)
 
 
+class _Bounded(HTTPConnection):
+    """One whose every request has a deadline, and not only each of its packets."""
+
+    def connect(self) -> None:
+        super().connect()
+        self._bounded = DeadlineSocket(self.sock)
+        self._bounded.begin(self.timeout or 0.0, MIN_RATE)
+        self.sock: Any = self._bounded
+
+    def getresponse(self) -> HTTPResponse:
+        answer = super().getresponse()
+        self._bounded.expect(answer.length or 0)
+        return answer
+
+
+class _BoundedTls(_Bounded, HTTPSConnection):
+    pass
+
+
+class _Connections(HTTPHandler, HTTPSHandler):
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_Bounded, req)
+
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_BoundedTls, req)
+
+
 class _Redirects(HTTPRedirectHandler):
     """The Hub redirects to other hosts, which sign their URLs: these are not shown the token."""
 
     def redirect_request(
         self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> Request | None:
+        if urlsplit(newurl).scheme not in ("http", "https"):
+            raise URLError(f"it redirects to {newurl[:80]!r}")
         again = super().redirect_request(req, fp, code, msg, headers, newurl)
         if again is not None:
             again.method = req.get_method()  # urllib makes a GET of a HEAD
@@ -65,7 +110,8 @@ class HubStore(ReadOnly):
             ``@revision`` behind the name for another revision than ``main``.
         token: An access token. Default: HF_TOKEN, or that of `hf auth login`.
         endpoint: The Hub's address. Default: HF_ENDPOINT, or the Hub.
-        timeout_seconds: The seconds that a request may take.
+        timeout_seconds: Bounds each request, to its first byte, and then at 16 KiB/s; ten times as
+            long, a whole listing. A request is not repeated after so long.
     Raises:
         InputError: ``address`` names no repository.
     """
@@ -103,7 +149,7 @@ class HubStore(ReadOnly):
         self._resolve = f"{hub}/{plural}{repository}/resolve/{revision}{prefix}/"
         self._tree = f"{hub}/api/{kind}/{repository}/tree/{revision}{prefix}/"
         self._token = token or _token()
-        self._opener = build_opener(_Redirects())
+        self._opener = build_opener(_Redirects(), _Connections())
 
     def __repr__(self) -> str:
         return f"HubStore({self._address!r})"
@@ -118,6 +164,8 @@ class HubStore(ReadOnly):
         if start == stop:
             return b""
         with self._ask("GET", url, name, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
+            if answer.status == 200 and start and stop > MAX_WHOLE_BYTES:
+                raise StoreError(f"{self._address} sends all of {name} in place of a part")
             data = self._read(answer, name, stop if answer.status == 200 else stop - start)
         data = data[start:stop] if answer.status == 200 else data
         if len(data) != stop - start:
@@ -132,14 +180,17 @@ class HubStore(ReadOnly):
             # Of a file in large-file storage the Hub says this, before it redirects to where the
             # file is.
             text = answer.headers.get("X-Linked-Size") or answer.headers.get("Content-Length") or ""
-        if not text.isdecimal():
+        if not LENGTH.fullmatch(text):
             raise StoreError(f"{self._address} does not say how long {name} is")
         return ObjectInfo(name, int(text), 0.0)
 
     def list(self, folder: str, start_after: str | None = None) -> Iterator[ObjectInfo]:
         url: str | None = f"{self._tree}{check_folder(folder)}".rstrip("/") + "?recursive=true"
         found: list[ObjectInfo] = []
+        given_up = time.monotonic() + LISTING_TIMEOUTS * self._timeout
         while url is not None:
+            if time.monotonic() > given_up:
+                raise StoreUnavailable(f"{self._address} takes too long to list {folder}")
             try:
                 with self._ask("GET", url, folder) as answer:
                     following = _NEXT.search(answer.headers.get("Link", ""))
@@ -151,7 +202,7 @@ class HubStore(ReadOnly):
                 if found:
                     raise StoreUnavailable(f"{self._address} changed while it was listed") from None
                 return
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise StoreError(
                     f"{self._address} does not list {folder or 'its objects'}: {error}"
                 ) from None
@@ -163,12 +214,14 @@ class HubStore(ReadOnly):
         )
 
     def _listed(self, entries: Any) -> Iterator[ObjectInfo]:
-        cut = len(self._prefix) + 1 if self._prefix else 0
+        before = f"{self._prefix}/" if self._prefix else ""
         for entry in entries if isinstance(entries, list) else ():
             if isinstance(entry, dict) and entry.get("type") == "file":
                 path, size = entry.get("path"), entry.get("size")
-                if isinstance(path, str) and type(size) is int and size >= 0:
-                    yield ObjectInfo(path[cut:], size, 0.0)
+                if not isinstance(path, str) or not is_name(name := path.removeprefix(before)):
+                    continue
+                if path.startswith(before) and type(size) is int and LENGTH.fullmatch(f"{size}"):
+                    yield ObjectInfo(name, size, 0.0)
 
     def _ask(
         self, method: str, url: str, name: str, headers: dict[str, str] | None = None
@@ -176,7 +229,8 @@ class HubStore(ReadOnly):
         sent = {"User-Agent": "pulse-rl", "Accept-Encoding": "identity", **(headers or {})}
         if self._token:
             sent["Authorization"] = f"Bearer {self._token}"
-        for attempt in retrying(_FIRST_PAUSE, _LONGEST_PAUSE, tries=_TRIES):
+        for attempt in retrying(_FIRST_PAUSE, _LONGEST_PAUSE, tries=_TRIES, seconds=self._timeout):
+            checkpoint()
             try:
                 answer: HTTPResponse = self._opener.open(
                     Request(url, headers=sent, method=method), timeout=self._timeout
@@ -202,7 +256,7 @@ class HubStore(ReadOnly):
                     raise StoreUnavailable(
                         f"{self._address}: the Hub answers {error.code} to {name}"
                     ) from None
-            except (URLError, HTTPException, OSError) as error:
+            except (URLError, HTTPException, OSError, ValueError) as error:
                 if not attempt.left:
                     raise StoreUnavailable(f"{self._address}: {shown_text(str(error))}") from None
         raise AssertionError

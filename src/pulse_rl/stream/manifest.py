@@ -21,6 +21,7 @@ import numpy as np
 from ..errors import ChainGap, CorruptManifest, InputError
 from ..events import Metadata
 from ..patch.history import MAX_WINDOWS
+from ..store.base import ObjectInfo
 from .names import flaw_of
 
 FORMAT = "pulse.manifest.1"
@@ -296,21 +297,26 @@ class ManifestCache:
     def __init__(self, most: int = _MOST, max_bytes: int = _MAX_BYTES) -> None:
         self._most = most
         self._most_bytes = max_bytes
-        self._kept: dict[int, tuple[Manifest, int]] = {}
+        self._kept: dict[int, tuple[Manifest, int, ObjectInfo | None]] = {}
         self._nbytes = 0
         self._aliases: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def get(self, version: int) -> Manifest | None:
+    def get(self, version: int, listed: ObjectInfo | None = None) -> Manifest | None:
+        """The manifest of ``version``; None also if its object is ``listed`` as another one than
+        when it was read."""
         kept = self._kept.get(version)
-        return kept[0] if kept else None
+        return kept[0] if kept and listed in (None, kept[2]) else None
 
-    def keep(self, manifest: Manifest) -> None:
+    def keep(self, manifest: Manifest, listed: ObjectInfo | None = None) -> None:
         """Add ``manifest``, and drop the oldest ones if there is no room. One manifest always
         fits."""
         with self._lock:
-            if manifest.version in self._kept:
+            kept, nbytes, _ = self._kept.pop(manifest.version, (None, 0, None))
+            if kept == manifest:
+                self._kept[manifest.version] = kept, nbytes, listed
                 return
+            self._nbytes -= nbytes
             # Equal aliases in equal order: the manifest's bytes must not change by sharing them.
             if list(manifest.aliases.items()) == list(self._aliases.items()):
                 nbytes = len(with_aliases(manifest, {}).to_bytes())
@@ -323,7 +329,7 @@ class ManifestCache:
                 len(self._kept) >= self._most or self._nbytes + nbytes > self._most_bytes
             ):
                 self._nbytes -= self._kept.pop(next(iter(self._kept)))[1]
-            self._kept[manifest.version] = manifest, nbytes
+            self._kept[manifest.version] = manifest, nbytes, listed
             self._nbytes += nbytes
 
 

@@ -32,6 +32,7 @@ from ..state.digest import StateDigest
 from ..state.header import header_bytes
 from ..store.base import (
     DEFAULT_LATE_SECONDS,
+    UNREADABLE,
     BoundedStore,
     Data,
     ObjectInfo,
@@ -272,7 +273,8 @@ class Stream:
         listed = self.versions(after)
         # Manifests never change, so versions below the highest one that was read before need no
         # read.
-        known = None if anybody else next(filter(None, map(self.kept, reversed(listed))), None)
+        kept = (self.kept(version, self._listed[version]) for version in reversed(listed))
+        known = None if anybody else next(filter(None, kept), None)
         # Newest first. Unreadable ones are skipped: a damaged version must not stop its readers.
         above = [
             version for version in reversed(listed) if known is None or version > known.version
@@ -298,15 +300,17 @@ class Stream:
         return Head(found, listed)
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of a version, from the cache if it was read before: manifests never change.
+        """The manifest of a version, from the cache if it was read before, unless its object is
+        listed as another one since.
 
         Raises NotFound, CorruptManifest and Untrusted.
         """
-        manifest = self._manifests.get(version)
+        listed = self._listed.get(version)
+        manifest = self._manifests.get(version, listed)
         if manifest is None:
-            shown = self._listed.get(version) or self.store.head(self.names.version(version))
-            manifest = self._read(version, shown)
-            self._manifests.keep(manifest)
+            shown = listed or self.store.head(self.names.version(version))
+            manifest = self._read_anew(version, shown)
+            self._manifests.keep(manifest, listed)
             if self._newest_read is None or shown.name >= self._newest_read.name:
                 self._newest_read = shown
         # Checked each time: the stream's ID may be settled after the manifest was read.
@@ -498,9 +502,10 @@ class Stream:
     def _is_ours(self, manifest: Manifest) -> bool:
         return not self.stream_id or manifest.stream_id == self.stream_id
 
-    def kept(self, version: int) -> Manifest | None:
-        """The cached manifest of a version of this stream; None if it was not read before."""
-        manifest = self._manifests.get(version)
+    def kept(self, version: int, listed: ObjectInfo | None = None) -> Manifest | None:
+        """The cached manifest of a version of this stream; None if it was not read before, or if
+        another object than the ``listed`` one was."""
+        manifest = self._manifests.get(version, listed)
         return manifest if manifest and self._is_ours(manifest) else None
 
     def _has(self, name: str) -> bool:
@@ -509,6 +514,20 @@ class Stream:
         except NotFound:
             return False
         return True
+
+    def _read_anew(self, version: int, shown: ObjectInfo) -> Manifest:
+        """The manifest in the store; the cached one where that was damaged or replaced since.
+
+        A store that lost versions may have new ones of this stream under their numbers.
+        """
+        known = self._manifests.get(version)
+        try:
+            manifest = self._read(version, shown)
+        except UNREADABLE:
+            if known is None:
+                raise
+            return known
+        return known if known and self._is_ours(known) > self._is_ours(manifest) else manifest
 
     def _read(self, version: int, listed: ObjectInfo | None = None) -> Manifest:
         name = self.names.version(version)

@@ -99,6 +99,7 @@ class Committer:
         self._anchor_ratio = anchor_ratio
         self._minted = secrets.token_hex(16)
         self._claimed_as = ""
+        self._given_id: str | None = None
         self._refused: str | None = None
         self._pending: tuple[Manifest, float] | None = None
         """A version whose commit is not confirmed, with the time (Unix seconds) at which its
@@ -150,10 +151,12 @@ class Committer:
         # 2. A publisher that starts, or whose number was taken: find the head, then make a claim
         # that stops older publishers. The head comes first, since the claim names the stream's ID
         # and its epoch must exceed the head's.
-        if self.head and not self._claimed_as:
-            # The claim has failed, and the stream may have been recreated since.
-            self.head = None
-            self._stream.forget()
+        if not self._claimed_as:
+            if self.head:  # the claim has failed, and the stream may have been recreated since
+                self.head = None
+                self._stream.forget()
+                self._stream.stream_id = self._given_id
+            self._given_id = self._stream.stream_id
         self._find_head()
         if self._claimed_as != self.stream_id:
             self._claim()

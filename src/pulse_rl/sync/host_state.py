@@ -27,11 +27,12 @@ from ..errors import (
     PulseError,
     StateMismatch,
     WrongBase,
+    WrongHistory,
 )
 from ..events import Listener, PhaseTimer, fell_back, progress_to
 from ..patch import Patch, apply_patch, parse_patch
 from ..patch.header import MAX_HEADER_BYTES
-from ..patch.history import History, Window, WrongHistory
+from ..patch.history import History, Window
 from ..state.digest import PartDigest, StateDigest, state_digest
 from ..state.tensors import Empty, State, TensorSpec, check_tensor_name
 from ..store.base import UNREADABLE

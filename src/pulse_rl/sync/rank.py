@@ -159,7 +159,7 @@ class RankPublisher:
             self.retention.committed(manifest)
         published = published_as(manifest, timer, state.reason, blocked_seconds)
         self._tell(published)
-        self._notices.look_at(manifest.version, state, local.source)
+        self._notices.look_at(manifest.version, state, local.source, local.mixed)
         # The memory became the baseline: as an anchor, or because it equals the head of a publisher
         # that starts again.
         return published, local.owned and state.state is local.source

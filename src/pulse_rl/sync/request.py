@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -31,7 +31,8 @@ class LocalState(NamedTuple):
     ``source`` has them; they are cast to ``dtype`` if it is set. ``boxes`` gives the parts of
     tensors that this rank has, for tensors that it does not have whole. ``owned``: nobody else
     writes to them. ``quantize`` says how they become codes and scales, once the ranks have agreed
-    on scales (`quantized`). ``config`` is the quantization entry of config.json.
+    on scales (`quantized`). ``config`` is the quantization entry of config.json. The tensors
+    ``uncast`` are not cast; those of ``mixed`` are, though most of the state is narrow already.
     """
 
     source: State
@@ -40,6 +41,8 @@ class LocalState(NamedTuple):
     owned: bool = False
     quantize: Quantize | None = None
     config: Mapping[str, Any] | None = None
+    uncast: Collection[str] = ()
+    mixed: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -56,12 +59,19 @@ class LocalState(NamedTuple):
 
             made = QuantizedState(state, quantize, compute)
             return cls(made, config=config_of(quantize, made.kept))
-        return cls(state, compute)
+        if compute is None:
+            return cls(state)
+        from ..quantize.states import exact_names, mixed_names
+
+        uncast = state.uncast | exact_names(state.specs)
+        return cls(state, compute, uncast=uncast, mixed=mixed_names(state.specs, compute, uncast))
 
     @property
     def state(self) -> State:
         """The elements as the version will have them."""
-        return self.source if self.dtype is None else CastState(self.source, self.dtype)
+        return (
+            self.source if self.dtype is None else CastState(self.source, self.dtype, self.uncast)
+        )
 
 
 def require_weights(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:

@@ -137,6 +137,7 @@ class Subscriber(Closing, NotCopyable):
         self._listener = on_event
         self._delivered: list[Receipt] = []
         self._files: dict[str, bytes] = {}
+        self._known: Manifest | None = None
         self._checkpoint: Path | None = None
         """The checkpoint on disk that was last written or found: its unchanged parts need not be
         written again."""
@@ -461,7 +462,7 @@ class Subscriber(Closing, NotCopyable):
                     links=tuple(str(link) for link in links),
                     fetched_bytes=sum(link.nbytes for link in links),
                     seconds=update.seconds,
-                    lag_seconds=time.time() - self._failover.manifest(update.version).created,
+                    lag_seconds=time.time() - self._manifest().created,
                     phases=phases | {"plan": looked + phases.get("plan", 0.0)},
                 )
             )
@@ -481,9 +482,12 @@ class Subscriber(Closing, NotCopyable):
         fell_back(self._listener, self.stream.name, f"version {version}", error)
 
     def _manifest(self) -> Manifest:
-        version = self._ready().version
-        assert version is not None
-        return self._failover.manifest(version)
+        host, known = self._ready(), self._known
+        assert host.version is not None
+        # The store may have another version under the same number by now.
+        if known is None or (known.version, known.root) != (host.version, host.digest.root):
+            known = self._known = self._failover.manifest(host.version)
+        return known
 
     def _read_files(self) -> dict[str, bytes]:
         refs = self._manifest().files
@@ -494,7 +498,7 @@ class Subscriber(Closing, NotCopyable):
         return {ref.name: self._files[ref.sha256] for ref in refs}
 
     def _forget(self) -> None:
-        self._files = {}
+        self._files, self._known = {}, None
         self._host = self._empty_host(self._threads, self._host.listener)
         self._delivered = []
 

@@ -190,7 +190,7 @@ class Server(EngineTransport):
         answer = self._call("weights_checker", body)
         try:
             statuses: list[Status] = json.loads(answer["message"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise EngineError(
                 f"{self._client.address} answered without a status", hint=_START
             ) from None
@@ -205,5 +205,5 @@ def is_sglang(address: str, timeout_seconds: float) -> bool:
     answer = Client(address, timeout_seconds).get("model_info")
     try:
         return answer.status == 200 and "weight_version" in json.loads(answer.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
