@@ -241,6 +241,27 @@ def wait_for_workers(
 
 PUBLISHER, SUBSCRIBER = "publisher", "subscriber"
 
+_METRICS = (
+    ("version", "gauge", "Newest version committed or held"),
+    ("density_ratio", "gauge", "Changed elements / all elements of the last patch"),
+    ("patch_bytes", "counter", "Bytes stored in patches"),
+    ("anchor_bytes", "counter", "Bytes stored in anchors"),
+    ("fold_bytes", "counter", "Bytes stored in folds"),
+    ("full_sync_bytes", "counter", "Bytes that full syncs would have stored"),
+    ("publish_seconds", "histogram", "Time of a publish"),
+    ("publish_phase_seconds", "summary", "Time of a publish by phase", "phase"),
+    ("fold_failures", "counter", "Folds that could not be made or stored"),
+    ("fetched_bytes", "counter", "Bytes of payloads downloaded"),
+    ("sync_seconds", "histogram", "Time of a sync that found something new"),
+    ("sync_phase_seconds", "summary", "Time of a sync by phase", "phase"),
+    ("versions_behind", "gauge", "Versions behind when the last sync polled"),
+    ("lag_seconds", "gauge", "Age of the version when the last sync ended"),
+    ("call_failures", "counter", "Calls that raised an error", "kind"),
+    ("path_failures", "counter", "Paths to a version that failed", "kind"),
+    ("verification_failures", "counter", "Failed checks of bytes or states", "kind"),
+)
+"""Name, kind, description, and labels in addition to the stream and the role."""
+
 
 class PrometheusMetrics:
     """Counts events in ``registry`` (default: the process's own), under names that start with
@@ -279,47 +300,18 @@ class PrometheusMetrics:
                 "PrometheusMetrics needs the package prometheus-client", hint=_INSTALL
             ) from None
         where = REGISTRY if registry is None else registry
-
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"{prefix}_{name}", what, (*_LABELS, *labels), registry=where)
-
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(f"{prefix}_{name}", what, _LABELS, registry=where)
-
-        def seconds(name: str, what: str) -> Histogram:
-            return Histogram(
-                f"{prefix}_{name}_seconds", what, _LABELS, registry=where, buckets=_SECONDS
-            )
-
-        def phases(name: str, what: str) -> Summary:
-            return Summary(
-                f"{prefix}_{name}_phase_seconds", what, (*_LABELS, "phase"), registry=where
-            )
-
+        self._metrics: dict[str, Any] = {}
         try:
-            self._version = gauge("version", "Newest version committed or held")
-            self._density = gauge(
-                "density_ratio", "Changed elements / all elements of the last patch"
-            )
-            self._patch_bytes = counter("patch_bytes", "Bytes stored in patches")
-            self._anchor_bytes = counter("anchor_bytes", "Bytes stored in anchors")
-            self._fold_bytes = counter("fold_bytes", "Bytes stored in folds")
-            self._full_bytes = counter("full_sync_bytes", "Bytes that full syncs would have stored")
-            self._publish = seconds("publish", "Time of a publish")
-            self._publish_phases = phases("publish", "Time of a publish by phase")
-            self._fold_failures = counter("fold_failures", "Folds that could not be made or stored")
-            self._fetched_bytes = counter("fetched_bytes", "Bytes of payloads downloaded")
-            self._sync = seconds("sync", "Time of a sync that found something new")
-            self._sync_phases = phases("sync", "Time of a sync by phase")
-            self._behind = gauge("versions_behind", "Versions behind when the last sync looked")
-            self._lag = gauge("lag_seconds", "Age of the version when the last sync ended")
-            self._call_failures = counter("call_failures", "Calls that raised an error", "kind")
-            self._path_failures = counter(
-                "path_failures", "Ways to a version that did not work", "kind"
-            )
-            self._verification_failures = counter(
-                "verification_failures", "Failed checks of bytes or states", "kind"
-            )
+            for name, kind, what, *more in _METRICS:
+                make = {"gauge": Gauge, "counter": Counter, "summary": Summary}.get(kind)
+                labels = (*_LABELS, *more)
+                self._metrics[name] = (
+                    make(f"{prefix}_{name}", what, labels, registry=where)
+                    if make
+                    else Histogram(
+                        f"{prefix}_{name}", what, labels, registry=where, buckets=_SECONDS
+                    )
+                )
         except ValueError as error:
             raise InputError(
                 f"cannot register the metrics: {error}", hint="Share one PrometheusMetrics."
@@ -337,40 +329,42 @@ class PrometheusMetrics:
             case Synced():
                 self._synced(event)
             case CallFailed(call="fold"):
-                self._fold_failures.labels(event.stream, PUBLISHER).inc()
+                self._metrics["fold_failures"].labels(event.stream, PUBLISHER).inc()
             case CallFailed():
                 role = PUBLISHER if event.call == "publish" else SUBSCRIBER
-                self._call_failures.labels(event.stream, role, event.kind).inc()
+                self._metrics["call_failures"].labels(event.stream, role, event.kind).inc()
             case FallbackUsed():
-                self._path_failures.labels(event.stream, SUBSCRIBER, event.kind).inc()
+                self._metrics["path_failures"].labels(event.stream, SUBSCRIBER, event.kind).inc()
                 if event.kind in self._checks:
-                    self._verification_failures.labels(event.stream, SUBSCRIBER, event.kind).inc()
+                    self._metrics["verification_failures"].labels(
+                        event.stream, SUBSCRIBER, event.kind
+                    ).inc()
             case Folded():
                 if event.nbytes < event.patch_bytes:
-                    self._fold_bytes.labels(event.stream, PUBLISHER).inc(event.nbytes)
+                    self._metrics["fold_bytes"].labels(event.stream, PUBLISHER).inc(event.nbytes)
 
     def _published(self, event: Published) -> None:
         own = (event.stream, PUBLISHER)
-        self._version.labels(*own).set(event.version)
+        self._metrics["version"].labels(*own).set(event.version)
         if event.changed is not None:
-            self._density.labels(*own).set(event.density)
-        self._patch_bytes.labels(*own).inc(event.patch_bytes)
-        self._anchor_bytes.labels(*own).inc(event.anchor_bytes)
-        self._full_bytes.labels(*own).inc(event.dense_bytes)
-        self._publish.labels(*own).observe(event.seconds)
+            self._metrics["density_ratio"].labels(*own).set(event.density)
+        self._metrics["patch_bytes"].labels(*own).inc(event.patch_bytes)
+        self._metrics["anchor_bytes"].labels(*own).inc(event.anchor_bytes)
+        self._metrics["full_sync_bytes"].labels(*own).inc(event.dense_bytes)
+        self._metrics["publish_seconds"].labels(*own).observe(event.seconds)
         for phase, seconds in event.phases.items():
-            self._publish_phases.labels(*own, phase).observe(seconds)
+            self._metrics["publish_phase_seconds"].labels(*own, phase).observe(seconds)
 
     def _synced(self, event: Synced) -> None:
         own = (event.stream, SUBSCRIBER)
-        self._version.labels(*own).set(event.version)
-        self._fetched_bytes.labels(*own).inc(event.fetched_bytes)
-        self._sync.labels(*own).observe(event.seconds)
+        self._metrics["version"].labels(*own).set(event.version)
+        self._metrics["fetched_bytes"].labels(*own).inc(event.fetched_bytes)
+        self._metrics["sync_seconds"].labels(*own).observe(event.seconds)
         for phase, seconds in event.phases.items():
-            self._sync_phases.labels(*own, phase).observe(seconds)
+            self._metrics["sync_phase_seconds"].labels(*own, phase).observe(seconds)
         if event.versions_behind is not None:
-            self._behind.labels(*own).set(event.versions_behind)
-        self._lag.labels(*own).set(event.lag_seconds)
+            self._metrics["versions_behind"].labels(*own).set(event.versions_behind)
+        self._metrics["lag_seconds"].labels(*own).set(event.lag_seconds)
 
 
 def _kinds(error: type[PulseError]) -> set[str]:
