@@ -136,6 +136,8 @@ def test_a_sequence_is_a_function_of_its_seed(kind: str) -> None:
         # The source shows the relay other objects in the place of digests, twice the same.
         ("fleet", 1000001036, (1, 7, 8, 11, 13)),
         ("fleet", 77000000184, (1, 8, 10, 12, 25)),
+        # A false fold leads to a version whose patch has no base any more, as an anchor does.
+        ("streams", 71000002045, (4, 5, 11, 13)),
     ],
 )
 def test_sequences_that_once_broke_a_promise(kind: str, seed: int, steps: tuple[int, ...]) -> None:
