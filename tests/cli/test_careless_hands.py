@@ -14,7 +14,7 @@ from pulse_rl.errors import Untrusted
 from tests.support.checkpoints import write_checkpoint
 from tests.support.commands import Pulse
 from tests.support.manifests import manifest_of
-from tests.support.states import Rng, bits, history
+from tests.support.states import Rng, bits, history, present
 
 
 def test_an_empty_path_is_not_the_current_folder(
@@ -65,13 +65,11 @@ def test_a_signing_publisher_takes_nothing_from_a_stranger(rng: Rng) -> None:
     Publisher(store, stream="policy").publish(strange, metadata={"step": 999})
     events: list[object] = []
     publisher = Publisher(store, stream="policy", signer=signer, on_event=events.append)
-    head = publisher.head()
-    assert head is not None
+    head = present(publisher.head())
     assert (head.version, head.metadata) == (0, {"step": 7})
     done = publisher.publish(strange)
     assert done.version == 2
-    patch = manifest_of(store, "policy", 2).patch
-    assert patch is not None
+    patch = present(manifest_of(store, "policy", 2).patch)
     assert patch.base == 0, "no patch rests on what nobody signed"
     assert [event.how for event in events if hasattr(event, "how")] == ["restored"]  # type: ignore[attr-defined]
     only_strange = MemoryStore()

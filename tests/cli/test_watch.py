@@ -113,8 +113,7 @@ def test_a_watcher_that_is_killed_at_any_change_tears_nothing(pulse: Pulse, tmp_
     assert steps_of(store) == list(range(len(list(folder.iterdir()))))
 
 
-def test_a_version_follows_the_one_that_was_named(rng: Rng) -> None:
-    store = MemoryStore()
+def test_a_version_follows_the_one_that_was_named(rng: Rng, store: MemoryStore) -> None:
     states = [{"w": rng.standard_normal(100).astype(np.float32)} for _ in range(4)]
     with Publisher(store, stream="s") as publisher:
         with pytest.raises(PublisherConflict, match="none, not 3"):

@@ -35,6 +35,7 @@ from tests.support.history_blocks import (
 )
 from tests.support.history_oracle import Steps
 from tests.support.sparse_payload import Parts, joined
+from tests.support.states import present
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -254,8 +255,7 @@ def test_remembered_elements_of_classes_that_are_not_listed_are_others(
         layout = Layout(DTYPES["F32"], (Run(len(old), 10, 0),), native_past([before, old], kind))
         steps = [oracle.window(before.tolist(), old.tolist(), kind)]
         block = Block(layout, [before, old], new, steps)
-        payload = encoded(block)
-        assert payload is not None
+        payload = present(encoded(block))
         assert (payload[0] & 128 > 0, payload[2] + 1) == (each == 700, 63)
         check_decoded(payload, block)
         again, chosen = oracle.decode(payload, old.tolist(), kind, list(layout.runs), block.past)
@@ -393,8 +393,7 @@ def test_as_many_windows_as_the_binding_takes() -> None:
     block, _ = coded_block("BF16")
     past = block.layout.past * 21
     layout = block.layout._replace(past=past)
-    found = history_encode(block.old, block.new, layout)
-    assert found is not None
+    found = present(history_encode(block.old, block.new, layout))
     decoded = HISTORY.decode(memoryview(found[0]), block.old, layout)
     np.testing.assert_array_equal(decoded.values, block.new[decoded.positions])
 

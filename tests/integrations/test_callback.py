@@ -117,8 +117,7 @@ def test_a_slow_store_holds_nobody_up_and_gets_the_newest() -> None:
     assert training.log()["pulse/replaced"] == 3
 
 
-def test_another_publisher_ends_the_training() -> None:
-    store = MemoryStore()
+def test_another_publisher_ends_the_training(store: MemoryStore) -> None:
     training = Training(store, replace=False)
     training.begin()
     training.step()
@@ -159,9 +158,8 @@ def test_another_publisher_ends_a_training_that_logs_each_step(settings: dict[st
 
 
 def test_another_publisher_at_the_end_is_kept_for_the_program(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, store: MemoryStore
 ) -> None:
-    store = MemoryStore()
     training = Training(store)
     training.begin()
     training.settle()
@@ -233,8 +231,7 @@ def test_failures_are_counted_and_the_last_weights_are_tried_again() -> None:
     assert steps(store) == [0, 3]
 
 
-def test_metadata_are_the_finite_numbers_of_the_last_log() -> None:
-    store = MemoryStore()
+def test_metadata_are_the_finite_numbers_of_the_last_log(store: MemoryStore) -> None:
     training = Training(store, replace=False)
     training.begin()
     training.step()
@@ -253,8 +250,7 @@ def test_metadata_are_the_finite_numbers_of_the_last_log() -> None:
     }
 
 
-def test_the_best_model_is_published_if_it_is_loaded_at_the_end() -> None:
-    store = MemoryStore()
+def test_the_best_model_is_published_if_it_is_loaded_at_the_end(store: MemoryStore) -> None:
     training = Training(store, replace=False)
     training.args.load_best_model_at_end = True
     training.begin()
@@ -267,8 +263,7 @@ def test_the_best_model_is_published_if_it_is_loaded_at_the_end() -> None:
     assert not worker.state.read("weight").any()
 
 
-def test_other_ranks_publish_nothing() -> None:
-    store = MemoryStore()
+def test_other_ranks_publish_nothing(store: MemoryStore) -> None:
     training = Training(store, rank=1)
     training.begin()
     training.step()

@@ -298,10 +298,9 @@ def test_a_trainer_comes_back_from_a_checkpoint_with_its_message_on_the_way(arri
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_steps_that_may_have_counted_are_not_sent_again(overlap: int) -> None:
+def test_steps_that_may_have_counted_are_not_sent_again(overlap: int, store: MemoryStore) -> None:
     """A checkpoint of mid-round; then its process puts the round's message, and dies: what is saved
     is part of that."""
-    store = MemoryStore()
     first = alone(store, overlap=overlap)
     with suppress(Killed), first.loop:
         first.job.step(ord("a"))
@@ -321,9 +320,8 @@ def test_steps_that_may_have_counted_are_not_sent_again(overlap: int) -> None:
 
 
 @pytest.mark.parametrize("rewound", [True, False])
-def test_steps_of_a_checkpoint_are_told_from_those_since(rewound: bool) -> None:
+def test_steps_of_a_checkpoint_are_told_from_those_since(rewound: bool, store: MemoryStore) -> None:
     """The round ends after it has come back: with the message that it had put before."""
-    store = MemoryStore()
     first = alone(store, overlap=1)
     with suppress(Killed), first.loop:
         first.job.step(ord("a"))
@@ -347,9 +345,8 @@ def test_steps_of_a_checkpoint_are_told_from_those_since(rewound: bool) -> None:
         assert flat(back.loop.residual()).any() == rewound
 
 
-def test_overlap_may_begin_in_mid_round() -> None:
+def test_overlap_may_begin_in_mid_round(store: MemoryStore) -> None:
     """From a checkpoint without: its steps are what they were."""
-    store = MemoryStore()
     first = alone(store)
     with suppress(Killed), first.loop:
         for _ in range(3):
@@ -454,8 +451,7 @@ def test_a_round_whose_store_fails_goes_on(call: str, folder: str, after: bool) 
         assert same(one, other)
 
 
-def test_without_a_quorum_nothing_is_lost() -> None:
-    store = MemoryStore()
+def test_without_a_quorum_nothing_is_lost(store: MemoryStore) -> None:
     over = StoreExchange(store, trainer="a", quorum=2, grace_seconds=0.0, deadline_seconds=0.0)
     job = Job(lr=1e-3)
     with PulseLoCo(job.model, job.optimizer, sync_every=1, over=over) as loop:
@@ -471,10 +467,9 @@ def test_without_a_quorum_nothing_is_lost() -> None:
         assert same(flat(loop.global_state()), flat(other.loop.global_state()))
 
 
-def test_what_others_write_is_passed_over() -> None:
+def test_what_others_write_is_passed_over(store: MemoryStore) -> None:
     """Names that are none, a message of another theta, one that is cut off, and one larger than
     any."""
-    store = MemoryStore()
     member = alone(store)
     with member.loop:
         member.round()
@@ -491,8 +486,7 @@ def test_what_others_write_is_passed_over() -> None:
     ] == ["a"]
 
 
-def test_what_is_not_finite_is_its_trainers_own_affair() -> None:
-    store = MemoryStore()
+def test_what_is_not_finite_is_its_trainers_own_affair(store: MemoryStore) -> None:
     member, bad = alone(store), alone(store, "b")
     with member.loop, bad.loop:
         with torch.no_grad():
@@ -554,9 +548,8 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("case", refusals())
-def test_refusals(case: str) -> None:
+def test_refusals(case: str, store: MemoryStore) -> None:
     act, error, match = refusals()[case]
-    store = MemoryStore()
     with alone(store).loop:
         pass
     with pytest.raises(error, match=match):

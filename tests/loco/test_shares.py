@@ -71,8 +71,7 @@ def end(store: Store, *members: Member) -> None:
 
 @pytest.mark.parametrize(("wire", "sweep"), [("FP32", None), ("int4", None), ("int2", 2)])
 @pytest.mark.usefixtures("small_blocks")
-def test_owners_sum_their_shares(wire: WireName, sweep: int | None) -> None:
-    store = MemoryStore()
+def test_owners_sum_their_shares(wire: WireName, sweep: int | None, store: MemoryStore) -> None:
     a, b, c = (gated(store, name, wire=wire, sweep=sweep, quorum=3) for name in "abc")
     with a.loop, b.loop, c.loop:
         together(a, b, c, rounds=4)
@@ -83,9 +82,8 @@ def test_owners_sum_their_shares(wire: WireName, sweep: int | None) -> None:
         end(store, a, b, c)
 
 
-def test_a_late_owner_is_not_waited_for() -> None:
+def test_a_late_owner_is_not_waited_for(store: MemoryStore) -> None:
     """It dies as it puts its sums: the other makes them, and withholds what they lack."""
-    store = MemoryStore()
     a_line, b_line = FaultyStore(store), FaultyStore(store)
     a, b = gated(a_line, "a"), gated(b_line, "b", grace=0.0)
     with a.loop, b.loop:
@@ -102,9 +100,8 @@ def test_a_late_owner_is_not_waited_for() -> None:
         end(store, a, b)
 
 
-def test_who_comes_after_a_late_owner_makes_its_sums_first() -> None:
+def test_who_comes_after_a_late_owner_makes_its_sums_first(store: MemoryStore) -> None:
     """By how many posts after the owner's its own is."""
-    store = MemoryStore()
     member = gated(store, "c", quorum=1)
     with member.loop:
         member.round()
@@ -123,8 +120,7 @@ def test_who_comes_after_a_late_owner_makes_its_sums_first() -> None:
         assert distance("a", 5) == 0
 
 
-def test_an_owner_that_lost_a_reply_knows_its_sums() -> None:
-    store = MemoryStore()
+def test_an_owner_that_lost_a_reply_knows_its_sums(store: MemoryStore) -> None:
     line = FaultyStore(store)
     a, b = gated(line, "a"), gated(store, "b")
     with a.loop, b.loop:
@@ -138,10 +134,9 @@ def test_an_owner_that_lost_a_reply_knows_its_sums() -> None:
         end(store, a, b)
 
 
-def test_an_owner_that_was_killed_finds_what_it_withheld() -> None:
+def test_an_owner_that_was_killed_finds_what_it_withheld(store: MemoryStore) -> None:
     """From a checkpoint: its own message may not count twice, but what it held back of sums it
     makes again."""
-    store = MemoryStore()
     line = FaultyStore(store)
     a, b = gated(line, "a"), gated(store, "b")
     with a.loop, b.loop:
@@ -178,8 +173,7 @@ class Damaging(FaultyStore):
         super().put(name, data)
 
 
-def test_a_part_that_is_damaged_is_left_out_and_loses_nothing() -> None:
-    store = MemoryStore()
+def test_a_part_that_is_damaged_is_left_out_and_loses_nothing(store: MemoryStore) -> None:
     a, b = gated(store, "a"), gated(Damaging(store), "b")
     with a.loop, b.loop:
         together(a, b, rounds=4)
@@ -221,8 +215,7 @@ def test_who_closes_reads_heads_alone(overlap: int) -> None:
 
 
 @pytest.mark.parametrize("lie", ["entries", "squares", "not finite", "junk"])
-def test_a_part_that_is_not_what_its_head_says_is_left_out(lie: str) -> None:
-    store = MemoryStore()
+def test_a_part_that_is_not_what_its_head_says_is_left_out(lie: str, store: MemoryStore) -> None:
     a, b = gated(store, "a"), gated(store, "b")
     with a.loop, b.loop:
         together(a, b)
@@ -341,8 +334,7 @@ def test_who_cannot_read_what_others_have_added_stops() -> None:
     assert "cannot be read here: part 1 is damaged" in outcome["b"]
 
 
-def test_sums_that_no_list_shows_yet_are_made_once() -> None:
-    store = MemoryStore()
+def test_sums_that_no_list_shows_yet_are_made_once(store: MemoryStore) -> None:
     line = FaultyStore(store)
     a, b = gated(line, "a"), gated(store, "b")
     with a.loop, b.loop:
@@ -361,9 +353,8 @@ def test_sums_that_no_list_shows_yet_are_made_once() -> None:
     assert [call for call, of in line.calls if of == name and call == "put_new"] == ["put_new"]
 
 
-def test_who_never_sees_sums_stops_once_the_others_have_gone_on() -> None:
+def test_who_never_sees_sums_stops_once_the_others_have_gone_on(store: MemoryStore) -> None:
     """Their next round is closed only after it has looked, and has made its own."""
-    store = MemoryStore()
     line = FaultyStore(store)
     a, b, c = gated(store, "a", quorum=3), gated(store, "b", quorum=3), gated(line, "c", quorum=3)
     with a.loop, b.loop, c.loop:
@@ -415,8 +406,7 @@ def test_all_stop_at_a_close_that_names_what_cannot_count(monkeypatch: pytest.Mo
         assert same(flat(b.loop.global_state()), theta)
 
 
-def test_names_in_deeper_folders_are_no_sums() -> None:
-    store = MemoryStore()
+def test_names_in_deeper_folders_are_no_sums(store: MemoryStore) -> None:
     a, b = gated(store, "a"), gated(store, "b")
     with a.loop, b.loop:
         together(a, b)
@@ -436,9 +426,8 @@ def test_sums_are_signed_by_who_has_made_them() -> None:
         ShareSums.parse(data, "sums", place, 0, trusted_by(keys))
 
 
-def test_a_state_from_before_may_be_loaded_with_a_message_on_the_way() -> None:
+def test_a_state_from_before_may_be_loaded_with_a_message_on_the_way(store: MemoryStore) -> None:
     """It has another number of parts."""
-    store = MemoryStore()
     line = FaultyStore(store)
     a, b = gated(line, "a"), gated(store, "b")
     with a.loop, b.loop:

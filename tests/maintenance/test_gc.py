@@ -38,8 +38,7 @@ def stream_with_anchors(
     return publisher, trainer, roots
 
 
-def test_what_goes_is_what_nothing_names() -> None:
-    store = MemoryStore()
+def test_what_goes_is_what_nothing_names(store: MemoryStore) -> None:
     stream_with_anchors(store)
     before = {info.name for info in store.list("s")}
     dry = gc_stream(store, "s", keep=3, grace_seconds=0, dry_run=True)
@@ -75,8 +74,7 @@ def test_no_number_is_used_again_where_gc_was_cut_short_and_the_head_is_damaged(
         assert reader.root == state_root(trainer.state)
 
 
-def test_a_payload_whose_manifest_is_on_its_way_stays() -> None:
-    store = MemoryStore()
+def test_a_payload_whose_manifest_is_on_its_way_stays(store: MemoryStore) -> None:
     stream_with_anchors(store)
     store.put(f"s/payloads/{'ab' * 32}.patch", b"just uploaded")
     assert not any(

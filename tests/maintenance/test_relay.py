@@ -22,7 +22,7 @@ from pulse_rl.events import Event, FallbackUsed, Relayed
 from tests.support.folds import fold_link
 from tests.support.publishers import FoldingPublisher, tuned
 from tests.support.relays import Counted, assert_whole, newest_root
-from tests.support.states import Rng, TinyTrainer, history, roots
+from tests.support.states import Rng, TinyTrainer, history, present, roots
 from tests.support.stores import FaultyStore, names, s3_store
 
 KEY = Signer(bytes(range(32)))
@@ -158,8 +158,7 @@ def test_a_damaged_payload_is_not_passed_on(damage: str) -> None:
         publisher.wait()
         if version == 0:
             relay.sync()
-    patch = publisher.head()
-    assert patch is not None
+    patch = present(publisher.head())
     lost = Subscriber(source, stream="s").stream.manifest(2).patch
     name = f"s/payloads/{lost.parts[0].sha256}.patch"
     data = source.get(name)

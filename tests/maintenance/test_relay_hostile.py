@@ -13,7 +13,7 @@ from pulse_rl.errors import PublisherConflict, StreamRecreated
 from tests.hostile.pieces import header_of_many_blocks
 from tests.support.folds import fold_link
 from tests.support.relays import assert_whole, newest_root
-from tests.support.states import Rng, TinyTrainer, history, roots
+from tests.support.states import Rng, TinyTrainer, history, present, roots
 from tests.support.stores import names
 
 KEY = Signer(bytes(range(32)))
@@ -61,8 +61,7 @@ def test_a_fold_that_is_none_is_not_passed_on() -> None:
     (part,) = patch.parts
     false, listed = fold_link("s", 0, 16, (part.sha256, part.bytes))
     source.put(false, listed)
-    done = Relay(source, target, stream="s", threads=1).sync()
-    assert done is not None
+    done = present(Relay(source, target, stream="s", threads=1).sync())
     assert false not in names(target, "s/links")
     assert len(names(target, "s/versions")) == 18
     assert newest_root(target, "s") == root

@@ -21,7 +21,7 @@ from pulse_rl import (
 )
 from pulse_rl.errors import InputError
 from pulse_rl.frameworks.torch import apply_
-from tests.support.states import UINTS, WIDTHS
+from tests.support.states import UINTS, WIDTHS, present
 
 from .oracle import STREAM, Trainer, Worker, held, publish, root_of
 
@@ -128,8 +128,7 @@ def test_an_update_that_was_not_taken_over_is_delivered_again(store: Store) -> N
         publish(publisher, trainer)
         worker.sync()
         publish(publisher, trainer)
-        lost = worker.subscriber.sync()
-        assert lost is not None
+        lost = present(worker.subscriber.sync())
         for _ in lost:
             break  # an interrupt in the midst
         publish(publisher, trainer)
@@ -144,8 +143,7 @@ def test_a_worker_begins_with_the_checkpoint_that_it_has(store: Store) -> None:
         base = dict(trainer.state)
         published = [publisher.publish(trainer.step()) for _ in range(2)]
     subscriber = Subscriber(store, stream=STREAM, base=base)
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     assert root_of(held(subscriber)) == trainer.root
     assert update.payload_bytes <= sum(each.patch_bytes for each in published)
 
@@ -222,8 +220,7 @@ def test_a_model_of_torch_has_the_bits_that_torch_would_have_cast(
             for tensor in weights.values():
                 tensor += torch.randn_like(tensor) * 0.001
             publisher.publish(weights, dtype=names[dtype])
-            update = subscriber.sync()
-            assert update is not None
+            update = present(subscriber.sync())
             apply_(live, update)
             for name, tensor in weights.items():
                 assert torch.equal(live[name].view(torch.uint8), tensor.to(dtype).view(torch.uint8))

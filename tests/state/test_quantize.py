@@ -320,10 +320,9 @@ def test_the_kernels_refuse_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_stream_of_quantized_states(name: str, rng: Rng) -> None:
+def test_a_stream_of_quantized_states(name: str, rng: Rng, store: MemoryStore) -> None:
     """Followers see a state like any other, with the root of what the trainer could have quantized
     itself; tied weights stay tied, and what is submitted may change."""
-    store = MemoryStore()
     weight = torch.from_numpy(rng.normal(0, 0.02, (256, 512)).astype(np.float32))
     state: dict[str, Any] = {
         "a.weight": weight,

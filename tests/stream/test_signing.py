@@ -13,7 +13,7 @@ from pulse_rl.errors import ChainGap, CorruptManifest, InputError, Untrusted
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.stream.signing import TrustedKeys
 from pulse_rl.stream.stream import Stream
-from tests.support.states import taken
+from tests.support.states import present, taken
 
 STATE = {"w": np.arange(1000, dtype=np.float32)}
 
@@ -80,8 +80,7 @@ def test_a_payload_of_the_attacker_leads_nowhere() -> None:
     publisher = Publisher(store, stream="s", signer=signer)
     publisher.publish(STATE)
     publisher.publish({"w": STATE["w"] + 1})
-    payload = Stream(store, "s").manifest(1).patch
-    assert payload is not None
+    payload = present(Stream(store, "s").manifest(1).patch)
     store.put(
         f"s/payloads/{payload.parts[0].sha256}.patch",
         store.get(f"s/payloads/{payload.parts[0].sha256}.patch")[::-1],
@@ -92,9 +91,8 @@ def test_a_payload_of_the_attacker_leads_nowhere() -> None:
     assert subscriber.root == state_root(STATE)
 
 
-def test_a_signature_has_one_spelling() -> None:
+def test_a_signature_has_one_spelling(store: MemoryStore) -> None:
     """Bytes that nobody has signed so must not pass for a manifest that somebody has."""
-    store = MemoryStore()
     Publisher(store, stream="s", signer=Signer(bytes(32))).publish({"w": np.zeros(4, np.float32)})
     name = "s/versions/000000000000.json"
     signed = Stream(store, "s").manifest(0)

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pulse_rl import Bits, State, Subscriber, Update, state_root
 
+T = TypeVar("T")
 Tensors = dict[str, Bits]
 Rng = np.random.Generator
 
@@ -169,6 +170,11 @@ def taken(worker: Subscriber, target: int | None = None) -> Update | None:
     if update := worker.sync(target):
         update.acknowledge()
     return update
+
+
+def present(value: T | None) -> T:
+    assert value is not None
+    return value
 
 
 def run_python(code: str, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from pulse_rl.stream.manifest import AnchorRef, Manifest, Payload
 from tests.support.checkpoints import entry, file_of
 from tests.support.manifests import FULL, manifest_of
 from tests.support.publishers import tuned
-from tests.support.states import Live, Rng, Tensors, bits, history, state_root
+from tests.support.states import Live, Rng, Tensors, bits, history, present, state_root
 from tests.support.stores import FaultyStore
 
 
@@ -37,14 +37,12 @@ def manifest(store: FaultyStore, version: int) -> Manifest:
 
 
 def patch_name(store: FaultyStore, version: int) -> str:
-    patch = manifest(store, version).patch
-    assert patch is not None
+    patch = present(manifest(store, version).patch)
     return f"policy/payloads/{patch.parts[0].sha256}.patch"
 
 
 def shard_names(store: FaultyStore, version: int) -> list[str]:
-    anchor = manifest(store, version).anchor
-    assert anchor is not None
+    anchor = present(manifest(store, version).anchor)
     return [f"policy/payloads/{p.sha256}.safetensors" for p in anchor.shards]
 
 
@@ -106,8 +104,7 @@ def test_a_damaged_patch_is_avoided_by_a_later_anchor(damage: Damage, rng: Rng) 
     store = stream_of(states, anchors={4})
     live, subscriber, seen = follow(store, start=1)
     damage(store, patch_name(store, 3))
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     assert not update.full, "the model is told the difference, as the tensors are the same"
     live.apply(update)
     assert (subscriber.version, live.root) == (5, state_root(states[5]))

@@ -129,8 +129,7 @@ def test_a_stream_that_was_deleted_gets_all_files_again(rng: Rng) -> None:
     assert newest(store) == FILES
 
 
-def test_a_damaged_file_is_refused_and_named(rng: Rng) -> None:
-    store = MemoryStore()
+def test_a_damaged_file_is_refused_and_named(rng: Rng, store: MemoryStore) -> None:
     Publisher(store, stream="policy").publish(history(rng, 1)[0], files=FILES)
     (name,) = [name for name in payloads(store) if len(store.get(name)) == len(TOKENS)]
     for damage in (TOKENS[:-1] + b"x", TOKENS + b"x", b""):
@@ -144,8 +143,7 @@ def test_a_damaged_file_is_refused_and_named(rng: Rng) -> None:
         assert report.problems[0].startswith("tokenizer/vocab.txt: ")
 
 
-def test_gc_keeps_those_of_kept_versions_only(rng: Rng) -> None:
-    store = MemoryStore()
+def test_gc_keeps_those_of_kept_versions_only(rng: Rng, store: MemoryStore) -> None:
     with Publisher(store, stream="policy", anchor_ratio=0) as publisher:
         for version, state in enumerate(history(rng, 6)):
             publisher.publish(

@@ -11,7 +11,7 @@ import pytest
 from pulse_rl import LocalStore, Publisher, PulseError, Relay, Subscriber
 from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, Liar, answer, asked
-from tests.support.states import Rng, history, roots, taken
+from tests.support.states import Rng, history, present, roots, taken
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +44,7 @@ def test_two_readers_follow(
         for worker in workers:
             worker.sync()
             assert worker.root == root
-        update = part.sync()
-        assert update is not None
+        update = present(part.sync())
         assert [tensor.spec.name for tensor in update.tensors] in (["embed.weight"], [])
 
 

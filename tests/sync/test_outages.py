@@ -21,6 +21,7 @@ from tests.support.states import (
     history,
     mutated,
     policy,
+    present,
     roots,
     snapshot,
     state_root,
@@ -343,8 +344,7 @@ def test_a_state_left_half_way_is_given_up_and_restored(rng: Rng) -> None:
     with pytest.raises(KeyboardInterrupt):
         subscriber.sync()
     subscriber._host.state.read("embed.weight")[5] ^= 1
-    update = subscriber.sync()
-    assert update is not None
+    update = present(subscriber.sync())
     assert update.full
     live.apply(update)
     assert live.root == subscriber.root == state_root(states[1])
@@ -378,16 +378,15 @@ def test_a_replaced_publisher_is_told_at_every_call(after: bool, rng: Rng) -> No
         assert_nothing_lost(store, {}, states[2])
 
 
-def test_calls_that_raise_are_told(rng: Rng) -> None:
+def test_calls_that_raise_are_told(rng: Rng, faulty: FaultyStore) -> None:
     events: list[Event] = []
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy", on_event=events.append)
-    store.fail_on("put", "payloads")
+    publisher = Publisher(faulty, stream="policy", on_event=events.append)
+    faulty.fail_on("put", "payloads")
     with pytest.raises(StoreUnavailable) as raised:
         publisher.publish(policy(rng))
     assert events[-1] == CallFailed("policy", "publish", "store_unavailable", str(raised.value))
     publisher.publish(policy(rng))
-    subscriber = Subscriber(store, stream="policy", on_event=events.append)
+    subscriber = Subscriber(faulty, stream="policy", on_event=events.append)
     with pytest.raises(ChainGap) as gap:
         subscriber.sync(7)
     assert events[-1] == CallFailed("policy", "sync", "chain_gap", str(gap.value))

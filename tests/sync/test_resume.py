@@ -19,6 +19,7 @@ from tests.support.states import (
     history,
     mutated,
     policy,
+    present,
     roots,
     state_root,
     weights,
@@ -146,8 +147,7 @@ def test_head_finds_versions_of_others(rng: Rng) -> None:
     reader = Publisher(store, stream="policy")
     for k, state in enumerate(states[1:], start=1):
         Publisher(store, stream="policy").publish(state, metadata={"step": k})
-        head = reader.head()
-        assert head is not None
+        head = present(reader.head())
         assert (head.version, head.metadata) == (k, {"step": k})
 
 
@@ -203,8 +203,7 @@ def test_an_update_from_the_base_fits_the_model_that_holds_it(rng: Rng) -> None:
     store = stream_of(states)
     live = Live()
     live.tensors = {n: type(t)(t.array.copy(), t.dtype) for n, t in states[1].items()}
-    update = Subscriber(store, stream="policy", base=states[1]).sync()
-    assert update is not None
+    update = present(Subscriber(store, stream="policy", base=states[1]).sync())
     assert not update.full
     live.apply(update)
     assert live.root == state_root(states[3])
@@ -238,10 +237,9 @@ def test_the_base_is_copied(rng: Rng) -> None:
     assert subscriber.root == state_root(subscriber.state) == state_root(states[1])
 
 
-def test_a_base_is_kept_while_the_stream_is_empty(rng: Rng) -> None:
+def test_a_base_is_kept_while_the_stream_is_empty(rng: Rng, store: MemoryStore) -> None:
     """Workers often start before their trainer, from the same checkpoint."""
     states = history(rng, 2)
-    store = MemoryStore()
     seen: list[Event] = []
     subscriber = Subscriber(store, stream="policy", base=states[0], on_event=seen.append)
     assert subscriber.sync() is None
@@ -254,10 +252,9 @@ def test_a_base_is_kept_while_the_stream_is_empty(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
-def test_progress_adds_up_in_every_stage(shard_bytes: int, rng: Rng) -> None:
+def test_progress_adds_up_in_every_stage(shard_bytes: int, rng: Rng, store: MemoryStore) -> None:
     states = history(rng, 2)
     nbytes = State.of(states[0]).nbytes
-    store = MemoryStore()
     seen: list[Event] = []
     publisher = tuned(store, stream="policy", shard_bytes=shard_bytes, on_event=seen.append)
     for state in states:

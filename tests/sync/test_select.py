@@ -32,7 +32,7 @@ from tests.support import states
 from tests.support.manifests import manifest_of
 from tests.support.publishers import tuned
 from tests.support.relays import Counted
-from tests.support.states import Rng, Tensors, all_dtypes, bits, mutated, snapshot, weights
+from tests.support.states import Rng, Tensors, all_dtypes, bits, mutated, present, snapshot, weights
 from tests.support.stores import FaultyStore, names
 
 STAGES = 8
@@ -98,8 +98,7 @@ def test_small_tensors_of_other_parts_in_a_block_are_held_and_not_shown(rng: Rng
     for _ in range(4):
         state = mutated(rng, state)
         publisher.publish(state)
-        update = worker.sync()
-        assert update is not None
+        update = present(worker.sync())
         expected = {n: t for n, t in state.items() if n.startswith("BF16.") or n == "I64.values"}
         assert snapshot(worker.state) == snapshot(expected)
         assert {t.spec.name for t in update.tensors} <= set(expected)
@@ -142,11 +141,10 @@ def test_an_eighth_costs_an_eighth(rng: Rng, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_matters_to_those_whose_it_is(rng: Rng) -> None:
+def test_a_flipped_bit_matters_to_those_whose_it_is(rng: Rng, store: MemoryStore) -> None:
     """Each byte of the patch and of the anchor behind the headers, tried in some places."""
     old = staged(rng, elements=1 << 20, layers=16)
     new = mutated(rng, old, density=0.002)
-    store = MemoryStore()
     publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
     publisher.publish(old)
     publisher.publish(new)
@@ -278,8 +276,7 @@ def test_folds_a_base_and_several_stores(rng: Rng) -> None:
     for options in ({"base": states[0]}, {"stream_id": publisher.stream_id}):
         for stores in (store, near, [near, store]):
             worker = reader(stores, "stages.2.*", on_event=seen.append, **options)  # type: ignore[arg-type]
-            update = worker.sync()
-            assert update is not None
+            update = present(worker.sync())
             assert update.previous == (0 if "base" in options else None)
             assert snapshot(worker.state) == snapshot(part(states[-1], "stages.2."))
     assert any(
@@ -287,9 +284,8 @@ def test_folds_a_base_and_several_stores(rng: Rng) -> None:
     )
 
 
-def test_aliases_are_selected_with_the_tensor_that_they_name(rng: Rng) -> None:
+def test_aliases_are_selected_with_the_tensor_that_they_name(rng: Rng, store: MemoryStore) -> None:
     embed, head = weights(rng, 300, 10), weights(rng, 10, 10)
-    store = MemoryStore()
     publisher = Publisher(store, stream="policy")
     for step in range(3):
         embed.array[step] ^= 1
@@ -311,8 +307,7 @@ def test_another_set_of_tensors(rng: Rng) -> None:
     worker.sync()
     state["stages.0.layers.00.extra"] = weights(rng, 40)
     publisher.publish(state)
-    update = worker.sync()
-    assert update is not None
+    update = present(worker.sync())
     assert update.full
     assert snapshot(worker.state) == snapshot(part(state, "stages.0."))
 

@@ -14,7 +14,7 @@ from pulse_rl.errors import InputError, StateMismatch
 from pulse_rl.patch.header import PatchHeader, parse_header
 from tests.hostile.pieces import header_of_many_blocks
 from tests.support.publishers import anchor_stream
-from tests.support.states import Rng, mutated, snapshot, weights
+from tests.support.states import Rng, mutated, present, snapshot, weights
 from tests.support.stores import FaultyStore, names
 from tests.sync.test_select import part, reader, staged
 
@@ -82,11 +82,10 @@ def test_a_base_that_is_changed_while_it_is_copied_is_not_believed(rng: Rng) -> 
     assert worker.version is None
 
 
-def test_other_names_that_a_version_adds_reach_who_selects(rng: Rng) -> None:
+def test_other_names_that_a_version_adds_reach_who_selects(rng: Rng, store: MemoryStore) -> None:
     """A tensor with a name that the base does not know is delivered whole; that of a tensor which
     is not held stops nobody."""
     embed, other = weights(rng, 300, 10), weights(rng, 2100, 2100)  # of a block of its own
-    store = MemoryStore()
     publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
     publisher.publish({"a.embed": embed, "a.head": embed, "z.other": other})
     base = {"a.embed": dataclasses.replace(embed, array=embed.array.copy()), "z.other": other}
@@ -98,8 +97,7 @@ def test_other_names_that_a_version_adds_reach_who_selects(rng: Rng) -> None:
         Subscriber(store, stream="policy", base=base),
         reader(store, "a.*", base=base),
     ):
-        update = starting.sync()
-        assert update is not None
+        update = present(starting.sync())
         assert update.previous == 0
         assert [t.indices for t in update.tensors if t.spec.name == "a.embed"] == [None]
     assert worker.sync() is not None

@@ -22,7 +22,7 @@ from pulse_rl.errors import ChainGap, InputError, StoreUnavailable, StreamRecrea
 from pulse_rl.events import Event, FallbackUsed
 from pulse_rl.store import ObjectInfo
 from tests.support.lying_store import LyingStore
-from tests.support.states import Live, Rng, Tensors, history, taken
+from tests.support.states import Live, Rng, Tensors, history, present, taken
 from tests.support.stores import FaultyStore, names
 
 
@@ -179,8 +179,7 @@ def test_a_farther_store_that_promises_too_much_holds_nobody_up(rng: Rng, clock:
     worker = fleet.worker(patience_seconds=30)
     worker.sync()
     fleet.publish(relayed=False)
-    head = fleet.publisher.head()
-    assert head is not None
+    head = present(fleet.publisher.head())
     assert head.patch is not None
     fleet.origin.delete(f"policy/payloads/{head.patch.parts[0].sha256}.patch")
     fleet.origin.put("policy/versions/000000099999.json", b"junk")
@@ -248,8 +247,7 @@ def test_a_base_is_found_in_the_store_that_has_versions(rng: Rng) -> None:
     fleet = Fleet(rng)
     fleet.publish(2, relayed=False)
     worker = fleet.worker(base=fleet.states[0])
-    update = worker.sync()
-    assert update is not None
+    update = present(worker.sync())
     assert update.previous == 0
 
 
@@ -316,16 +314,15 @@ def test_a_cache_serves_all_stores(rng: Rng, tmp_path: Path) -> None:
     assert not any("/payloads/" in name for _, name in fleet.origin.calls)
 
 
-def test_one_store_is_one_store(rng: Rng) -> None:
+def test_one_store_is_one_store(rng: Rng, faulty: FaultyStore) -> None:
     """A list of one costs what a store costs."""
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
+    publisher = Publisher(faulty, stream="policy")
     publisher.publish(history(rng, 1)[0])
-    worker = Subscriber([store], stream="policy")
+    worker = Subscriber([faulty], stream="policy")
     taken(worker)
-    store.calls.clear()
+    faulty.calls.clear()
     assert worker.sync() is None
-    assert store.calls == [("list", "policy/versions")]
+    assert faulty.calls == [("list", "policy/versions")]
 
 
 @pytest.mark.parametrize("stores", [[], ()])
@@ -355,8 +352,7 @@ def test_a_base_of_an_earlier_stream_in_a_stale_store_holds_nobody(rng: Rng) -> 
     root = replace_origin(fleet, fleet.states[7])
     for options in ({}, {"allow_recreated": True}):
         worker = fleet.worker(base=fleet.states[2], patience_seconds=0, **options)
-        update = worker.sync()
-        assert update is not None
+        update = present(worker.sync())
         assert (worker.version, worker.root, update.previous) == (0, root, None)
 
 

@@ -26,7 +26,7 @@ from pulse_rl.errors import (
 )
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Synced
 from tests.support.publishers import anchor_stream, tuned
-from tests.support.states import Live, Rng, Tensors, history, roots, taken
+from tests.support.states import Live, Rng, Tensors, history, present, roots, taken
 from tests.support.stores import FaultyStore, names
 
 
@@ -54,9 +54,8 @@ def replay(
             into.put(name, source.get(name))
 
 
-def test_a_stream_keeps_its_id_through_restarts(rng: Rng) -> None:
+def test_a_stream_keeps_its_id_through_restarts(rng: Rng, store: MemoryStore) -> None:
     states = history(rng, 3)
-    store = MemoryStore()
     seen = set()
     for state in states:
         with Publisher(store, stream="policy") as publisher:
@@ -139,8 +138,7 @@ def test_a_stream_that_was_recreated_is_an_error_or_followed(versions: int, rng:
         strict.sync()
     assert "allow_recreated = True" in caught.value.hint
     assert (strict.version, strict.root) == (2, state_root(states[2]))
-    update = free.sync()
-    assert update is not None
+    update = present(free.sync())
     assert update.full
     live.apply(update)
     assert (free.version, live.root) == (versions - 1, state_root(anew[-1]))
@@ -191,22 +189,21 @@ def test_a_publisher_whose_stream_was_recreated_by_another_stops(rng: Rng) -> No
     assert [report.root for report in verify_stream(store, "policy")] == roots(states[2:3])
 
 
-def test_newborn_streams_of_two_publishers_become_one(rng: Rng) -> None:
+def test_newborn_streams_of_two_publishers_become_one(rng: Rng, faulty: FaultyStore) -> None:
     """Both saw an empty store and chose an ID; the one that commits second takes the other's."""
     states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    one, two = Publisher(store, stream="policy"), Publisher(store, stream="policy")
+    one, two = Publisher(faulty, stream="policy"), Publisher(faulty, stream="policy")
     one._rank._committer.find(None)
     two._rank._committer.find(None)
     with pytest.raises(PublisherConflict):
         one.publish(states[0])
     assert two.publish(states[0]).version == 0
-    three, four = Publisher(store, stream="other"), Publisher(store, stream="other")
+    three, four = Publisher(faulty, stream="other"), Publisher(faulty, stream="other")
     three._rank._committer.find(None)
     four._rank._committer.find(None)
-    store.hidden = set(names(store.inner, "other/epochs"))
+    faulty.hidden = set(names(faulty.inner, "other/epochs"))
     assert three.publish(states[0]).version == 0, "it did not see the claim"
-    store.hidden = set()
+    faulty.hidden = set()
     assert four.publish(states[1]).version == 1
     assert three.stream_id == four.stream_id
     with pytest.raises(PublisherConflict):
@@ -246,15 +243,14 @@ def test_an_anchor_on_demand(rng: Rng) -> None:
 
 @pytest.mark.parametrize("waited", [False, True])
 def test_a_commit_is_not_repeated_after_its_payloads_are_gone(
-    waited: bool, rng: Rng, monkeypatch: pytest.MonkeyPatch
+    waited: bool, rng: Rng, monkeypatch: pytest.MonkeyPatch, faulty: FaultyStore
 ) -> None:
     """publish failed at the commit; gc ran in between; the repeated commit named what was
     deleted."""
     states = history(rng, 4)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
+    publisher = Publisher(faulty, stream="policy")
     publisher.publish(states[0])
-    store.fail_on("put_new", "versions")
+    faulty.fail_on("put_new", "versions")
     with pytest.raises(Exception, match="connection"):
         publisher.publish(states[1])
     if waited:
@@ -262,35 +258,33 @@ def test_a_commit_is_not_repeated_after_its_payloads_are_gone(
 
         monkeypatch.setattr(module, "_LATEST_COMMIT_SECONDS", -1.0)
     else:
-        gc_stream(store, "policy", keep=1, grace_seconds=0)
+        gc_stream(faulty, "policy", keep=1, grace_seconds=0)
     done = publisher.publish(states[2])
     assert done.version == 1, "what might have been committed too late was given up"
-    assert [report.root for report in verify_stream(store, "policy")] == roots(
+    assert [report.root for report in verify_stream(faulty, "policy")] == roots(
         [states[0], states[2]]
     )
-    assert all(report.ok for report in verify_stream(store, "policy"))
+    assert all(report.ok for report in verify_stream(faulty, "policy"))
 
 
-def test_a_late_commit_that_is_found_counts(rng: Rng) -> None:
+def test_a_late_commit_that_is_found_counts(rng: Rng, faulty: FaultyStore) -> None:
     """The reply was lost, gc ran: the version is there, and the next one follows it."""
     states = history(rng, 3)
-    store = FaultyStore(MemoryStore())
-    publisher = Publisher(store, stream="policy")
+    publisher = Publisher(faulty, stream="policy")
     publisher.publish(states[0])
-    store.fail_on("put_new", "versions", after=True)
+    faulty.fail_on("put_new", "versions", after=True)
     with pytest.raises(Exception, match="connection"):
         publisher.publish(states[1])
-    gc_stream(store, "policy", keep=1, grace_seconds=0)
+    gc_stream(faulty, "policy", keep=1, grace_seconds=0)
     assert publisher.publish(states[2]).version == 2
-    newcomer = Subscriber(store, stream="policy")
+    newcomer = Subscriber(faulty, stream="policy")
     newcomer.sync()
     assert newcomer.root == state_root(states[2])
 
 
-def test_folds_of_a_signed_stream_are_signed(rng: Rng) -> None:
+def test_folds_of_a_signed_stream_are_signed(rng: Rng, store: MemoryStore) -> None:
     signer, stranger = Signer.generate(), Signer.generate()
     states = history(rng, 12)
-    store = MemoryStore()
     with Publisher(store, stream="policy", signer=signer, anchor_ratio=1e9) as publisher:
         for state in states:
             publisher.publish(state)

@@ -62,12 +62,11 @@ def test_each_version_has_the_weights_between_two_steps(
     assert all(report.ok for report in verify_stream(store, "policy"))
 
 
-def test_a_staged_copy_holds_up_nobody(cuda: Device) -> None:
+def test_a_staged_copy_holds_up_nobody(cuda: Device, store: MemoryStore) -> None:
     """The trainer's next step waits for a copy within the device, and not for the one to the
     host."""
     current, _ = cuda
     weight = torch.randn(SIZE).bfloat16()
-    store = MemoryStore()
     expected = []
     with staging(store, stream="policy", copy_on_device=True) as publisher:
         for _ in range(4):

@@ -25,7 +25,7 @@ from pulse_rl.frameworks.torch import to_torch
 from pulse_rl.stream.stream import Stream
 from tests.integrations.fsdp.conftest import VERSIONS, ShardedStream
 from tests.support.sharded import bits, followed
-from tests.support.states import taken
+from tests.support.states import present, taken
 
 pytestmark = pytest.mark.slow
 
@@ -63,8 +63,7 @@ def test_what_changed_is_told_exactly(sharded_stream: ShardedStream) -> None:
     taken(reader, 1)
     first = {name: tensor.clone() for name, tensor in to_torch(reader.state).items()}
     for before, after in pairwise([1, 4, VERSIONS - 1]):
-        update = reader.sync(after)
-        assert update is not None
+        update = present(reader.sync(after))
         for tensor in update.tensors:
             flat = first[tensor.spec.name].reshape(-1)
             old, new = (
@@ -129,8 +128,7 @@ def test_a_fold_over_the_ranks_parts(sharded_stream: ShardedStream) -> None:
     stream = Stream(sharded_stream.store(), "policy")
     (fold,) = [link for link in stream.links() if link.base is not None]
     assert (fold.base, fold.version) == (0, 8)
-    parts = stream.resolved(fold).payloads
-    assert parts is not None
+    parts = present(stream.resolved(fold).payloads)
     assert fold.nbytes == sum(part.bytes for part in parts)
     patches = [stream.manifest(version).patch for version in range(1, 9)]
     assert fold.nbytes < sum(part.bytes for patch in patches if patch for part in patch.parts)
@@ -287,8 +285,7 @@ def test_a_publisher_takes_the_stream_over(sharded_stream: ShardedStream) -> Non
     with Publisher(store, stream="policy") as publisher:
         published = publisher.publish(state)
     assert (published.version, published.changed) == (VERSIONS, 1)
-    update = reader.sync()
-    assert update is not None
+    update = present(reader.sync())
     assert reader.root == state_root(state)
 
 
