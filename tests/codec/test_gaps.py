@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pytest
 
 from pulse_rl._native import history_records, scan
-from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
 from pulse_rl.state.tensors import DTYPES
+from tests.support.arrays import both_ways
 from tests.support.block_codecs import GAPS, HISTORY
 from tests.support.gaps_oracle import ABSENT, Kind, Reader, code_levels
 from tests.support.gaps_oracle import decode as oracle_decode
@@ -141,8 +141,7 @@ def test_a_code_of_another_length_is_refused(tail: bytes) -> None:
 
 def both_ways(width: int, old: UIntArray, new: UIntArray) -> list[npt.NDArray[np.uint32]]:
     found = []
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         found.append(scan(old.view(np.uint8), new.view(np.uint8), width))
     return found
 
@@ -197,12 +196,10 @@ def test_payloads(dtype: str, density: float, classes: str, rng: np.random.Gener
     new[-1] += 1
     layout = Layout(DTYPES[dtype], RUNS)
     payloads = []
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         payloads.append(GAPS.encode(old, new, layout))
     assert payloads[0] == payloads[1]
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         changes = GAPS.decode(memoryview(payloads[0][0]), old, layout)
         np.testing.assert_array_equal(changes.positions, np.flatnonzero(old != new))
         np.testing.assert_array_equal(changes.values, new[changes.positions])
@@ -225,13 +222,11 @@ def test_payloads_with_a_past(dtype: str, density: float, rng: np.random.Generat
         past.append(history_records(at, old, new, kind))
     layout = Layout(DTYPES[dtype], RUNS, tuple(past))
     encoded = []
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         encoded.append(HISTORY.encode(states[3], states[4], layout))
     assert encoded[0] is not None
     assert encoded[0] == encoded[1]
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         changes = HISTORY.decode(memoryview(encoded[0][0]), states[3], layout)
         np.testing.assert_array_equal(changes.positions, np.flatnonzero(states[3] != states[4]))
         np.testing.assert_array_equal(changes.values, states[4][changes.positions])

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_rl._native import history_records
-from pulse_rl._native._kernels import use_vectors
 from pulse_rl.codec import Layout, Past, Run, element_kind
 from pulse_rl.errors import CorruptPatch
 from pulse_rl.state.bits import UIntArray
@@ -17,6 +16,7 @@ from pulse_rl.state.tensors import DTYPES, DType
 from tests.codec.test_sparse import AnyChanges, AnyHead
 from tests.support import history_oracle as oracle
 from tests.support import sparse_oracle
+from tests.support.arrays import both_ways
 from tests.support.block_codecs import HISTORY, history_encode
 from tests.support.gaps_oracle import Kind, row_ends
 from tests.support.history_blocks import (
@@ -121,8 +121,7 @@ def test_the_oracle_reads_and_writes_the_same_bytes_by_groups(
     block = large_block(rng, name, large)
     runs = list(block.layout.runs)
     payloads = []
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         payloads.append(encoded(block))
         check_decoded(payloads[0], block)
     assert payloads[0] == payloads[1]
@@ -217,8 +216,7 @@ def test_any_head_and_any_changes_are_understood(
     for at, step in recall.found.items():
         new[at] = kind.unordered((kind.ordered(old[at]) + step) % modulus)
     states_and_new = block._replace(new=np.array(new, block.old.dtype))
-    for use in (False, True):
-        use_vectors(use)
+    for _ in both_ways():
         check_decoded(payload, states_and_new)
 
 

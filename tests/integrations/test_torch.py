@@ -32,6 +32,7 @@ from tests.support.states import (
     history,
     mutated,
     present,
+    publish_each,
     snapshot,
     weights,
 )
@@ -41,8 +42,7 @@ def updates(*states: Any) -> list[Update]:
     """The full update to the first of some consecutive versions, and the patches to the others."""
     store = MemoryStore()
     publisher = Publisher(store, stream="policy")
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     newcomer, follower = Subscriber(store, stream="policy"), Subscriber(store, stream="policy")
     follower.sync(0)
     found = [newcomer.sync(0), *(follower.sync(version) for version in range(1, len(states)))]

@@ -110,8 +110,7 @@ def test_who_was_late_comes_back_and_leaves_without_waiting(store: MemoryStore) 
             saved, job = c.loop.state_dict(), deepcopy(c.job.state_dict())
         assert isinstance(saved["message"], str)
         back = Member(store, "c", quorum=2, grace=0.0)
-        back.job.load_state_dict(job)
-        back.loop.load_state_dict(saved)
+        back.load(job, saved)
         with back.loop:
             pass  # nobody else is there: who waits here gets TrainerLost in the end
 
@@ -132,8 +131,7 @@ def test_steps_behind_a_message_that_never_arrived_stay_what_they_were(store: Me
             raise Killed
         assert line.fired
         back = Member(store, "c", quorum=2, grace=0.0)
-        back.job.load_state_dict(job)
-        back.loop.load_state_dict(saved)
+        back.load(job, saved)
         with back.loop:
             assert same(local_steps(back), steps)
 
@@ -185,8 +183,7 @@ def test_who_is_late_when_it_leaves_does_not_wait(overlap: int, store: MemorySto
         a.round()
         assert closes(store) == [["a"], ["a", "c"]]
         back = alone(store, "c")
-        back.job.load_state_dict(job)
-        back.loop.load_state_dict(saved)
+        back.load(job, saved)
         with back.loop:
             assert same(flat(back.loop.global_state()), flat(a.loop.global_state()))
             assert flat(back.loop.residual()).square().sum() < residual.square().sum()

@@ -71,6 +71,10 @@ class Member:
         )
         self.first = flat(self.loop.global_state()).clone()
 
+    def load(self, job: Any, saved: Any) -> None:
+        self.job.load_state_dict(job)
+        self.loop.load_state_dict(saved)
+
     def round(self) -> str:
         before = self.loop.round
         for _ in range(2):
@@ -274,8 +278,7 @@ def test_a_trainer_comes_back_from_a_checkpoint_with_its_message_on_the_way(arri
         raise Killed
     assert store.fired is not arrived
     again = alone(store, overlap=1)
-    again.job.load_state_dict(job)
-    again.loop.load_state_dict(saved)
+    again.load(job, saved)
     with again.loop:
         rounds(again, 2)
     again.final = again.held()
@@ -311,8 +314,7 @@ def test_steps_that_may_have_counted_are_not_sent_again(overlap: int, store: Mem
         raise Killed
     assert closes(store) == [["a"]]
     back = alone(store, overlap=overlap)
-    back.job.load_state_dict(job)
-    back.loop.load_state_dict(saved)
+    back.load(job, saved)
     with back.loop:
         assert back.loop.round == 1
         assert not flat(back.loop.residual()).any()
@@ -333,8 +335,7 @@ def test_steps_of_a_checkpoint_are_told_from_those_since(rewound: bool, store: M
     close = store.get(name)
     store.delete(name)
     back = alone(store, overlap=1)
-    back.job.load_state_dict(job)
-    back.loop.load_state_dict(saved)
+    back.load(job, saved)
     with back.loop:
         if rewound:
             back.loop.rewind()
@@ -356,8 +357,7 @@ def test_overlap_may_begin_in_mid_round(store: MemoryStore) -> None:
         raise Killed
     steps = [local_steps(first)]
     second = alone(store, overlap=1)
-    second.job.load_state_dict(job)
-    second.loop.load_state_dict(saved)
+    second.load(job, saved)
     with second.loop:
         steps.append(local_steps(second))
         second.job.step(ord("a"))
@@ -415,8 +415,7 @@ def test_a_trainer_that_is_killed_and_comes_back_is_counted_once(counted: bool) 
         other.round()
     assert ("a" in closes(store)[-1]) == counted
     back = alone(store)
-    back.job.load_state_dict(job)
-    back.loop.load_state_dict(saved)
+    back.load(job, saved)
     with back.loop:
         assert same(flat(back.loop.global_state()), flat(other.loop.global_state()))
         assert same(flat(back.loop.residual()), torch.zeros_like(before) if counted else before)

@@ -147,8 +147,7 @@ def test_an_owner_that_was_killed_finds_what_it_withheld(store: MemoryStore) -> 
             together(a, b)
         b.final = b.held()
     back = gated(store, "a")
-    back.job.load_state_dict(job)
-    back.loop.load_state_dict(saved)
+    back.load(job, saved)
     with back.loop, a.loop:  # a process that lives on knows the same
         assert same(flat(back.loop.global_state()), b.final[0])
         a.log.append((1, a.loop.round, a.now))
@@ -436,8 +435,7 @@ def test_a_state_from_before_may_be_loaded_with_a_message_on_the_way(store: Memo
         line.fail_on("list", "posts")
         with pytest.raises(StoreUnavailable):
             a.round()
-        a.job.load_state_dict(job)
-        a.loop.load_state_dict(saved)
+        a.load(job, saved)
         a.loop.rejoin()
         together(a, b)
         a.loop.rejoin()

@@ -22,7 +22,7 @@ from pulse_rl.events import Event, FallbackUsed, Relayed
 from tests.support.folds import fold_link
 from tests.support.publishers import FoldingPublisher, tuned
 from tests.support.relays import Counted, assert_whole, newest_root
-from tests.support.states import Rng, TinyTrainer, history, present, roots
+from tests.support.states import Rng, TinyTrainer, history, publish_each, roots
 from tests.support.stores import FaultyStore, names, s3_store
 
 KEY = Signer(bytes(range(32)))
@@ -116,8 +116,7 @@ def test_a_fold_with_the_bytes_of_a_patch_can_be_collected_around(rng: Rng) -> N
     publisher = Publisher(source, stream="policy", threads=1, anchor_ratio=1e9)
     publisher.publish(first)
     Relay(source, target, stream="policy", threads=1).sync()
-    for state in (first, second):
-        publisher.publish(state)
+    publish_each(publisher, (first, second))
     manifests = Subscriber(source, stream="policy").stream
     unchanged, patch = manifests.manifest(1).patch, manifests.manifest(2).patch
     assert patch is not None
@@ -158,7 +157,7 @@ def test_a_damaged_payload_is_not_passed_on(damage: str) -> None:
         publisher.wait()
         if version == 0:
             relay.sync()
-    patch = present(publisher.head())
+    assert publisher.head() is not None
     lost = Subscriber(source, stream="s").stream.manifest(2).patch
     name = f"s/payloads/{lost.parts[0].sha256}.patch"
     data = source.get(name)
@@ -243,8 +242,7 @@ def test_a_gap_in_the_source_is_named(rng: Rng) -> None:
     publisher.publish(states[0])
     relay = Relay(source, target, stream="policy", threads=1)
     relay.sync()
-    for state in states[1:]:
-        publisher.publish(state)
+    publish_each(publisher, states[1:])
     head = publisher.head()
     source.delete(f"policy/payloads/{head.patch.parts[0].sha256}.patch")
     with pytest.raises(ChainGap, match="version 2"):

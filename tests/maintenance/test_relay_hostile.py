@@ -13,7 +13,7 @@ from pulse_rl.errors import PublisherConflict, StreamRecreated
 from tests.hostile.pieces import header_of_many_blocks
 from tests.support.folds import fold_link
 from tests.support.relays import assert_whole, newest_root
-from tests.support.states import Rng, TinyTrainer, history, present, roots
+from tests.support.states import Rng, TinyTrainer, history, publish_each, roots
 from tests.support.stores import names
 
 KEY = Signer(bytes(range(32)))
@@ -39,17 +39,15 @@ def test_junk_is_not_passed_on(what: str, signed: bool, rng: Rng) -> None:
     source, target = MemoryStore(), MemoryStore()
     keys = [KEY.public_key] if signed else None
     publisher = Publisher(source, stream="policy", signer=KEY if signed else None)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     source.put(*JUNK[what])
     Relay(source, target, stream="policy", trusted_keys=keys, threads=1).sync()
     assert newest_root(target, trusted_keys=keys) == roots(states)[-1]
     assert JUNK[what][0] not in names(target, "policy")
 
 
-def test_a_fold_that_is_none_is_not_passed_on() -> None:
-    """A patch of one version, listed as one over sixteen: followers of the target would be stuck
-    behind it."""
+def relayed_once() -> tuple[MemoryStore, MemoryStore, str]:
+    """A stream of 18 versions, a target that has the first, and the root of the last."""
     source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
     publisher = Publisher(source, stream="s", threads=1, anchor_ratio=1e9)
     for version in range(18):
@@ -57,11 +55,18 @@ def test_a_fold_that_is_none_is_not_passed_on() -> None:
         root = publisher.publish(trainer.state).root
         if version == 0:
             Relay(source, target, stream="s", threads=1).sync()
+    return source, target, root
+
+
+def test_a_fold_that_is_none_is_not_passed_on() -> None:
+    """A patch of one version, listed as one over sixteen: followers of the target would be stuck
+    behind it."""
+    source, target, root = relayed_once()
     patch = Subscriber(source, stream="s").stream.manifest(1).patch
     (part,) = patch.parts
     false, listed = fold_link("s", 0, 16, (part.sha256, part.bytes))
     source.put(false, listed)
-    done = present(Relay(source, target, stream="s", threads=1).sync())
+    assert Relay(source, target, stream="s", threads=1).sync() is not None
     assert false not in names(target, "s/links")
     assert len(names(target, "s/versions")) == 18
     assert newest_root(target, "s") == root
@@ -86,8 +91,7 @@ def test_a_stream_that_is_recreated(rng: Rng) -> None:
     states = history(rng, 6)
     source, target = MemoryStore(), MemoryStore()
     publisher = Publisher(source, stream="policy")
-    for state in states[:4]:
-        publisher.publish(state)
+    publish_each(publisher, states[:4])
     careful = Relay(source, target, stream="policy", threads=1)
     careful.sync()
     reader = Subscriber(target, stream="policy", threads=1)
@@ -169,8 +173,7 @@ def test_a_source_that_was_set_back_does_not_break_the_target(rng: Rng) -> None:
     for name, data in backup.items():
         source.put(name, data)
     publisher = Publisher(source, stream="policy", threads=1, anchor_ratio=1e9)
-    for state in states[2:4]:
-        publisher.publish(state)
+    publish_each(publisher, states[2:4])
     with pytest.raises(PulseError):
         relay.sync()
     assert newest_root(target) == roots(states)[1], "the target shows what it had"
@@ -180,13 +183,7 @@ def test_a_source_that_was_set_back_does_not_break_the_target(rng: Rng) -> None:
 
 
 def test_a_fold_of_another_size_of_state_is_not_cut(rng: Rng) -> None:
-    source, target, trainer = MemoryStore(), MemoryStore(), TinyTrainer()
-    publisher = Publisher(source, stream="s", threads=1, anchor_ratio=1e9)
-    for version in range(18):
-        trainer.step()
-        root = publisher.publish(trainer.state).root
-        if version == 0:
-            Relay(source, target, stream="s", threads=1).sync()
+    source, target, root = relayed_once()
     bomb = header_of_many_blocks()
     name = f"s/payloads/{sha256(bomb).hexdigest()}.patch"
     source.put(name, bomb)

@@ -62,8 +62,7 @@ def test_a_sync_may_fail_at_every_call_to_the_store(newcomer: bool, faulty: Faul
         except StoreUnavailable:
             version = worker.subscriber.version
             assert version is None or root_of(held(worker.subscriber)) == roots[version]
-            worker.sync()
-        assert worker.root == trainer.root
+            worker.reach(trainer)
         if not faulty.fired:
             break
         at += 1
@@ -121,8 +120,7 @@ def test_a_store_that_is_away_leaves_the_last_version(store: Store) -> None:
         with pytest.raises(StoreUnavailable):
             worker.sync()
         assert (worker.subscriber.version, worker.subscriber.root) == (0, root)
-    worker.sync()
-    assert worker.root == trainer.root
+    worker.reach(trainer)
 
 
 def test_errors_are_of_the_library_and_say_whether_to_try_again() -> None:

@@ -89,13 +89,11 @@ def test_another_set_of_tensors_arrives(store: Store) -> None:
         worker.sync()
         trainer.state["new.weight"] = Bits(np.arange(50, dtype=np.uint16), "BF16")
         publish(publisher, trainer)
-        worker.sync()
-        assert worker.root == trainer.root
+        worker.reach(trainer)
         del trainer.state["layers.0.weight"]
         trainer.state["embed.weight"] = Bits(np.arange(60, dtype=np.uint16).reshape(6, 10), "BF16")
         publish(publisher, trainer, 2)
-        worker.sync()
-        assert worker.root == trainer.root
+        worker.reach(trainer)
 
 
 def test_tied_tensors_are_stored_once_and_arrive_under_all_names(store: Store) -> None:
@@ -181,8 +179,7 @@ def test_a_waiting_submission_is_replaced_and_the_last_one_is_committed(store: S
         submitted = [publisher.submit(trainer.step(), replace=True) for _ in range(9)]
     assert submitted[-1].result().root == trainer.root
     worker = Worker(store)
-    worker.sync()
-    assert worker.root == trainer.root
+    worker.reach(trainer)
     done = [each.result().version for each in submitted if not each.cancelled()]
     assert done == list(range(len(done)))
 

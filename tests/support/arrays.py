@@ -3,10 +3,13 @@ choose."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from pulse_rl._native._kernels import use_vectors
 
 Array = np.ndarray[Any, Any]
 
@@ -18,6 +21,13 @@ def misaligned(array: Array, offset: int = 1) -> Array:
     copy = room[start : start + array.nbytes].view(array.dtype)
     copy[:] = array
     return copy
+
+
+def both_ways() -> Iterator[bool]:
+    """For a loop of which the kernels run without vectors, and then with them."""
+    for use in (False, True):
+        use_vectors(use)
+        yield use
 
 
 def floats(rng: np.random.Generator, count: int, below: float = np.inf) -> npt.NDArray[np.float32]:

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from pulse_rl._native import Malformed, decode_entries, encode_entries
-from pulse_rl._native._kernels import use_vectors
 from pulse_rl.loco.gate import ROUNDINGS, open_entries
 from pulse_rl.loco.parameters import Floats, Positions
 from pulse_rl.loco.wire import Wire
 from pulse_rl.state.cast import Rounding
 from tests.support import entries_oracle as oracle
+from tests.support.arrays import both_ways
 
 BF16 = ROUNDINGS[torch.bfloat16]
 WIRES = [Wire("FP32"), Wire("BF16"), Wire("int4"), Wire("int2")]
@@ -69,8 +69,7 @@ class Block:
     def encode(self, wire: Wire) -> bytes:
         """The payload, which must be the same without vectors."""
         payloads = []
-        for use in (False, True):
-            use_vectors(use)
+        for _ in both_ways():
             entries = (self.positions, self.values(wire))
             payloads.append(
                 encode_entries(self.theta, self.momentum, self.rounding, *entries, wire.mantissa)
@@ -83,8 +82,7 @@ class Block:
         way, or neither."""
         views = [np.frombuffer(p, np.uint8) for p in payloads]
         found: list[list[dict[int, int]] | Malformed] = []
-        for use in (False, True):
-            use_vectors(use)
+        for _ in both_ways():
             try:
                 decoded = decode_entries(
                     views, self.theta, self.momentum, self.rounding, wire.mantissa

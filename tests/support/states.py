@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
-from pulse_rl import Bits, State, Subscriber, Update, state_root
+from pulse_rl import Bits, Publisher, State, Subscriber, Update, state_root
 
 T = TypeVar("T")
 Tensors = dict[str, Bits]
@@ -170,6 +170,11 @@ def taken(worker: Subscriber, target: int | None = None) -> Update | None:
     if update := worker.sync(target):
         update.acknowledge()
     return update
+
+
+def publish_each(publisher: Publisher, states: Iterable[Tensors]) -> None:
+    for state in states:
+        publisher.publish(state)
 
 
 def present(value: T | None) -> T:

@@ -17,7 +17,16 @@ from pulse_rl.stream.manifest import AnchorRef, Manifest, Payload
 from tests.support.checkpoints import entry, file_of
 from tests.support.manifests import FULL, manifest_of
 from tests.support.publishers import tuned
-from tests.support.states import Live, Rng, Tensors, bits, history, present, state_root
+from tests.support.states import (
+    Live,
+    Rng,
+    Tensors,
+    bits,
+    history,
+    present,
+    publish_each,
+    state_root,
+)
 from tests.support.stores import FaultyStore
 
 
@@ -273,8 +282,7 @@ def test_a_worker_whose_version_was_given_again_starts_from_an_anchor(rng: Rng) 
     next patch is of these, and cannot be applied to what the worker has."""
     states, store = history(rng, 6), MemoryStore()
     with Publisher(store, stream="policy") as publisher:
-        for state in states[:4]:
-            publisher.publish(state)
+        publish_each(publisher, states[:4])
     worker = Subscriber(store, stream="policy")
     worker.sync()
     for version in (2, 3):
@@ -292,8 +300,7 @@ def test_manifests_of_lost_versions_do_not_stand_for_those_of_their_numbers(rng:
     what it knows of these is not true of the new ones, which have another history."""
     states, tensor, store = history(rng, 8), bits(rng, "F32", 3), FaultyStore(MemoryStore())
     with tuned(store, stream="policy", anchor_ratio=1e9) as publisher:
-        for state in states[:4]:
-            publisher.publish(state)
+        publish_each(publisher, states[:4])
         worker = Subscriber(store, stream="policy", threads=1)
         worker.sync()
         for state in states[4:]:

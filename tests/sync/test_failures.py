@@ -21,7 +21,7 @@ from pulse_rl import Bits, LocalStore, MemoryStore, Publisher, Subscriber, state
 from pulse_rl.errors import IntegrityError, StoreUnavailable
 from pulse_rl.events import Event, FallbackUsed
 from tests.support.manifests import manifest_of
-from tests.support.states import Rng, bits, history, weights
+from tests.support.states import Rng, bits, history, publish_each, weights
 from tests.support.stores import FaultyStore, names
 
 
@@ -31,8 +31,7 @@ def test_reply_of_a_second_claim_is_lost(comes_back: bool, rng: Rng, faulty: Fau
     publisher's own."""
     states = history(rng, 3)
     publisher = Publisher(faulty, stream="policy")
-    for state in states[:2]:
-        publisher.publish(state)
+    publish_each(publisher, states[:2])
     (head,) = names(faulty.inner, "policy/versions")[1:]
     content = faulty.inner.get(head)
     faulty.inner.delete(head)
@@ -66,8 +65,7 @@ def test_names_from_a_manifest_cannot_escape(tmp_path: Path, rng: Rng) -> None:
     inner = LocalStore(tmp_path / "deep" / "store")
     states = history(rng, 2)
     publisher = Publisher(inner, stream="policy")
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     manifest = manifest_of(inner, "policy", 1)
     assert manifest.patch is not None
     digest = manifest.patch.parts[0].sha256

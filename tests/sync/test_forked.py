@@ -15,15 +15,14 @@ import pytest
 from pulse_rl import Publisher, Relay, Subscriber, state_root, verify_stream
 from pulse_rl.errors import StreamForked
 from pulse_rl.store import LocalStore
-from tests.support.states import present
+from tests.support.states import present, publish_each
 
 
 def publish(store: Path, versions: int, seed: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
     states = [{"w": rng.integers(0, 1 << 16, 4000, dtype=np.uint16)} for _ in range(versions)]
     with Publisher(store, stream="s") as publisher:
-        for state in states:
-            publisher.publish(state)
+        publish_each(publisher, states)
     return states
 
 

@@ -11,7 +11,7 @@ import pytest
 from pulse_rl import LocalStore, Publisher, PulseError, Relay, Subscriber
 from pulse_rl.stores.server import FolderServer
 from tests.support.http import CountedHttpStore, Liar, answer, asked
-from tests.support.states import Rng, history, present, roots, taken
+from tests.support.states import Rng, history, present, publish_each, roots, taken
 
 pytestmark = pytest.mark.slow
 
@@ -80,8 +80,7 @@ def test_a_near_server_that_ends_and_comes_back(tmp_path: Path, rng: Rng) -> Non
     publisher.publish(states[1])
     worker.sync()
     assert worker.root == roots(states)[1]
-    for state in states[2:]:
-        publisher.publish(state)
+    publish_each(publisher, states[2:])
     relay.sync()
     with FolderServer(near.root, port=port):
         worker.sync()
@@ -92,8 +91,7 @@ def test_a_relay_reads_a_server(
     served: FolderServer, publisher: Publisher, tmp_path: Path, rng: Rng
 ) -> None:
     states = history(rng, 2)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     Relay(served.url, tmp_path / "near", stream="policy").sync()
     worker = Subscriber(tmp_path / "near", stream="policy", threads=1)
     worker.sync()

@@ -24,7 +24,7 @@ from pulse_rl.errors import PublisherConflict, StoreError, StreamError
 from pulse_rl.events import Event, FallbackUsed
 from tests.support.folds import fold_link
 from tests.support.manifests import manifest_of
-from tests.support.states import Live, Rng, history, mutated, policy, present
+from tests.support.states import Live, Rng, history, mutated, policy, present, publish_each
 from tests.support.stores import FaultyStore
 
 
@@ -50,8 +50,7 @@ def test_one_junk_object_stops_nobody(what: str, signed: bool, rng: Rng) -> None
     keys = [signer.public_key] if signer else None
     publisher = Publisher(store, stream="policy", signer=signer)
     live, worker = Live(), Subscriber(store, stream="policy", trusted_keys=keys)
-    for state in states[:3]:
-        publisher.publish(state)
+    publish_each(publisher, states[:3])
     live.apply(worker.sync())
     store.put(*JUNK[what])
     assert worker.sync() is None
@@ -173,8 +172,7 @@ def test_ten_thousand_false_links_cost_little(start: int | None, signed: bool, r
     store, signer = MemoryStore(), Signer.generate() if signed else None
     keys = [signer.public_key] if signer else None
     publisher = Publisher(store, stream="policy", signer=signer, anchor_ratio=1e9)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     false_folds(store, 5000, 20, b"0" * 64 + b" " + b"0" * 128 if signed else b"")
     for k in range(5000):
         store.put(f"policy/links/{19 - k % 19:012d}-anchor-{1 + k:015d}", b"")
@@ -197,13 +195,11 @@ def test_a_follower_never_goes_back(rng: Rng, faulty: FaultyStore) -> None:
     version 0."""
     states = history(rng, 7)
     publisher = Publisher(faulty, stream="policy", anchor_ratio=1e9)
-    for state in states[:3]:
-        publisher.publish(state)
+    publish_each(publisher, states[:3])
     events: list[Event] = []
     live, worker = Live(), Subscriber(faulty, stream="policy", on_event=events.append)
     live.apply(worker.sync())
-    for state in states[3:]:
-        publisher.publish(state)
+    publish_each(publisher, states[3:])
     lost = present(manifest_of(faulty, "policy", 4).patch)
     faulty.inner.delete(f"policy/payloads/{lost.parts[0].sha256}.patch")
     with pytest.raises(StreamError):
@@ -240,8 +236,7 @@ def test_gc_does_not_follow_a_link_out_of_the_store(tmp_path: Path, rng: Rng) ->
     root = tmp_path
     store = LocalStore(root / "store")
     publisher = Publisher(store, stream="policy", anchor_ratio=0)
-    for state in history(rng, 3):
-        publisher.publish(state)
+    publish_each(publisher, history(rng, 3))
     outside = root / "outside"
     (root / "store" / "policy" / "payloads").rename(outside)
     (root / "store" / "policy" / "payloads").symlink_to(outside)
@@ -276,8 +271,7 @@ def test_gc_with_trusted_keys_does_not_believe_strangers(rng: Rng) -> None:
     states = history(rng, 3)
     store, signer = MemoryStore(), Signer.generate()
     publisher = Publisher(store, stream="policy", signer=signer)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     with Publisher(store, stream="policy", signer=Signer.generate()) as stranger:
         stranger.publish(mutated(rng, states[-1]))
     gc_stream(store, "policy", keep=1, grace_seconds=0, trusted_keys=[signer.public_key])
@@ -293,11 +287,9 @@ def test_replayed_old_versions_move_nobody(rng: Rng) -> None:
     store, signer = MemoryStore(), Signer.generate()
     publisher = Publisher(store, stream="policy", signer=signer, anchor_ratio=0)
     live, worker = Live(), Subscriber(store, stream="policy", trusted_keys=[signer.public_key])
-    for state in states[:5]:
-        publisher.publish(state)
+    publish_each(publisher, states[:5])
     kept = {info.name: store.get(info.name) for info in store.list("policy")}
-    for state in states[5:7]:
-        publisher.publish(state)
+    publish_each(publisher, states[5:7])
     live.apply(worker.sync())
     gc_stream(store, "policy", keep=1, grace_seconds=0)
     newer = {info.name: store.get(info.name) for info in store.list("policy")}

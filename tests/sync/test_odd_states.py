@@ -15,7 +15,7 @@ from pulse_rl.errors import InputError, StateMismatch, UnsupportedTensor
 from pulse_rl.events import BaselineRestored, Event, Hint
 from pulse_rl.frameworks.torch import apply_
 from tests.support.publishers import FoldingPublisher
-from tests.support.states import Rng, mutated, present, snapshot, taken, weights
+from tests.support.states import Rng, mutated, present, publish_each, snapshot, taken, weights
 from tests.support.stores import FaultyStore
 
 
@@ -224,8 +224,7 @@ def test_no_other_patch_is_told_to_narrow(rng: Rng) -> None:
     ):
         events: list[Event] = []
         publisher = Publisher(MemoryStore(), stream="s", on_event=events.append)
-        for state in states:
-            publisher.publish(state)
+        publish_each(publisher, states)
         assert "wide_dtype" not in notices(events)
 
 

@@ -22,6 +22,7 @@ from tests.support.states import (
     mutated,
     policy,
     present,
+    publish_each,
     roots,
     snapshot,
     state_root,
@@ -106,8 +107,7 @@ def test_publish_at_every_call(
     def setup() -> FaultyStore:
         store = FaultyStore(MemoryStore())
         publisher = tuned(store, stream="policy", threads=1, **options)
-        for state in states[:2]:
-            publisher.publish(state)
+        publish_each(publisher, states[:2])
         if not warm:
             publisher = tuned(store, stream="policy", threads=1, **options)
         ready["publisher"] = publisher
@@ -221,8 +221,7 @@ def test_verify_tells_an_outage_from_damage(rng: Rng) -> None:
     """A store that is away for a moment must not be reported as a stream that is broken."""
     inner = MemoryStore()
     publisher = Publisher(inner, stream="policy", anchor_ratio=0.01)
-    for state in history(rng, 3, elements=1000):
-        publisher.publish(state)
+    publish_each(publisher, history(rng, 3, elements=1000))
     for store in every_call(lambda: FaultyStore(inner), False, least=8):
         try:
             reports = list(verify_stream(store, "policy"))
@@ -291,8 +290,7 @@ def test_publish_interrupted_at_every_event(
     for at in itertools.count():
         store, listener = FaultyStore(MemoryStore()), Interrupts(error)
         publisher = Publisher(store, stream="policy", threads=1, on_event=listener)
-        for state in states[:3]:
-            publisher.publish(state)
+        publish_each(publisher, states[:3])
         if not warm:
             publisher = Publisher(store, stream="policy", threads=1, on_event=listener)
         listener.at = at

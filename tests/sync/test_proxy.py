@@ -16,7 +16,7 @@ from pulse_rl import Publisher, Store, Subscriber, open_store, state_root, verif
 from pulse_rl.errors import AlreadyExists, PublisherConflict, StoreUnavailable
 from pulse_rl.store.base import create_or_confirm
 from tests.support.proxy import Proxy, Rule, proxied
-from tests.support.states import Rng, Tensors, history, mutated, policy
+from tests.support.states import Rng, Tensors, history, mutated, policy, publish_each
 from tests.support.stores import KEYS, names, s3_store
 
 pytestmark = pytest.mark.slow
@@ -211,8 +211,7 @@ def test_any_broken_request_of_a_sync_is_survived(
     success later."""
     states = history(rng, 2, elements=1000)
     publisher = Publisher(s3_store(s3, prefix), stream="policy", threads=1)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     failed = broken = 0
     step = 3 if action == "stall" else 1
     for nth in itertools.count(1, step):

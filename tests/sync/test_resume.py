@@ -20,6 +20,7 @@ from tests.support.states import (
     mutated,
     policy,
     present,
+    publish_each,
     roots,
     state_root,
     weights,
@@ -30,8 +31,7 @@ from tests.support.stores import FaultyStore, names
 def stream_of(states: list[Tensors], **options: Any) -> MemoryStore:
     store = MemoryStore()
     publisher = Publisher(store, stream="policy", **options)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     return store
 
 
@@ -257,8 +257,7 @@ def test_progress_adds_up_in_every_stage(shard_bytes: int, rng: Rng, store: Memo
     nbytes = State.of(states[0]).nbytes
     seen: list[Event] = []
     publisher = tuned(store, stream="policy", shard_bytes=shard_bytes, on_event=seen.append)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     Subscriber(store, stream="policy", on_event=seen.append).sync()
     resumed(store, mutated(rng, states[1]))
     done: dict[str, list[tuple[int, int]]] = {}

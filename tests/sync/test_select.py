@@ -32,7 +32,17 @@ from tests.support import states
 from tests.support.manifests import manifest_of
 from tests.support.publishers import tuned
 from tests.support.relays import Counted
-from tests.support.states import Rng, Tensors, all_dtypes, bits, mutated, present, snapshot, weights
+from tests.support.states import (
+    Rng,
+    Tensors,
+    all_dtypes,
+    bits,
+    mutated,
+    present,
+    publish_each,
+    snapshot,
+    weights,
+)
 from tests.support.stores import FaultyStore, names
 
 STAGES = 8
@@ -177,8 +187,7 @@ def test_digests_that_lie_are_refused(rng: Rng) -> None:
         for damage in ("flip", "cut", "longer", "empty", "gone"):
             store = MemoryStore()
             publisher = Publisher(store, stream="policy")
-            for state in states:
-                publisher.publish(state)
+            publish_each(publisher, states)
             for name in [n for n in names(store, "policy/digests") if n.endswith(folder_kind)]:
                 good = store.get(name)
                 store.delete(name)
@@ -268,8 +277,7 @@ def test_folds_a_base_and_several_stores(rng: Rng) -> None:
         states.append(mutated(rng, states[-1], density=0.002))
     store, near = MemoryStore(), MemoryStore()
     publisher = Publisher(store, stream="policy", anchor_ratio=1e9)
-    for state in states:
-        publisher.publish(state)
+    publish_each(publisher, states)
     list(fold_stream(store, "policy", (8,), threads=1))
     Relay(store, near, stream="policy", threads=1).sync()
     seen: list[Event] = []

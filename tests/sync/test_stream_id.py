@@ -26,15 +26,14 @@ from pulse_rl.errors import (
 )
 from pulse_rl.events import BaselineRestored, Event, FallbackUsed, Synced
 from tests.support.publishers import anchor_stream, tuned
-from tests.support.states import Live, Rng, Tensors, history, present, roots, taken
+from tests.support.states import Live, Rng, Tensors, history, present, publish_each, roots, taken
 from tests.support.stores import FaultyStore, names
 
 
 def published(states: list[Tensors], signer: Signer | None = None, store: Any = None) -> Any:
     store = store or MemoryStore()
     with Publisher(store, stream="policy", signer=signer) as publisher:
-        for state in states:
-            publisher.publish(state)
+        publish_each(publisher, states)
     return store
 
 
@@ -286,8 +285,7 @@ def test_folds_of_a_signed_stream_are_signed(rng: Rng, store: MemoryStore) -> No
     signer, stranger = Signer.generate(), Signer.generate()
     states = history(rng, 12)
     with Publisher(store, stream="policy", signer=signer, anchor_ratio=1e9) as publisher:
-        for state in states:
-            publisher.publish(state)
+        publish_each(publisher, states)
     for tool in (None, stranger):
         assert list(
             fold_stream(store, "policy", (8,), signer=tool, trusted_keys=[signer.public_key])

@@ -33,6 +33,7 @@ from tests.support.states import (
     mutated,
     policy,
     present,
+    publish_each,
     roots,
     snapshot,
     taken,
@@ -100,8 +101,7 @@ def test_an_update_over_several_versions_is_merged(rng: Rng, store: MemoryStore)
     )
     publisher.publish(states[0])
     live.apply(subscriber.sync())
-    for state in states[1:]:
-        publisher.publish(state)
+    publish_each(publisher, states[1:])
     update = present(subscriber.sync())
     assert (update.previous, update.version, update.full) == (0, 4, False)
     for name, indices, values in update:

@@ -66,10 +66,10 @@ def test_of_a_tensor_with_a_new_name_what_differs_from_the_checkpoint_is_staged(
     monkeypatch: Any, store: MemoryStore
 ) -> None:
     """Checkpoints have tied tensors under one name; the trainer's states have them under all."""
+    publisher = Publisher(store, stream="policy")
     monkeypatch.setattr(staged, "_PIECE_ELEMENTS", 4)
     weight = np.arange(11, dtype=np.uint16)
     base = {"a": weight.copy(), "other": weight[:5].copy()}
-    publisher = Publisher(store, stream="policy")
     publisher.publish(base)
     subscriber = Subscriber(store, stream="policy", base=base)
     now = weight.copy()
