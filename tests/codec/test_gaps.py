@@ -139,7 +139,7 @@ def test_a_code_of_another_length_is_refused(tail: bytes) -> None:
 # -- comparing and weighing, by vectors and by plain loops
 
 
-def both_ways(width: int, old: UIntArray, new: UIntArray) -> list[npt.NDArray[np.uint32]]:
+def scanned(width: int, old: UIntArray, new: UIntArray) -> list[npt.NDArray[np.uint32]]:
     found = []
     for _ in both_ways():
         found.append(scan(old.view(np.uint8), new.view(np.uint8), width))
@@ -152,7 +152,7 @@ def test_positions(width: int, density: float, rng: np.random.Generator) -> None
     for elements in (0, 1, 63, 64, 65, 127, 128, 1000, 4096, 20_000):
         old = rng.integers(0, 256, elements * width, np.uint8).view(f"<u{width}")
         new = old ^ (rng.random(elements) < density)
-        for found in both_ways(width, old, new):
+        for found in scanned(width, old, new):
             np.testing.assert_array_equal(found, np.flatnonzero(old != new))
 
 
@@ -163,7 +163,7 @@ def test_every_bit_of_every_place_counts(width: int) -> None:
         for bit in (0, 8 * width - 1):
             new = old.copy()
             new[at] = new.dtype.type(1 << bit)
-            assert [f.tolist() for f in both_ways(width, old, new)] == [[at], [at]]
+            assert [f.tolist() for f in scanned(width, old, new)] == [[at], [at]]
 
 
 def elements_of(rng: np.random.Generator, dtype: str, count: int, classes: str) -> UIntArray:

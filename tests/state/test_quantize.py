@@ -23,6 +23,7 @@ from pulse_rl.state.cast import cast
 from pulse_rl.state.digest import state_digest
 from pulse_rl.state.tensors import DTYPES
 from tests.golden.make_quantized import CONFIGS, FILE
+from tests.support.commands import POLICY
 from tests.support.states import Rng
 
 GOLDEN = np.load(FILE)
@@ -240,15 +241,7 @@ def test_the_command_quantizes(
     roots = []
     for how in ("fp8_block", str(config)):
         store = f"{tmp_path}/{len(roots)}"
-        given = [
-            "publish",
-            f"{tmp_path}/step.safetensors",
-            store,
-            "--stream",
-            "policy",
-            "--quantize",
-            how,
-        ]
+        given = ["publish", f"{tmp_path}/step.safetensors", store, *POLICY, "--quantize", how]
         assert main([*given, "--dtype", "BF16"]) == 0
         with Subscriber(store, stream="policy") as worker:
             worker.sync()
@@ -257,17 +250,7 @@ def test_the_command_quantizes(
     assert roots[0] == roots[1]
     config.write_text("{}")
     with pytest.raises(SystemExit):
-        main(
-            [
-                "publish",
-                f"{tmp_path}/step.safetensors",
-                store,
-                "--stream",
-                "policy",
-                "--quantize",
-                str(config),
-            ]
-        )
+        main(["publish", f"{tmp_path}/step.safetensors", store, *POLICY, "--quantize", str(config)])
     assert "fp8_block" in capsys.readouterr().err
 
 
